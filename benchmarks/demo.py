@@ -1,0 +1,120 @@
+"""`make demo`: the same load on the same KV memory, without and with eviction.
+
+Starts `vllm serve` twice with KV memory for two full prompts, asks it over HTTP through the
+OpenAI client, drives it with `vllm bench serve`, and prints one table.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.load import Load, measure
+from benchmarks.provenance import provenance
+from benchmarks.server import Server
+from tests.models import cached_tiny_llama
+
+PROMPT, OUTPUT, BLOCK = 2048, 192, 32
+LAYERS, KV_HEADS, HEAD_SIZE, FLOAT32 = 4, 4, 32, 4
+BLOCK_BYTES = LAYERS * KV_HEADS * BLOCK * 2 * HEAD_SIZE * FLOAT32
+KV_BLOCKS = 2 * -(-(PROMPT + OUTPUT) // BLOCK) + 1
+
+
+def server_args() -> list[str]:
+    """Both servers' arguments: KV memory for two full prompts with their answers."""
+    return [
+        "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK),
+        "--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "64",
+        "--kv-cache-memory-bytes", str(KV_BLOCKS * BLOCK_BYTES), "--seed", "0",
+    ]  # fmt: skip
+
+
+def ask(server: Server, model: Path) -> str:
+    """One chat answer through the OpenAI client, streamed."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=server.url + "/v1", api_key="none")
+    stream = client.chat.completions.create(
+        model=str(model),
+        messages=[{"role": "user", "content": "bidonar " * 300}],
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+
+def run(label: str, args: list[str], model: Path, load: Load, bar: tqdm) -> dict:
+    log = Path(".cache") / "demo" / f"{label}.log"
+    bar.set_description(f"{label}: starting vllm serve (log: {log})")
+    with Server(model, args, log) as server:
+        bar.update()
+        bar.set_description(f"{label}: asking over HTTP")
+        answer = ask(server, model)
+        bar.update()
+        bar.set_description(f"{label}: vllm bench serve, {load.num_prompts} requests")
+        row = measure(server, model, load)
+        bar.update()
+    return {**row, **server.evictions(), "answered": bool(answer)}
+
+
+def table(rows: dict[str, dict]) -> str:
+    """The comparison as text, with the ratio eviction / stock."""
+    lines = [
+        ("peak running sequences", "peak_running", "{:.0f}"),
+        ("preemptions", "preemptions", "{:.0f}"),
+        ("output tokens/s", "output_tokens_per_s", "{:.0f}"),
+        ("TTFT median (ms)", "ttft_ms_median", "{:.0f}"),
+        ("TPOT median (ms)", "tpot_ms_median", "{:.1f}"),
+        ("evictions", "evictions", "{:.0f}"),
+        ("blocks freed", "blocks_freed", "{:.0f}"),
+    ]
+    stock, evict = rows["stock"], rows["eviction"]
+    out = [f"{'':<24}{'stock vLLM':>12}{'--kv-eviction':>15}{'ratio':>8}"]
+    for title, key, form in lines:
+        a, b = stock.get(key, 0), evict.get(key, 0)
+        ratio = f"{b / a:.2f}x" if a else "-"
+        out.append(f"{title:<24}{form.format(a):>12}{form.format(b):>15}{ratio:>8}")
+    return "\n".join(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", default="ada-snapkv")
+    parser.add_argument("--budget", default=str(PROMPT // 8))
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    options = parser.parse_args()
+
+    model = cached_tiny_llama(kv_heads=KV_HEADS)
+    load = Load(PROMPT, OUTPUT, options.requests, options.concurrency)
+    eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
+    began = time.monotonic()
+    with tqdm(total=6, bar_format="{desc} [{n_fmt}/{total_fmt}, {elapsed}]") as bar:
+        rows = {
+            "stock": run("stock", server_args(), model, load, bar),
+            "eviction": run("eviction", server_args() + eviction, model, load, bar),
+        }
+    print(
+        f"\n{PROMPT}-token prompts, {OUTPUT} new tokens, {options.requests} requests, "
+        f"{options.concurrency} at once;\nKV memory for two full prompts "
+        f"({KV_BLOCKS * BLOCK_BYTES / 2**20:.0f} MiB); budget {options.budget}, "
+        f"policy {options.policy}\n"
+    )
+    print(table(rows))
+    print(f"\n{time.monotonic() - began:.0f} s in all")
+    if options.output:
+        result = {"rows": rows, **provenance()}
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    if not rows["eviction"]["evictions"]:
+        print("Eviction never ran: this is a defect.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

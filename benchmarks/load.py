@@ -1,0 +1,67 @@
+"""One measured load on a server: `vllm bench serve`, with peak sequences and preemptions."""
+
+import json
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.server import VLLM, Server, Watch
+
+
+@dataclass
+class Load:
+    """Random prompts through ``vllm bench serve``. Lengths in tokens."""
+
+    input_len: int
+    output_len: int
+    num_prompts: int
+    concurrency: int
+    seed: int = 0
+
+    def args(self) -> list[str]:
+        return [
+            "--dataset-name", "random",
+            "--random-input-len", str(self.input_len),
+            "--random-output-len", str(self.output_len),
+            "--num-prompts", str(self.num_prompts),
+            "--max-concurrency", str(self.concurrency),
+            "--seed", str(self.seed),
+            "--ignore-eos",
+        ]  # fmt: skip
+
+
+def measure(server: Server, model: Path, load: Load) -> dict[str, float]:
+    """Run a load.
+
+    Returns:
+        Output tokens per second, median TTFT, TPOT and p99 TTFT, ITL in ms, peak running sequences,
+        preemptions, failed requests.
+
+    Raises:
+        RuntimeError: ``vllm bench serve`` failed.
+
+    """
+    preempted = server.metric("vllm:num_preemptions_total")
+    with tempfile.TemporaryDirectory() as folder, Watch(server) as watch:
+        result = Path(folder) / "result.json"
+        command = [
+            str(VLLM), "bench", "serve", "--backend", "openai", "--base-url", server.url,
+            "--model", str(model), "--endpoint", "/v1/completions", *load.args(),
+            "--save-result", "--result-filename", str(result),
+            "--percentile-metrics", "ttft,tpot,itl",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+        if done.returncode or not result.exists():
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        data = json.loads(result.read_text())
+    return {
+        "output_tokens_per_s": data["output_throughput"],
+        "ttft_ms_median": data["median_ttft_ms"],
+        "ttft_ms_p99": data["p99_ttft_ms"],
+        "tpot_ms_median": data["median_tpot_ms"],
+        "itl_ms_p99": data["p99_itl_ms"],
+        "peak_running": watch.peak_running,
+        "preemptions": server.metric("vllm:num_preemptions_total") - preempted,
+        "failed": data["failed"],
+    }

@@ -1,0 +1,159 @@
+"""What eviction costs the scheduler per step: vLLM's own and ours under the same load.
+
+    python -m benchmarks.scheduler_cost
+
+128 running decodes, no model: the time of ``schedule`` plus ``update_from_output``. All
+schedulers run in lock step in one process, so that ratios mean something on a busy machine.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import provenance
+
+RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
+PROMPTS = range(512, 768)
+
+
+class Load:
+    """One scheduler with its running requests and the seconds it took, step by step."""
+
+    def __init__(self, scheduler: Any, setup: Any, requests: int, max_tokens: int) -> None:
+        from tests.engine.harness import make_request
+
+        self.scheduler = scheduler
+        self.seconds: list[float] = []
+        rng = random.Random(0)
+        for index in range(requests):
+            prompt = [rng.randrange(2, 1000) for _ in range(rng.choice(PROMPTS))]
+            scheduler.add_request(make_request(setup, f"r{index}", prompt, max_tokens))
+
+    def step(self, token: int) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        start = time.perf_counter()
+        output = self.scheduler.schedule()
+        took = time.perf_counter() - start
+        ids = list(output.num_scheduled_tokens)
+        sampled = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[[token] for _ in ids],
+        )
+        start = time.perf_counter()
+        self.scheduler.update_from_output(output, sampled)
+        self.seconds.append(took + time.perf_counter() - start)
+
+
+def schedulers(requests: int, max_tokens: int, asynchronous: bool) -> dict[str, Load]:
+    """vLLM's scheduler, ours evicting, and ours with nothing to evict."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from tests.engine.harness import (
+        Setup,
+        base_config,
+        kv_cache_config,
+        make_scheduler,
+        vllm_config,
+    )
+
+    length = PROMPTS.stop + max_tokens
+    setup = Setup(
+        budget=256,
+        window=32,
+        interval=128,
+        block_size=16,
+        blocks=requests * (length // 16 + 32),
+        max_num_seqs=requests,
+        max_batched=requests * PROMPTS.stop,
+        asynchronous=asynchronous,
+    )
+    never = replace(setup, budget=10**6)
+    plain = (AsyncScheduler if asynchronous else Scheduler)(
+        vllm_config(setup), kv_cache_config(setup, evictable=False), base_config()[1], block_size=16
+    )
+    made = {"vllm": plain, "evicting": make_scheduler(setup), "never_evicts": make_scheduler(never)}
+    return {name: Load(made[name], setup, requests, max_tokens) for name in made}
+
+
+def measure(requests: int, steps: int, asynchronous: bool) -> dict[str, Any]:
+    """Microseconds a decode step of every scheduler, and the ratios to vLLM's."""
+    loads = schedulers(requests, steps + 2, asynchronous)
+    rng = random.Random(1)
+    for load in loads.values():
+        load.step(2)
+        assert len(load.scheduler.running) == requests, "the prefill takes one step"
+        load.seconds.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        names = list(loads)
+        for step in range(steps):
+            rng.shuffle(names)
+            for name in names:
+                loads[name].step(2 + step % 900)
+            if step % 64 == 0:
+                print(f"  {step}/{steps} steps", flush=True)
+    finally:
+        gc.enable()
+    result: dict[str, Any] = {}
+    for name, load in loads.items():
+        result[name] = {
+            "mean_us": round(statistics.fmean(load.seconds) * 1e6, 1),
+            "median_us": round(statistics.median(load.seconds) * 1e6, 1),
+            "p99_us": round(statistics.quantiles(load.seconds, n=100)[98] * 1e6, 1),
+        }
+        if name != "vllm":
+            result[name]["counters"] = load.scheduler.eviction_counters.as_dict()
+            for kind in ("mean_us", "median_us"):
+                result[name][f"ratio_{kind[:-3]}"] = round(
+                    result[name][kind] / result["vllm"][kind], 3
+                )
+    assert result["evicting"]["counters"]["evictions_decode"] > 0
+    assert result["never_evicts"]["counters"]["evictions"] == 0
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=640)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "provenance": provenance(),
+        "load": {
+            "running_requests": options.requests,
+            "decode_steps": options.steps,
+            "block_size": 16,
+            "prompt_tokens": [PROMPTS.start, PROMPTS.stop - 1],
+            "budget": 256,
+            "window": 32,
+            "interval": 128,
+        },
+    }
+    for kind, asynchronous in (("sync", False), ("async", True)):
+        print(f"{kind} scheduler", flush=True)
+        report[kind] = measure(options.requests, options.steps, asynchronous)
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{'':22}{'mean us':>10}{'median us':>11}{'p99 us':>9}{'mean ratio':>12}")
+    for kind in ("sync", "async"):
+        for name, row in report[kind].items():
+            print(
+                f"{kind + ' ' + name:22}{row['mean_us']:10}{row['median_us']:11}{row['p99_us']:9}"
+                f"{row.get('ratio_mean', 1.0):12}"
+            )
+    print(f"\nwritten to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

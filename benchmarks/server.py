@@ -1,0 +1,143 @@
+"""A `vllm serve` process of ours: started, watched and ended by pid."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+VLLM = Path(sys.executable).with_name("vllm")
+COUNTERS = re.compile(r"KV eviction: (evictions=\d+ .*)")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class ServerFailed(RuntimeError):
+    """The server ended before it was ready; the message carries the end of its log."""
+
+
+class Server:
+    """``vllm serve MODEL ARGS`` on a free port of 127.0.0.1, as a context manager.
+
+    Args:
+        model: Folder of the model.
+        args: Further arguments of ``vllm serve``.
+        log: File that takes the server's output.
+        timeout_s: Longest wait for readiness.
+        env: Environment variables on top of this process's.
+
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        args: list[str],
+        log: Path,
+        timeout_s: float = 300,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._timeout_s = timeout_s
+        self.command = [
+            str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port), *args,
+        ]  # fmt: skip
+        self._env = dict(os.environ, VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1") | (env or {})
+
+    def __enter__(self) -> Self:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                self.command, stdout=out, stderr=subprocess.STDOUT, env=self._env,
+                start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=2)
+                return self
+            except OSError:
+                time.sleep(0.3)
+        self.stop()
+        raise ServerFailed(f"{' '.join(self.command)}\n{self.log.read_text()[-4000:]}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.stop()
+
+    def stop(self) -> int:
+        """End the server and wait for it; what is left of its process group is killed."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels, from /metrics; 0 where it is missing."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        pattern = re.compile(rf"^{re.escape(name)}(?:\{{.*?\}})? (\S+)$", re.MULTILINE)
+        return sum(float(value) for value in pattern.findall(text))
+
+    def post(self, path: str, body: dict) -> dict:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.load(answer)
+
+    def evictions(self) -> dict[str, int]:
+        """The last totals that the scheduler logged; zeros where it logged none."""
+        found = COUNTERS.findall(self.log.read_text())
+        if not found:
+            return {"evictions": 0, "blocks_freed": 0, "postponed": 0}
+        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", found[-1])}
+
+
+class Watch:
+    """Polls the running sequences of a server; the peak is what its memory let run at once."""
+
+    def __init__(self, server: Server, interval_s: float = 0.2) -> None:
+        self._server = server
+        self._interval_s = interval_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self.peak_running = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _poll(self) -> None:
+        while not self._done.wait(self._interval_s):
+            try:
+                running = int(self._server.metric("vllm:num_requests_running"))
+            except (OSError, urllib.error.URLError):
+                continue
+            self.peak_running = max(self.peak_running, running)

@@ -1,0 +1,58 @@
+# Sourced by the setup scripts: virtual environments that are made once and kept up to date.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR
+
+say() { echo "[setup] $*"; }
+
+fail() {
+    echo "[setup] error: $*" >&2
+    exit 1
+}
+
+# One setup at a time: two concurrent `make` would install into the same folder.
+one_at_a_time() {
+    mkdir -p "$ROOT/.cache"
+    exec 9>"$ROOT/.cache/setup.lock"
+    flock 9
+}
+
+# hash_of FILE...: of their contents, of this folder's path and of the interpreter asked for.
+hash_of() {
+    { echo "$ROOT ${PYTHON:-} ${KVEVICT_DEVICE:-}"; cat "$@"; } | sha256sum | cut -c1-32
+}
+
+# is_current VENV HASH
+is_current() {
+    [[ -x "$1/bin/python" && "$(cat "$1/.setup-stamp" 2>/dev/null)" == "$2" ]]
+}
+
+# make_venv VENV: with $PYTHON, or the first usable Python from 3.11 on.
+make_venv() {
+    [[ -x "$1/bin/pip" ]] && return
+    local python
+    for python in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            say "$1 with $("$python" --version)"
+            "$python" -m venv "$1" || fail "$python cannot make a virtual environment;" \
+                "on Debian and Ubuntu install python3-venv"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer; set PYTHON=/path/to/python"
+}
+
+# install_lock VENV LOCK: a resolved set. torch comes first and alone: its CPU build is on
+# PyTorch's own index, unless pip's configuration already names a place that has it.
+install_lock() {
+    local torch
+    torch="$(grep '^torch==' "$2")"
+    if ! "$1/bin/pip" install -qq --no-deps "$torch" 2>/dev/null; then
+        say "$torch is not on the configured index; trying $TORCH_CPU_INDEX"
+        "$1/bin/pip" install -qq --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" ||
+            fail "$torch was not found. It is on PyTorch's CPU index;" \
+                "where that is mirrored: export PIP_EXTRA_INDEX_URL=<mirror of $TORCH_CPU_INDEX>"
+    fi
+    "$1/bin/pip" install -qq --no-deps -r "$2"
+}

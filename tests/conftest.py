@@ -1,0 +1,50 @@
+"""Environment of every test, the models, and the skip of tests that need a GPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# vLLM reads these when it is imported.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Two OpenMP threads on a busy 2-core machine wait for each other: measured 63 s instead of 9 s.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def no_gpu_reason() -> str | None:
+    """Why CUDA cannot be used here, or None where it can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch does not import: {error}"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False: no usable NVIDIA GPU"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    reason = no_gpu_reason() if needing else None
+    if reason:
+        for item in needing:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """A 4-layer Llama with 8 query and 2 KV heads of size 32, float32, random weights."""
+    from tests.models import cached_tiny_llama
+
+    return cached_tiny_llama(kv_heads=2)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_kv4() -> Path:
+    """The same with 4 KV heads."""
+    from tests.models import cached_tiny_llama
+
+    return cached_tiny_llama(kv_heads=4)

@@ -1,0 +1,147 @@
+"""Proof 1: every greedy token equals transformers' under the same per-head masks (float32)."""
+
+import pytest
+
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from tests.oracles.masked import Life, MaskedModel, check_tokens
+
+EVICTION = dict(budget=128, interval=64)
+LENGTHS = (700, 333, 1200, 1, 60, 150)
+NEW_TOKENS = 260  # four evictions in decode at an interval of 64
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return MaskedModel(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def oracle_kv4(tiny_model_kv4):
+    return MaskedModel(tiny_model_kv4)
+
+
+def assert_exact(oracle, run, prompts, max_tokens) -> None:
+    """All tokens equal the oracle's, and evictions ran on both sides."""
+    before = run.counters.evictions
+    outputs = run.generate(prompts, max_tokens)
+    for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
+        agreed, total = check_tokens(oracle, prompt, output, lives)
+        assert agreed == total == len(output)
+    assert run.counters.evictions > before
+    assert run.worker.kv_eviction.evictions == run.counters.evictions
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
+@pytest.mark.parametrize("chunk", [64, 512, 4096])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "snapkv", "streaming-llm"])
+def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
+    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
+    with engine(
+        tiny_model,
+        dict(policy=policy, **EVICTION),
+        max_num_batched_tokens=chunk,
+        enable_prefix_caching=caching,
+    ) as run:
+        free = run.free_blocks()
+        assert_exact(oracle, run, prompts, NEW_TOKENS)
+        longest = run.lives()[2][-1]
+        assert len(longest.evictions) >= 4, "one after prefill and at least three in decode"
+        assert run.free_blocks() == free
+        if caching:
+            hits = []
+            look_up = run.scheduler._get_local_prefix_cache_hit
+            run.scheduler._get_local_prefix_cache_hit = lambda request: (
+                hits.append(look_up(request)) or hits[-1]
+            )
+            assert_exact(oracle, run, prompts, NEW_TOKENS)
+            assert sum(num_tokens for _, num_tokens, *_ in hits) > 1000
+            assert run.counters.prefix_hits_capped > 0 or policy == "streaming-llm"
+
+
+def test_full_attention_would_disagree(tiny_model, oracle):
+    """The oracle can tell: without the masks most tokens differ."""
+    prompts = [random_prompt(n, seed=n) for n in (700, 333)]
+    with engine(tiny_model, dict(policy="ada-snapkv", **EVICTION)) as run:
+        outputs = run.generate(prompts, NEW_TOKENS)
+        assert run.counters.evictions > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        agreed, total = check_tokens(oracle, prompt, output, [Life(len(prompt))])
+        assert agreed < total * 0.9
+
+
+def test_budgets_of_heads_differ(tiny_model_kv4, oracle_kv4):
+    """ada-snapkv really moves budget between four KV heads, and stays exact."""
+    prompts = [random_prompt(n, seed=n) for n in (900, 3000)]
+    with engine(tiny_model_kv4, dict(policy="ada-snapkv", budget=288, interval=64)) as run:
+        assert_exact(oracle_kv4, run, prompts, 220)
+        kept = run.lives()[1][0].evictions[0].positions
+    assert any(len({len(head) for head in layer}) > 1 for layer in kept)
+
+
+def test_budget_as_a_share_of_the_prompt(tiny_model, oracle):
+    prompts = [random_prompt(n, seed=n) for n in (3000, 800, 100)]
+    with engine(tiny_model, dict(policy="ada-snapkv", budget="25%", interval=64)) as run:
+        assert_exact(oracle, run, prompts, 150)
+        first = [lives[0].evictions[0].positions[0] for lives in run.lives()[:2]]
+    stores = [sum(map(len, layer)) // len(layer) for layer in first]
+    assert stores == [(3000 // 4 - 32) // 32 * 32, (800 // 4 - 32) // 32 * 32]
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "streaming-llm"])
+@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
+def test_preemption(tiny_model, oracle, policy, caching):
+    """A pool too small for the load: requests are preempted, recomputed, evicted anew."""
+    prompts = [random_prompt(n, seed=n) for n in (500, 480, 460, 440, 420, 400, 380, 360)]
+    with engine(
+        tiny_model,
+        dict(policy=policy, budget=128, interval=160),
+        num_gpu_blocks_override=46,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=caching,
+    ) as run:
+        preempted = []
+        preempt = run.scheduler._preempt_request
+        run.scheduler._preempt_request = lambda request, *a, **k: (
+            preempted.append(request.request_id),
+            preempt(request, *a, **k),
+        )
+        assert_exact(oracle, run, prompts, 250)
+        assert preempted
+        assert any(len(lives) > 1 and lives[-1].evictions for lives in run.lives())
+        assert run.free_blocks() == 45
+
+
+def test_interval_zero_evicts_after_prefill_only(tiny_model, oracle):
+    prompts = [random_prompt(n, seed=n) for n in (700, 100)]
+    with engine(tiny_model, dict(policy="snapkv", budget=128, interval=0)) as run:
+        assert_exact(oracle, run, prompts, 200)
+        assert [len(lives[0].evictions) for lives in run.lives()] == [1, 0]
+
+
+def test_alone_and_among_forty(tiny_model):
+    """Proof 5: batch invariance of the tokens, evictions included."""
+    prompt = random_prompt(900, seed=900)
+    others = [random_prompt(40 + 17 * i, seed=5000 + i) for i in range(40)]
+    options = dict(max_num_batched_tokens=512, max_num_seqs=64)
+    with engine(tiny_model, dict(policy="ada-snapkv", **EVICTION), **options) as run:
+        alone = run.generate([prompt], 200)[0]
+        mine = run.lives()[0]
+        crowd = run.generate([*others[:20], prompt, *others[20:]], 200)
+        assert crowd[20] == alone
+        assert run.lives()[20] == mine
+        assert len(mine[0].evictions) >= 3
+        assert run.counters.postponed == 0
+
+
+def test_tokens_do_not_depend_on_the_chunk_size(tiny_model):
+    prompt = random_prompt(1100, seed=1100)
+    outputs = []
+    for chunk in (48, 300, 4096):
+        with engine(
+            tiny_model, dict(policy="ada-snapkv", **EVICTION), max_num_batched_tokens=chunk
+        ) as run:
+            outputs.append((run.generate([prompt], 200), run.lives()))
+            assert run.counters.evictions >= 4
+    assert outputs[0] == outputs[1] == outputs[2]

@@ -1,0 +1,50 @@
+"""Two tensor-parallel ranks on the CPU: tokens of two rounds, evictions and leaks, as JSON."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.models import random_prompt
+
+PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 60)]
+NEW_TOKENS = 110
+EVICTION = dict(budget=96, interval=32)
+
+
+def main(model: Path, policy: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(model),
+        tensor_parallel_size=2,
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        block_size=32,
+        max_model_len=2048,
+        max_num_batched_tokens=256,
+        additional_config={"kv_eviction": dict(policy=policy, **EVICTION)},
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    rounds = []
+    for _ in range(2):
+        outputs = llm.generate(
+            [dict(prompt_token_ids=prompt) for prompt in PROMPTS], params, use_tqdm=False
+        )
+        rounds.append([list(output.outputs[0].token_ids) for output in outputs])
+    result = dict(
+        rounds=rounds,
+        counters=scheduler.eviction_counters.as_dict(),
+        leaked=free - pool.get_num_free_blocks(),
+    )
+    llm.llm_engine.engine_core.shutdown()
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,57 @@
+"""Runs under Triton's interpreter: evictions through Model Runner V2, checked by the oracle."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from tests.oracles.masked import Life, MaskedModel, check_tokens
+
+
+def force_async_scheduling() -> None:
+    """``platforms/cpu.py`` turns async scheduling off; turn it on again behind it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    configure = CpuPlatform.check_and_update_config.__func__
+
+    def configured(cls, vllm_config):
+        configure(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(configured)
+
+
+def main(model: Path, scheduler: str) -> None:
+    if scheduler == "async":
+        force_async_scheduling()
+    prompts = [random_prompt(n, seed=n) for n in (300, 133, 1)]
+    options = dict(
+        max_num_batched_tokens=128, max_model_len=1024, max_num_seqs=4, enable_prefix_caching=True
+    )
+    with engine(model, dict(policy="ada-snapkv", budget=96, interval=32), **options) as run:
+        free = run.free_blocks()
+        oracle = MaskedModel(model)
+        agreed = total = full = 0
+        for _ in range(2):  # the second time with prefix hits
+            outputs = run.generate(prompts, 150)
+            for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
+                same, count = check_tokens(oracle, prompt, output, lives)
+                agreed, total = agreed + same, total + count
+                full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
+        result = dict(
+            runner=type(run.worker.model_runner).__module__,
+            async_scheduling=run.core.async_scheduling,
+            batch_queue_size=run.core.batch_queue_size,
+            agreed=agreed,
+            total=total,
+            full_attention_agreed=full,
+            evictions=run.counters.evictions,
+            evictions_on_worker=run.worker.kv_eviction.evictions,
+            blocks_leaked=free - run.free_blocks(),
+        )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

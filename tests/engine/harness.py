@@ -1,0 +1,279 @@
+"""vLLM's real schedulers with eviction, driven without a model.
+
+:class:`Engine` plays the engine core: it schedules, lets the shadow worker execute, and hands
+back sampled tokens, one step in flight with the async scheduler. Every invariant is asserted
+after every move.
+"""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.engine.invariants import Invariants
+from tests.engine.shadow import ShadowWorker
+from tests.models import cached_tiny_llama
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
+from vllm_kvevict.engine.spec import EvictableAttentionSpec, register_spec
+
+STOP_TOKEN = 1
+VOCABULARY = 1000
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A server's configuration, as far as the scheduler sees it.
+
+    ``rings`` is the number of ring slots, None for one a sequence; ``second_budget`` adds a
+    second evictable group and ``sliding_window`` a group that does not evict.
+    """
+
+    budget: int | str = 40
+    window: int = 8
+    interval: int = 16
+    needs_window: bool = True
+    second_budget: int | None = None
+    sliding_window: int | None = None
+    blocks: int = 64
+    block_size: int = 8
+    max_num_seqs: int = 8
+    max_batched: int = 64
+    long_prefill: int = 0
+    caching: bool = True
+    asynchronous: bool = False
+    priority: bool = False
+    rings: int | None = None
+    reserve_full: bool = True
+    watermark: float = 0.0
+
+    @property
+    def groups(self) -> int:
+        return 1 + (self.second_budget is not None) + (self.sliding_window is not None)
+
+    @property
+    def max_model_len(self) -> int:
+        """What vLLM's own check at start-up would admit: one sequence fits the pool."""
+        return (self.blocks - 1) // self.groups * self.block_size
+
+    @property
+    def ring_count(self) -> int:
+        if not self.needs_window:
+            return 0
+        return self.max_num_seqs if self.rings is None else self.rings
+
+
+@cache
+def base_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    init_none_hash(sha256)
+    register_spec()
+    config = EngineArgs(
+        model=str(cached_tiny_llama(kv_heads=2)),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        block_size=32,
+    ).create_engine_config()
+    return config, StructuredOutputManager(config)
+
+
+def vllm_config(setup: Setup) -> Any:
+    config = copy.copy(base_config()[0])
+    config.additional_config = {
+        "kv_eviction": {
+            "policy": "snapkv",
+            "budget": setup.budget,
+            "window": setup.window,
+            "interval": setup.interval,
+        }
+    }
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = setup.max_model_len
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.block_size = setup.block_size
+    config.cache_config.kv_cache_layout = "LBHNC"
+    config.cache_config.num_gpu_blocks = setup.blocks
+    config.cache_config.enable_prefix_caching = setup.caching
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    scheduler = config.scheduler_config
+    scheduler.max_num_seqs = setup.max_num_seqs
+    scheduler.max_num_batched_tokens = setup.max_batched
+    scheduler.long_prefill_token_threshold = setup.long_prefill
+    scheduler.policy = "priority" if setup.priority else "fcfs"
+    scheduler.scheduler_reserve_full_isl = setup.reserve_full
+    scheduler.watermark = setup.watermark
+    # The CPU platform turns it off whatever is asked.
+    scheduler.async_scheduling = setup.asynchronous
+    return config
+
+
+def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
+    shape: dict[str, Any] = dict(
+        block_size=setup.block_size, num_kv_heads=2, head_size=32, dtype=torch.float32
+    )
+    specs: list[Any] = [FullAttentionSpec(**shape)]
+    if evictable:
+        budgets = [setup.budget] + ([setup.second_budget] if setup.second_budget else [])
+        specs = [
+            EvictableAttentionSpec.of(
+                FullAttentionSpec(**shape),
+                EvictionConfig(
+                    policy="snapkv", budget=budget, window=setup.window, interval=setup.interval
+                ).timeline(setup.block_size),
+            )
+            for budget in budgets
+        ]
+    if setup.sliding_window is not None:
+        specs.append(SlidingWindowSpec(**shape, sliding_window=setup.sliding_window))
+    groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(setup.blocks, [], groups)
+
+
+def make_scheduler(setup: Setup) -> Any:
+    """An EvictingScheduler or EvictingAsyncScheduler for this setup."""
+    kind = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
+    with mock.patch("vllm_kvevict.engine.scheduler.ring_slots", lambda *_: setup.ring_count):
+        return kind(
+            vllm_config(setup),
+            kv_cache_config(setup),
+            base_config()[1],
+            block_size=setup.block_size,
+            hash_block_size=setup.block_size,
+            log_stats=False,
+        )
+
+
+def make_request(
+    setup: Setup, request_id: str, prompt: list[int], max_tokens: int, **options: Any
+) -> Request:
+    return Request(
+        request_id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN]),
+        None,
+        block_hasher=get_request_block_hasher(setup.block_size, sha256),
+        **options,
+    )
+
+
+class Engine:
+    """Engine core and worker of one setup.
+
+    Args:
+        setup: The configuration.
+        sample: The token a request samples, by request id and tokens so far.
+
+    """
+
+    def __init__(
+        self, setup: Setup, sample: Callable[[str, list[int]], int] | None = None, seed: int = 0
+    ) -> None:
+        self.setup = setup
+        self.rng = random.Random(seed)
+        self.scheduler = make_scheduler(setup)
+        self.worker = ShadowWorker(setup, sample or self._sample)
+        self.invariants = Invariants(setup, self.scheduler, self.worker)
+        self.pending: deque[Any] = deque()
+        self.requests: list[Request] = []
+        self.steps = 0
+
+    def _sample(self, request_id: str, tokens: list[int]) -> int:
+        return STOP_TOKEN if self.rng.random() < 0.01 else self.rng.randrange(2, VOCABULARY)
+
+    def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
+        request = make_request(
+            self.setup, f"r{len(self.requests)}", list(prompt), max_tokens, **options
+        )
+        self.requests.append(request)
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> Any:
+        output = self.scheduler.schedule()
+        self.steps += output.total_num_scheduled_tokens > 0
+        self.pending.append(output)
+        self.invariants.scheduled(output)
+        self.invariants.check()
+        return output
+
+    def process(self) -> None:
+        """Execute the oldest scheduled step and process its output."""
+        output = self.pending.popleft()
+        sampled = self.worker.execute(output)
+        self.invariants.executed(output)
+        ids = list(output.num_scheduled_tokens)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=[sampled[request_id] for request_id in ids],
+            ),
+        )
+        self.invariants.check()
+
+    def step(self, between: Callable[[], None] | None = None) -> Any:
+        """Schedule once, then process what vLLM's engine core would by then.
+
+        ``between`` runs after scheduling and before any processing.
+        """
+        output = self.schedule()
+        if between is not None:
+            between()
+        while len(self.pending) > (1 if self.setup.asynchronous else 0):
+            self.process()
+        return output
+
+    def settle(self) -> None:
+        """Process all that is in flight."""
+        while self.pending:
+            self.process()
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        self.invariants.check()
+
+    def reset(self) -> None:
+        """What sleep mode and weight updates do: preempt all, forget the prefix cache."""
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.invariants.check()
+
+    def finish(self, limit: int = 20_000) -> None:
+        """Run until every request has finished, and assert that nothing is left behind."""
+        idle = 0
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            output = self.step()
+            idle = (
+                0
+                if output.total_num_scheduled_tokens
+                or any(pending.total_num_scheduled_tokens for pending in self.pending)
+                else idle + 1
+            )
+            assert idle < 4, f"livelock: {self.scheduler.get_request_counts()} (running, waiting)"
+        assert not self.scheduler.has_unfinished_requests(), f"not finished in {limit} steps"
+        self.settle()
+        self.step()
+        self.settle()
+        self.invariants.check_idle()

@@ -1,0 +1,262 @@
+"""What must hold of vLLM's pool and our bookkeeping, whatever happened before."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+from tests.engine.shadow import ShadowWorker, extend_chain
+from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.plan import PLAN, StepPlan
+
+if TYPE_CHECKING:
+    from tests.engine.harness import Setup
+
+
+@dataclass
+class Tally:
+    """What a run has seen, so that a test can assert it saw something."""
+
+    preemptions: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    published: int = 0
+    orphans: int = 0
+
+
+@dataclass
+class Life:
+    """What the scheduler promised about one life of a request."""
+
+    number: int
+    postponed: bool = False
+
+
+class Invariants:
+    """Asserts over scheduler, pool, ledger and the shadow worker's memory."""
+
+    def __init__(self, setup: "Setup", scheduler: Any, worker: ShadowWorker) -> None:
+        self.setup = setup
+        self.scheduler = scheduler
+        self.worker = worker
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self.evicting = [m for m in self.managers if isinstance(m, EvictableAttentionManager)]
+        self.tally = Tally()
+        self._lives: dict[str, Life] = {}
+        self._steps: dict[int, dict[str, int]] = {}
+        self._scheduled = 0
+        self._executed = 0
+        self._published: dict[int, tuple[Any, int]] = {}
+        self._chains: dict[str, list[int]] = {}
+        self._truth: dict[Any, list[int]] = {}
+
+    def scheduled(self, output: Any) -> None:
+        """Note the lives of a step that was just scheduled, and look at its plan."""
+        self._scheduled += 1
+        self.tally.preemptions += len(output.preempted_req_ids or ())
+        admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                admitted[request_id] = computed
+        for request_id, hit in admitted.items():
+            former = self._lives.get(request_id)
+            self._lives[request_id] = Life(former.number + 1 if former else 1)
+            self.tally.hits += hit > 0
+            self.tally.hit_tokens += hit
+            self._expect_window_uncovered(request_id, hit)
+        self._steps[id(output)] = {
+            request_id: self._lives[request_id].number for request_id in output.num_scheduled_tokens
+        }
+        self._expect_plan(output, getattr(output, PLAN, None) or StepPlan())
+        self._forget_what_no_step_computes(output)
+
+    def _forget_what_no_step_computes(self, output: Any) -> None:
+        """Work around vLLM, which has this flaw without eviction too.
+
+        It publishes a request's blocks when it allocates them. Under the priority policy it may
+        preempt that request later in the same call, and the step then never computes them.
+        """
+        owners = {
+            block.block_id
+            for manager in self.managers
+            for request_id in output.num_scheduled_tokens
+            for block in manager.req_to_blocks[request_id]
+        }
+        orphans = {
+            block.block_id
+            for block in self.pool.blocks
+            if block.block_hash is not None
+            and block.block_id not in owners
+            and self._published.get(block.block_id, (None, 0))[0] != block.block_hash
+        }
+        if orphans:
+            assert self.setup.priority and output.preempted_req_ids, f"{orphans} never computed"
+            self.tally.orphans += len(orphans)
+            self.pool.evict_blocks(orphans)
+
+    def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
+        entry = self.scheduler._ledger.entries.get(request_id)
+        if entry is None or not self.setup.needs_window:
+            return
+        for timeline in entry.timelines.values():
+            end = timeline.prefill_end
+            if (end - self.setup.window) // self.setup.block_size > timeline.store_blocks:
+                assert hit <= end - self.setup.window, f"{request_id}: a hit covers the window"
+
+    def _expect_plan(self, output: Any, plan: StepPlan) -> None:
+        evicted = {eviction.request_id: eviction for eviction in plan.evictions}
+        assert len(evicted) == len(plan.evictions)
+        for request_id in output.num_scheduled_tokens:
+            entry = self.scheduler._ledger.entries.get(request_id)
+            request = self.scheduler.requests[request_id]
+            if entry is None:
+                assert request_id not in evicted and request_id not in plan.rings
+                continue
+            end = request.num_computed_tokens
+            still_due = entry.due_groups(end)
+            if request_id in evicted:
+                assert not still_due
+                assert evicted[request_id].num_tokens == end
+                for part in evicted[request_id].groups:
+                    timeline = entry.timelines[part.group_id]
+                    assert len(part.store) == self._store_blocks(part.group_id, request)
+                    assert timeline.store_blocks == len(part.store)
+            elif still_due and not self.scheduler._ledger.last_step(request_id, end):
+                self._lives[request_id].postponed = True
+                prefill = end == next(iter(entry.timelines.values())).prefill_end
+                if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
+                    stores = sum(entry.timelines[group].store_blocks for group in still_due)
+                    assert self.pool.get_num_free_blocks() < stores, (
+                        f"{request_id}: postponed at the end of prefill with room for the store"
+                    )
+
+    def _store_blocks(self, group: int, request: Any) -> int:
+        budget: Any = self.setup.second_budget if group else self.setup.budget
+        if isinstance(budget, str):
+            budget = int(request.num_prompt_tokens * (float(budget[:-1]) / 100))
+        return max(1, (budget - self.setup.window) // self.setup.block_size)
+
+    def executed(self, output: Any) -> None:
+        """Every block a step touched still belongs to its request when the step is processed."""
+        self._executed += 1
+        owned = self._owned()
+        running = {request.request_id for request in self.scheduler.running}
+        for request_id, number in self._steps.pop(id(output)).items():
+            if request_id not in running or self._lives[request_id].number != number:
+                continue
+            for group, blocks in enumerate(self.worker.used[request_id]):
+                lost = blocks - owned[group].get(request_id, set())
+                if self.setup.sliding_window is not None and group == self.setup.groups - 1:
+                    lost = {b for b in lost if self._in_window(request_id, group, b)}
+                assert not lost, f"{request_id} uses blocks {lost} of group {group}, freed before"
+
+    def _in_window(self, request_id: str, group: int, block: int) -> bool:
+        row = self.worker.rows[request_id]
+        assert self.setup.sliding_window is not None
+        first = max(0, row.computed - self.setup.sliding_window)
+        return block in row.tables[group][first // self.setup.block_size :]
+
+    def _owned(self) -> list[dict[str, set[int]]]:
+        owned: list[dict[str, set[int]]] = []
+        for manager in self.managers:
+            table = {r: {b.block_id for b in bs} for r, bs in manager.req_to_blocks.items()}
+            for request_id, holding in getattr(manager, "holdings", {}).items():
+                table.setdefault(request_id, set()).update(b.block_id for b in holding.blocks)
+            owned.append(table)
+        return owned
+
+    def check(self) -> None:
+        """All that must hold between any two moves."""
+        references: Counter[int] = Counter()
+        exclusive: list[int] = []
+        for manager in self.managers:
+            for blocks in manager.req_to_blocks.values():
+                references.update(b.block_id for b in blocks if not b.is_null)
+            for holding in getattr(manager, "holdings", {}).values():
+                exclusive.extend(b.block_id for b in holding.blocks)
+        references.update(exclusive)
+        for block_id in exclusive:
+            assert references[block_id] == 1, f"store block {block_id} has another owner"
+            assert self.pool.blocks[block_id].block_hash is None, f"store {block_id} is published"
+        free = 0
+        for block in self.pool.blocks:
+            if block.is_null:
+                continue
+            assert block.ref_cnt == references[block.block_id], (
+                f"block {block.block_id}: {block.ref_cnt} references, "
+                f"{references[block.block_id]} owners"
+            )
+            free += block.ref_cnt == 0
+        queued = self.pool.free_block_queue.get_all_free_blocks()
+        assert len(queued) == free == len({b.block_id for b in queued})
+        assert free == self.pool.get_num_free_blocks()
+        self._check_published()
+        self._check_entries()
+
+    def _check_published(self) -> None:
+        """Reachable by hash means: what full attention computes for that prefix."""
+        for request in self.scheduler.requests.values():
+            self._learn(request)
+        for block in self.pool.blocks:
+            if block.block_hash is None:
+                self._published.pop(block.block_id, None)
+                continue
+            known = self._published.get(block.block_id)
+            if known is None or known[0] != block.block_hash:
+                self._published[block.block_id] = known = (block.block_hash, self._scheduled)
+                self.tally.published += 1
+            if known[1] <= self._executed:
+                expected = self._truth[get_block_hash(block.block_hash)]
+                assert self.worker.memory[block.block_id] == expected, (
+                    f"block {block.block_id} is published and holds something else"
+                )
+
+    def _learn(self, request: Any) -> None:
+        chain = self._chains.setdefault(request.request_id, [])
+        if len(chain) == request.num_tokens:
+            return
+        extend_chain(chain, request.all_token_ids[len(chain) :])
+        bs = self.setup.block_size
+        for index, block_hash in enumerate(request.block_hashes):
+            self._truth[block_hash] = chain[index * bs : (index + 1) * bs]
+
+    def _check_entries(self) -> None:
+        ledger = self.scheduler._ledger
+        running = {request.request_id for request in self.scheduler.running}
+        assert set(ledger.entries) <= running
+        slots = [e.ring for e in ledger.entries.values() if e.ring is not None]
+        assert len(set(slots)) == len(slots), "a ring slot has two owners"
+        if ledger.rings is not None:
+            assert ledger.rings.num_free + len(slots) == self.setup.ring_count
+        for manager in self.evicting:
+            group = manager.kv_cache_group_id
+            assert set(manager.holdings) <= set(ledger.entries)
+            for request_id, entry in ledger.entries.items():
+                timeline, request = entry.timelines[group], self.scheduler.requests[request_id]
+                holding = manager.holdings.get(request_id)
+                if timeline.evicted:
+                    assert holding and len(holding.store) == timeline.store_blocks
+                life = self._lives.get(request_id)
+                if life is None or life.postponed:
+                    continue
+                held = sum(not b.is_null for b in manager.req_to_blocks[request_id])
+                held += len(holding.blocks) if holding else 0
+                bound = timeline.timeline.peak_blocks(
+                    timeline.prefill_end, timeline.prompt_len, request.num_computed_tokens + 1
+                )
+                assert held <= bound, f"{request_id} holds {held} blocks, bound {bound}"
+
+    def check_idle(self) -> None:
+        """Nothing is left of anyone."""
+        self.check()
+        assert self.pool.get_num_free_blocks() == self.setup.blocks - 1
+        assert not self.scheduler._ledger.entries
+        if self.scheduler._ledger.rings is not None:
+            assert self.scheduler._ledger.rings.num_free == self.setup.ring_count
+        for manager in self.managers:
+            assert not manager.req_to_blocks and not manager.num_cached_block
+            assert not getattr(manager, "holdings", None) and not getattr(manager, "_starts", None)
+        assert not self.worker.rows

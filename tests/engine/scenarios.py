@@ -1,0 +1,154 @@
+"""Random servers and random days on them, for hypothesis to draw and to shrink."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+from vllm.v1.request import Request
+
+from tests.engine.harness import VOCABULARY, Engine, Setup
+
+
+@st.composite
+def setups(draw: Any) -> Setup:
+    window = draw(st.sampled_from([1, 4, 8, 16]))
+    block_size = draw(st.sampled_from([4, 8, 16]))
+    budgets = st.sampled_from([window + 1, 24, 40, 64, 96, "10%", "50%"])
+    budget = draw(budgets.filter(lambda b: isinstance(b, str) or b > window))
+    kind = draw(st.sampled_from(["one", "one", "two", "sliding"]))
+    seqs = draw(st.integers(1, 8))
+    return Setup(
+        budget=budget,
+        window=window,
+        interval=draw(st.sampled_from([0, 4, 16, 64])),
+        needs_window=draw(st.sampled_from([True, True, False])),
+        second_budget=window + draw(st.integers(1, 100)) if kind == "two" else None,
+        sliding_window=draw(st.sampled_from([5, 16, 40])) if kind == "sliding" else None,
+        blocks=draw(st.integers(16, 90)),
+        block_size=block_size,
+        max_num_seqs=seqs,
+        max_batched=draw(st.sampled_from([8, 24, 64, 512])),
+        long_prefill=draw(st.sampled_from([0, 0, 5])),
+        caching=draw(st.sampled_from([True, True, False])),
+        asynchronous=draw(st.booleans()),
+        priority=draw(st.booleans()),
+        rings=draw(st.sampled_from([None, None, 1, 2])),
+        reserve_full=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
+    )
+
+
+LENGTHS = st.one_of(st.integers(1, 40), st.integers(20, 200), st.integers(150, 500))
+MAX_TOKENS = st.one_of(st.integers(1, 4), st.integers(5, 60), st.integers(60, 200))
+
+EVENTS = st.one_of(
+    st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2)),
+    st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2)),
+    st.tuples(st.just("repeat"), st.integers(0, 20), MAX_TOKENS),
+    st.tuples(st.just("follow"), st.integers(0, 20), st.integers(1, 60), MAX_TOKENS),
+    st.tuples(st.just("steps"), st.integers(1, 30)),
+    st.tuples(st.just("steps"), st.integers(1, 80)),
+    st.tuples(st.just("steps"), st.integers(40, 120)),
+    st.tuples(st.sampled_from(["abort", "abort", "reset"]), st.integers(0, 7), st.booleans()),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    setup: Setup
+    seed: int
+    events: list[tuple[Any, ...]]
+
+
+SCENARIOS = st.builds(
+    Scenario, setups(), st.integers(0, 2**16), st.lists(EVENTS, min_size=12, max_size=60)
+)
+
+
+def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
+    """Play a scenario to its end; adds what happened to ``totals``."""
+    day = Day(scenario)
+    for event in scenario.events:
+        getattr(day, event[0])(*event[1:])
+    day.engine.finish()
+    if totals is not None:
+        totals.update(day.totals())
+    return day.engine
+
+
+class Day:
+    """The events of a scenario, as methods."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.setup = scenario.setup
+        self.engine = Engine(scenario.setup, seed=scenario.seed)
+        self.rng = random.Random(scenario.seed)
+        self.shared = [self._tokens(300) for _ in range(2)]
+        self.aborts = self.resets = 0
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(2, VOCABULARY) for _ in range(count)]
+
+    def _submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> None:
+        longest = self.setup.max_model_len - 1
+        if longest < 1:
+            return
+        prompt = prompt[:longest]
+        self.engine.add(
+            prompt, min(max_tokens, self.setup.max_model_len - len(prompt)), priority=priority
+        )
+
+    def add(self, length: int, shared: int, max_tokens: int, priority: int) -> None:
+        """A prompt that shares 0 to 100% of its tokens with others."""
+        common = self.shared[shared % 2][: length * shared // 4]
+        self._submit(common + self._tokens(length - len(common)), max_tokens, priority)
+
+    def repeat(self, index: int, max_tokens: int) -> None:
+        """The very same prompt again, as ``n > 1`` sends it."""
+        if self.engine.requests:
+            former = self.engine.requests[index % len(self.engine.requests)]
+            self._submit(list(former.prompt_token_ids or ()), max_tokens)
+
+    def follow(self, index: int, more: int, max_tokens: int) -> None:
+        """The next turn of a conversation: prompt, answer so far, and a question."""
+        if self.engine.requests:
+            former = self.engine.requests[index % len(self.engine.requests)]
+            self._submit(list(former.all_token_ids) + self._tokens(more), max_tokens)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.engine.scheduler.has_unfinished_requests():
+                self.engine.step()
+
+    def abort(self, index: int, while_in_flight: bool) -> None:
+        if while_in_flight:
+            self.engine.step(between=lambda: self._abort(index))
+        else:
+            self._abort(index)
+
+    def _abort(self, index: int) -> None:
+        alive: list[Request] = list(self.engine.scheduler.requests.values())
+        if alive:
+            self.engine.abort(alive[index % len(alive)])
+            self.aborts += 1
+
+    def reset(self, *_: Any) -> None:
+        self.engine.reset()
+        self.resets += 1
+
+    def totals(self) -> dict[str, int]:
+        tally, counters = self.engine.invariants.tally, self.engine.scheduler.eviction_counters
+        return {
+            "scenarios": 1,
+            "steps": self.engine.steps,
+            "requests": len(self.engine.requests),
+            "aborts": self.aborts,
+            "resets": self.resets,
+            "preemptions": tally.preemptions,
+            "prefix_hits": tally.hits,
+            "prefix_hit_tokens": tally.hit_tokens,
+            "published_blocks": tally.published,
+            **counters.as_dict(),
+        }

@@ -1,0 +1,210 @@
+"""A worker without a model: it executes each step on blocks that remember what they hold.
+
+The content of a slot is a number. Under full attention it is a hash of all tokens up to the
+slot's, so equal prefixes hold equal content; after an eviction it names the life, the number of
+evictions and the position. A life is a request between two (re)admissions. The worker knows
+only what the scheduler sends: SchedulerOutput and its plan.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvevict.plan import PLAN, Eviction, StepPlan
+
+if TYPE_CHECKING:
+    from tests.engine.harness import Setup
+
+
+def extend_chain(chain: list[int], tokens: list[int]) -> None:
+    """Continue ``chain`` with the full-attention content of further tokens."""
+    for token in tokens:
+        chain.append(hash((chain[-1] if chain else 0, token)))
+
+
+@dataclass
+class Row:
+    """One life of a request on the worker."""
+
+    life: tuple[str, int]
+    tokens: list[int]
+    computed: int
+    tables: list[list[int]]
+    content: list[int]
+    tail_start: list[int] = field(default_factory=list)
+    stores: list[list[int]] = field(default_factory=list)
+    store_content: list[list[list[int]]] = field(default_factory=list)
+    evictions: int = 0
+
+    def __post_init__(self) -> None:
+        self.tail_start = [0] * len(self.tables)
+        self.stores = [[] for _ in self.tables]
+        self.store_content = [[] for _ in self.tables]
+
+
+class ShadowWorker:
+    """Executes scheduler outputs in order and asserts on everything it reads.
+
+    Args:
+        setup: Block size, window and groups.
+        sample: The next token of a request, by id and tokens so far.
+
+    """
+
+    def __init__(self, setup: "Setup", sample: Callable[[str, list[int]], int]) -> None:
+        self.setup = setup
+        self.sample = sample
+        self.rows: dict[str, Row] = {}
+        self.lives: dict[str, int] = {}
+        self.memory: list[list[int | None]] = [
+            [None] * setup.block_size for _ in range(setup.blocks)
+        ]
+        self.rings: dict[tuple[int, int], tuple[tuple[str, int], int]] = {}
+        self.used: dict[str, list[set[int]]] = {}
+        """Blocks that the last executed step touched, by request and group."""
+        self.evictions = 0
+
+    def execute(self, output: Any) -> dict[str, list[int]]:
+        """Run a step; returns the sampled tokens by request id."""
+        self._follow(output)
+        plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
+        spans = {
+            request_id: (self.rows[request_id].computed, self.rows[request_id].computed + count)
+            for request_id, count in output.num_scheduled_tokens.items()
+        }
+        self.used = {request_id: [set() for _ in range(self.setup.groups)] for request_id in spans}
+        # A layer writes the keys of the whole batch before it attends.
+        for request_id, (start, end) in spans.items():
+            self._write(self.rows[request_id], start, end)
+        for request_id, (start, end) in spans.items():
+            self._read(self.rows[request_id], start, end)
+        self._record(plan, spans)
+        for eviction in plan.evictions:
+            self._evict(eviction, spans)
+        sampled = {}
+        for request_id, (_, end) in spans.items():
+            row = self.rows[request_id]
+            row.computed = end
+            assert end <= len(row.tokens), f"{request_id} computes a token it does not have"
+            sampled[request_id] = []
+            if end == len(row.tokens):
+                sampled[request_id] = [self.sample(request_id, row.tokens)]
+                row.tokens.append(sampled[request_id][0])
+        return sampled
+
+    def _follow(self, output: Any) -> None:
+        for request_id in output.finished_req_ids:
+            self.rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._admit(new.req_id, new.prompt_token_ids, new.num_computed_tokens, new.block_ids)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self._admit(request_id, cached.all_token_ids[request_id], computed, blocks)
+                continue
+            row = self.rows[request_id]
+            assert row.computed == computed, f"{request_id} is at {row.computed}, not {computed}"
+            for table, more in zip(row.tables, blocks or (), strict=bool(blocks)):
+                table.extend(more)
+
+    def _admit(self, request_id: str, tokens: list[int], computed: int, blocks: Any) -> None:
+        self.lives[request_id] = self.lives.get(request_id, 0) + 1
+        chain: list[int] = []
+        extend_chain(chain, tokens[:computed])
+        self.rows[request_id] = Row(
+            (request_id, self.lives[request_id]),
+            list(tokens),
+            computed,
+            [list(table) for table in blocks],
+            chain,
+        )
+
+    def _write(self, row: Row, start: int, end: int) -> None:
+        if row.evictions:
+            row.content.extend(hash((*row.life, row.evictions, p)) for p in range(start, end))
+        else:
+            extend_chain(row.content, row.tokens[start:end])
+        bs = self.setup.block_size
+        for group, table in enumerate(row.tables):
+            for position in range(start, end):
+                block = table[position // bs]
+                assert block, f"{row.life} writes position {position} to the null block"
+                self.memory[block][position % bs] = row.content[position]
+                self.used[row.life[0]][group].add(block)
+
+    def _read(self, row: Row, start: int, end: int) -> None:
+        """Everything that the queries of [start, end) attend to is what it should be."""
+        window = self.setup.sliding_window
+        for group, table in enumerate(row.tables):
+            first = row.tail_start[group]
+            if window is not None and group == self.setup.groups - 1:
+                first = max(0, start - window + 1)
+            self._expect_positions(row, group, table, first, end)
+            self._expect_store(row, group)
+
+    def _expect_positions(
+        self, row: Row, group: int, table: list[int], first: int, end: int
+    ) -> None:
+        bs, used = self.setup.block_size, self.used[row.life[0]][group]
+        for index in range(first // bs, -(-end // bs)):
+            block = table[index]
+            low, high = max(first - index * bs, 0), min(end - index * bs, bs)
+            expected = row.content[index * bs + low : index * bs + high]
+            assert self.memory[block][low:high] == expected, (
+                f"{row.life} reads block {block} for positions from {index * bs}, "
+                f"group {group}: overwritten or never computed"
+            )
+            used.add(block)
+
+    def _expect_store(self, row: Row, group: int) -> None:
+        for block, expected in zip(row.stores[group], row.store_content[group], strict=True):
+            assert self.memory[block] == expected, (
+                f"{row.life} reads store block {block}, group {group}: overwritten"
+            )
+            self.used[row.life[0]][group].add(block)
+
+    def _record(self, plan: StepPlan, spans: dict[str, tuple[int, int]]) -> None:
+        slots = list(plan.rings.values())
+        assert len(set(slots)) == len(slots), f"ring slot used twice in a step: {plan.rings}"
+        window = self.setup.window
+        for request_id, slot in plan.rings.items():
+            assert 0 <= slot < self.setup.ring_count
+            start, end = spans[request_id]
+            for position in range(max(start, end - window), end):
+                self.rings[slot, position % window] = (self.rows[request_id].life, position)
+
+    def _evict(self, eviction: Eviction, spans: dict[str, tuple[int, int]]) -> None:
+        row, n = self.rows[eviction.request_id], eviction.num_tokens
+        bs, window = self.setup.block_size, self.setup.window
+        assert spans[eviction.request_id][1] == n
+        assert (eviction.ring is not None) == self.setup.needs_window
+        if eviction.ring is not None:
+            for p in range(n - window, n):
+                recorded = self.rings.get((eviction.ring, p % window))
+                assert recorded == (row.life, p), f"{row.life}: query {p} is not in the ring"
+        row.evictions += 1
+        for part in eviction.groups:
+            group = part.group_id
+            assert part.tail_start == (n - window) // bs * bs
+            assert part.old_tail_start == row.tail_start[group] < part.tail_start
+            assert part.old_store == row.stores[group]
+            first = part.old_tail_start
+            assert part.positional == row.tables[group][first // bs : -(-n // bs)]
+            self._expect_positions(row, group, row.tables[group], first, n)
+            self._expect_store(row, group)
+            content = [
+                [
+                    hash((*row.life, "store", row.evictions, group, index, slot))
+                    for slot in range(bs)
+                ]
+                for index in range(len(part.store))
+            ]
+            for block, slots in zip(part.store, content, strict=True):
+                assert block
+                self.memory[block] = list(slots)
+                self.used[eviction.request_id][group].add(block)
+            row.tail_start[group], row.stores[group] = part.tail_start, part.store
+            row.store_content[group] = content
+        self.evictions += 1

@@ -1,0 +1,151 @@
+"""The ledger: entries, ring slots, and what may be published or reused."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+
+from vllm_kvevict.engine.ledger import EvictionLedger
+from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.timeline import Timeline
+
+Pool = namedtuple("Pool", "num_gpu_blocks")
+Manager = namedtuple("Manager", "block_size max_admission_blocks_per_request block_pool")
+
+
+@dataclass
+class Stub:
+    """What the ledger reads of vLLM's Request."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_tokens: int
+    max_tokens: int = 50
+    resumable: bool = False
+    pooling_params: object = None
+
+
+def ledger(*requests: Stub, rings: int | None = 1, budgets=(40,), blocks=64, sliding=None):
+    managers = [Manager(8, None, Pool(blocks)) for _ in budgets]
+    if sliding is not None:
+        managers.append(Manager(8, sliding, Pool(blocks)))
+    return EvictionLedger(
+        {request.request_id: request for request in requests},
+        {group: Timeline(8, 8, 16, budget_tokens=b) for group, b in enumerate(budgets)},
+        RingSlots(rings) if rings is not None else None,
+        managers,
+        max_model_len=200,
+    )
+
+
+def test_an_entry_lives_from_admission_to_drop():
+    book = ledger(Stub("a", 100, 100))
+    assert book.entry("a") is not book.entry("a"), "a waiting request leaves nothing behind"
+    entry = book.admit("a")
+    assert book.entry("a") is entry is book.admit("a")
+    book.drop("a")
+    book.drop("a")
+    assert not book.entries
+
+
+def test_a_preempted_request_starts_anew_at_all_its_tokens():
+    request = Stub("a", 100, 100)
+    book = ledger(request)
+    first = book.admit("a").timelines[0]
+    first.evict(100)
+    book.drop("a")
+    request.num_tokens = 130
+    again = book.admit("a").timelines[0]
+    assert (again.prefill_end, again.prompt_len, again.evicted) == (130, 100, False)
+
+
+@pytest.mark.parametrize("never", [dict(resumable=True), dict(pooling_params=object())])
+def test_requests_without_a_foreseeable_end_of_prefill_never_evict(never):
+    request = Stub("a", 100, 100, **never)
+    book = ledger(request)
+    assert book.entry("a") is None and book.admit("a") is None
+    assert book.hit_cap(request) == 100 and not book.entries
+
+
+def test_last_step_is_the_one_that_samples_the_last_token():
+    book = ledger(Stub("a", 100, 100, max_tokens=1), Stub("b", 100, 100, max_tokens=2))
+    assert book.last_step("a", 100)
+    assert not book.last_step("b", 100) and book.last_step("b", 101)
+
+
+def test_last_step_knows_the_longest_sequence():
+    book = ledger(Stub("a", 100, 100, max_tokens=1000))
+    assert not book.last_step("a", 198) and book.last_step("a", 199)
+
+
+def test_a_window_is_ready_when_recorded_from_its_first_query():
+    book = ledger(Stub("a", 100, 100))
+    entry = book.admit("a")
+    assert book.window_ready(entry, 92, 100)
+    assert not book.window_ready(entry, 93, 100)
+    book.observe(entry, 60, 92)
+    assert entry.ring is None, "the window starts at 92"
+    book.observe(entry, 90, 95)
+    assert (entry.ring, entry.recorded_from) == (0, 90)
+    assert book.window_ready(entry, 95, 100)
+    book.settle(entry, 95)
+    assert entry.ring == 0
+
+
+def test_a_slot_is_given_back_when_no_query_is_needed_next():
+    book = ledger(Stub("a", 100, 100))
+    book.rules[0] = Timeline(8, 8, 64, budget_tokens=40)
+    entry = book.admit("a")
+    book.observe(entry, 0, 100)
+    entry.evict(0, 100)
+    book.settle(entry, 100)
+    assert entry.ring is None and book.rings.num_free == 1
+    book.observe(entry, 155, 156)
+    assert entry.ring is None
+    book.observe(entry, 156, 157)
+    assert entry.ring == 0, "the eviction at 164 needs queries 156 to 163"
+
+
+def test_without_a_free_slot_the_window_is_not_ready():
+    book = ledger(Stub("a", 100, 100), Stub("b", 100, 100))
+    a, b = book.admit("a"), book.admit("b")
+    book.observe(a, 0, 100)
+    book.observe(b, 0, 100)
+    assert b.ring is None and not book.window_ready(b, 0, 100)
+    book.drop("a")
+    assert book.window_ready(b, 0, 100)
+
+
+def test_only_tokens_from_before_the_first_eviction_are_published():
+    book = ledger(Stub("a", 100, 100), budgets=(40, 72))
+    entry = book.admit("a")
+    assert book.cacheable("a", 120) == 120 == book.cacheable("stranger", 120)
+    entry.evict(1, 100)
+    assert book.cacheable("a", 120) == 100 and book.cacheable("a", 60) == 60
+    entry.evict(0, 104)
+    assert book.cacheable("a", 120) == 100
+
+
+def test_a_hit_stops_at_the_tail_start():
+    short, long = Stub("s", 47, 47), Stub("l", 100, 100)
+    book = ledger(short, long)
+    assert book.hit_cap(short) == 47
+    assert book.hit_cap(long) == (100 - 8) // 8 * 8
+    assert ledger(long, rings=None).hit_cap(long) == 100
+
+
+@pytest.mark.parametrize(
+    "options, blocks",
+    [
+        (dict(), 13 + 4),
+        (dict(budgets=(40, 72)), 2 * 13 + 4 + 8),
+        (dict(budgets=(40, 400)), 2 * 13 + 4),
+        (dict(sliding=5), 13 + 4 + 5),
+        (dict(sliding=50), 13 + 4 + 13),
+    ],
+)
+def test_fits_counts_every_group_and_the_null_block(options, blocks):
+    request = Stub("a", 100, 100)
+    tight, roomy = (ledger(request, blocks=n, **options) for n in (blocks, blocks + 1))
+    assert not tight.fits(tight.entry("a"))
+    assert roomy.fits(roomy.entry("a"))

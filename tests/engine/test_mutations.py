@@ -1,0 +1,79 @@
+"""The accounting tests fail when a rule is broken. Each test breaks one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from tests.engine.scenarios import SCENARIOS, Scenario, run
+from tests.engine.test_accounting import PROFILE
+from vllm_kvevict.engine.ledger import EvictionLedger
+from vllm_kvevict.engine.scheduler import EvictionMixin
+from vllm_kvevict.plan import PLAN
+
+
+def hunt() -> None:
+    @settings(PROFILE, max_examples=300, phases=[Phase.generate])
+    @given(SCENARIOS)
+    def accounting(scenario: Scenario) -> None:
+        run(scenario)
+
+    accounting()
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: Callable) -> None:
+    """Call ``after(self, *args)`` behind every call of a method."""
+    original = getattr(owner, name)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        after(self, *args)
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def test_accounting_catches_a_hit_that_covers_the_window(monkeypatch):
+    monkeypatch.setattr(EvictionLedger, "hit_cap", lambda self, request: request.num_tokens)
+    with pytest.raises(AssertionError, match="a hit covers the window"):
+        hunt()
+
+
+def test_accounting_catches_blocks_freed_before_the_step_was_processed(monkeypatch):
+    def retire(self: Any, output: Any) -> None:
+        plan = getattr(output, PLAN, None)
+        for eviction in plan.evictions if plan else ():
+            for group in eviction.groups:
+                self._evicting[group.group_id].retire(eviction.request_id, group)
+
+    wrap(monkeypatch, EvictionMixin, "_update_after_schedule", retire)
+    with pytest.raises(AssertionError, match="freed before"):
+        hunt()
+
+
+def test_accounting_catches_publishing_after_an_eviction(monkeypatch):
+    monkeypatch.setattr(EvictionLedger, "cacheable", lambda self, request_id, n: n)
+    with pytest.raises(AssertionError, match="is published and holds something else"):
+        hunt()
+
+
+def test_accounting_catches_a_ring_slot_with_two_writers(monkeypatch):
+    def settle(self: Any, plan: Any, request_id: str, entry: Any, start: int, end: int) -> None:
+        self._ledger.settle(entry, end)
+
+    wrap(monkeypatch, EvictionMixin, "_plan_eviction", settle)
+    with pytest.raises(AssertionError, match="ring slot used twice"):
+        hunt()
+
+
+def test_accounting_catches_a_store_that_never_fits(monkeypatch):
+    monkeypatch.setattr(EvictionLedger, "fits", lambda self, entry: True)
+    with pytest.raises(AssertionError, match="livelock"):
+        hunt()
+
+
+def test_accounting_catches_an_incomplete_window(monkeypatch):
+    monkeypatch.setattr(EvictionLedger, "window_ready", lambda self, entry, start, end: True)
+    with pytest.raises(AssertionError):
+        hunt()

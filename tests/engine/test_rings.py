@@ -1,0 +1,50 @@
+"""Ring slots: handed out once, and as many as memory allows."""
+
+import pytest
+
+from tests.engine.harness import Setup, vllm_config
+from vllm_kvevict import sizing
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.engine.rings import RingSlots
+
+
+def test_slots_are_handed_out_once():
+    slots = RingSlots(3)
+    assert {slots.take(), slots.take(), slots.take()} == {0, 1, 2}
+    assert slots.num_free == 0 and slots.take() is None
+    slots.give_back(1)
+    assert slots.num_free == 1 and slots.take() == 1
+
+
+@pytest.mark.parametrize("slot", [-1, 0, 2])
+def test_a_slot_that_nobody_holds_is_not_taken_back(slot):
+    slots = RingSlots(2)
+    assert slots.take() == 0
+    slots.give_back(0)
+    with pytest.raises(AssertionError, match=f"ring slot {slot} is not held"):
+        slots.give_back(slot)
+    assert slots.num_free == 2
+
+
+def config(policy: str, window: int = 16) -> EvictionConfig:
+    return EvictionConfig(policy=policy, budget=64, window=window)
+
+
+def test_one_ring_holds_the_window_of_every_layer():
+    # The tiny model: 4 layers, 8 query heads of size 32, float32.
+    ring = sizing.ring_bytes(vllm_config(Setup()), config("snapkv"))
+    assert ring == 4 * 16 * 8 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    "policy, megabytes, slots",
+    [("snapkv", 512, 8), ("ada-snapkv", 512, 8), ("snapkv", 0.25, 4), ("snapkv", 0, 1)],
+)
+def test_one_slot_for_every_sequence_where_memory_allows(monkeypatch, policy, megabytes, slots):
+    # 16 * 4096 bytes a ring: 16 rings fit into 1 MB.
+    monkeypatch.setattr(sizing, "RING_BYTES", int(megabytes * 2**20))
+    assert sizing.ring_slots(vllm_config(Setup(max_num_seqs=8)), config(policy)) == slots
+
+
+def test_no_slot_where_the_policy_needs_no_queries():
+    assert sizing.ring_slots(vllm_config(Setup()), config("streaming-llm")) == 0

@@ -1,0 +1,350 @@
+"""Directed cases of the scheduler, each at the boundary where it could go wrong.
+
+Default setup: blocks of 8, window 8, budget 40: a store of 4 blocks, so a prompt evicts from
+4 * 8 + 8 + 8 = 48 tokens on, and keeps its tail from (E - 8) // 8 * 8.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.harness import STOP_TOKEN, VOCABULARY, Engine, Setup
+from vllm_kvevict.plan import PLAN
+
+SYNC = Setup(interval=64)
+ASYNC = replace(SYNC, asynchronous=True)
+BOTH = pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCABULARY) for _ in range(count)]
+
+
+def no_stop(request_id: str, so_far: list[int]) -> int:
+    """Tokens that differ from request to request, and never end one."""
+    return 2 + hash((request_id, len(so_far))) % (VOCABULARY - 2)
+
+
+def engine(setup: Setup) -> Engine:
+    return Engine(setup, no_stop)
+
+
+def evictions(output) -> dict[str, int]:
+    plan = getattr(output, PLAN, None)
+    return {e.request_id: e.num_tokens for e in plan.evictions} if plan else {}
+
+
+def used_blocks(core: Engine) -> int:
+    return core.setup.blocks - 1 - core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def counters(core: Engine):
+    return core.scheduler.eviction_counters
+
+
+def hit(output, request) -> int:
+    (new,) = [new for new in output.scheduled_new_reqs if new.req_id == request.request_id]
+    return new.num_computed_tokens
+
+
+@BOTH
+@pytest.mark.parametrize("length, evicts", [(1, False), (47, False), (48, True), (55, True)])
+def test_the_shortest_prompt_that_evicts(setup, length, evicts):
+    core = engine(setup)
+    request = core.add(tokens(length), 8)
+    assert evictions(core.schedule()) == ({request.request_id: length} if evicts else {})
+    core.settle()
+    assert used_blocks(core) == (4 + (length - 40 + 7) // 8 if evicts else (length + 7) // 8)
+    assert counters(core).blocks_freed == (5 if evicts else 0)
+    assert counters(core).tokens_evicted == (40 - 4 * 8 if evicts else 0)
+    core.finish()
+
+
+@BOTH
+def test_prefill_in_chunks_evicts_with_its_last(setup):
+    core = engine(replace(setup, max_batched=45))
+    request = core.add(tokens(100), 8)
+    steps = [evictions(core.step()) for _ in range(3)]
+    assert steps == [{}, {}, {request.request_id: 100}]
+    core.finish()
+
+
+@BOTH
+@pytest.mark.parametrize("max_tokens, evicted", [(1, 0), (2, 1)])
+def test_a_request_that_ends_with_its_prefill_is_not_evicted(setup, max_tokens, evicted):
+    core = engine(replace(setup, max_batched=512))
+    core.add(tokens(100), max_tokens)
+    core.schedule()
+    assert used_blocks(core) == 13 + 4 * evicted, "no store is taken in vain"
+    core.finish()
+    assert counters(core).evictions == evicted
+    assert counters(core).postponed == 0
+
+
+@BOTH
+def test_decode_evicts_every_stride_and_not_with_the_last_token(setup):
+    core = engine(setup)
+    request = core.add(tokens(100), 129)
+    seen = []
+    while core.scheduler.has_unfinished_requests():
+        seen += evictions(core.step()).values()
+    assert seen == [100, 164], "at 228 the request ends"
+    assert request.num_tokens == 229
+    core.finish()
+
+
+@BOTH
+def test_a_short_prompt_joins_when_it_has_outgrown_the_budget(setup):
+    core = engine(setup)
+    core.add(tokens(10), 150)
+    seen = []
+    while core.scheduler.has_unfinished_requests():
+        seen += evictions(core.step()).values()
+    assert seen == [4 * 8 + 8 + 64]
+    core.finish()
+
+
+@BOTH
+def test_interval_0_evicts_after_prefill_only(setup):
+    core = engine(replace(setup, interval=0))
+    core.add(tokens(100), 150)
+    core.add(tokens(10), 150)
+    core.finish()
+    assert (counters(core).evictions_prefill, counters(core).evictions_decode) == (1, 0)
+
+
+@BOTH
+def test_a_decode_eviction_without_room_is_postponed_counted_and_retried(setup):
+    # The session never evicts: it holds 72 tokens and more of 23 blocks.
+    core = engine(replace(setup, interval=16, blocks=24))
+    session = core.add(tokens(72, 1), 100, resumable=True)
+    short = core.add(tokens(30, 2), 60)
+    while short.num_computed_tokens < 58:
+        assert evictions(core.step()) == {}
+    assert counters(core).postponed == 58 - (32 + 8 + 16) + 1
+    core.abort(session)
+    assert evictions(core.step()) == {short.request_id: 59}
+    assert counters(core).postponed == 3
+    core.finish()
+
+
+def due_next(core: Engine, free: int) -> str:
+    """Bring a request to the step before its decode eviction, with ``free`` blocks left."""
+    request = core.add(tokens(100, 1), 90)
+    while request.num_computed_tokens < 163:
+        core.step()
+    core.settle()
+    pool = core.scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - free)
+    return request.request_id
+
+
+def test_a_due_eviction_gets_its_store_before_a_waiting_request_gets_in():
+    core = engine(SYNC)
+    request_id = due_next(core, free=6)
+    waiting = core.add(tokens(30, 2), 4)
+    output = core.scheduler.schedule()
+    assert evictions(output) == {request_id: 164}
+    assert waiting.request_id not in output.num_scheduled_tokens
+
+
+@pytest.mark.parametrize("free, evicts", [(4, False), (5, True)])
+def test_a_store_is_not_taken_from_under_a_running_request(free, evicts):
+    core = engine(replace(SYNC, max_batched=512))
+    other = core.add(tokens(9, 2), 150)
+    request_id = due_next(core, free=free)
+    # The other needs a block for position 72 in this very step.
+    assert other.num_computed_tokens == 72
+    output = core.scheduler.schedule()
+    assert set(output.num_scheduled_tokens) == {request_id, other.request_id}
+    assert evictions(output) == ({request_id: 164} if evicts else {})
+    assert counters(core).postponed == (not evicts)
+
+
+@BOTH
+def test_a_prompt_that_leaves_no_room_for_its_store_is_served_unevicted(setup):
+    core = engine(replace(setup, blocks=17, budget=112, max_batched=512))
+    request = core.add(tokens(126), 2)
+    core.step()
+    assert used_blocks(core) == 16
+    core.finish()
+    assert request.num_tokens == 128
+    assert (counters(core).evictions, counters(core).postponed) == (0, 1)
+
+
+@BOTH
+def test_without_a_ring_slot_the_eviction_waits_for_a_whole_window(setup):
+    core = engine(replace(setup, rings=1, max_batched=512))
+    first, second = core.add(tokens(100, 1), 40), core.add(tokens(120, 2), 40)
+    assert evictions(core.step()) == {first.request_id: 100}
+    assert counters(core).postponed == 1
+    seen = [evictions(core.step()) for _ in range(8)]
+    # The slot is free from the next step on; eight decode steps fill it.
+    assert seen == [{}] * 7 + [{second.request_id: 128}]
+    assert counters(core).postponed == 8
+    core.finish()
+
+
+def test_a_slot_given_back_is_taken_in_the_next_step_at_the_earliest():
+    core = engine(replace(SYNC, rings=2, interval=64, max_batched=512))
+    early = core.add(tokens(100, 1), 80)
+    while early.num_computed_tokens < 163:
+        core.step()
+    core.scheduler._ledger.rings.take()
+    late = core.add(tokens(100, 2), 80)
+    output = core.scheduler.schedule()
+    plan = getattr(output, PLAN)
+    assert evictions(output) == {early.request_id: 164}
+    assert late.request_id in output.num_scheduled_tokens
+    assert list(plan.rings) == [early.request_id]
+
+
+@BOTH
+@pytest.mark.parametrize("decode_steps", [0, 64])
+def test_abort_between_plan_and_processing_frees_everything(setup, decode_steps):
+    core = engine(setup)
+    request = core.add(tokens(100), 100)
+    output = core.schedule()
+    while request.num_computed_tokens < 100 + decode_steps:
+        core.process()
+        output = core.schedule()
+    assert evictions(output) == {request.request_id: 100 + decode_steps}
+    assert used_blocks(core) >= 8
+    core.abort(request)
+    assert used_blocks(core) == 0
+    core.settle()
+    core.finish()
+
+
+def test_stop_found_while_the_next_eviction_is_in_flight():
+    core = Engine(ASYNC, lambda r, t: STOP_TOKEN if len(t) == 163 else no_stop(r, t))
+    request = core.add(tokens(100), 100)
+    while not request.is_finished():
+        core.step()
+    assert counters(core).evictions == 2, "at 164, planned before the stop at 163 was known"
+    assert used_blocks(core) == 0
+    core.finish()
+
+
+@BOTH
+def test_a_resumable_session_is_never_evicted_and_its_hits_are_not_capped(setup):
+    core = engine(setup)
+    core.add(tokens(100), 2)
+    core.finish()
+    session = core.add(tokens(100), 40, resumable=True)
+    assert hit(core.step(), session) == 96
+    for _ in range(20):
+        core.step()
+    core.abort(session)
+    core.finish()
+    assert counters(core).evictions == 1 and counters(core).prefix_hits_capped == 0
+
+
+@BOTH
+@pytest.mark.parametrize("needs_window, covered, capped", [(True, 88, 1), (False, 96, 0)])
+def test_a_hit_stops_before_the_window(setup, needs_window, covered, capped):
+    core = engine(replace(setup, needs_window=needs_window))
+    core.add(tokens(100), 4)
+    core.finish()
+    again = core.add(tokens(100), 4)
+    output = core.step()
+    assert hit(output, again) == covered
+    assert counters(core).prefix_hits_capped == capped
+    core.finish()
+    assert counters(core).evictions == 2
+
+
+@BOTH
+def test_blocks_freed_by_eviction_are_reused_while_their_request_still_runs(setup):
+    core = engine(setup)
+    core.add(tokens(100), 60)
+    for _ in range(4):
+        core.step()
+    again = core.add(tokens(100), 4)
+    assert hit(core.step(), again) == 88
+    core.finish()
+
+
+@BOTH
+def test_a_next_turn_reuses_nothing_that_was_computed_after_the_eviction(setup):
+    core = engine(setup)
+    first = core.add(tokens(100), 40)
+    core.finish()
+    turn = core.add(list(first.all_token_ids) + tokens(10, 3), 4)
+    assert hit(core.step(), turn) == 96, "the prompt's full blocks"
+    core.finish()
+
+
+@BOTH
+def test_a_next_turn_reuses_an_unevicted_answer(setup):
+    core = engine(setup)
+    first = core.add(tokens(20), 20)
+    core.finish()
+    turn = core.add(list(first.all_token_ids) + tokens(3, 3), 4)
+    # 39 of its 40 tokens were computed; the last was only sampled.
+    assert hit(core.step(), turn) == 32
+    core.finish()
+
+
+@BOTH
+def test_several_samples_of_one_prompt_share_it_until_each_is_evicted(setup):
+    core = engine(replace(setup, max_batched=512))
+    samples = [core.add(tokens(100), 70) for _ in range(3)]
+    output = core.schedule()
+    assert evictions(output) == {sample.request_id: 100 for sample in samples}
+    # 13 blocks of the first, two more from position 88 on for each other, three stores.
+    assert used_blocks(core) == 13 + 2 + 2 + 3 * 4
+    core.settle()
+    assert used_blocks(core) == 3 * (2 + 4)
+    core.finish()
+    assert counters(core).evictions_prefill == 3 and counters(core).evictions_decode == 3
+
+
+@BOTH
+def test_a_preempted_request_evicts_again_at_its_new_end(setup):
+    core = engine(replace(setup, max_batched=512))
+    request = core.add(tokens(100), 60)
+    for _ in range(20):
+        core.step()
+    core.settle()
+    replayed = request.num_tokens
+    core.reset()
+    assert used_blocks(core) == 0
+    assert evictions(core.step()) == {request.request_id: replayed}
+    core.finish()
+    assert counters(core).evictions_prefill == 2
+
+
+@BOTH
+def test_two_budgets_evict_in_one_plan(setup):
+    core = engine(replace(setup, second_budget=72, blocks=99, max_batched=512))
+    core.add(tokens(100), 4)
+    output = core.schedule()
+    (eviction,) = getattr(output, PLAN).evictions
+    assert [(part.group_id, len(part.store)) for part in eviction.groups] == [(0, 4), (1, 8)]
+    assert {part.tail_start for part in eviction.groups} == {88}
+    core.settle()
+    assert used_blocks(core) == (4 + 2) + (8 + 2)
+    core.finish()
+
+
+@BOTH
+def test_a_group_that_does_not_evict_is_left_alone_but_not_published(setup):
+    core = engine(replace(setup, sliding_window=16, blocks=99))
+    first = core.add(tokens(100), 40)
+    core.finish()
+    turn = core.add(list(first.all_token_ids) + tokens(10, 3), 4)
+    assert hit(core.step(), turn) <= 96
+    core.finish()
+    assert counters(core).evictions == 2
+
+
+def test_a_scheduler_without_an_evictable_group_says_so(monkeypatch):
+    from tests.engine import harness
+
+    plain = harness.kv_cache_config(SYNC, evictable=False)
+    monkeypatch.setattr(harness, "kv_cache_config", lambda setup: plain)
+    with pytest.raises(RuntimeError, match="without an evictable KV-cache group"):
+        harness.make_scheduler(SYNC)

@@ -1,0 +1,125 @@
+"""vLLM in this process, with every eviction recorded as kept positions."""
+
+import os
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.oracles.masked import Kept, Life
+
+
+class Recorder:
+    """Kept positions of every request, by life and eviction. One evictable group."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, list[Life]] = defaultdict(list)
+
+    def admitted(self, request_id: str, num_tokens: int) -> None:
+        self.lives[request_id].append(Life(num_tokens))
+
+    def __call__(self, record: Any) -> None:
+        life = self.lives[record.eviction.request_id][-1]
+        group = record.group
+        before = life.evictions[-1].positions if life.evictions else None
+        assert (before is None) == (not group.old_store)
+        bs = record.columns.shape[1] // int(record.pages[0].sum())
+        kept = []
+        for layer, counts in enumerate(record.pages.tolist()):
+            columns = record.columns[layer].tolist()
+            heads, start = [], 0
+            for head, count in enumerate(counts):
+                former = before[layer][head] if before else []
+                candidates = [*former, *range(group.old_tail_start, group.tail_start)]
+                padding = int(record.padding[layer, head])
+                mine = columns[start : start + count * bs]
+                heads.append([candidates[column - padding] for column in mine])
+                start += count * bs
+            kept.append(heads)
+        life.evictions.append(Kept(record.eviction.num_tokens, group.tail_start, kept))
+
+
+class Engine:
+    """An ``LLM`` in this process: its scheduler, its worker, and a recorder."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.worker = self.core.model_executor.driver_worker.worker
+        self.recorder = Recorder()
+        self.worker.kv_eviction.listeners.append(self.recorder)
+        ledger = self.scheduler._ledger
+        admit = ledger.admit
+
+        def recorded(request_id: str):
+            new = request_id not in ledger.entries
+            entry = admit(request_id)
+            if new and entry is not None:
+                timeline = next(iter(entry.timelines.values()))
+                self.recorder.admitted(request_id, timeline.prefill_end)
+            return entry
+
+        ledger.admit = recorded
+
+    @property
+    def counters(self) -> Any:
+        return self.scheduler.eviction_counters
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int | list[int], **params: Any
+    ) -> list[list[int]]:
+        """Greedy tokens of every prompt; the recorder keeps the lives in prompt order."""
+        from vllm import SamplingParams
+
+        lengths = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        self.recorder.lives.clear()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [
+                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **params)
+                for n in lengths
+            ],
+            use_tqdm=False,
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def lives(self) -> list[list[Life]]:
+        """Lives of the requests of the last :meth:`generate`, in prompt order."""
+
+        def number(request_id: str) -> int:
+            return int(request_id.split("-")[0])
+
+        return [self.recorder.lives[key] for key in sorted(self.recorder.lives, key=number)]
+
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@contextmanager
+def engine(model: Path, eviction: dict[str, Any] | None, **options: Any):
+    """A float32 engine in this process, shut down at the end."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    settings: dict[str, Any] = dict(
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=256 << 20,
+        block_size=32,
+        max_model_len=4096,
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    settings.update(options)
+    llm = LLM(
+        str(model),
+        additional_config={"kv_eviction": eviction} if eviction else {},
+        **settings,
+    )
+    try:
+        yield Engine(llm) if eviction else llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm

@@ -1,0 +1,78 @@
+"""Which positions kvpress keeps. Run by the interpreter of .venv-kvpress, on CPU in float32.
+
+Writes a JSON list [layer][KV head] of ascending positions, the window included.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from kvpress import AdaKVPress, BasePress, SnapKVPress, StreamingLLMPress
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+def make_press(options: argparse.Namespace, ratio: float) -> BasePress:
+    if options.press == "streaming-llm":
+        return StreamingLLMPress(ratio, n_sink=options.sinks)
+    snapkv = SnapKVPress(ratio, window_size=options.window, kernel_size=options.kernel)
+    return AdaKVPress(snapkv, options.floor) if options.press == "ada-snapkv" else snapkv
+
+
+def record_positions(press: BasePress, kept: dict[int, list[list[int]]]) -> None:
+    """Make ``compress`` also prune a copy of the values that holds their positions."""
+    compress = press.compress
+
+    def recording(module, hidden_states, keys, values, attentions, kwargs):
+        position = torch.arange(keys.shape[2], dtype=values.dtype)[None, None, :, None]
+        tagged = position.expand_as(values)
+        _, survivors = compress(module, hidden_states, keys, tagged, attentions, kwargs)
+        kept[module.layer_idx] = survivors[0, :, :, 0].long().sort(-1).values.tolist()
+        return compress(module, hidden_states, keys, values, attentions, kwargs)
+
+    press.compress = recording
+
+
+def unmasked_positions(module: torch.nn.Module, heads: int, tokens: int) -> list[list[int]]:
+    """What AdaKVPress leaves: it masks keys where other presses drop them."""
+    keep = torch.ones(heads, tokens, dtype=torch.bool)
+    _, masked_heads, masked_positions = module.masked_key_indices
+    keep[masked_heads, masked_positions] = False
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("tokens", type=Path, help="JSON list of token ids")
+    parser.add_argument("press", choices=["snapkv", "ada-snapkv", "streaming-llm"])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--keep", type=int, required=True, help="per head, window included")
+    parser.add_argument("--window", type=int, default=32)
+    parser.add_argument("--kernel", type=int, default=5)
+    parser.add_argument("--floor", type=float, default=0.2, help="alpha_safeguard")
+    parser.add_argument("--sinks", type=int, default=4)
+    options = parser.parse_args()
+
+    ids = torch.tensor([json.loads(options.tokens.read_text())])
+    # Half a token more, because kvpress rounds down what it keeps.
+    press = make_press(options, 1 - (options.keep + 0.5) / ids.shape[1])
+    kept: dict[int, list[list[int]]] = {}
+    adaptive = isinstance(press, AdaKVPress)
+    if not adaptive:
+        record_positions(press, kept)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    with torch.inference_mode(), press(model):
+        model(ids, past_key_values=DynamicCache(), logits_to_keep=1)
+    if adaptive:
+        for layer in model.model.layers:
+            heads = model.config.num_key_value_heads
+            positions = unmasked_positions(layer.self_attn, heads, ids.shape[1])
+            kept[layer.self_attn.layer_idx] = positions
+    options.output.write_text(json.dumps([kept[index] for index in sorted(kept)]))
+
+
+if __name__ == "__main__":
+    main()

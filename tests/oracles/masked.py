@@ -1,0 +1,112 @@
+"""The token oracle: transformers with each head's kept positions as an attention mask.
+
+It shares no code with the package: it only reads which positions an eviction kept.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class Kept:
+    """An eviction at length ``n``: from then on head h of layer l sees ``positions[l][h]``
+    and everything from ``tail_start`` on."""
+
+    n: int
+    tail_start: int
+    positions: list[list[list[int]]]
+
+
+@dataclass
+class Life:
+    """A request from one admission to its finish or preemption.
+
+    ``prefill_end`` tokens were (re)computed with full attention; later ones were decoded.
+    """
+
+    prefill_end: int
+    evictions: list[Kept] = field(default_factory=list)
+
+
+class MaskedModel:
+    """Teacher-forced greedy decoding of a Llama checkpoint under per-head masks."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import LlamaForCausalLM
+
+        self.model = LlamaForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.heads = self.model.config.num_attention_heads
+        self.group = self.heads // self.model.config.num_key_value_heads
+        self._masks: list[torch.Tensor] = []
+        for index, layer in enumerate(self.model.model.layers):
+            layer.self_attn.register_forward_pre_hook(self._hook(index), with_kwargs=True)
+
+    def _hook(self, index: int):
+        def hook(module, args, kwargs):
+            if self._masks:
+                kwargs["attention_mask"] = self._masks[index]
+            return args, kwargs
+
+        return hook
+
+    @torch.inference_mode()
+    def predictions(self, tokens: list[int], life: Life) -> torch.Tensor:
+        """Logits [len(tokens) - prefill_end + 1, vocab] that chose token ``prefill_end`` on."""
+        n, start = len(tokens), life.prefill_end
+        ids = torch.tensor([tokens])
+        self._masks = []
+        first = self.model(ids[:, :start], use_cache=True, logits_to_keep=1)
+        logits = [first.logits[0]]
+        if n > start:
+            self._masks = [self._mask(index, start, n, life) for index in range(self._layers)]
+            rest = self.model(ids[:, start:], past_key_values=first.past_key_values)
+            logits.append(rest.logits[0])
+            self._masks = []
+        return torch.cat(logits)
+
+    @property
+    def _layers(self) -> int:
+        return len(self.model.model.layers)
+
+    def _mask(self, layer: int, start: int, n: int, life: Life) -> torch.Tensor:
+        seen = torch.ones(self.heads // self.group, n - start, n, dtype=torch.bool)
+        seen &= torch.arange(n) <= torch.arange(start, n)[:, None]
+        for eviction in life.evictions:
+            row = eviction.n - start
+            assert row >= 0, "an eviction before the end of prefill"
+            for head, positions in enumerate(eviction.positions[layer]):
+                keep = torch.zeros(n, dtype=torch.bool)
+                keep[positions] = True
+                keep[eviction.tail_start :] = True
+                causal = torch.arange(n) <= torch.arange(start + row, n)[:, None]
+                seen[head, row:] = causal & keep
+        seen = seen.repeat_interleave(self.group, dim=0)
+        return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None]
+
+
+def check_tokens(
+    model: MaskedModel, prompt: list[int], output: list[int], lives: list[Life]
+) -> tuple[int, int]:
+    """Compare greedy tokens with the oracle's.
+
+    Returns:
+        How many agree, of how many.
+
+    """
+    tokens = [*prompt, *output]
+    agreed = total = 0
+    for life, following in zip(lives, [*lives[1:], None], strict=True):
+        stop = following.prefill_end if following is not None else len(tokens)
+        if stop <= life.prefill_end:
+            continue
+        logits = model.predictions(tokens[: stop - 1], life)
+        expected = logits.argmax(-1).tolist()
+        actual = tokens[life.prefill_end : stop]
+        assert len(expected) == len(actual)
+        agreed += sum(a == b for a, b in zip(expected, actual, strict=True))
+        total += len(actual)
+    return agreed, total

@@ -1,0 +1,88 @@
+"""Per-head attention through vLLM's CPU kernel, against plain softmax attention in float64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+
+from vllm_kvevict.attention.cpu import EvictingCPUImpl
+from vllm_kvevict.attention.per_head import PerHeadBatch
+
+BLOCK, HEADS, GROUP, SIZE = 32, 3, 4, 64
+
+
+def reference(query, keys, values, scale, softcap):
+    """query [q, G, D] at the end of keys [n, D]: causal softmax attention, one query at a time."""
+    out = torch.empty_like(query, dtype=torch.float64)
+    count, n = query.shape[0], keys.shape[0]
+    for token in range(count):
+        seen = n - count + token + 1
+        logits = query[token].double() @ keys[:seen].double().T * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        out[token] = logits.softmax(-1) @ values[:seen].double()
+    return out
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    # bfloat16 rounds queries' products to 8 bits; the kernel accumulates in float32.
+    [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
+    ids=["float32", "bfloat16"],
+)
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 3], [40]])
+def test_uneven_heads(dtype, tolerance, softcap, counts):
+    torch.manual_seed(0)
+    num_blocks = 64
+    keys = torch.randn(num_blocks, HEADS, BLOCK, SIZE, dtype=dtype)
+    values = torch.randn(num_blocks, HEADS, BLOCK, SIZE, dtype=dtype)
+    cache = torch.zeros(num_blocks, HEADS, BLOCK, 2 * SIZE, dtype=dtype)
+    halves = cache.view(num_blocks, HEADS, 2 * BLOCK, SIZE).chunk(2, dim=2)
+    flat = [x.transpose(1, 2).reshape(-1, HEADS, SIZE).contiguous() for x in (keys, values)]
+    ops.cpu_attn_reshape_and_cache(*flat, *halves, torch.arange(num_blocks * BLOCK), "vec")
+
+    pages = torch.randperm(num_blocks * HEADS, dtype=torch.int32)
+    lengths = torch.randint(max(counts), 5 * BLOCK, (len(counts) * HEADS,), dtype=torch.int32)
+    table = pages[: len(lengths) * 5].view(len(lengths), 5)
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    per_sequence = torch.tensor(counts).repeat_interleave(HEADS)
+    order = torch.tensor(
+        [
+            token * HEADS + head
+            for request in range(len(counts))
+            for head in range(HEADS)
+            for token in range(starts[request], starts[request + 1])
+        ]
+    )
+    heads = PerHeadBatch(
+        HEADS,
+        sum(counts),
+        table[None],
+        lengths[None],
+        torch.tensor([0, *per_sequence.cumsum(0).tolist()], dtype=torch.int32),
+        order,
+    )
+    impl = EvictingCPUImpl.__new__(EvictingCPUImpl)
+    impl.head_size, impl.num_queries_per_kv = SIZE, GROUP
+    impl.scale, impl.logits_soft_cap = SIZE**-0.5, softcap
+    query = torch.randn(sum(counts), HEADS * GROUP, SIZE, dtype=dtype)
+    output = torch.full_like(query, float("nan"))
+    impl._per_head(SimpleNamespace(isa="vec"), query, cache, heads, 0, output)
+
+    page_keys, page_values = (x.view(-1, BLOCK, SIZE) for x in (keys, values))
+    for request, count in enumerate(counts):
+        for head in range(HEADS):
+            row = request * HEADS + head
+            own = table[row].long()
+            mine = slice(head * GROUP, (head + 1) * GROUP)
+            expected = reference(
+                query[starts[request] : starts[request] + count, mine],
+                page_keys[own].flatten(0, 1)[: lengths[row]],
+                page_values[own].flatten(0, 1)[: lengths[row]],
+                impl.scale,
+                softcap,
+            )
+            actual = output[starts[request] : starts[request] + count, mine].double()
+            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

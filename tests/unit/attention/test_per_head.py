@@ -1,0 +1,62 @@
+"""Per-head batches: every (token, head) appears once, in the order its sequence wants."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.worker.state import GroupState
+
+BLOCK, HEADS, GROUP, SIZE = 4, 2, 3, 5
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=5).filter(
+        lambda batch: any(evicted for _, evicted in batch)
+    )
+)
+def test_queries_are_regrouped_and_put_back(lengths):
+    counts = [count for count, _ in lengths]
+    evicted = torch.tensor([flag for _, flag in lengths])
+    requests = evicted.nonzero().flatten()
+    state = GroupState(
+        0, ["a"], Timeline(BLOCK, 1, 0, budget_tokens=5), HEADS, 8, 64, torch.device("cpu")
+    )
+    for row in requests.tolist():
+        state.record(row, BLOCK, torch.tensor([row + 1]), torch.tensor([[1, 1]]))
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    common = CommonAttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor([BLOCK + count for count in counts], dtype=torch.int32),
+        num_reqs=len(counts),
+        num_actual_tokens=sum(counts),
+        max_query_len=max(counts),
+        max_seq_len=64,
+        block_table_tensor=torch.zeros(len(counts), 16, dtype=torch.int32),
+        slot_mapping=torch.zeros(sum(counts), dtype=torch.int64),
+    )
+    batch = PerHeadBatch.build(common, state, requests, requests)
+    tokens = torch.randn(sum(counts), HEADS * GROUP, SIZE)
+    taken = batch.take(tokens)
+    row = 0
+    for sequence, (request, head) in enumerate(
+        (request, head) for request in requests.tolist() for head in range(HEADS)
+    ):
+        assert batch.query_start_loc[sequence] == row
+        for token in range(starts[request], starts[request + 1]):
+            mine = tokens[token, head * GROUP : (head + 1) * GROUP]
+            assert torch.equal(taken[row], mine)
+            row += 1
+    assert row == len(taken) == int(batch.query_start_loc[-1])
+
+    output = torch.zeros_like(tokens)
+    batch.put(output, taken)
+    expected = tokens.clone()
+    for request, flag in enumerate(evicted.tolist()):
+        if not flag:
+            expected[starts[request] : starts[request + 1]] = 0
+    assert torch.equal(output, expected)

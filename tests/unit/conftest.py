@@ -1,0 +1,81 @@
+"""The front door, as tests reach it: vLLM's parser and ``EngineArgs`` with the plugin in them."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def registered() -> None:
+    from vllm_kvevict.plugin import register
+
+    register()
+
+
+@pytest.fixture(scope="module")
+def parser(registered: None) -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A configuration without weights: nothing here loads a model."""
+    settings = dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        dtype="float32",
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def build(registered: None, model: str) -> Any:
+    """``EngineArgs(...).create_engine_config()`` with the given options."""
+
+    def create(eviction: Any = None, **options: Any) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+
+        additional = {"additional_config": {"kv_eviction": eviction}} if eviction else {}
+        return EngineArgs(
+            **dict(
+                model=model,
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                kv_cache_memory_bytes=64 << 20,
+                **additional,
+            )
+            | options
+        ).create_engine_config()
+
+    return create
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """What our loggers say, at any level."""
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.kv_eviction")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)

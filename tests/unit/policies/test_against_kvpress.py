@@ -1,0 +1,141 @@
+"""Proof 2: what we keep of a prompt is what kvpress 0.5.5 keeps, per layer and KV head.
+
+How budgets map. A prompt of E tokens with ``E - w`` whole blocks has its tail start at
+T = E - w. We keep S * bs of the T candidates and the window, kvpress ``n_kept`` tokens per
+head, among them the window, whose scores it sets above all others:
+
+    n_kept = S * bs + w
+
+AdaKVPress guarantees each head its ``n_safe = int(n_kept * alpha)`` best tokens. The w best
+are the window again, so of the candidates a head is sure of ``n_safe - w``; our floor
+guarantees ``max(1, int(floor * S))`` pages, here of one token. They agree where
+
+    int(n_kept * alpha) = w + max(1, int(floor * S))
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import random_prompt
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.policies.base import Candidates
+from vllm_kvevict.policies.registry import build_policy
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
+WINDOW, STORE_TOKENS = 32, 128
+PROMPT = random_prompt(WINDOW + 18 * 32, seed=18)
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists() and "CI" not in os.environ,
+    reason="kvpress is not installed: run `make setup-kvpress`",
+)
+
+
+@pytest.fixture(scope="module")
+def captured(tiny_model_kv4):
+    """Rotated queries [L, H, G, E, D], keys [L, H, E, D] and scale of the prompt's prefill."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    layers = []
+
+    def recording(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        layers.append((query[0], key[0], scaling))
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+
+    AttentionInterface.register("kvevict_recording", recording)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model_kv4, dtype=torch.float32, attn_implementation="kvevict_recording"
+    ).eval()
+    with torch.inference_mode():
+        model(torch.tensor([PROMPT]), use_cache=False, logits_to_keep=1)
+    queries, keys, scales = zip(*layers, strict=True)
+    keys = torch.stack(keys)
+    assert keys.shape[:2] == (4, 4)
+    return torch.stack(queries).unflatten(1, (4, -1)), keys, scales[0]
+
+
+def kept_by_us(captured, policy: str, block_size: int, **settings) -> list[list[list[int]]]:
+    queries, keys, scale = captured
+    config = EvictionConfig(
+        policy=policy, budget=STORE_TOKENS + WINDOW, window=WINDOW, pool="avg", **settings
+    )
+    rule = config.timeline(block_size)
+    tail_start, store = rule.tail_start(len(PROMPT)), rule.store_blocks(len(PROMPT))
+    assert (tail_start, store * block_size) == (len(PROMPT) - WINDOW, STORE_TOKENS)
+    chosen = build_policy(config)
+    scores = torch.stack(
+        [
+            chosen.scorer.scores(
+                Candidates(
+                    keys=layer_keys,
+                    valid=torch.ones(layer_keys.shape[:2], dtype=torch.bool),
+                    queries=layer_queries[:, :, -WINDOW:] if chosen.needs_window else None,
+                    window=WINDOW,
+                    num_candidates=tail_start,
+                    scale=scale,
+                )
+            )
+            for layer_queries, layer_keys in zip(queries, keys, strict=True)
+        ]
+    )
+    caps = torch.full(scores.shape[:2], tail_start // block_size)
+    pages = chosen.allocator.pages(scores, caps, store, block_size)
+    columns = select_tokens(scores, pages, block_size)
+    tail = list(range(tail_start, len(PROMPT)))
+    return [
+        [head.tolist() + tail for head in row.split((layer * block_size).tolist())]
+        for row, layer in zip(columns, pages, strict=True)
+    ]
+
+
+def kept_by_kvpress(model: Path, tmp_path: Path, press: str, **options) -> list[list[list[int]]]:
+    if not PYTHON.exists():
+        pytest.fail(f"{PYTHON} is missing: run `make setup-kvpress`")
+    tokens, output = tmp_path / "tokens.json", tmp_path / "kept.json"
+    tokens.write_text(json.dumps(PROMPT))
+    options |= {"keep": STORE_TOKENS + WINDOW, "window": WINDOW}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    script = ROOT / "tests" / "oracles" / "kvpress_kept.py"
+    done = subprocess.run(
+        [PYTHON, script, model, tokens, press, output, *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("kernel", [5, 1])
+def test_snapkv(captured, tiny_model_kv4, tmp_path, kernel):
+    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "snapkv", kernel=kernel)
+    assert len({tuple(head) for layer in theirs for head in layer}) == 16, "every head differs"
+    for block_size in (16, 32):
+        assert kept_by_us(captured, "snapkv", block_size, pool_kernel=kernel) == theirs
+
+
+def test_streaming_llm(captured, tiny_model_kv4, tmp_path):
+    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "streaming-llm", sinks=5)
+    for block_size in (16, 32):
+        assert kept_by_us(captured, "streaming-llm", block_size, sinks=5) == theirs
+
+
+@pytest.mark.parametrize("floor", [0.2, 0.9])
+def test_ada_snapkv_with_blocks_of_one_token(captured, tiny_model_kv4, tmp_path, floor):
+    guaranteed = max(1, int(floor * STORE_TOKENS))
+    alpha = (WINDOW + guaranteed + 0.5) / (STORE_TOKENS + WINDOW)
+    ours = kept_by_us(captured, "ada-snapkv", 1, pool_kernel=5, floor=floor)
+    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "ada-snapkv", kernel=5, floor=alpha)
+    counts = [[len(head) - WINDOW for head in layer] for layer in ours]
+    assert counts == [[len(head) - WINDOW for head in layer] for layer in theirs]
+    assert ours == theirs
+    assert all(len(set(layer)) > 1 for layer in counts), "budgets moved between heads"
+    if floor == 0.9:
+        assert min(map(min, counts)) == guaranteed, "the floor binds somewhere"

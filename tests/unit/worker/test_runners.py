@@ -1,0 +1,47 @@
+"""Rows: every held request has its own, and a released one starts clean."""
+
+from types import SimpleNamespace
+
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from vllm_kvevict.worker.runners import RowsV1, RowsV2
+
+
+def step(new=(), resumed=(), finished=(), preempted=()):
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [
+        NewRequestData(name, [1], [], None, None, ([],), 0, None) for name in new
+    ]
+    output.scheduled_cached_reqs = CachedRequestData.make_empty()
+    output.scheduled_cached_reqs.resumed_req_ids = set(resumed)
+    output.finished_req_ids = set(finished)
+    output.preempted_req_ids = set(preempted)
+    return output
+
+
+def test_v1_rows_follow_the_scheduler():
+    batch = SimpleNamespace(req_ids=[])
+    rows = RowsV1(SimpleNamespace(input_batch=batch), 2)
+    assert sorted(rows.begin_step(step(new=["a", "b"]))) == [0, 1]
+    batch.req_ids = ["b", "a"]
+    before = rows.batch_rows(None).tolist()
+    assert before == rows.rows(["b", "a"]).tolist()
+    assert rows.begin_step(step()) == []
+    # A finished request and a new one of the same name are two requests.
+    row = before[1]
+    assert rows.begin_step(step(new=["a"], finished=["a"])) == [row]
+    # A preempted request gives its row to the next one, and starts clean when it resumes.
+    rows.begin_step(step(new=["c"], preempted=["b"]))
+    batch.req_ids = ["c"]
+    assert rows.batch_rows(None).tolist() == [before[0]]
+    assert rows.begin_step(step(resumed=["b"], finished=["c"])) == [before[0]]
+    # Preempted and resumed between two steps (reset_prefix_cache does that).
+    assert rows.begin_step(step(resumed=["b"], preempted=["b"])) == [before[0]]
+
+
+def test_v2_rows_are_the_runners():
+    index = {"a": 3, "b": 1}
+    rows = RowsV2(SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=index)))
+    assert sorted(rows.begin_step(step(finished=["a", "gone"], preempted=["b"]))) == [1, 3]
+    assert rows.rows(["b", "a"]).tolist() == [1, 3]
+    assert rows.batch_rows(SimpleNamespace(req_idx=[3, 1])).tolist() == [3, 1]

@@ -1,0 +1,245 @@
+"""The CPU attention backend: vLLM's CPU kernel, per KV head for requests that were evicted."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.ops.reference.observe import observe
+from vllm_kvevict.worker.binding import GroupBinding, Observation
+
+
+@dataclass
+class EvictingCPUMetadata(CPUAttentionMetadata):
+    """A step with evicted or observed requests.
+
+    ``stock`` is vLLM's metadata of the requests that are not evicted, ``stock_tokens`` their
+    tokens in the batch (None where those are all tokens).
+    """
+
+    binding: GroupBinding | None = None
+    observation: Observation | None = None
+    heads: PerHeadBatch | None = None
+    stock: CPUAttentionMetadata | None = None
+    stock_tokens: torch.Tensor | None = None
+
+
+class EvictingCPUBackend(CPUAttentionBackend):
+    """Registered over ``CPU_ATTN``: ``platforms/cpu.py`` admits no other name."""
+
+    @staticmethod
+    def get_impl_cls() -> type["EvictingCPUImpl"]:
+        return EvictingCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["EvictingCPUMetadataBuilder"]:
+        return EvictingCPUMetadataBuilder
+
+
+class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Splits a batch into evicted and other requests, once a step for all layers.
+
+    The worker binds the builders of groups that evict; others are vLLM's own.
+    """
+
+    binding: GroupBinding | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        common = common_attn_metadata
+        rows = self.binding.rows(common) if self.binding is not None else None
+        if self.binding is None or rows is None:
+            return super().build(common_prefix_len, common, fast_build)
+        observation = self.binding.observation(common)
+        evicted = self.binding.state.tail_start[rows] > 0
+        any_evicted = bool(evicted.any())
+        if observation is None and not any_evicted:
+            return super().build(common_prefix_len, common, fast_build)
+
+        stock: CPUAttentionMetadata | None = None
+        stock_tokens, heads = None, None
+        if any_evicted:
+            requests = evicted.nonzero().flatten()
+            heads = PerHeadBatch.build(common, self.binding.state, rows[requests], requests)
+            others = (~evicted).nonzero().flatten()
+            if len(others):
+                subset, stock_tokens = _subset(common, others)
+                stock = super().build(common_prefix_len, subset, fast_build)
+        else:
+            stock = super().build(common_prefix_len, common, fast_build)
+        whole = stock if stock is not None and stock_tokens is None else _whole(common)
+        return EvictingCPUMetadata(
+            **{field.name: getattr(whole, field.name) for field in fields(CPUAttentionMetadata)},
+            binding=self.binding,
+            observation=observation,
+            heads=heads,
+            stock=stock,
+            stock_tokens=stock_tokens,
+        )
+
+
+class EvictingCPUImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention; evicted requests run as one sequence per (request, KV head)."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            layer: The attention layer.
+            query: [T, query heads, D].
+            key: [T, KV heads, D], already in the cache.
+            value: [T, KV heads, D], already in the cache.
+            kv_cache: [num_blocks, KV heads, block_size, 2 * D].
+            attn_metadata: vLLM's, or ours in a step with evicted or observed requests.
+            output: [T, query heads, D], written in place.
+            output_scale: Not supported by the CPU kernel.
+            output_block_scale: Not supported by the CPU kernel.
+
+        Returns:
+            ``output``.
+
+        """
+        scales = (output_scale, output_block_scale)
+        if not isinstance(attn_metadata, EvictingCPUMetadata):
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+            )
+        name = layer.layer_name
+        metadata = attn_metadata
+        assert metadata.binding is not None
+        if metadata.observation is not None:
+            observe(metadata.binding.rings(name), query, *metadata.observation)
+        if metadata.stock is not None:
+            self._stock(layer, query, key, value, kv_cache, metadata, output)
+        if metadata.heads is not None:
+            index = metadata.binding.state.layer_index[name]
+            self._per_head(layer, query, kv_cache, metadata.heads, index, output)
+        return output
+
+    def _stock(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: EvictingCPUMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        tokens = metadata.stock_tokens
+        if tokens is None:
+            super().forward(layer, query, key, value, kv_cache, metadata.stock, output)
+            return
+        part = output.new_empty((len(tokens), *output.shape[1:]))
+        super().forward(
+            layer, query.index_select(0, tokens), key, value, kv_cache, metadata.stock, part
+        )
+        output.index_copy_(0, tokens, part)
+
+    def _per_head(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        heads: PerHeadBatch,
+        index: int,
+        output: torch.Tensor,
+    ) -> None:
+        size = self.head_size
+        pages = kv_cache.view(-1, 1, 2 * kv_cache.shape[2], size)
+        key_pages, value_pages = pages.chunk(2, dim=2)
+        queries = heads.take(query[: heads.num_tokens])
+        result = torch.empty_like(queries)
+        metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=heads.num_sequences,
+            num_heads=self.num_queries_per_kv,
+            num_kv_heads=1,
+            head_dim=size,
+            seq_lens=heads.seq_lens[index],
+            dtype=query.dtype,
+            query_start_loc=heads.query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=layer.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+        ops.cpu_attention_with_kv_cache(
+            query=queries,
+            key_cache=key_pages,
+            value_cache=value_pages,
+            output=result,
+            query_start_loc=heads.query_start_loc,
+            seq_lens=heads.seq_lens[index],
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=heads.table[index],
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=metadata,
+            s_aux=None,
+        )
+        heads.put(output[: heads.num_tokens], result)
+
+
+def _subset(
+    common: CommonAttentionMetadata, requests: torch.Tensor
+) -> tuple[CommonAttentionMetadata, torch.Tensor]:
+    """vLLM's metadata of some requests of a batch, and their tokens [T'] in it."""
+    starts = common.query_start_loc[:-1][requests]
+    counts = common.query_start_loc[1:][requests] - starts
+    query_start_loc = torch.zeros(len(requests) + 1, dtype=torch.int32)
+    query_start_loc[1:] = counts.cumsum(0)
+    begin = (starts - query_start_loc[:-1]).long().repeat_interleave(counts)
+    tokens = torch.arange(len(begin)) + begin
+    subset = common.replace(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc,
+        seq_lens=common.seq_lens[requests],
+        num_reqs=len(requests),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(counts.max()),
+        block_table_tensor=common.block_table_tensor[requests],
+        slot_mapping=common.slot_mapping[tokens],
+        positions=None,
+    )
+    return subset, tokens
+
+
+def _whole(common: CommonAttentionMetadata) -> CPUAttentionMetadata:
+    """The batch's own fields, for readers of vLLM's metadata; no kernel runs on them."""
+    return CPUAttentionMetadata(
+        num_actual_tokens=common.num_actual_tokens,
+        max_query_len=common.max_query_len,
+        query_start_loc=common.query_start_loc,
+        max_seq_len=common.max_seq_len,
+        seq_lens=common.seq_lens,
+        block_table=common.block_table_tensor,
+        slot_mapping=common.slot_mapping,
+        scheduler_metadata=None,
+    )

@@ -1,0 +1,108 @@
+"""Evicted requests as attention sees them: one sequence per (request, KV head)."""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvevict.ops.reference.pages import head_page_table
+from vllm_kvevict.worker.state import GroupState
+
+
+@dataclass
+class PerHeadBatch:
+    """R evicted requests of a step as R * H sequences of G query heads and one KV head.
+
+    Args:
+        num_heads: H.
+        num_tokens: T, tokens of the whole batch.
+        table: [L, R * H, V] int32 head pages.
+        seq_lens: [L, R * H] int32 cached tokens.
+        query_start_loc: [R * H + 1] int32.
+        order: [T * H] int64: which (token, KV head) of the batch, numbered
+            ``token * H + head``, each query of these sequences is; None where it is all of them
+            in order.
+
+    """
+
+    num_heads: int
+    num_tokens: int
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    order: torch.Tensor | None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.table.shape[1]
+
+    @classmethod
+    def build(
+        cls,
+        common: CommonAttentionMetadata,
+        state: GroupState,
+        rows: torch.Tensor,
+        requests: torch.Tensor,
+    ) -> "PerHeadBatch":
+        """Lay out the evicted requests of a batch.
+
+        Args:
+            common: vLLM's metadata of the whole batch.
+            state: The group's state.
+            rows: [R] int64 state rows of the evicted requests.
+            requests: [R] int64 their places in the batch.
+
+        """
+        heads = state.num_heads
+        table, seq_lens = head_page_table(
+            state.head_indptr[:, rows],
+            state.store[rows],
+            state.tail_start[rows],
+            common.seq_lens[requests],
+            common.block_table_tensor[requests],
+            state.timeline.block_size,
+        )
+        starts = common.query_start_loc[:-1][requests].long()
+        counts = common.query_start_loc[1:][requests].long() - starts
+        per_sequence = counts.repeat_interleave(heads)
+        query_start_loc = torch.zeros(len(per_sequence) + 1, dtype=torch.int32)
+        query_start_loc[1:] = per_sequence.cumsum(0)
+
+        order = None
+        num_queries = int(query_start_loc[-1])
+        whole_batch = num_queries == common.num_actual_tokens * heads
+        if not whole_batch or num_queries != len(per_sequence):
+            head = torch.arange(heads).repeat(len(rows)).repeat_interleave(per_sequence)
+            begin = query_start_loc[:-1].long().repeat_interleave(per_sequence)
+            token = torch.arange(num_queries) - begin
+            token += starts.repeat_interleave(heads).repeat_interleave(per_sequence)
+            order = token * heads + head
+        return cls(heads, common.num_actual_tokens, table, seq_lens, query_start_loc, order)
+
+    def take(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Regroup queries of the batch.
+
+        Args:
+            tokens: [T, query heads, D].
+
+        Returns:
+            [num queries, G, D]: the queries of the sequences, one after the other.
+
+        """
+        group = tokens.shape[1] // self.num_heads
+        flat = tokens.reshape(-1, group, tokens.shape[2])
+        return flat if self.order is None else flat.index_select(0, self.order)
+
+    def put(self, output: torch.Tensor, result: torch.Tensor) -> None:
+        """Write results of the sequences to their places in the batch, in place.
+
+        Args:
+            output: [T, query heads, D] contiguous.
+            result: [num queries, G, D].
+
+        """
+        flat = output.view(-1, *result.shape[1:])
+        if self.order is None:
+            flat.copy_(result)
+        else:
+            flat.index_copy_(0, self.order, result)

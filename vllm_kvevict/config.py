@@ -1,0 +1,189 @@
+"""Configuration of KV eviction: one model, read by flags, Python API and every process."""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vllm_kvevict.policies.registry import POLICY_NAMES
+from vllm_kvevict.timeline import Timeline
+
+KEY = "kv_eviction"
+"""Key of the configuration in ``VllmConfig.additional_config``."""
+
+
+class EvictionConfig(BaseModel):
+    """Everything that can be set about KV eviction.
+
+    The command line spells a field ``x`` as ``--kv-eviction-x`` and ``policy`` as
+    ``--kv-eviction``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str = Field(description="What decides which tokens are kept.")
+    budget: int | str = Field(
+        default=1024,
+        description=(
+            "Tokens kept per KV head (average over the heads of a layer, window included), "
+            "or a share of the prompt such as 25%."
+        ),
+    )
+    window: int = Field(
+        default=32,
+        ge=1,
+        strict=True,
+        description="Observation window: the last tokens, whose queries score the others.",
+    )
+    interval: int = Field(
+        default=128,
+        ge=0,
+        strict=True,
+        description=(
+            "Decode steps between evictions, rounded up to whole blocks; 0 evicts after "
+            "prefill only."
+        ),
+    )
+    floor: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        strict=True,
+        allow_inf_nan=False,
+        description=(
+            "Share of the uniform budget that every KV head keeps under adaptive policies."
+        ),
+    )
+    pool_kernel: int = Field(
+        default=7,
+        ge=1,
+        strict=True,
+        description="Width of the pooling that smooths scores along the sequence; odd.",
+    )
+    pool: Literal["max", "avg"] = Field(
+        default="max",
+        description="Kind of the pooling that smooths scores: max (Ada-KV) or avg (kvpress).",
+    )
+    sinks: int = Field(
+        default=4,
+        ge=0,
+        strict=True,
+        description="First tokens that streaming-llm always keeps.",
+    )
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _known_policy(cls, value: Any) -> str:
+        if not isinstance(value, str) or value not in POLICY_NAMES:
+            raise ValueError(f"unknown policy {value!r}; choose from {', '.join(POLICY_NAMES)}")
+        return value
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _parse_budget(cls, value: Any) -> int | str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value < 1:
+                raise ValueError("must be at least 1 token")
+            return value
+        if isinstance(value, str):
+            text = value.strip()
+            if text.isascii() and text.isdigit() and len(text) <= 18:
+                return cls._parse_budget(int(text))
+            if text.endswith("%"):
+                try:
+                    share = float(text[:-1])
+                except ValueError:
+                    share = -1.0
+                if 0 < share <= 100:
+                    return f"{share:g}%"
+        raise ValueError(f"give tokens (1024) or a share of the prompt (25%), not {value!r}")
+
+    @field_validator("pool_kernel")
+    @classmethod
+    def _odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError(f"must be odd, not {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _room_beside_window(self) -> Self:
+        if self.budget_tokens is not None and self.budget_tokens <= self.window:
+            raise ValueError(
+                f"budget {self.budget_tokens} leaves no room beside the window of "
+                f"{self.window} tokens; raise --kv-eviction-budget or lower --kv-eviction-window"
+            )
+        return self
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Budget in tokens, or None where it is a share of the prompt."""
+        return self.budget if isinstance(self.budget, int) else None
+
+    @property
+    def budget_share(self) -> float | None:
+        """Budget as a share of the prompt in (0, 1], or None where it is in tokens."""
+        return float(self.budget[:-1]) / 100 if isinstance(self.budget, str) else None
+
+    def timeline(self, block_size: int) -> Timeline:
+        """The eviction schedule for blocks of ``block_size`` tokens."""
+        return Timeline(
+            block_size=block_size,
+            window=self.window,
+            interval=self.interval,
+            budget_tokens=self.budget_tokens,
+            budget_share=self.budget_share,
+        )
+
+    @classmethod
+    def parse(cls, value: Any) -> Self | None:
+        """Read ``additional_config["kv_eviction"]``: a policy name, a mapping, or None.
+
+        None, False, "none" and "off", also as the policy of a mapping, switch eviction off.
+
+        Returns:
+            The configuration, or None where eviction is off.
+
+        Raises:
+            ValueError: In one sentence, which flag is wrong and what it may be.
+
+        """
+        if isinstance(value, cls):
+            return value
+        policy = value.get("policy", "") if isinstance(value, dict) else value
+        if policy is None or policy is False or policy in ("none", "off"):
+            return None
+        if isinstance(value, str):
+            value = {"policy": value}
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"KV eviction: additional_config[{KEY!r}] must be a policy name "
+                f"({', '.join(POLICY_NAMES)}) or a mapping, not {value!r}"
+            )
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(_one_sentence(error)) from None
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
+
+
+def _one_sentence(error: ValidationError) -> str:
+    known = ", ".join(EvictionConfig.model_fields)
+    parts = []
+    for item in error.errors():
+        where = str(item["loc"][0]) if item["loc"] else ""
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in ("extra_forbidden", "invalid_key"):
+            key = item["loc"][0] if item["type"] == "extra_forbidden" else item["input"]
+            parts.append(f"unknown key {key!r} in {KEY!r} (known: {known})")
+        elif item["type"] == "missing":
+            parts.append(f"{flag(where)} is missing; choose from {', '.join(POLICY_NAMES)}")
+        elif where:
+            given = "" if item["type"] == "value_error" else f", not {item['input']!r}"
+            message = message.replace("Input should be", "must be")
+            parts.append(f"{flag(where)}: {message}{given}")
+        else:
+            parts.append(message)
+    return "KV eviction: " + "; ".join(parts)

@@ -1,0 +1,185 @@
+"""What the engine core knows about the eviction of each request. Counts and lengths only."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.timeline import RequestTimeline, Timeline, blocks_for
+
+if TYPE_CHECKING:
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Entry:
+    """One admitted request. ``timelines`` has one entry per evictable KV-cache group.
+
+    What the scheduler asks about every request in every step is kept as plain numbers.
+    """
+
+    timelines: dict[int, RequestTimeline]
+    ring: int | None = None
+    recorded_from: int = 0
+    """First position whose query is in the ring; contiguous up to the last scheduled token."""
+    quiet_until: int = field(init=False)
+    """Steps that end here or before neither evict nor compute a query that is needed."""
+    computed_valid: int | None = field(init=False)
+    """Tokens from here on were computed over an evicted cache; None before any eviction."""
+
+    def __post_init__(self) -> None:
+        self._refresh()
+
+    def _refresh(self) -> None:
+        timelines = self.timelines.values()
+        near = [t.due - t.timeline.window for t in timelines if t.due is not None]
+        self.quiet_until = min(near, default=sys.maxsize)
+        valid = [t.computed_valid for t in timelines if t.computed_valid is not None]
+        self.computed_valid = min(valid, default=None)
+
+    def observes(self, end: int) -> bool:
+        """Whether the step that ends at ``end`` computes queries some group will need."""
+        return end > self.quiet_until
+
+    def due_groups(self, end: int) -> list[int]:
+        """Groups whose eviction is due with the step that ends at ``end``."""
+        return [group for group, t in self.timelines.items() if t.is_due(end)]
+
+    def evict(self, group: int, end: int) -> tuple[int, int]:
+        """Advance one group's timeline; returns the old and the new tail start."""
+        tail_starts = self.timelines[group].evict(end)
+        self._refresh()
+        return tail_starts
+
+
+class EvictionLedger:
+    """Timelines and ring slots of all admitted requests.
+
+    Shared by the scheduler and the block managers of every evictable group. An entry lives
+    from the first allocation of a request to the moment its blocks are freed, so a preempted
+    request starts anew.
+
+    Args:
+        requests: vLLM's requests by id.
+        rules: The timeline of each evictable group, by group id.
+        rings: Ring slots, or None where the policy needs no queries.
+        managers: The block managers of all groups, those that do not evict included.
+        max_model_len: Longest sequence; a request that reaches it ends.
+
+    """
+
+    def __init__(
+        self,
+        requests: "Mapping[str, Request]",
+        rules: dict[int, Timeline],
+        rings: RingSlots | None,
+        managers: "Sequence[SingleTypeKVCacheManager]",
+        max_model_len: int,
+    ) -> None:
+        self.requests = requests
+        self.rules = rules
+        self.rings = rings
+        self.managers = managers
+        self.max_model_len = max_model_len
+        self.window = max(rule.window for rule in rules.values())
+        self.entries: dict[str, Entry] = {}
+
+    def entry(self, request_id: str) -> Entry | None:
+        """The entry of a request, as it is or would be; None for requests that never evict."""
+        entry = self.entries.get(request_id)
+        if entry is not None:
+            return entry
+        request = self.requests.get(request_id)
+        if request is None or request.resumable or request.pooling_params is not None:
+            # A resumable session grows its prompt after decoding, which no timeline foresees.
+            return None
+        return Entry(
+            {
+                group: RequestTimeline(rule, request.num_prompt_tokens, request.num_tokens)
+                for group, rule in self.rules.items()
+            }
+        )
+
+    def admit(self, request_id: str) -> Entry | None:
+        """Keep the entry of a request that gets its first blocks."""
+        entry = self.entry(request_id)
+        if entry is not None:
+            self.entries[request_id] = entry
+        return entry
+
+    def quiet(self, request_id: str, end: int) -> bool:
+        """Whether a step of an admitted request that ends at ``end`` needs nothing from us."""
+        entry = self.entries.get(request_id)
+        return entry is not None and end <= entry.quiet_until
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request whose blocks are freed; unknown ones are fine."""
+        entry = self.entries.pop(request_id, None)
+        if entry is not None:
+            self._give_back_ring(entry)
+
+    def last_step(self, request_id: str, end: int) -> bool:
+        """Whether the request surely ends with the step that ends at ``end``."""
+        request = self.requests[request_id]
+        return end + 1 >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+
+    def fits(self, entry: Entry) -> bool:
+        """Whether the stores due at the end of prefill find room beside the prompt, alone."""
+        timelines = entry.timelines.values()
+        end = next(iter(timelines)).prefill_end
+        needed = sum(t.store_blocks for t in timelines if t.is_due(end))
+        for manager in self.managers:
+            positional = blocks_for(end, manager.block_size)
+            cap = manager.max_admission_blocks_per_request
+            needed += positional if cap is None else min(positional, cap)
+        # One block is vLLM's null block.
+        return needed < self.managers[0].block_pool.num_gpu_blocks
+
+    def window_ready(self, entry: Entry, start: int, end: int) -> bool:
+        """Whether a step over [start, end) completes the window that ends at ``end``.
+
+        Counts a slot that the step could still take.
+        """
+        if self.rings is None:
+            return True
+        if entry.ring is not None:
+            return entry.recorded_from <= end - self.window
+        return self.rings.num_free > 0 and start <= end - self.window
+
+    def observe(self, entry: Entry, start: int, end: int) -> None:
+        """Give the entry a ring slot if the step over [start, end) reaches its window."""
+        if self.rings is None or entry.ring is not None or not entry.observes(end):
+            return
+        entry.ring = self.rings.take()
+        # A step records its last w queries only.
+        entry.recorded_from = max(start, end - self.window)
+
+    def settle(self, entry: Entry, end: int) -> None:
+        """Give the ring slot back once no group needs the next step's queries."""
+        if not entry.observes(end + 1):
+            self._give_back_ring(entry)
+
+    def cacheable(self, request_id: str, num_tokens: int) -> int:
+        """How many of the first ``num_tokens`` tokens may be published by hash."""
+        entry = self.entries.get(request_id)
+        valid = entry.computed_valid if entry is not None else None
+        return num_tokens if valid is None else min(num_tokens, valid)
+
+    def hit_cap(self, request: "Request") -> int:
+        """Most tokens a prefix-cache hit may cover, so that the window is computed."""
+        if self.rings is None:
+            return request.num_tokens
+        entry = self.entry(request.request_id)
+        if entry is None:
+            return request.num_tokens
+        return min(
+            t.timeline.prefill_cap(t.prefill_end, t.prompt_len) for t in entry.timelines.values()
+        )
+
+    def _give_back_ring(self, entry: Entry) -> None:
+        if entry.ring is not None:
+            assert self.rings is not None
+            self.rings.give_back(entry.ring)
+            entry.ring = None

@@ -1,0 +1,236 @@
+"""vLLM's schedulers with eviction: who evicts in which step, and telling the workers."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.engine.spec import register_spec
+from vllm_kvevict.metrics import Counters
+from vllm_kvevict.plan import PLAN, Eviction, StepPlan
+from vllm_kvevict.sizing import ring_slots
+from vllm_kvevict.timeline import blocks_for
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kv_eviction.scheduler")
+
+LOG_INTERVAL_S = 10.0
+
+
+class EvictionMixin(Scheduler):
+    """Plans evictions around vLLM's own scheduling, which it leaves as it is.
+
+    Prefill evictions are admitted with their step (the block manager counts the store).
+    Decode evictions take a store from free blocks before the step is scheduled, and only
+    where every running request still finds its next block; else they are postponed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        register_spec()
+        super().__init__(*args, **kwargs)
+        config = EvictionConfig.parse(self.vllm_config.additional_config.get(KEY))
+        coordinator = self.kv_cache_manager.coordinator
+        self._evicting: dict[int, EvictableAttentionManager] = {
+            manager.kv_cache_group_id: manager
+            for manager in coordinator.single_type_managers
+            if isinstance(manager, EvictableAttentionManager)
+        }
+        if config is None or not self._evicting:
+            raise RuntimeError(
+                "The KV eviction scheduler was started without an evictable KV-cache group."
+            )
+        self.eviction_counters = Counters()
+        slots = ring_slots(self.vllm_config, config)
+        rules = {group: manager.timeline for group, manager in self._evicting.items()}
+        self._ledger = EvictionLedger(
+            self.requests,
+            {group: rule for group, rule in rules.items() if rule is not None},
+            RingSlots(slots) if slots else None,
+            coordinator.single_type_managers,
+            self.max_model_len,
+        )
+        for manager in self._evicting.values():
+            manager.ledger = self._ledger
+        # All groups, also those that do not evict, publish blocks through the coordinator.
+        publish = coordinator.cache_blocks
+
+        def cache_blocks(request: "Request", num_computed_tokens: int) -> None:
+            publish(request, self._ledger.cacheable(request.request_id, num_computed_tokens))
+
+        coordinator.cache_blocks = cache_blocks
+        self._logged = (time.monotonic(), "")
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._reserve_stores()
+        return super().schedule(*args, **kwargs)
+
+    def _reserve_stores(self) -> None:
+        """Grant stores to decode evictions that would run in the coming step."""
+        headroom = -1
+        entries = self._ledger.entries
+        for request in self.running:
+            entry = entries.get(request.request_id)
+            start = request.num_computed_tokens
+            if entry is None or start < entry.quiet_until or request.is_prefill_chunk:
+                continue
+            groups = self._runnable(request.request_id, entry, start, start + 1)
+            if not groups:
+                continue
+            if headroom < 0:
+                headroom = sum(map(self._next_blocks, self.running))
+            self._grant(request.request_id, entry, groups, headroom)
+
+    def _next_blocks(self, request: "Request") -> int:
+        """Most blocks that a running request takes in the coming step."""
+        start = request.num_computed_tokens
+        end, store = start + 1, 0
+        if request.is_prefill_chunk:
+            end = min(request.num_tokens, start + self.max_num_scheduled_tokens)
+            if (entry := self._ledger.entries.get(request.request_id)) is not None:
+                store = sum(entry.timelines[g].store_blocks for g in entry.due_groups(end))
+        return store + sum(
+            blocks_for(end, size) - blocks_for(start, size)
+            for size in self.kv_cache_manager.coordinator.group_block_sizes
+        )
+
+    def _runnable(self, request_id: str, entry: Entry, start: int, end: int) -> list[int]:
+        """Groups that should evict with a step over [start, end), if they get a store."""
+        groups = entry.due_groups(end)
+        if (
+            not groups
+            or self._ledger.last_step(request_id, end)
+            or not self._ledger.window_ready(entry, start, end)
+        ):
+            return []
+        return groups
+
+    def _grant(self, request_id: str, entry: Entry, groups: list[int], headroom: int) -> bool:
+        """Grant a store to every one of the groups, or to none."""
+        missing = [g for g in groups if not self._evicting[g].granted(request_id)]
+        blocks = sum(entry.timelines[g].store_blocks for g in missing)
+        if self.kv_cache_manager.block_pool.get_num_free_blocks() < blocks + headroom:
+            return False
+        for group in missing:
+            self._evicting[group].grant(request_id, entry)
+        return True
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        plan = self._plan(scheduler_output.num_scheduled_tokens)
+        super()._update_after_schedule(scheduler_output)
+        if plan:
+            setattr(scheduler_output, PLAN, plan)
+
+    def _plan(self, num_scheduled_tokens: dict[str, int]) -> StepPlan:
+        plan = StepPlan()
+        observed: list[tuple[Entry, int]] = []
+        for request_id, num_tokens in num_scheduled_tokens.items():
+            entry = self._ledger.entries.get(request_id)
+            if entry is None:
+                continue
+            start = self.requests[request_id].num_computed_tokens
+            end = start + num_tokens
+            if not entry.observes(end):
+                continue
+            self._ledger.observe(entry, start, end)
+            if entry.ring is not None:
+                plan.rings[request_id] = entry.ring
+            self._plan_eviction(plan, request_id, entry, start, end)
+            observed.append((entry, end))
+        # Not before: a slot given back within the step would have two writers.
+        for entry, end in observed:
+            self._ledger.settle(entry, end)
+        return plan
+
+    def _plan_eviction(
+        self, plan: StepPlan, request_id: str, entry: Entry, start: int, end: int
+    ) -> None:
+        if not entry.due_groups(end) or self._ledger.last_step(request_id, end):
+            return
+        groups = self._runnable(request_id, entry, start, end)
+        if not groups or not self._grant(request_id, entry, groups, headroom=0):
+            self.eviction_counters.postponed += 1
+            return
+        counters = self.eviction_counters
+        if end == entry.timelines[groups[0]].prefill_end:
+            counters.evictions_prefill += 1
+        else:
+            counters.evictions_decode += 1
+        evictions = [self._evicting[g].evict(request_id, entry, end) for g in groups]
+        for eviction in evictions:
+            bs = self._evicting[eviction.group_id].block_size
+            counters.store_blocks_allocated += len(eviction.store)
+            counters.tokens_evicted += (
+                eviction.tail_start
+                - eviction.old_tail_start
+                + (len(eviction.old_store) - len(eviction.store)) * bs
+            )
+        plan.evictions.append(Eviction(request_id, end, entry.ring, evictions))
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> "dict[int, EngineCoreOutputs]":
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
+        for eviction in plan.evictions if plan else ():
+            for group in eviction.groups:
+                freed = self._evicting[group.group_id].retire(eviction.request_id, group)
+                self.eviction_counters.blocks_freed += freed
+        return outputs
+
+    def _get_local_prefix_cache_hit(
+        self, request: "Request"
+    ) -> tuple["KVCacheBlocks", int, int, bool]:
+        """Cap the hit: the queries of the observation window must be computed."""
+        hit = super()._get_local_prefix_cache_hit(request)
+        cap = self._ledger.hit_cap(request)
+        if hit[1] <= cap:
+            return hit
+        self.eviction_counters.prefix_hits_capped += 1
+        manager = self.kv_cache_manager
+        blocks, num_tokens, uncached = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, cap
+        )
+        boundary = num_tokens + uncached if uncached else 0
+        return manager.create_kv_cache_blocks(blocks), num_tokens, boundary, hit[3]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
+        now = time.monotonic()
+        if now - self._logged[0] >= LOG_INTERVAL_S:
+            self._log_counters(now)
+        return super().make_stats(*args, **kwargs)
+
+    def _log_counters(self, now: float) -> None:
+        line = self.eviction_counters.line()
+        if line != self._logged[1]:
+            logger.info("KV eviction: %s", line)
+        self._logged = (now, line)
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
+        if request_ids is None:
+            # The engine core ends all requests when it shuts down, and has little time after it.
+            self._log_counters(time.monotonic())
+        return super().finish_requests(request_ids, finished_status)
+
+    def shutdown(self) -> None:
+        self._log_counters(time.monotonic())
+        super().shutdown()
+
+
+class EvictingScheduler(EvictionMixin):
+    """vLLM's synchronous scheduler with eviction."""
+
+
+class EvictingAsyncScheduler(EvictionMixin, AsyncScheduler):
+    """vLLM's async scheduler with eviction."""

@@ -1,0 +1,81 @@
+"""The KV-cache spec of a layer that evicts, and its registration with vLLM."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvevict.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictableAttentionSpec(FullAttentionSpec):
+    """Full attention whose blocks follow an eviction timeline.
+
+    Layers share a KV-cache group, and so a block table, only where their timelines are equal.
+    """
+
+    timeline: Timeline | None = None
+    """Never None in use; a default only because fields of the base class have one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timeline is not None and self.timeline.block_size != self.block_size:
+            # vLLM resizes blocks of hybrid models after the worker has named its specs.
+            timeline = replace(self.timeline, block_size=self.block_size)
+            object.__setattr__(self, "timeline", timeline)
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec, timeline: Timeline) -> Self:
+        """The evictable form of a full-attention spec."""
+        return replace_as(spec, cls, timeline=timeline)
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        """Merge the specs of one group.
+
+        Raises:
+            AssertionError: The timelines differ; vLLM then splits the layers into groups.
+
+        """
+        assert all(isinstance(spec, cls) for spec in specs), (
+            "layers with and without KV eviction cannot share a KV-cache group"
+        )
+        assert len({spec.timeline for spec in specs}) == 1, (
+            "layers with different eviction timelines cannot share a KV-cache group"
+        )
+        return replace(super().merge(specs), timeline=specs[0].timeline)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether every layer evicts alike, so that one block table serves all of them."""
+        return all(
+            isinstance(spec, EvictableAttentionSpec) and spec.timeline == self.timeline
+            for spec in kv_cache_specs.values()
+        )
+
+
+def is_evictable(spec: KVCacheSpec) -> bool:
+    """Whether a layer with this spec can evict: plain causal full attention, and nothing else."""
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not spec.non_causal
+        and spec.num_head_slots is None
+        and spec.state_content_bytes is None
+        and spec.tokens_per_state == 1
+    )
+
+
+def register_spec() -> None:
+    """Tell vLLM which block manager serves :class:`EvictableAttentionSpec`. Idempotent."""
+    from vllm_kvevict.engine.manager import EvictableAttentionManager
+
+    # vLLM registers its own specs only into an empty registry: they must come first.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        EvictableAttentionSpec,
+        EvictableAttentionManager,
+        uniform_type_base_spec=FullAttentionSpec,
+    )

@@ -1,0 +1,32 @@
+"""Counters of what eviction did. "Eviction never ran" must be visible at a glance."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Counters:
+    """Totals since start-up, kept by the scheduler.
+
+    ``tokens_evicted`` counts cached tokens per KV head (average over heads), once per request
+    and KV-cache group; blocks are vLLM's. ``postponed`` counts steps in which an eviction was
+    due and could not run, for want of store blocks or of a ring slot.
+    """
+
+    evictions_prefill: int = 0
+    evictions_decode: int = 0
+    blocks_freed: int = 0
+    store_blocks_allocated: int = 0
+    tokens_evicted: int = 0
+    postponed: int = 0
+    prefix_hits_capped: int = 0
+
+    @property
+    def evictions(self) -> int:
+        return self.evictions_prefill + self.evictions_decode
+
+    def as_dict(self) -> dict[str, int]:
+        return {"evictions": self.evictions, **asdict(self)}
+
+    def line(self) -> str:
+        """All totals as ``name=value`` pairs, for one log line."""
+        return " ".join(f"{name}={value}" for name, value in self.as_dict().items())

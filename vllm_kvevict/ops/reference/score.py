@@ -1,0 +1,69 @@
+"""score: attention of the observation window over the cached tokens, and its pooling. Reference."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from vllm_kvevict.policies.base import Candidates
+
+
+def window_attention(candidates: "Candidates") -> torch.Tensor:
+    """Mean attention weight that the window's queries give each token before the window.
+
+    Ada-KV section 3.4 (SnapKV), and 3.5 for the mean over the query heads of a group. Query i
+    of the w sees every valid column up to its own, which is column ``columns - w + i``. Works
+    on one KV head at a time: the largest temporary is [G * w, columns].
+
+    Returns:
+        [H, num_candidates + r] float32; 0 where ``valid`` is False.
+
+    Raises:
+        ValueError: The candidates carry no queries, or not ``window`` of them.
+
+    """
+    queries, keys, window = candidates.queries, candidates.keys, candidates.window
+    if queries is None or queries.shape[2] != window:
+        raise ValueError(f"window attention needs the queries of the last {window} tokens")
+    columns = keys.shape[1]
+    seen = torch.ones(window, columns, dtype=torch.bool, device=keys.device).tril(columns - window)
+    scores = keys.new_empty(candidates.num_heads, columns - window, dtype=torch.float32)
+    for head in range(candidates.num_heads):
+        logits = queries[head].float() @ keys[head].float().T * candidates.scale
+        if candidates.softcap:
+            logits = torch.tanh(logits / candidates.softcap) * candidates.softcap
+        logits.masked_fill_(~(seen & candidates.valid[head]), float("-inf"))
+        scores[head] = logits.softmax(-1)[..., : columns - window].mean((0, 1))
+    return scores
+
+
+def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
+    """Smooth scores along the sequence, each row as if it had no padding columns.
+
+    The average counts missing neighbours at both ends as zeros, as kvpress's SnapKVPress does.
+
+    Args:
+        scores: [H, N] float32.
+        valid: [H, N] bool: False on the padding at the left.
+        kernel: Width in tokens, odd; 1 for none.
+        kind: "max" or "avg".
+
+    Returns:
+        [H, N] float32, -inf where ``valid`` is False.
+
+    Raises:
+        ValueError: The kernel is even or below 1, or the kind is unknown.
+
+    """
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"pooling kernel must be odd and at least 1, not {kernel}")
+    if kind == "max":
+        filled = scores.masked_fill(~valid, float("-inf"))
+        pooled = functional.max_pool1d(filled, kernel, stride=1, padding=kernel // 2)
+    elif kind == "avg":
+        filled = scores.masked_fill(~valid, 0.0)
+        pooled = functional.avg_pool1d(filled, kernel, stride=1, padding=kernel // 2)
+    else:
+        raise ValueError(f"pooling must be max or avg, not {kind!r}")
+    return pooled.masked_fill(~valid, float("-inf"))

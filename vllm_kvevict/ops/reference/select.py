@@ -1,0 +1,35 @@
+"""select: the tokens each KV head keeps, once its pages are known. Reference."""
+
+import torch
+
+
+def select_tokens(scores: torch.Tensor, pages: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Columns of the ``block_size * pages`` highest scores of each head; ties to the lower column.
+
+    Top-k per head is optimal for given head budgets (Ada-KV Theorem 3.2).
+
+    Args:
+        scores: [L, H, N] float32, -inf on padding.
+        pages: [L, H] int64: pages each head keeps, with the same sum in every layer.
+        block_size: Tokens in a page.
+
+    Returns:
+        [L, sum of pages * block_size] int64: kept columns, ascending inside a head, the heads
+        of a layer one after another.
+
+    Raises:
+        ValueError: A head has fewer tokens than its pages hold, or the layers' sums differ.
+
+    """
+    kept = pages * block_size
+    per_layer = kept.sum(-1)
+    padding = scores == float("-inf")
+    if bool((kept > (~padding).sum(-1)).any()):
+        raise ValueError("a head has fewer tokens than its pages hold")
+    if bool((per_layer != per_layer[0]).any()):
+        raise ValueError(f"layers keep different numbers of pages: {pages.sum(-1).tolist()}")
+    best = scores.argsort(dim=-1, descending=True, stable=True)
+    position = torch.arange(scores.shape[-1], device=scores.device).expand_as(best)
+    rank = torch.empty_like(best).scatter_(-1, best, position)
+    columns = (rank < kept[..., None]).nonzero()[:, 2]
+    return columns.view(scores.shape[0], -1)

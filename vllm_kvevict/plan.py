@@ -1,0 +1,47 @@
+"""What the scheduler tells the workers about one step. Plain data, pickled with the step."""
+
+from dataclasses import dataclass, field
+
+PLAN = "kv_eviction_plan"
+"""Attribute of vLLM's ``SchedulerOutput`` that carries the :class:`StepPlan`."""
+
+
+@dataclass
+class GroupEviction:
+    """One request's eviction in one KV-cache group.
+
+    Block ids are vLLM's physical block ids. ``positional`` holds every block from the old
+    tail start to the end of the request; ``store`` are the fresh blocks to fill.
+    """
+
+    group_id: int
+    old_tail_start: int
+    tail_start: int
+    old_store: list[int]
+    positional: list[int]
+    store: list[int]
+
+
+@dataclass
+class Eviction:
+    """An eviction that runs after the forward pass of the step that carries it.
+
+    ``num_tokens`` counts the tokens in the cache after that forward pass; ``ring`` is the
+    slot that holds the queries of the last w of them, or None for policies that need none.
+    """
+
+    request_id: str
+    num_tokens: int
+    ring: int | None
+    groups: list[GroupEviction]
+
+
+@dataclass
+class StepPlan:
+    """``rings``: slot that records the step's last queries, by request id."""
+
+    rings: dict[str, int] = field(default_factory=dict)
+    evictions: list[Eviction] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rings or self.evictions)

@@ -1,0 +1,92 @@
+"""The contract of a policy: scores, and an allocation of whole pages. Pure tensor math.
+
+Shapes: H KV heads, G query heads per KV head, w observation window, D head size, N columns
+of the candidate grid. A grid row holds one head's cached tokens in order, right-aligned, so
+that heads with fewer cached tokens are padded on the left (``valid`` is False there).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One layer of one request, at the moment of an eviction.
+
+    Args:
+        keys: [H, N + w + r, D] float32: keys of all cached tokens. The last w columns are the
+            observation window; the first ``num_candidates`` columns may be evicted, the r
+            columns between stay (they fill the last block before the window).
+        valid: [H, N + w + r] bool: False on the padding at the left.
+        queries: [H, G, w, D] float32: queries of the last w tokens, or None for a policy with
+            ``needs_window = False``.
+        num_candidates: Columns that may be evicted; a multiple of the block size.
+        scale: Softmax scale of the model's attention.
+        softcap: Logit soft cap of the model's attention, 0 for none.
+
+    """
+
+    keys: torch.Tensor
+    valid: torch.Tensor
+    queries: torch.Tensor | None
+    window: int
+    num_candidates: int
+    scale: float
+    softcap: float = 0.0
+
+    @property
+    def num_heads(self) -> int:
+        return self.valid.shape[0]
+
+
+class Scorer(ABC):
+    """How much each cached token matters to each KV head."""
+
+    needs_window: ClassVar[bool] = True
+
+    @abstractmethod
+    def scores(self, candidates: Candidates) -> torch.Tensor:
+        """Score the candidates.
+
+        Returns:
+            [H, num_candidates] float32, higher is kept; -inf where ``valid`` is False.
+
+        """
+
+
+class Allocator(ABC):
+    """How many whole pages each KV head keeps."""
+
+    @abstractmethod
+    def pages(
+        self, scores: torch.Tensor, caps: torch.Tensor, store_blocks: int, block_size: int
+    ) -> torch.Tensor:
+        """Share ``store_blocks * H`` pages between the heads of each layer.
+
+        Args:
+            scores: [L, H, N] float32, -inf on padding.
+            caps: [L, H] int64: pages of candidates each head has.
+            store_blocks: S.
+            block_size: Tokens in a page.
+
+        Returns:
+            [L, H] int64, each row summing to ``S * H``, each entry in [1, cap].
+
+        """
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A named pair of scorer and allocator."""
+
+    name: str
+    summary: str
+    scorer: Scorer
+    allocator: Allocator
+
+    @property
+    def needs_window(self) -> bool:
+        return self.scorer.needs_window

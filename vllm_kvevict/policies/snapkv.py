@@ -1,0 +1,41 @@
+"""SnapKV: attention of the last queries, the same budget for every head."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from vllm_kvevict.ops.reference.score import pool, window_attention
+from vllm_kvevict.policies.allocators import Uniform
+from vllm_kvevict.policies.base import Allocator, Candidates, Scorer
+
+if TYPE_CHECKING:
+    from vllm_kvevict.config import EvictionConfig
+
+
+@dataclass(frozen=True)
+class SnapKV(Scorer):
+    """Attention of the observation window, averaged over it and over the GQA group, pooled.
+
+    SnapKV (arXiv:2404.14469) as Ada-KV section 3.4 uses it. Defaults are Ada-KV's; kvpress's
+    SnapKVPress averages over 5 tokens.
+
+    Args:
+        kernel: Width of the pooling in tokens, odd; 1 for none.
+        kind: "max" or "avg".
+
+    """
+
+    kernel: int = 7
+    kind: Literal["max", "avg"] = "max"
+
+    def scores(self, candidates: Candidates) -> torch.Tensor:
+        attention = window_attention(candidates)
+        valid = candidates.valid[:, : attention.shape[1]]
+        pooled = pool(attention, valid, self.kernel, self.kind)
+        return pooled[:, : candidates.num_candidates]
+
+
+def build(config: "EvictionConfig") -> tuple[Scorer, Allocator]:
+    """Scorer and allocator of the policy ``snapkv``."""
+    return SnapKV(config.pool_kernel, config.pool), Uniform()

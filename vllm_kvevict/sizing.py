@@ -1,0 +1,35 @@
+"""How much memory eviction needs beside the KV cache. Engine and workers agree through it."""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.timeline import blocks_for
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvevict.config import EvictionConfig
+
+RING_BYTES = 512 * 2**20
+"""Most bytes that the observation rings of one rank may take."""
+
+
+def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
+    """Bytes of one ring slot on one rank: [layers, window, query heads, head size]."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers = blocks_for(model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)
+    heads = model.get_num_attention_heads(parallel)
+    return layers * config.window * heads * model.get_head_size() * model.dtype.itemsize
+
+
+def ring_slots(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
+    """Ring slots of one rank; 0 where the policy needs no queries.
+
+    One for every sequence where that fits into :data:`RING_BYTES`, else as many as do. With
+    fewer slots than sequences an eviction may wait for one: it is postponed and counted.
+    """
+    from vllm_kvevict.policies.registry import build_policy
+
+    if not build_policy(config).needs_window:
+        return 0
+    affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
+    return min(vllm_config.scheduler_config.max_num_seqs, affordable)

@@ -1,0 +1,52 @@
+"""vLLM's CPU worker with eviction."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvevict.attention.page_layout import PageLayout
+from vllm_kvevict.engine.spec import EvictableAttentionSpec
+from vllm_kvevict.worker.eviction import LayerCache
+from vllm_kvevict.worker.mixin import EvictionWorkerMixin
+
+
+class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
+    """One CPU rank. The MRO is ours, vLLM's CPU worker, vLLM's base worker."""
+
+    def _register_backend(self) -> None:
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.attention.cpu.EvictingCPUBackend"
+        )
+        # An engine without eviction may have run in this process and chosen vLLM's backend.
+        selector._cached_get_attn_backend.cache_clear()
+
+    def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
+        cache: torch.Tensor = layer.kv_cache
+        if not cache.is_contiguous():
+            raise ValueError(
+                "KV eviction needs head pages that lie behind one another; this model's KV "
+                "cache is padded or interleaved."
+            )
+        size = spec.block_size * (spec.head_size + spec.head_size_v)
+        return LayerCache(
+            pages=cache.view(-1, size),
+            layout=measure_layout(spec.block_size, spec.head_size, cache.dtype, layer.isa),
+            scale=layer.impl.scale,
+            softcap=layer.impl.logits_soft_cap,
+        )
+
+
+@lru_cache
+def measure_layout(block_size: int, head_size: int, dtype: torch.dtype, isa: str) -> PageLayout:
+    """How vLLM's CPU kernel for ``isa`` packs a head page."""
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        halves = cache.view(1, 1, 2 * block_size, head_size).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(block_size), isa)
+
+    return PageLayout.measure(write, block_size, head_size, dtype)

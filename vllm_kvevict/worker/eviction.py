@@ -1,0 +1,175 @@
+"""The worker's side of eviction: follows the scheduler's plan and moves the survivors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_kvevict.attention.page_layout import PageLayout
+from vllm_kvevict.ops.reference.observe import window_queries
+from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
+from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.policies.base import Candidates, Policy
+from vllm_kvevict.worker.rings import ObservationRings
+from vllm_kvevict.worker.runners import RunnerRows
+from vllm_kvevict.worker.state import GroupState
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's cache as head pages [num_blocks * H, 2 * block_size * D], and its softmax."""
+
+    pages: torch.Tensor
+    layout: PageLayout
+    scale: float
+    softcap: float
+
+
+@dataclass(frozen=True)
+class EvictionRecord:
+    """What one eviction kept, for tests and pictures.
+
+    ``columns`` [L, S * H * block_size] index each head's candidates, heads concatenated;
+    candidates are the head's former store and then the tail, behind ``padding`` [L, H]
+    padding columns. ``pages`` [L, H] are the pages each head kept.
+    """
+
+    eviction: Eviction
+    group: GroupEviction
+    columns: torch.Tensor
+    pages: torch.Tensor
+    padding: torch.Tensor
+
+
+class WorkerEviction:
+    """Runs the plan of each step, between forward passes.
+
+    Args:
+        policy: Scorer and allocator.
+        states: Device state of every group that evicts, by group id.
+        caches: The caches of evictable layers by name.
+        rings: Observation rings, or None where the policy needs none.
+        rows: Adapter of the model runner.
+
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        states: dict[int, GroupState],
+        caches: Mapping[str, LayerCache],
+        rings: ObservationRings | None,
+        rows: RunnerRows,
+    ) -> None:
+        self.policy = policy
+        self.states = states
+        self.rings = rings
+        self.listeners: list[Callable[[EvictionRecord], None]] = []
+        self.evictions = 0
+        self._caches = caches
+        self._rows = rows
+        self._plan: StepPlan | None = None
+        self._batch: torch.Tensor | None = None
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Follow the scheduler before the forward pass."""
+        cleared = self._rows.begin_step(scheduler_output)
+        for state in self.states.values():
+            state.clear(cleared)
+        self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
+        self._batch = None
+
+    def end_step(self, run: bool = True) -> None:
+        """Run the step's evictions after its forward pass."""
+        plan, self._plan, self._batch = self._plan, None, None
+        if run and plan is not None:
+            for eviction in plan.evictions:
+                self._evict(eviction)
+
+    def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[R] int64 rows of the batch under way; None outside a scheduled step."""
+        if self._plan is None:
+            return None
+        if self._batch is None:
+            self._batch = torch.from_numpy(self._rows.batch_rows(common))
+        return self._batch
+
+    def batch_rings(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[R] int64 ring slot of each request of the batch, -1 for none; None if all have none."""
+        if self._plan is None or not self._plan.rings or self.rings is None:
+            return None
+        batch = self.batch_rows(common)
+        assert batch is not None
+        rows = torch.from_numpy(self._rows.rows(self._plan.rings))
+        slots = torch.full((int(max(batch.max(), rows.max())) + 1,), -1, dtype=torch.int64)
+        slots[rows] = torch.tensor(list(self._plan.rings.values()))
+        return slots[batch]
+
+    def _evict(self, eviction: Eviction) -> None:
+        row = int(self._rows.rows([eviction.request_id])[0])
+        for group in eviction.groups:
+            self._evict_group(eviction, group, row)
+        self.evictions += 1
+
+    def _evict_group(self, eviction: Eviction, group: GroupEviction, row: int) -> None:
+        state = self.states[group.group_id]
+        bs = state.timeline.block_size
+        grid, padding = candidate_grid(
+            state.indptr(row), torch.tensor(group.old_store), torch.tensor(group.positional)
+        )
+        store = torch.tensor(group.store)
+        tail_blocks = (group.tail_start - group.old_tail_start) // bs
+        candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
+        scores = torch.stack(
+            [
+                self._score(name, grid[index], padding[index], candidate_pages, eviction, group)
+                for index, name in enumerate(state.layer_names)
+            ]
+        )
+        pages = self.policy.allocator.pages(scores, candidate_pages - padding, len(group.store), bs)
+        columns = select_tokens(scores, pages, bs)
+        source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
+        for index, name in enumerate(state.layer_names):
+            cache = self._caches[name]
+            cache.layout.copy(cache.pages, source_page[index], source_slot[index], target_page)
+        state.record(row, group.tail_start, store, pages)
+        for listener in self.listeners:
+            listener(EvictionRecord(eviction, group, columns, pages, padding * bs))
+
+    def _score(
+        self,
+        layer_name: str,
+        grid: torch.Tensor,
+        padding: torch.Tensor,
+        candidate_pages: int,
+        eviction: Eviction,
+        group: GroupEviction,
+    ) -> torch.Tensor:
+        """[H, candidate columns] scores of one layer."""
+        cache = self._caches[layer_name]
+        state = self.states[group.group_id]
+        bs, window = state.timeline.block_size, state.timeline.window
+        store_pages = grid.shape[-1] - len(group.positional)
+        columns = store_pages * bs + eviction.num_tokens - group.old_tail_start
+        keys = cache.layout.read_keys(cache.pages, grid).flatten(1, 2)[:, :columns]
+        queries = None
+        if self.policy.needs_window:
+            assert self.rings is not None and eviction.ring is not None
+            recorded = window_queries(
+                self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, window
+            )
+            queries = recorded.float().unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
+        return self.policy.scorer.scores(
+            Candidates(
+                keys=keys.float(),
+                valid=torch.arange(columns) >= (padding * bs)[:, None],
+                queries=queries,
+                window=window,
+                num_candidates=candidate_pages * bs,
+                scale=cache.scale,
+                softcap=cache.softcap,
+            )
+        )

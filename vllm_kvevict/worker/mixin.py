@@ -1,0 +1,212 @@
+"""vLLM's workers with eviction around ``execute_model``."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+)
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable, register_spec
+from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.sizing import ring_slots
+from vllm_kvevict.worker.binding import GroupBinding
+from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.rings import ObservationRings
+from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
+from vllm_kvevict.worker.state import GroupState
+
+logger = init_logger("vllm.kv_eviction.worker")
+
+
+class EvictionWorkerMixin(Worker, ABC):
+    """Gives evictable layers their spec, binds the backend, runs the eviction pass.
+
+    A subclass names its platform's attention backend and says how its cache is laid out.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = EvictionConfig.parse(self.vllm_config.additional_config.get(KEY))
+        assert config is not None
+        self.eviction_config = config
+        self.kv_eviction: WorkerEviction | None = None
+        self._rings: ObservationRings | None = None
+        register_spec()
+        self._register_backend()
+
+    @abstractmethod
+    def _register_backend(self) -> None:
+        """Put our attention backend in the place of the platform's."""
+
+    @abstractmethod
+    def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
+        """The cache of an attention layer as head pages."""
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs, with full-attention layers made evictable.
+
+        Raises:
+            ValueError: No layer can evict, or one is of a kind that must not.
+
+        """
+        specs = super().get_kv_cache_spec()
+        _check_specs(specs, getattr(self.model_runner, "shared_kv_cache_layers", {}))
+        for name, spec in specs.items():
+            if is_evictable(spec):
+                timeline = self.eviction_config.timeline(spec.block_size)
+                specs[name] = EvictableAttentionSpec.of(spec, timeline)
+        evictable = [n for n, s in specs.items() if isinstance(s, EvictableAttentionSpec)]
+        if not evictable:
+            raise ValueError(
+                "KV eviction needs layers with full attention, and this model has none on this "
+                "rank: serve it without --kv-eviction."
+            )
+        for name in evictable:
+            _check_layer(name, self._layer(name))
+        self._evictable_layers = evictable
+        return specs
+
+    def determine_available_memory(self) -> int:
+        """Reserve the rings first, so that vLLM sizes its cache around them."""
+        self._allocate_rings()
+        return super().determine_available_memory()
+
+    def _allocate_rings(self) -> None:
+        slots = ring_slots(self.vllm_config, self.eviction_config)
+        if not slots or self._rings is not None:
+            return
+        impls = [self._layer(name).impl for name in self._evictable_layers]
+        shapes = {(impl.num_heads, impl.head_size) for impl in impls}
+        if len(shapes) > 1:
+            raise ValueError(
+                "KV eviction needs the same number of query heads and head size in every "
+                f"full-attention layer, and this model has {sorted(shapes)}."
+            )
+        self._rings = ObservationRings(
+            self._evictable_layers,
+            slots,
+            self.eviction_config.window,
+            *shapes.pop(),
+            dtype=self.model_config.dtype,
+            device=self.device,
+        )
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        self._allocate_rings()
+        states: dict[int, GroupState] = {}
+        caches: dict[str, LayerCache] = {}
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            spec = group.kv_cache_spec
+            if not isinstance(spec, EvictableAttentionSpec):
+                continue
+            assert spec.timeline is not None
+            states[group_id] = GroupState(
+                group_id,
+                group.layer_names,
+                spec.timeline,
+                spec.num_kv_heads,
+                self.scheduler_config.max_num_seqs,
+                self.model_config.max_model_len,
+                self.device,
+            )
+            for name in group.layer_names:
+                caches[name] = self._layer_cache(self._layer(name), spec)
+        self.kv_eviction = WorkerEviction(
+            build_policy(self.eviction_config), states, caches, self._rings, self._rows()
+        )
+        self._bind(self.kv_eviction)
+        logger.info(
+            "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables",
+            self._rings.num_bytes if self._rings is not None else 0,
+            sum(state.num_bytes for state in states.values()),
+        )
+
+    def _rows(self) -> RunnerRows:
+        if self.use_v2_model_runner:
+            return RowsV2(self.model_runner)
+        return RowsV1(self.model_runner, self.scheduler_config.max_num_seqs)
+
+    def _bind(self, worker: WorkerEviction) -> None:
+        for group_id, state in worker.states.items():
+            for attn_group in self.model_runner.attn_groups[group_id]:
+                for builder in attn_group.metadata_builders:
+                    if not hasattr(builder, "binding"):
+                        raise ValueError(
+                            "KV eviction needs its own attention backend in layers "
+                            f"{attn_group.layer_names}, and vLLM chose {attn_group.backend}."
+                        )
+                    if builder.kv_cache_spec.block_size != state.timeline.block_size:
+                        raise ValueError(
+                            "KV eviction needs attention blocks as large as the KV cache's "
+                            f"({state.timeline.block_size} tokens): set --block-size to "
+                            f"{builder.kv_cache_spec.block_size}."
+                        )
+                    builder.binding = GroupBinding(worker, state)
+
+    def _layer(self, name: str) -> Any:
+        return self.compilation_config.static_forward_context[name]
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """vLLM's step, then the step's evictions, in stream order."""
+        assert self.kv_eviction is not None
+        self.kv_eviction.begin_step(scheduler_output)
+        done = False
+        try:
+            output = super().execute_model(scheduler_output)
+            done = True
+        finally:
+            self.kv_eviction.end_step(run=done)
+        return output
+
+
+def _check_specs(specs: dict[str, KVCacheSpec], shared: dict[str, str]) -> None:
+    """Refuse kinds of layers that the configuration does not always reveal.
+
+    Raises:
+        ValueError: In one sentence, which layer and why.
+
+    """
+    for name, spec in specs.items():
+        if not isinstance(spec, AttentionSpec) or isinstance(spec, MLAAttentionSpec):
+            raise ValueError(
+                f"KV eviction does not support {type(spec).__name__} (layer {name}), whose state "
+                "cannot be dropped token by token: serve this model without --kv-eviction."
+            )
+    for name, target in shared.items():
+        raise ValueError(
+            f"KV eviction does not support a KV cache shared between layers ({name} reads that "
+            f"of {target}): serve this model without --kv-eviction."
+        )
+
+
+def _check_layer(name: str, layer: Any) -> None:
+    """Refuse attention whose result depends on more than the kept keys and values.
+
+    Raises:
+        ValueError: In one sentence, what the layer does that eviction cannot.
+
+    """
+    impl = layer.impl
+    problems = {
+        "ALiBi biases, which need every key's position": getattr(impl, "alibi_slopes", None),
+        "learned attention sinks": getattr(impl, "sinks", None),
+        "a KV cache shared with another layer": getattr(impl, "kv_sharing_target_layer_name", None),
+    }
+    for problem, value in problems.items():
+        if value is not None:
+            raise ValueError(
+                f"KV eviction does not support {problem} (layer {name}): serve this model "
+                "without --kv-eviction."
+            )

@@ -1,0 +1,87 @@
+"""Which state row belongs to which request: one adapter for each of vLLM's model runners."""
+
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any, Protocol
+
+import numpy as np
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+
+
+def released_requests(scheduler_output: SchedulerOutput) -> list[str]:
+    """Requests whose blocks the scheduler has freed since the last step."""
+    preempted = scheduler_output.preempted_req_ids or ()
+    return [*scheduler_output.finished_req_ids, *preempted]
+
+
+class RunnerRows(Protocol):
+    """A state row for every request that the worker holds."""
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
+        """Follow the scheduler; returns rows to clear before the step runs."""
+
+    def rows(self, request_ids: Iterable[str]) -> np.ndarray:
+        """[K] int64 rows of scheduled requests."""
+
+    def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
+        """[R] int64 rows of the batch under way, in batch order."""
+
+
+class RowsV1:
+    """Model Runner V1 moves requests between batch positions, so rows are handed out here.
+
+    Read in vLLM 0.32.0: ``GPUModelRunner.input_batch.req_ids`` names the batch in order from
+    ``_update_states`` on.
+    """
+
+    def __init__(self, runner: Any, num_rows: int) -> None:
+        self._runner = runner
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._row: dict[str, int] = {}
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
+        for request_id in released_requests(scheduler_output):
+            row = self._row.pop(request_id, None)
+            if row is not None:
+                self._free.append(row)
+        cleared = []
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in (
+            *(request.req_id for request in scheduler_output.scheduled_new_reqs),
+            *resumed,
+        ):
+            if request_id not in self._row:
+                self._row[request_id] = self._free.pop()
+            cleared.append(self._row[request_id])
+        return cleared
+
+    def rows(self, request_ids: Iterable[str]) -> np.ndarray:
+        return np.fromiter(map(self._row.__getitem__, request_ids), dtype=np.int64)
+
+    def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
+        request_ids = self._runner.input_batch.req_ids
+        rows = itemgetter(*request_ids)(self._row)
+        return np.atleast_1d(np.array(rows, dtype=np.int64))
+
+
+class RowsV2:
+    """Model Runner V2 gives every request a fixed index, which serves as its row.
+
+    Read in vLLM 0.32.0: ``req_states.req_id_to_index``, and ``req_idx`` in
+    ``CommonAttentionMetadata``.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._index = runner.req_states.req_id_to_index
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
+        released = map(self._index.get, released_requests(scheduler_output))
+        return [row for row in released if row is not None]
+
+    def rows(self, request_ids: Iterable[str]) -> np.ndarray:
+        return np.fromiter(map(self._index.__getitem__, request_ids), dtype=np.int64)
+
+    def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
+        assert common.req_idx is not None
+        return np.asarray(common.req_idx, dtype=np.int64)

@@ -1,0 +1,78 @@
+"""Per-request device state of one KV-cache group: what attention needs to find the store."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvevict.timeline import Timeline
+
+
+class GroupState:
+    """Tail start, store and head split of every request of a group, one row a request.
+
+    Rows are the runner adapter's. ``tail_start`` 0 means not evicted.
+
+    Args:
+        group_id: vLLM's KV-cache group.
+        layer_names: The group's layers, in order.
+        timeline: The group's eviction timeline.
+        num_heads: H, KV heads on this rank.
+        num_rows: Requests the worker may hold at once.
+        max_model_len: Longest sequence in tokens; bounds a store given as a share.
+        device: Where the tables live.
+
+    """
+
+    def __init__(
+        self,
+        group_id: int,
+        layer_names: Sequence[str],
+        timeline: Timeline,
+        num_heads: int,
+        num_rows: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.group_id = group_id
+        self.layer_names = list(layer_names)
+        self.layer_index = {name: index for index, name in enumerate(layer_names)}
+        self.timeline = timeline
+        self.num_heads = num_heads
+        widest = timeline.store_blocks(max_model_len)
+
+        def table(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.tail_start = table(num_rows)
+        self.store = table(num_rows, widest)
+        self.head_indptr = table(len(layer_names), num_rows, num_heads + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        tables = (self.tail_start, self.store, self.head_indptr)
+        return sum(table.numel() * table.element_size() for table in tables)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget the evictions of these rows."""
+        if len(rows):
+            self.tail_start[torch.as_tensor(rows, device=self.tail_start.device)] = 0
+
+    def indptr(self, row: int) -> torch.Tensor:
+        """[L, H + 1] int32 head split of a row; zeros if it is not evicted."""
+        split = self.head_indptr[:, row]
+        return split if int(self.tail_start[row]) else torch.zeros_like(split)
+
+    def record(self, row: int, tail_start: int, store: torch.Tensor, pages: torch.Tensor) -> None:
+        """Enter an eviction.
+
+        Args:
+            row: The request's row.
+            tail_start: T in tokens.
+            store: [S] int: block ids.
+            pages: [L, H] int64, each row summing to S * H.
+
+        """
+        self.store[row, : store.shape[0]] = store
+        self.head_indptr[:, row, 0] = 0
+        self.head_indptr[:, row, 1:] = pages.cumsum(-1)
+        self.tail_start[row] = tail_start
