@@ -1,0 +1,134 @@
+"""kvpress's answers to the same prompts, from an environment of its own, through files."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from benchmarks.quality.budget import kept
+from benchmarks.quality.cell import FULL, Cell
+from benchmarks.quality.endpoint import Completion
+from benchmarks.quality.prompt import Prompt
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
+PREFIX = "kvpress "
+PRESSES = ("snapkv", "ada-snapkv", "streaming-llm")
+TRANSFORMERS_FULL = Cell("", f"{FULL} (transformers)", "")
+
+
+class RequestedCell(BaseModel):
+    """One compression: ``keep`` of ``point`` tokens per head; all of them for none."""
+
+    press: str
+    point: int
+    keep: int
+
+
+class RequestedPrompt(BaseModel):
+    ids: list[int]
+    cells: list[RequestedCell]
+
+
+class Request(BaseModel):
+    """What kvpress is asked. ``check`` prompts are also answered by its context manager."""
+
+    model: str
+    max_tokens: int
+    threads: int
+    check: int
+    settings: dict[str, float | int]
+    prompts: list[RequestedPrompt]
+
+
+class Response(BaseModel):
+    versions: dict[str, str]
+    checked: int
+    answers: list[list[list[int]]]
+
+
+def baseline_cells(
+    policies: Sequence[str], budgets: Sequence[str], scenarios: Sequence[str]
+) -> list[Cell]:
+    """Cells of kvpress: the full cache, and each press at each budget in each scenario."""
+    return [
+        TRANSFORMERS_FULL,
+        *(
+            Cell(scenario, PREFIX + policy, budget)
+            for scenario in scenarios
+            for policy in policies
+            if policy in PRESSES
+            for budget in budgets
+        ),
+    ]
+
+
+def request_cell(cell: Cell, prompt: Prompt, window: int, block_size: int) -> RequestedCell:
+    """The compression that keeps as many tokens per head as the server's eviction does."""
+    if cell == TRANSFORMERS_FULL:
+        return RequestedCell(press=PRESSES[0], point=len(prompt.ids), keep=len(prompt.ids))
+    point = prompt.point(cell.scenario)
+    tokens = kept(cell.budget, point, window, block_size).tokens
+    return RequestedCell(press=cell.label.removeprefix(PREFIX), point=point, keep=tokens)
+
+
+def answer_with_kvpress(
+    model: Path,
+    prompts: Sequence[Prompt],
+    cells: Sequence[Cell],
+    *,
+    window: int,
+    block_size: int,
+    max_tokens: int,
+    folder: Path,
+    threads: int,
+    check: int,
+    kernel: int = 5,
+) -> tuple[dict[Cell, list[Completion]], dict[str, str]]:
+    """Run ``benchmarks.quality.kvpress_run`` over files in ``folder``.
+
+    Returns:
+        Answers by cell in the order of the prompts, and the versions that gave them.
+
+    Raises:
+        RuntimeError: kvpress is not installed, failed, or disagrees with its own context manager.
+
+    """
+    if not PYTHON.exists():
+        raise RuntimeError(f"{PYTHON} is missing: run `make setup-kvpress`, or give --no-kvpress")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    request = Request(
+        model=str(Path(model).resolve()),
+        max_tokens=max_tokens,
+        threads=threads,
+        check=min(check, len(prompts)),
+        settings={"window": window, "kernel": kernel},
+        prompts=[
+            RequestedPrompt(
+                ids=list(prompt.ids),
+                cells=[request_cell(cell, prompt, window, block_size) for cell in cells],
+            )
+            for prompt in prompts
+        ],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    asked, answered = folder / "kvpress-request.json", folder / "kvpress-answers.json"
+    asked.write_text(request.model_dump_json())
+    answered.unlink(missing_ok=True)
+    command = [PYTHON, "-m", "benchmarks.quality.kvpress_run", asked.resolve(), answered.resolve()]
+    done = subprocess.run(command, cwd=ROOT)
+    if done.returncode or not answered.exists():
+        raise RuntimeError(f"kvpress failed, see above: {' '.join(map(str, command))}")
+    response = Response.model_validate(json.loads(answered.read_text()))
+    answers = {
+        cell: [
+            Completion(tokenizer.decode(row[index], skip_special_tokens=True), tuple(row[index]))
+            for row in response.answers
+        ]
+        for index, cell in enumerate(cells)
+    }
+    return answers, response.versions

@@ -1,0 +1,92 @@
+"""Answers of kvpress's presses, on CPU in float32. Run by the interpreter of .venv-kvpress:
+
+    python -m benchmarks.quality.kvpress_run REQUEST ANSWERS
+
+REQUEST is the JSON of :class:`benchmarks.quality.kvpress_baseline.Request`. ANSWERS becomes
+``{"versions": {...}, "checked": int, "answers": [[token ids of each cell] of each prompt]}``.
+The first prompts are answered by kvpress's own context manager as well: other tokens are an error.
+"""
+
+import argparse
+import json
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.quality.kvpress_decode import (
+    ATTENTION,
+    cut,
+    decode_kept,
+    decode_with_press,
+    stop_tokens,
+)
+from benchmarks.quality.kvpress_kept import Settings, kept_masks, make_press, prefill
+
+
+def answer_prompt(
+    model: PreTrainedModel, prompt: dict, settings: Settings, max_tokens: int
+) -> list[list[int]]:
+    """Tokens of each cell of a prompt; cells that evict at the same point share a batch."""
+    ids, cells = prompt["ids"], prompt["cells"]
+    layers, first = prefill(model, ids)
+    answers: dict[int, list[int]] = {}
+    for point in sorted({cell["point"] for cell in cells}):
+        chosen = [index for index, cell in enumerate(cells) if cell["point"] == point]
+        presses = [(cells[index]["press"], cells[index]["keep"]) for index in chosen]
+        masks = [kept_masks(layer, point, presses, settings) for layer in layers]
+        # At the prompt's end the first token comes from full attention, as in kvpress and vLLM.
+        head = [first] if point == len(ids) else []
+        if head and first in stop_tokens(model):
+            answers |= dict.fromkeys(chosen, head)
+            continue
+        rows = decode_kept(model, layers, masks, ids[point:] or head, max_tokens - len(head))
+        answers |= {index: head + row for index, row in zip(chosen, rows, strict=True)}
+    return [answers[index] for index in range(len(cells))]
+
+
+def check(
+    model: PreTrainedModel, prompt: dict, settings: Settings, max_tokens: int, ours: list[list[int]]
+) -> None:
+    """Raise where kvpress's context manager gives other tokens than ``ours``."""
+    for cell, answer in zip(prompt["cells"], ours, strict=True):
+        if cell["keep"] >= cell["point"]:
+            continue
+        press = make_press(cell["press"], cell["point"], cell["keep"], settings)
+        theirs = decode_with_press(model, press, prompt["ids"], cell["point"], max_tokens)
+        if cut(theirs, stop_tokens(model)) != answer:
+            raise RuntimeError(f"kvpress answers {theirs}, the shared prefill {answer}: {cell}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("request", type=Path)
+    parser.add_argument("answers", type=Path)
+    options = parser.parse_args()
+    request = json.loads(options.request.read_text())
+    disable_progress_bar()
+    torch.set_num_threads(request["threads"])
+    settings, limit = Settings(**request["settings"]), request["max_tokens"]
+
+    def load(attention: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(
+            request["model"], dtype=torch.float32, attn_implementation=attention
+        ).eval()
+
+    model, stock = load(ATTENTION), load("sdpa")
+    answers = []
+    with torch.inference_mode():
+        for index, prompt in enumerate(tqdm(request["prompts"], desc="kvpress", unit="sample")):
+            answers.append(answer_prompt(model, prompt, settings, limit))
+            if index < request["check"]:
+                check(stock, prompt, settings, limit, answers[-1])
+    versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
+    result = {"versions": versions, "checked": request["check"], "answers": answers}
+    options.answers.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

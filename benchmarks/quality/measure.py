@@ -1,0 +1,121 @@
+"""Ask a server every sample under every policy, budget and scenario."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+from benchmarks.quality.budget import kept
+from benchmarks.quality.cell import FULL_CELL, Cell, Scores
+from benchmarks.quality.endpoint import Completion, Endpoint
+from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
+from benchmarks.quality.tasks import Sample
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of each sample, and how the server evicts.
+
+    ``labels`` maps a row of the table to the policy it asks for.
+    """
+
+    labels: dict[str, str]
+    budgets: tuple[str, ...]
+    scenarios: tuple[str, ...]
+    max_tokens: int
+    window: int
+    block_size: int
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(scenario, label, budget)
+            for scenario in self.scenarios
+            for label in self.labels
+            for budget in self.budgets
+        ]
+
+    def xargs(self, cell: Cell, prompt: Prompt) -> dict[str, str | int]:
+        """``vllm_xargs`` of a request: every key is given, so no server default enters.
+
+        Only after prefill, because kvpress evicts there alone.
+        """
+        if cell == FULL_CELL:
+            return {"kv_eviction": "none"}
+        wanted: dict[str, str | int] = {
+            "kv_eviction": self.labels[cell.label],
+            "kv_eviction_budget": cell.budget,
+            "kv_eviction_interval": 0,
+        }
+        if cell.scenario == AGNOSTIC:
+            wanted["kv_eviction_at"] = prompt.context
+        return wanted
+
+    def evicts(self, cell: Cell, prompt: Prompt) -> bool:
+        point = prompt.point(cell.scenario)
+        return kept(cell.budget, point, self.window, self.block_size).evicts
+
+
+@dataclass
+class Measured:
+    """Answers by cell, each in the order of the prompts; and how many requests had to evict."""
+
+    answers: dict[Cell, list[Completion]] = field(default_factory=dict)
+    expected_evictions: int = 0
+
+    def scores(self, prompts: Sequence[Prompt]) -> Scores:
+        return {cell: score(prompts, row) for cell, row in self.answers.items()}
+
+
+def score(prompts: Sequence[Prompt], answers: Iterable[Completion]) -> dict[str, list[float]]:
+    """Scores by task, in the order of the prompts."""
+    by_task: dict[str, list[float]] = {}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        by_task.setdefault(prompt.sample.task, []).append(prompt.sample.score(answer.text))
+    return by_task
+
+
+def render(endpoint: Endpoint, samples: Sequence[Sample], concurrency: int) -> list[Prompt]:
+    """Prompts of the samples under the server's chat template."""
+    with ThreadPoolExecutor(concurrency) as threads:
+        made = threads.map(lambda sample: make_prompt(sample, endpoint.tokenize), samples)
+        return list(tqdm(made, total=len(samples), desc="chat template", unit="sample"))
+
+
+def measure(
+    endpoint: Endpoint, plan: Plan, prompts: Sequence[Prompt], concurrency: int
+) -> Measured:
+    """Ask everything, ``concurrency`` samples at a time.
+
+    A sample's requests follow one another, the full cache first: with prefix caching the others
+    find its prompt computed and prefill only what the eviction must see.
+
+    Raises:
+        EndpointError: The server refused a request.
+
+    """
+    cells = [FULL_CELL, *plan.cells()]
+    with (
+        tqdm(total=len(prompts) * len(cells), desc=", ".join(plan.labels), unit="req") as bar,
+        ThreadPoolExecutor(concurrency) as threads,
+    ):
+
+        def ask(prompt: Prompt) -> list[Completion]:
+            row = []
+            for cell in cells:
+                xargs = plan.xargs(cell, prompt)
+                row.append(endpoint.complete(prompt.ids, plan.max_tokens, xargs))
+                bar.update()
+            return row
+
+        futures = [threads.submit(ask, prompt) for prompt in prompts]
+        try:
+            rows = [future.result() for future in futures]
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    result = Measured(dict(zip(cells, map(list, zip(*rows, strict=True)), strict=True)))
+    result.expected_evictions = sum(
+        plan.evicts(cell, prompt) for cell in plan.cells() for prompt in prompts
+    )
+    return result

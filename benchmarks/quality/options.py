@@ -1,0 +1,103 @@
+"""What the quality benchmark can be told."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from benchmarks.quality.prompt import SCENARIOS
+from benchmarks.quality.tasks import TASKS
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.policies.registry import POLICY_NAMES
+
+SHIPPED = Path(__file__).parent / "model"
+POOLED = ("snapkv", "ada-snapkv")
+"""Policies whose scores are pooled along the sequence."""
+
+
+class Options(BaseModel):
+    """Options of ``python -m benchmarks.quality``; a field ``x_y`` is the flag ``--x-y``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_url: str | None = Field(
+        None, description="a running server; without it one is started here and ended"
+    )
+    model: str | None = Field(
+        None, description="folder of the model to serve, or its name at --base-url"
+    )
+    tasks: tuple[str, ...] = Field(TASKS, description="tasks, comma-separated")
+    policies: tuple[str, ...] = Field(
+        ("streaming-llm", "snapkv", "ada-snapkv"), description="policies, comma-separated"
+    )
+    budgets: tuple[str, ...] = Field(
+        ("10%", "20%", "40%", "60%", "80%"),
+        description="shares of what is in the cache at the eviction, or tokens; comma-separated",
+    )
+    scenarios: tuple[str, ...] = Field(SCENARIOS, description="scenarios, comma-separated")
+    samples: int = Field(200, ge=1, description="samples of each task")
+    words: int = Field(900, ge=50, description="words of context of each sample, about")
+    max_tokens: int = Field(48, ge=2, description="most tokens of an answer")
+    seed: int = Field(0, ge=0, description="seed of the samples")
+    concurrency: int = Field(16, ge=1, description="samples that are asked at once")
+    threshold: float = Field(
+        0.5, ge=0, le=1, description="full-cache accuracy below which a task is left out"
+    )
+    kvpress: bool = Field(True, description="also measure kvpress (own server only)")
+    check: int = Field(3, ge=0, description="samples that kvpress answers in two ways")
+    like_for_like: bool = Field(
+        True, description="also measure ours with kvpress's pooling (own server only)"
+    )
+    window: int = Field(32, ge=1, description="observation window of the server")
+    block_size: int | None = Field(
+        None, ge=1, description="block size of the server, where it does not publish it"
+    )
+    kv_memory: str = Field("1G", description="KV-cache memory of an own server")
+    threads: int = Field(2, ge=1, description="CPU threads of an own server and of kvpress")
+    output: Path = Field(Path("benchmarks/results/quality.json"), description="result file")
+    work: Path = Field(Path(".cache/quality"), description="folder of logs and raw answers")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name, given, valid in (
+            ("tasks", self.tasks, TASKS),
+            ("policies", self.policies, tuple(p for p in POLICY_NAMES if p != "none")),
+            ("scenarios", self.scenarios, SCENARIOS),
+        ):
+            unknown = [value for value in given if value not in valid]
+            if unknown or not given:
+                raise ValueError(
+                    f"--{name}: {', '.join(unknown) or 'nothing given'}; choose from "
+                    f"{', '.join(valid)}"
+                )
+        for budget in self.budgets:
+            EvictionConfig(policy="snapkv", budget=budget, window=self.window)
+        if self.base_url is None and not Path(self.model or SHIPPED).is_dir():
+            raise ValueError(f"--model: no folder {self.model or SHIPPED}")
+        return self
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str] | None = None) -> Self:
+        """Read the command line; ends the process with a message where it is wrong."""
+        parser = argparse.ArgumentParser(
+            prog="python -m benchmarks.quality",
+            description="What each policy and budget costs in answers, through a vLLM server.",
+            argument_default=argparse.SUPPRESS,
+        )
+        for name, field in cls.model_fields.items():
+            flag, text = f"--{name.replace('_', '-')}", field.description or ""
+            if isinstance(field.default, bool):
+                parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+                continue
+            default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+            parser.add_argument(flag, help=f"{text} (default: {default})".replace("%", "%%"))
+        given = vars(parser.parse_args(arguments))
+        for name, value in given.items():
+            if isinstance(cls.model_fields[name].default, tuple):
+                given[name] = tuple(part.strip() for part in value.split(",") if part.strip())
+        try:
+            return cls(**given)
+        except ValueError as error:
+            parser.error(str(error))

@@ -1,0 +1,43 @@
+"""The servers that the benchmark starts itself, and what they say they evicted."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.quality.options import POOLED, Options
+from benchmarks.server import Server
+
+KVPRESS_POOLING = ("--kv-eviction-pool", "avg", "--kv-eviction-pool-kernel", "5")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A server configuration. ``labels`` maps a row of the table to the policy it asks for."""
+
+    name: str
+    flags: tuple[str, ...]
+    labels: dict[str, str]
+
+
+def variants(options: Options) -> list[Variant]:
+    """The server's defaults, and the same with kvpress's pooling for the pooled policies."""
+    chosen = [Variant("default", (), {policy: policy for policy in options.policies})]
+    pooled = {f"{policy}, avg 5": policy for policy in options.policies if policy in POOLED}
+    if options.like_for_like and pooled and options.base_url is None:
+        chosen.append(Variant("avg5", KVPRESS_POOLING, pooled))
+    return chosen
+
+
+def start(options: Options, variant: Variant, model: Path) -> Server:
+    """A server of ``variant``, to be entered; float32, as kvpress runs the model."""
+    args = [
+        "--dtype", "float32", "--enforce-eager", "--block-size", str(options.block_size or 32),
+        "--kv-cache-memory-bytes", options.kv_memory, "--max-num-seqs", str(options.concurrency),
+        "--max-num-batched-tokens", "4096", "--enable-prefix-caching", "--seed", "0",
+        "--no-enable-log-requests", "--disable-uvicorn-access-log",
+        "--kv-eviction", options.policies[0], "--kv-eviction-budget", "50%",
+        "--kv-eviction-window", str(options.window),
+        "--kv-eviction-allow", ",".join([*dict.fromkeys(variant.labels.values()), "none"]),
+        *variant.flags,
+    ]  # fmt: skip
+    env = {"OMP_NUM_THREADS": str(options.threads)}
+    return Server(model, args, options.work / f"server-{variant.name}.log", env=env)
