@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_kvevict.admission import install
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.support import check
 
@@ -45,9 +46,10 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     worker_cls = _worker(parallel.worker_cls)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, bool(scheduler.async_scheduling))
-    vllm_config.additional_config[KEY] = config.model_dump()
+    vllm_config.additional_config[KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls
     scheduler.scheduler_cls = scheduler_cls
+    install()
     # Of several API servers only the parent speaks.
     if parallel._api_process_count == 1 or parallel._api_process_rank == -1:
         _report(vllm_config, config)

@@ -10,6 +10,47 @@ from vllm_kvevict.timeline import Timeline
 KEY = "kv_eviction"
 """Key of the configuration in ``VllmConfig.additional_config``."""
 
+NONE = "none"
+"""What a request or a server says for no eviction."""
+
+
+def parse_budget(value: Any) -> int | str:
+    """Read a budget.
+
+    Returns:
+        Tokens, or a share written as ``"25%"``.
+
+    Raises:
+        ValueError: The value is neither; the message names no flag.
+
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise ValueError("must be at least 1 token")
+        return value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.isascii() and text.isdigit() and len(text) <= 18:
+            return parse_budget(int(text))
+        if text.endswith("%"):
+            try:
+                share = float(text[:-1])
+            except ValueError:
+                share = -1.0
+            if 0 < share <= 100:
+                return f"{share:g}%"
+    raise ValueError(f"give tokens (1024) or a share of the prompt (25%), not {value!r}")
+
+
+def budget_tokens(budget: int | str) -> int | None:
+    """A parsed budget in tokens, or None where it is a share."""
+    return budget if isinstance(budget, int) else None
+
+
+def budget_share(budget: int | str) -> float | None:
+    """A parsed budget as a share in (0, 1], or None where it is in tokens."""
+    return float(budget[:-1]) / 100 if isinstance(budget, str) else None
+
 
 class EvictionConfig(BaseModel):
     """Everything that can be set about KV eviction.
@@ -69,6 +110,20 @@ class EvictionConfig(BaseModel):
         strict=True,
         description="First tokens that streaming-llm always keeps.",
     )
+    allow: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Further policies that a request may choose in vllm_xargs, comma separated; none "
+            "lets it switch eviction off for itself."
+        ),
+    )
+    max_budget: int | str | None = Field(
+        default=None,
+        description=(
+            "Most that a request may ask for as its budget: tokens, or a share of the prompt. "
+            "It may then neither ask for none nor evict less often than the server."
+        ),
+    )
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -80,22 +135,26 @@ class EvictionConfig(BaseModel):
     @field_validator("budget", mode="before")
     @classmethod
     def _parse_budget(cls, value: Any) -> int | str:
-        if isinstance(value, int) and not isinstance(value, bool):
-            if value < 1:
-                raise ValueError("must be at least 1 token")
-            return value
+        return parse_budget(value)
+
+    @field_validator("max_budget", mode="before")
+    @classmethod
+    def _parse_max_budget(cls, value: Any) -> int | str | None:
+        return None if value is None else parse_budget(value)
+
+    @field_validator("allow", mode="before")
+    @classmethod
+    def _known_policies(cls, value: Any) -> tuple[str, ...]:
+        names = value
         if isinstance(value, str):
-            text = value.strip()
-            if text.isascii() and text.isdigit() and len(text) <= 18:
-                return cls._parse_budget(int(text))
-            if text.endswith("%"):
-                try:
-                    share = float(text[:-1])
-                except ValueError:
-                    share = -1.0
-                if 0 < share <= 100:
-                    return f"{share:g}%"
-        raise ValueError(f"give tokens (1024) or a share of the prompt (25%), not {value!r}")
+            names = [name.strip() for name in value.split(",") if name.strip()]
+        if not isinstance(names, (list, tuple)):
+            raise ValueError(f"give policies separated by commas, not {value!r}")
+        known = (*POLICY_NAMES, NONE)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"unknown policy {name!r}; choose from {', '.join(known)}")
+        return tuple(name for name in known if name in names)
 
     @field_validator("pool_kernel")
     @classmethod
@@ -113,15 +172,41 @@ class EvictionConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _cap_means_something(self) -> Self:
+        if self.max_budget is not None and NONE in self.allow:
+            raise ValueError(
+                "--kv-eviction-allow lists none, which --kv-eviction-max-budget rules out; "
+                "give one of the two"
+            )
+        cap, budget = self.max_budget, self.budget
+        comparable = cap is not None and isinstance(cap, int) == isinstance(budget, int)
+        if comparable and float(str(budget).rstrip("%")) > float(str(cap).rstrip("%")):
+            raise ValueError(
+                f"--kv-eviction-max-budget {cap} is below the budget of {budget} that every "
+                "request has; raise it or lower --kv-eviction-budget"
+            )
+        return self
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The server's policy, then the others that a request may choose, without none."""
+        return self.policy, *(n for n in self.allow if n not in (self.policy, NONE))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What a request may give as ``kv_eviction``."""
+        return self.policies + ((NONE,) if NONE in self.allow else ())
+
     @property
     def budget_tokens(self) -> int | None:
         """Budget in tokens, or None where it is a share of the prompt."""
-        return self.budget if isinstance(self.budget, int) else None
+        return budget_tokens(self.budget)
 
     @property
     def budget_share(self) -> float | None:
         """Budget as a share of the prompt in (0, 1], or None where it is in tokens."""
-        return float(self.budget[:-1]) / 100 if isinstance(self.budget, str) else None
+        return budget_share(self.budget)
 
     def timeline(self, block_size: int) -> Timeline:
         """The eviction schedule for blocks of ``block_size`` tokens."""
@@ -149,7 +234,7 @@ class EvictionConfig(BaseModel):
         if isinstance(value, cls):
             return value
         policy = value.get("policy", "") if isinstance(value, dict) else value
-        if policy is None or policy is False or policy in ("none", "off"):
+        if policy is None or policy is False or policy in (NONE, "off"):
             return None
         if isinstance(value, str):
             value = {"policy": value}

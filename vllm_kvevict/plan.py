@@ -28,12 +28,15 @@ class Eviction:
 
     ``num_tokens`` counts the tokens in the cache after that forward pass; ``ring`` is the
     slot that holds the queries of the last w of them, or None for policies that need none.
+    ``policy`` names what decides; the first ``protect_first`` tokens stay whatever it says.
     """
 
     request_id: str
     num_tokens: int
     ring: int | None
     groups: list[GroupEviction]
+    policy: str
+    protect_first: int = 0
 
 
 @dataclass

@@ -55,6 +55,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, field in EvictionConfig.model_fields.items():
         default = "off" if field.is_required() else field.default
+        if default in ((), None):
+            default = "not set"
         choices = _choices() if name == "policy" else ""
         group.add_argument(
             flag(name),
@@ -107,7 +109,7 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
     args.additional_config = {k: v for k, v in additional.items() if k != KEY}
     if config is not None:
         _check_version()
-        args.additional_config[KEY] = config.model_dump()
+        args.additional_config[KEY] = config.model_dump(mode="json")
     return args
 
 

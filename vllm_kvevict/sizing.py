@@ -22,14 +22,14 @@ def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
 
 
 def ring_slots(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
-    """Ring slots of one rank; 0 where the policy needs no queries.
+    """Ring slots of one rank; 0 where no policy that a request may choose needs queries.
 
     One for every sequence where that fits into :data:`RING_BYTES`, else as many as do. With
     fewer slots than sequences an eviction may wait for one: it is postponed and counted.
     """
-    from vllm_kvevict.policies.registry import build_policy
+    from vllm_kvevict.policies.registry import build_policies
 
-    if not build_policy(config).needs_window:
+    if not any(policy.needs_window for policy in build_policies(config).values()):
         return 0
     affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
     return min(vllm_config.scheduler_config.max_num_seqs, affordable)

@@ -51,16 +51,19 @@ class Timeline:
         """
         return blocks_for(self.interval, self.block_size) * self.block_size
 
-    def budget(self, prompt_len: int) -> int:
-        """Tokens kept per KV head for a prompt of ``prompt_len`` tokens, window included."""
+    def budget(self, length: int) -> int:
+        """Tokens kept per KV head of ``length`` tokens, window included.
+
+        ``length`` is the prompt, or the part of it before a request's eviction point.
+        """
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.budget_share is not None
-        return int(prompt_len * self.budget_share)
+        return int(length * self.budget_share)
 
-    def store_blocks(self, prompt_len: int) -> int:
+    def store_blocks(self, length: int) -> int:
         """S, the blocks of the store: every layer keeps S pages per KV head on average."""
-        return max(1, (self.budget(prompt_len) - self.window) // self.block_size)
+        return max(1, (self.budget(length) - self.window) // self.block_size)
 
     def tail_start(self, n: int) -> int:
         """T, the first position that stays in its positional block when evicting at ``n``."""
@@ -73,55 +76,41 @@ class Timeline:
         """
         return self.tail_start(n) > (old_tail_start or store_blocks * self.block_size)
 
-    def prefill_cap(self, prefill_end: int, prompt_len: int) -> int:
-        """Most prompt tokens that a prefix-cache hit may cover.
-
-        The queries of the last w tokens must be computed where the end of prefill evicts.
-        """
-        if not self.evictable(prefill_end, self.store_blocks(prompt_len), 0):
-            return prefill_end
-        return self.tail_start(prefill_end)
-
-    def peak_blocks(self, prefill_end: int, prompt_len: int, n: int) -> int:
-        """Most blocks a request can hold up to length ``n`` if no eviction is postponed.
-
-        ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
-        replaced, and the block that a step in flight adds before an eviction's blocks are free.
-        """
-        request = RequestTimeline(self, prompt_len, prefill_end)
-        store, due, bs = request.store_blocks, request.due, self.block_size
-        if due is None or n < due:
-            return blocks_for(n, bs)
-        first = blocks_for(due, bs) + store + (n > due)
-        freed = self.tail_start(due) // bs
-        if not self.stride or n < due + self.stride:
-            return max(first, blocks_for(n, bs) - freed + store if n > due else 0)
-        # The tail start moves by the stride as well: every later cycle is like the second.
-        tail = blocks_for(due + self.stride, bs) - freed + (n > due + self.stride)
-        return max(first, tail + 2 * store)
-
 
 @dataclass
 class RequestTimeline:
     """Where one request stands in its schedule, from admission to finish or preemption.
 
-    ``prefill_end`` is E: the prompt, or everything that is replayed after a preemption.
+    Args:
+        timeline: The rule.
+        prompt_len: Tokens of the prompt.
+        prefill_end: The prompt, or everything that is replayed after a preemption.
+        at: The request's own eviction point in (0, prompt_len]; None for the end of prefill.
+            Tokens from there on are prefilled over the evicted cache, and a share is a share
+            of what comes before it.
+
     """
 
     timeline: Timeline
     prompt_len: int
     prefill_end: int
+    at: int | None = None
     tail_start: int = 0
     due: int | None = field(init=False)
+    point: int | None = field(init=False)
+    """E, where prefill evicts; None for a request too short for it."""
     computed_valid: int | None = None
     """Tokens from here on were computed over an evicted cache; None before the first eviction."""
 
     def __post_init__(self) -> None:
         rule = self.timeline
-        self.store_blocks = rule.store_blocks(self.prompt_len)
-        if rule.evictable(self.prefill_end, self.store_blocks, 0):
-            self.due = self.prefill_end
-        elif rule.stride:
+        self.store_blocks = rule.store_blocks(self.prompt_len if self.at is None else self.at)
+        point = self.prefill_end if self.at is None else self.at
+        if rule.evictable(point, self.store_blocks, 0):
+            self.due = self.point = point
+            return
+        self.point = None
+        if rule.stride:
             # Too short to evict: joins in once it has outgrown its budget by the interval.
             budget = self.store_blocks * rule.block_size + rule.window
             self.due = max(budget + rule.stride, self.prefill_end + 1)
@@ -131,6 +120,14 @@ class RequestTimeline:
     @property
     def evicted(self) -> bool:
         return self.computed_valid is not None
+
+    @property
+    def hit_cap(self) -> int:
+        """Most tokens that a prefix-cache hit may cover.
+
+        The queries of the last w tokens before the eviction must be computed.
+        """
+        return self.prefill_end if self.point is None else self.timeline.tail_start(self.point)
 
     def is_due(self, n: int) -> bool:
         """Whether the step that ends at ``n`` should evict."""
@@ -156,5 +153,25 @@ class RequestTimeline:
         old, self.tail_start = self.tail_start, self.timeline.tail_start(n)
         if self.computed_valid is None:
             self.computed_valid = n
-        self.due = n + self.timeline.stride if self.timeline.stride else None
+        stride = self.timeline.stride
+        # Not inside the prefill, so that nothing depends on how it is cut into chunks.
+        self.due = max(n + stride, self.prefill_end) if stride else None
         return old, self.tail_start
+
+    def peak_blocks(self, n: int) -> int:
+        """Most blocks the request can hold up to length ``n`` if no eviction is postponed.
+
+        ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
+        replaced, and the block that a step in flight adds before an eviction's blocks are free.
+        """
+        request = RequestTimeline(self.timeline, self.prompt_len, self.prefill_end, self.at)
+        bs, peak, freed, store = self.timeline.block_size, 0, 0, 0
+        # The tail start moves by the stride as well: every later cycle is like the third.
+        for _ in range(3):
+            if request.due is None or n < request.due:
+                return max(peak, blocks_for(n, bs) - freed + store)
+            due = request.due
+            held = blocks_for(due, bs) - freed + store
+            peak = max(peak, held + request.store_blocks + (n > due))
+            freed, store = request.evict(due)[1] // bs, request.store_blocks
+        return peak

@@ -244,9 +244,7 @@ class Invariants:
                     continue
                 held = sum(not b.is_null for b in manager.req_to_blocks[request_id])
                 held += len(holding.blocks) if holding else 0
-                bound = timeline.timeline.peak_blocks(
-                    timeline.prefill_end, timeline.prompt_len, request.num_computed_tokens + 1
-                )
+                bound = timeline.peak_blocks(request.num_computed_tokens + 1)
                 assert held <= bound, f"{request_id} holds {held} blocks, bound {bound}"
 
     def check_idle(self) -> None:

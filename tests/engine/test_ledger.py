@@ -7,10 +7,12 @@ import pytest
 
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.requests import RequestOptions
 from vllm_kvevict.timeline import Timeline
 
 Pool = namedtuple("Pool", "num_gpu_blocks")
 Manager = namedtuple("Manager", "block_size max_admission_blocks_per_request block_pool")
+DEFAULTS = RequestOptions("snapkv")
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Stub:
     max_tokens: int = 50
     resumable: bool = False
     pooling_params: object = None
+    options: RequestOptions = DEFAULTS
 
 
 def ledger(*requests: Stub, rings: int | None = 1, budgets=(40,), blocks=64, sliding=None):
@@ -35,6 +38,8 @@ def ledger(*requests: Stub, rings: int | None = 1, budgets=(40,), blocks=64, sli
         RingSlots(rings) if rings is not None else None,
         managers,
         max_model_len=200,
+        options=lambda request: request.options,
+        windowless=frozenset({"streaming-llm"}),
     )
 
 
@@ -147,5 +152,5 @@ def test_a_hit_stops_at_the_tail_start():
 def test_fits_counts_every_group_and_the_null_block(options, blocks):
     request = Stub("a", 100, 100)
     tight, roomy = (ledger(request, blocks=n, **options) for n in (blocks, blocks + 1))
-    assert not tight.fits(tight.entry("a"))
-    assert roomy.fits(roomy.entry("a"))
+    assert not tight.fits(tight.entry("a"), 100)
+    assert roomy.fits(roomy.entry("a"), 100)

@@ -68,7 +68,7 @@ def test_accounting_catches_a_ring_slot_with_two_writers(monkeypatch):
 
 
 def test_accounting_catches_a_store_that_never_fits(monkeypatch):
-    monkeypatch.setattr(EvictionLedger, "fits", lambda self, entry: True)
+    monkeypatch.setattr(EvictionLedger, "fits", lambda self, entry, end: True)
     with pytest.raises(AssertionError, match="livelock"):
         hunt()
 

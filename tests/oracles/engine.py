@@ -56,8 +56,7 @@ class Engine:
             new = request_id not in ledger.entries
             entry = admit(request_id)
             if new and entry is not None:
-                timeline = next(iter(entry.timelines.values()))
-                self.recorder.admitted(request_id, timeline.prefill_end)
+                self.recorder.admitted(request_id, ledger.requests[request_id].num_tokens)
             return entry
 
         ledger.admit = recorded
@@ -67,18 +66,28 @@ class Engine:
         return self.scheduler.eviction_counters
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int | list[int], **params: Any
+        self,
+        prompts: list[list[int]],
+        max_tokens: int | list[int],
+        asked: list[dict[str, Any]] | None = None,
+        **params: Any,
     ) -> list[list[int]]:
-        """Greedy tokens of every prompt; the recorder keeps the lives in prompt order."""
+        """Greedy tokens of every prompt; the recorder keeps the lives in prompt order.
+
+        ``asked`` are the requests' own settings, as ``vllm_xargs`` would bring them.
+        """
         from vllm import SamplingParams
 
         lengths = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        extra = asked or [{} for _ in prompts]
         self.recorder.lives.clear()
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [
-                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **params)
-                for n in lengths
+                SamplingParams(
+                    temperature=0, max_tokens=n, ignore_eos=True, extra_args=dict(mine), **params
+                )
+                for n, mine in zip(lengths, extra, strict=True)
             ],
             use_tqdm=False,
         )

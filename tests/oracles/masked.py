@@ -23,11 +23,17 @@ class Kept:
 class Life:
     """A request from one admission to its finish or preemption.
 
-    ``prefill_end`` tokens were (re)computed with full attention; later ones were decoded.
+    ``prefill_end`` tokens were prefilled, those before the first eviction with full attention;
+    later ones were decoded.
     """
 
     prefill_end: int
     evictions: list[Kept] = field(default_factory=list)
+
+    @property
+    def full(self) -> int:
+        """Tokens that saw everything before them."""
+        return min([self.prefill_end, *(eviction.n for eviction in self.evictions)])
 
 
 class MaskedModel:
@@ -56,7 +62,7 @@ class MaskedModel:
     @torch.inference_mode()
     def predictions(self, tokens: list[int], life: Life) -> torch.Tensor:
         """Logits [len(tokens) - prefill_end + 1, vocab] that chose token ``prefill_end`` on."""
-        n, start = len(tokens), life.prefill_end
+        n, start = len(tokens), life.full
         ids = torch.tensor([tokens])
         self._masks = []
         first = self.model(ids[:, :start], use_cache=True, logits_to_keep=1)
@@ -66,7 +72,7 @@ class MaskedModel:
             rest = self.model(ids[:, start:], past_key_values=first.past_key_values)
             logits.append(rest.logits[0])
             self._masks = []
-        return torch.cat(logits)
+        return torch.cat(logits)[life.prefill_end - start :]
 
     @property
     def _layers(self) -> int:
@@ -77,7 +83,6 @@ class MaskedModel:
         seen &= torch.arange(n) <= torch.arange(start, n)[:, None]
         for eviction in life.evictions:
             row = eviction.n - start
-            assert row >= 0, "an eviction before the end of prefill"
             for head, positions in enumerate(eviction.positions[layer]):
                 keep = torch.zeros(n, dtype=torch.bool)
                 keep[positions] = True

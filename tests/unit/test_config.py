@@ -11,6 +11,7 @@ from vllm_kvevict.config import EvictionConfig, flag
 from vllm_kvevict.policies.registry import POLICY_NAMES
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
+FIELDS += ["allow", "max_budget"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -37,6 +38,8 @@ def test_defaults() -> None:
         "pool_kernel": 7,
         "pool": "max",
         "sinks": 4,
+        "allow": (),
+        "max_budget": None,
     }
 
 

@@ -24,6 +24,8 @@ DEFAULTS = {
     "pool_kernel": 7,
     "pool": "max",
     "sinks": 4,
+    "allow": [],
+    "max_budget": None,
 }
 
 
@@ -117,6 +119,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-pool-kernel": "5",
         "--kv-eviction-pool": "avg",
         "--kv-eviction-sinks": "2",
+        "--kv-eviction-allow": "ada-snapkv, streaming-llm",
+        "--kv-eviction-max-budget": "50%",
     }
     expected = {
         "policy": "snapkv",
@@ -127,6 +131,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "pool_kernel": 5,
         "pool": "avg",
         "sinks": 2,
+        "allow": ["ada-snapkv", "streaming-llm"],
+        "max_budget": "50%",
     }
     assert set(expected) == set(EvictionConfig.model_fields)
     assert settings(parser, *[part for pair in flags.items() for part in pair]) == expected
@@ -254,7 +260,8 @@ def test_help_shows_the_group(
         flag = "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
         assert f"{flag} {name.upper()}" in text
         assert (field.description or "missing") in text
-        assert f"(default: {'off' if name == 'policy' else field.default})" in text
+        default = "off" if name == "policy" else field.default
+        assert f"(default: {'not set' if default in ((), None) else default})" in text
     for name, (_, summary) in POLICIES.items():
         assert f"- {name}: {summary}" in text
     assert "--model" not in text and "%%" not in text

@@ -121,13 +121,13 @@ def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, re
 def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in_flight):
     # At a stride of 1 a second eviction is planned before the first was processed.
     walk = Walk(rule, prompt_len, prompt_len + replayed, in_flight if rule.stride != 1 else 0)
-    request = (walk.prefill_end, prompt_len)
+    request = RequestTimeline(rule, prompt_len, walk.prefill_end)
     walk.prefill(chunk)
-    assert walk.held <= rule.peak_blocks(*request, walk.n)
+    assert walk.held <= request.peak_blocks(walk.n)
     for _ in range(3 * rule.stride + 2 * rule.block_size):
         walk.step(1)
-        assert walk.held <= rule.peak_blocks(*request, walk.n)
-    slack = rule.peak_blocks(*request, walk.n) - walk.held
+        assert walk.held <= request.peak_blocks(walk.n)
+    slack = request.peak_blocks(walk.n) - walk.held
     assert slack <= 1
 
 
@@ -135,7 +135,7 @@ def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in
 @given(timelines(), st.integers(1, 600), st.integers(0, 60))
 def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
     end = prompt_len + replayed
-    cap = rule.prefill_cap(end, prompt_len)
+    cap = RequestTimeline(rule, prompt_len, end).hit_cap
     assert 0 <= cap <= end
     if RequestTimeline(rule, prompt_len, end).is_due(end):
         assert cap <= end - rule.window

@@ -1,11 +1,12 @@
 """What the engine core knows about the eviction of each request. Counts and lengths only."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.requests import RequestOptions
 from vllm_kvevict.timeline import RequestTimeline, Timeline, blocks_for
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ class Entry:
     """
 
     timelines: dict[int, RequestTimeline]
+    """By KV-cache group; empty for a request that switched eviction off."""
+    policy: str
+    needs_window: bool
+    protect_first: int = 0
     ring: int | None = None
     recorded_from: int = 0
     """First position whose query is in the ring; contiguous up to the last scheduled token."""
@@ -43,6 +48,16 @@ class Entry:
         """Whether the step that ends at ``end`` computes queries some group will need."""
         return end > self.quiet_until
 
+    @property
+    def point(self) -> int | None:
+        """The eviction point inside the prefill where a chunk must end; None for none."""
+        points = [t.point for t in self.timelines.values() if t.at is not None]
+        return next((point for point in points if point is not None), None)
+
+    def in_prefill(self, end: int) -> bool:
+        """Whether a step that ends at ``end`` belongs to the prefill."""
+        return any(end <= t.prefill_end for t in self.timelines.values())
+
     def due_groups(self, end: int) -> list[int]:
         """Groups whose eviction is due with the step that ends at ``end``."""
         return [group for group, t in self.timelines.items() if t.is_due(end)]
@@ -64,9 +79,11 @@ class EvictionLedger:
     Args:
         requests: vLLM's requests by id.
         rules: The timeline of each evictable group, by group id.
-        rings: Ring slots, or None where the policy needs no queries.
+        rings: Ring slots, or None where no policy needs queries.
         managers: The block managers of all groups, those that do not evict included.
         max_model_len: Longest sequence; a request that reaches it ends.
+        options: The settings of a request.
+        windowless: Policies that need no queries.
 
     """
 
@@ -77,12 +94,16 @@ class EvictionLedger:
         rings: RingSlots | None,
         managers: "Sequence[SingleTypeKVCacheManager]",
         max_model_len: int,
+        options: "Callable[[Request], RequestOptions]",
+        windowless: frozenset[str] = frozenset(),
     ) -> None:
         self.requests = requests
         self.rules = rules
         self.rings = rings
         self.managers = managers
         self.max_model_len = max_model_len
+        self.options = options
+        self.windowless = windowless
         self.window = max(rule.window for rule in rules.values())
         self.entries: dict[str, Entry] = {}
 
@@ -95,11 +116,17 @@ class EvictionLedger:
         if request is None or request.resumable or request.pooling_params is not None:
             # A resumable session grows its prompt after decoding, which no timeline foresees.
             return None
+        options = self.options(request)
+        prompt, replay = request.num_prompt_tokens, request.num_tokens
         return Entry(
             {
-                group: RequestTimeline(rule, request.num_prompt_tokens, request.num_tokens)
+                group: RequestTimeline(options.timeline(rule), prompt, replay, options.at)
                 for group, rule in self.rules.items()
-            }
+                if options.evicts
+            },
+            options.policy,
+            options.policy not in self.windowless,
+            options.protect_first,
         )
 
     def admit(self, request_id: str) -> Entry | None:
@@ -125,15 +152,16 @@ class EvictionLedger:
         request = self.requests[request_id]
         return end + 1 >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
-    def fits(self, entry: Entry) -> bool:
-        """Whether the stores due at the end of prefill find room beside the prompt, alone."""
-        timelines = entry.timelines.values()
-        end = next(iter(timelines)).prefill_end
-        needed = sum(t.store_blocks for t in timelines if t.is_due(end))
-        for manager in self.managers:
+    def fits(self, entry: Entry, end: int) -> bool:
+        """Whether the stores due at ``end`` find room beside the request's other blocks, alone."""
+        needed = sum(t.store_blocks for t in entry.timelines.values() if t.is_due(end))
+        for group, manager in enumerate(self.managers):
             positional = blocks_for(end, manager.block_size)
             cap = manager.max_admission_blocks_per_request
             needed += positional if cap is None else min(positional, cap)
+            timeline = entry.timelines.get(group)
+            if timeline is not None and timeline.evicted:
+                needed += timeline.store_blocks - timeline.tail_start // manager.block_size
         # One block is vLLM's null block.
         return needed < self.managers[0].block_pool.num_gpu_blocks
 
@@ -142,7 +170,7 @@ class EvictionLedger:
 
         Counts a slot that the step could still take.
         """
-        if self.rings is None:
+        if self.rings is None or not entry.needs_window:
             return True
         if entry.ring is not None:
             return entry.recorded_from <= end - self.window
@@ -150,7 +178,12 @@ class EvictionLedger:
 
     def observe(self, entry: Entry, start: int, end: int) -> None:
         """Give the entry a ring slot if the step over [start, end) reaches its window."""
-        if self.rings is None or entry.ring is not None or not entry.observes(end):
+        if (
+            self.rings is None
+            or entry.ring is not None
+            or not entry.needs_window
+            or not entry.observes(end)
+        ):
             return
         entry.ring = self.rings.take()
         # A step records its last w queries only.
@@ -168,15 +201,19 @@ class EvictionLedger:
         return num_tokens if valid is None else min(num_tokens, valid)
 
     def hit_cap(self, request: "Request") -> int:
-        """Most tokens a prefix-cache hit may cover, so that the window is computed."""
-        if self.rings is None:
-            return request.num_tokens
+        """Most tokens a prefix-cache hit may cover.
+
+        The window must be computed, and so must all that comes after an eviction point.
+        """
         entry = self.entry(request.request_id)
         if entry is None:
             return request.num_tokens
-        return min(
-            t.timeline.prefill_cap(t.prefill_end, t.prompt_len) for t in entry.timelines.values()
-        )
+        caps = [
+            t.hit_cap
+            for t in entry.timelines.values()
+            if t.at is not None or (self.rings is not None and entry.needs_window)
+        ]
+        return min(caps, default=request.num_tokens)
 
     def _give_back_ring(self, entry: Entry) -> None:
         if entry.ring is not None:

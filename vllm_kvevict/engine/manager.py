@@ -65,7 +65,7 @@ class EvictableAttentionManager(FullAttentionManager):
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """Blocks the step needs: vLLM's own count, plus the store where prefill ends."""
+        """Blocks the step needs: vLLM's own count, plus the store where its prefill evicts."""
         needed = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
@@ -81,7 +81,7 @@ class EvictableAttentionManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Allocate positional blocks up to ``num_tokens``, and the store where prefill ends."""
+        """Allocate positional blocks up to ``num_tokens``, and the store where prefill evicts."""
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         if self.ledger is None or self.ledger.quiet(request_id, num_tokens):
             return new_blocks
@@ -96,22 +96,28 @@ class EvictableAttentionManager(FullAttentionManager):
         return new_blocks
 
     def _needs_store(self, request_id: str, entry: Entry | None, start: int, end: int) -> bool:
-        """Whether a step over [start, end) must come with a store: it ends the prefill.
+        """Whether a step over [start, end) must come with a store: its prefill evicts.
 
-        A store that could never stand beside the whole prompt is not asked for: the request
-        runs unevicted, and the scheduler tries again at every later step.
+        A store that could never stand beside the request's other blocks is not asked for: the
+        request runs unevicted, and the scheduler tries again at every later step.
         """
         assert self.ledger is not None
         if entry is None or self.granted(request_id):
             return False
-        timeline = entry.timelines[self.kv_cache_group_id]
+        timeline = entry.timelines.get(self.kv_cache_group_id)
         return (
-            end == timeline.prefill_end
+            timeline is not None
+            and end <= timeline.prefill_end
             and timeline.is_due(end)
             and not self.ledger.last_step(request_id, end)
             and self.ledger.window_ready(entry, start, end)
-            and self.ledger.fits(entry)
+            and self.ledger.fits(entry, end)
         )
+
+    def retiring(self, request_id: str) -> bool:
+        """Whether an eviction of the request is planned whose step was not processed yet."""
+        holding = self.holdings.get(request_id)
+        return holding is not None and bool(holding.retiring)
 
     def granted(self, request_id: str) -> bool:
         """Whether a store is waiting for the request's next eviction."""

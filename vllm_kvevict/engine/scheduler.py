@@ -15,6 +15,8 @@ from vllm_kvevict.engine.rings import RingSlots
 from vllm_kvevict.engine.spec import register_spec
 from vllm_kvevict.metrics import Counters
 from vllm_kvevict.plan import PLAN, Eviction, StepPlan
+from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.requests import RequestOptions, parse_options
 from vllm_kvevict.sizing import ring_slots
 from vllm_kvevict.timeline import blocks_for
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kv_eviction.scheduler")
 
 LOG_INTERVAL_S = 10.0
+
+OPTIONS = "_kv_eviction_options"
+"""Attribute of vLLM's ``Request`` that keeps what it asked for, read once."""
 
 
 class EvictionMixin(Scheduler):
@@ -52,7 +57,9 @@ class EvictionMixin(Scheduler):
                 "The KV eviction scheduler was started without an evictable KV-cache group."
             )
         self.eviction_counters = Counters()
+        self._config = config
         slots = ring_slots(self.vllm_config, config)
+        windowless = [n for n, p in build_policies(config).items() if not p.needs_window]
         rules = {group: manager.timeline for group, manager in self._evicting.items()}
         self._ledger = EvictionLedger(
             self.requests,
@@ -60,7 +67,11 @@ class EvictionMixin(Scheduler):
             RingSlots(slots) if slots else None,
             coordinator.single_type_managers,
             self.max_model_len,
+            self._options,
+            frozenset(windowless),
         )
+        self._pointed: set[str] = set()
+        self._aligns_mamba: bool = self.need_mamba_block_aligned_split
         for manager in self._evicting.values():
             manager.ledger = self._ledger
         # All groups, also those that do not evict, publish blocks through the coordinator.
@@ -72,9 +83,74 @@ class EvictionMixin(Scheduler):
         coordinator.cache_blocks = cache_blocks
         self._logged = (time.monotonic(), "")
 
+    def _options(self, request: "Request") -> RequestOptions:
+        """What a request asked for, read once."""
+        options: RequestOptions | None = getattr(request, OPTIONS, None)
+        if options is None:
+            sampling = request.sampling_params
+            extra = sampling.extra_args if sampling is not None else None
+            try:
+                options = parse_options(
+                    self._config, extra, request.num_prompt_tokens, self.block_size
+                )
+            except ValueError as error:
+                # Refused at the front door; only a client of the engine core gets here.
+                logger.warning("%s: the server's settings apply (%s)", request.request_id, error)
+                options = RequestOptions(self._config.policy)
+            setattr(request, OPTIONS, options)
+        return options
+
+    def add_request(self, request: "Request") -> None:
+        super().add_request(request)
+        if self._options(request).at is not None:
+            self._pointed.add(request.request_id)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._pointed:
+            self._pointed &= self.requests.keys()
+        self.need_mamba_block_aligned_split = self._aligns_mamba or bool(self._pointed)
         self._reserve_stores()
         return super().schedule(*args, **kwargs)
+
+    def _mamba_block_aligned_split(
+        self,
+        request: "Request",
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Clip a chunk of prefill so that it ends at the request's eviction point.
+
+        vLLM asks here, where it has chosen a chunk, while ``need_mamba_block_aligned_split``.
+        """
+        if self._aligns_mamba:
+            num_new_tokens = super()._mamba_block_aligned_split(
+                request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
+            )
+        request_id = request.request_id
+        if request_id not in self._pointed:
+            return num_new_tokens
+        start = (
+            request.num_computed_tokens
+            + num_new_local_computed_tokens
+            + num_external_computed_tokens
+        )
+        return self._clip(request_id, start, start + num_new_tokens) - start
+
+    def _clip(self, request_id: str, start: int, end: int) -> int:
+        """Where a chunk of prefill over [start, end) ends."""
+        entry = self._ledger.entry(request_id)
+        point = entry.point if entry is not None else None
+        if entry is None or point is None:
+            return end
+        if start < point:
+            return min(end, point)
+        # Blocks of the eviction are free once its step was processed; whoever cannot go on
+        # without them would be preempted, and would come back here without end.
+        waits = entry.in_prefill(end) and any(
+            manager.retiring(request_id) for manager in self._evicting.values()
+        )
+        return start if waits else end
 
     def _reserve_stores(self) -> None:
         """Grant stores to decode evictions that would run in the coming step."""
@@ -98,6 +174,8 @@ class EvictionMixin(Scheduler):
         end, store = start + 1, 0
         if request.is_prefill_chunk:
             end = min(request.num_tokens, start + self.max_num_scheduled_tokens)
+            if request.request_id in self._pointed:
+                end = self._clip(request.request_id, start, end)
             if (entry := self._ledger.entries.get(request.request_id)) is not None:
                 store = sum(entry.timelines[g].store_blocks for g in entry.due_groups(end))
         return store + sum(
@@ -163,7 +241,7 @@ class EvictionMixin(Scheduler):
             self.eviction_counters.postponed += 1
             return
         counters = self.eviction_counters
-        if end == entry.timelines[groups[0]].prefill_end:
+        if entry.in_prefill(end):
             counters.evictions_prefill += 1
         else:
             counters.evictions_decode += 1
@@ -176,7 +254,9 @@ class EvictionMixin(Scheduler):
                 - eviction.old_tail_start
                 + (len(eviction.old_store) - len(eviction.store)) * bs
             )
-        plan.evictions.append(Eviction(request_id, end, entry.ring, evictions))
+        plan.evictions.append(
+            Eviction(request_id, end, entry.ring, evictions, entry.policy, entry.protect_first)
+        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
@@ -192,7 +272,7 @@ class EvictionMixin(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: "Request"
     ) -> tuple["KVCacheBlocks", int, int, bool]:
-        """Cap the hit: the queries of the observation window must be computed."""
+        """Cap the hit: the observation window, and what follows an eviction point, is computed."""
         hit = super()._get_local_prefix_cache_hit(request)
         cap = self._ledger.hit_cap(request)
         if hit[1] <= cap:

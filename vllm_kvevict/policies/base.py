@@ -42,6 +42,31 @@ class Candidates:
         return self.valid.shape[0]
 
 
+PROTECTED = 1e30
+"""Score of a protected token: above every real one, and finite when a page is summed up."""
+
+
+def protect(scores: torch.Tensor, valid: torch.Tensor, first: int) -> torch.Tensor:
+    """Put the first ``first`` cached tokens of every head above all others.
+
+    Survivors keep their order, so the first tokens of the prompt are the first columns at
+    every later eviction as well.
+
+    Args:
+        scores: [H, N] float32, below :data:`PROTECTED`.
+        valid: [H, N or more] bool: False on the padding at the left.
+        first: Protected tokens; 0 for none.
+
+    Returns:
+        [H, N] float32.
+
+    """
+    if not first:
+        return scores
+    valid = valid[:, : scores.shape[1]]
+    return scores.masked_fill(valid & (valid.cumsum(-1) <= first), PROTECTED)
+
+
 class Scorer(ABC):
     """How much each cached token matters to each KV head."""
 
@@ -52,7 +77,8 @@ class Scorer(ABC):
         """Score the candidates.
 
         Returns:
-            [H, num_candidates] float32, higher is kept; -inf where ``valid`` is False.
+            [H, num_candidates] float32, higher is kept, below :data:`PROTECTED`; -inf where
+            ``valid`` is False.
 
         """
 

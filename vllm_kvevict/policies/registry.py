@@ -26,3 +26,10 @@ def build_policy(config: "EvictionConfig") -> "Policy":
     from vllm_kvevict.policies.base import Policy
 
     return Policy(config.policy, summary, scorer, allocator)
+
+
+def build_policies(config: "EvictionConfig") -> dict[str, "Policy"]:
+    """Every policy that a request of this server may run under, by name."""
+    return {
+        name: build_policy(config.model_copy(update={"policy": name})) for name in config.policies
+    }

@@ -12,7 +12,7 @@ from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.plan import PLAN, Eviction, GroupEviction, StepPlan
-from vllm_kvevict.policies.base import Candidates, Policy
+from vllm_kvevict.policies.base import Candidates, Policy, protect
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.state import GroupState
@@ -48,23 +48,23 @@ class WorkerEviction:
     """Runs the plan of each step, between forward passes.
 
     Args:
-        policy: Scorer and allocator.
+        policies: Scorer and allocator of every policy that an eviction may name.
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
-        rings: Observation rings, or None where the policy needs none.
+        rings: Observation rings, or None where no policy needs them.
         rows: Adapter of the model runner.
 
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policies: Mapping[str, Policy],
         states: dict[int, GroupState],
         caches: Mapping[str, LayerCache],
         rings: ObservationRings | None,
         rows: RunnerRows,
     ) -> None:
-        self.policy = policy
+        self.policies = policies
         self.states = states
         self.rings = rings
         self.listeners: list[Callable[[EvictionRecord], None]] = []
@@ -129,7 +129,8 @@ class WorkerEviction:
                 for index, name in enumerate(state.layer_names)
             ]
         )
-        pages = self.policy.allocator.pages(scores, candidate_pages - padding, len(group.store), bs)
+        allocator = self.policies[eviction.policy].allocator
+        pages = allocator.pages(scores, candidate_pages - padding, len(group.store), bs)
         columns = select_tokens(scores, pages, bs)
         source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
         for index, name in enumerate(state.layer_names):
@@ -156,20 +157,21 @@ class WorkerEviction:
         columns = store_pages * bs + eviction.num_tokens - group.old_tail_start
         keys = cache.layout.read_keys(cache.pages, grid).flatten(1, 2)[:, :columns]
         queries = None
-        if self.policy.needs_window:
+        policy = self.policies[eviction.policy]
+        if policy.needs_window:
             assert self.rings is not None and eviction.ring is not None
             recorded = window_queries(
                 self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, window
             )
             queries = recorded.float().unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
-        return self.policy.scorer.scores(
-            Candidates(
-                keys=keys.float(),
-                valid=torch.arange(columns) >= (padding * bs)[:, None],
-                queries=queries,
-                window=window,
-                num_candidates=candidate_pages * bs,
-                scale=cache.scale,
-                softcap=cache.softcap,
-            )
+        candidates = Candidates(
+            keys=keys.float(),
+            valid=torch.arange(columns) >= (padding * bs)[:, None],
+            queries=queries,
+            window=window,
+            num_candidates=candidate_pages * bs,
+            scale=cache.scale,
+            softcap=cache.softcap,
         )
+        scores = policy.scorer.scores(candidates)
+        return protect(scores, candidates.valid, eviction.protect_first)

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable, register_spec
-from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.sizing import ring_slots
 from vllm_kvevict.worker.binding import GroupBinding
 from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
@@ -122,7 +122,7 @@ class EvictionWorkerMixin(Worker, ABC):
             for name in group.layer_names:
                 caches[name] = self._layer_cache(self._layer(name), spec)
         self.kv_eviction = WorkerEviction(
-            build_policy(self.eviction_config), states, caches, self._rings, self._rows()
+            build_policies(self.eviction_config), states, caches, self._rings, self._rows()
         )
         self._bind(self.kv_eviction)
         logger.info(

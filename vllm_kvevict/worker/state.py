@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.timeline import Timeline, blocks_for
 
 
 class GroupState:
@@ -18,7 +18,7 @@ class GroupState:
         timeline: The group's eviction timeline.
         num_heads: H, KV heads on this rank.
         num_rows: Requests the worker may hold at once.
-        max_model_len: Longest sequence in tokens; bounds a store given as a share.
+        max_model_len: Longest sequence in tokens; bounds a store, which a request may choose.
         device: Where the tables live.
 
     """
@@ -38,18 +38,21 @@ class GroupState:
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.timeline = timeline
         self.num_heads = num_heads
-        widest = timeline.store_blocks(max_model_len)
+        # A store of more blocks than the tail start can leave behind is never made.
+        widest = max(1, blocks_for(max_model_len, timeline.block_size))
 
         def table(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tail_start = table(num_rows)
-        self.store = table(num_rows, widest)
+        self._stores = table(num_rows, widest)
+        self.store = self._stores[:, :1]
+        """[rows, S] block ids, as wide as the widest store so far."""
         self.head_indptr = table(len(layer_names), num_rows, num_heads + 1)
 
     @property
     def num_bytes(self) -> int:
-        tables = (self.tail_start, self.store, self.head_indptr)
+        tables = (self.tail_start, self._stores, self.head_indptr)
         return sum(table.numel() * table.element_size() for table in tables)
 
     def clear(self, rows: Sequence[int]) -> None:
@@ -72,7 +75,10 @@ class GroupState:
             pages: [L, H] int64, each row summing to S * H.
 
         """
-        self.store[row, : store.shape[0]] = store
+        blocks = store.shape[0]
+        if blocks > self.store.shape[1]:
+            self.store = self._stores[:, :blocks]
+        self._stores[row, :blocks] = store
         self.head_indptr[:, row, 0] = 0
         self.head_indptr[:, row, 1:] = pages.cumsum(-1)
         self.tail_start[row] = tail_start
