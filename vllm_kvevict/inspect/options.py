@@ -1,0 +1,146 @@
+"""The command line: our options beside vLLM's engine arguments and the ``--kv-eviction`` flags."""
+
+import argparse
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+DEFAULT_POLICY = "ada-snapkv"
+
+
+class InspectError(Exception):
+    """What went wrong, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run and what to draw. ``after`` is ``prefill`` or ``decode``."""
+
+    model: str
+    prompt_file: Path
+    output: Path
+    json: Path | None
+    find: tuple[str, ...]
+    question: str | None
+    at: int | None
+    chat: bool
+    after: str
+    max_tokens: int
+    spans: int
+
+
+def parse(argv: list[str]) -> tuple[Options, Any]:
+    """Read the command line.
+
+    Returns:
+        The options, and vLLM's ``EngineArgs`` with eviction configured.
+
+    Raises:
+        InspectError: A wrong option, in one sentence.
+        SystemExit: argparse has printed its help or what is wrong.
+
+    """
+    # The flags, where the entry point is not loaded (VLLM_PLUGINS).
+    from vllm_kvevict.plugin import register
+
+    register()
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = _parser().parse_args(argv)
+    options = Options(
+        model=args.model_tag,
+        prompt_file=args.prompt_file,
+        output=args.output,
+        json=args.json,
+        find=tuple(args.find),
+        question=args.question,
+        at=args.at,
+        chat=args.chat,
+        after=args.after,
+        max_tokens=args.max_tokens,
+        spans=args.spans,
+    )
+    _check(options)
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        raise InspectError("inspect runs on one rank: leave --tensor-parallel-size and -pp at 1")
+    args.model = options.model
+    _default_policy(args)
+    return options, EngineArgs.from_cli_args(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(
+        prog="python -m vllm_kvevict.inspect",
+        description="Run one prompt with KV eviction and draw what was kept of it.",
+    )
+    group = parser.add_argument_group(
+        title="Inspect", description="The prompt, and what to draw and print."
+    )
+    group.add_argument("model_tag", metavar="MODEL", help="Folder or name of the model.")
+    group.add_argument(
+        "--prompt-file", type=Path, required=True, metavar="FILE", help="The prompt, as text."
+    )
+    group.add_argument("--output", type=Path, default=Path("kept.png"), help="The picture (PNG).")
+    group.add_argument("--json", type=Path, metavar="FILE", help="The same data as JSON.")
+    group.add_argument(
+        "--find",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="Mark this text and print in how many KV heads it survived; may be repeated.",
+    )
+    point = group.add_mutually_exclusive_group()
+    point.add_argument(
+        "--question",
+        metavar="TEXT",
+        help="Asked behind the prompt; eviction runs before it is seen.",
+    )
+    point.add_argument(
+        "--at", type=int, metavar="N", help="Evict after N tokens of the prompt, not at its end."
+    )
+    group.add_argument("--chat", action="store_true", help="Use the model's chat template.")
+    group.add_argument(
+        "--after",
+        choices=["prefill", "decode"],
+        default="prefill",
+        help="Draw the state when decode starts, or after the last eviction.",
+    )
+    group.add_argument("--max-tokens", type=int, default=64, help="Tokens to generate.")
+    group.add_argument("--spans", type=int, default=8, help="How many kept spans to show.")
+    EngineArgs.add_cli_args(parser)
+    # One prompt: nothing to share, nothing worth compiling for.
+    parser.set_defaults(enforce_eager=True, max_num_seqs=1, enable_prefix_caching=False)
+    return parser
+
+
+def _check(options: Options) -> None:
+    if find_spec("matplotlib") is None:
+        raise InspectError(
+            "inspect draws with matplotlib, which is not installed: "
+            "pip install 'vllm-kvevict[inspect]'"
+        )
+    if not options.prompt_file.is_file():
+        raise InspectError(f"--prompt-file: there is no file {options.prompt_file}")
+    for name, path in (("--output", options.output), ("--json", options.json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InspectError(f"{name}: there is no folder {path.parent}")
+    if options.max_tokens < 2:
+        # A request that ends with its first token is not evicted.
+        raise InspectError(f"--max-tokens: must be at least 2, not {options.max_tokens}")
+    if options.spans < 0:
+        raise InspectError(f"--spans: must be at least 0, not {options.spans}")
+    looks_local = options.model.startswith(("/", ".", "~")) or options.model.count("/") > 1
+    if looks_local and not Path(options.model).is_dir():
+        raise InspectError(f"there is no model folder {options.model}")
+
+
+def _default_policy(args: argparse.Namespace) -> None:
+    """Evict even where only a budget was given, or nothing."""
+    from vllm_kvevict.config import KEY
+
+    if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
+        args.kv_eviction = DEFAULT_POLICY
