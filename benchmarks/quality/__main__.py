@@ -3,10 +3,19 @@
 python -m benchmarks.quality [--samples 200] [--base-url http://127.0.0.1:8000 --model NAME] ...
 """
 
-import sys
+from collections.abc import Sequence
 
 from benchmarks.quality.options import Options
-from benchmarks.quality.run import run
+from benchmarks.quality.report import write
+from benchmarks.quality.results import summarize
+from benchmarks.quality.run import gather
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = Options.parse(arguments)
+    gathered = gather(options)
+    write(gathered, summarize(gathered.scores(), options.threshold))
+
 
 if __name__ == "__main__":
-    sys.exit(run(Options.parse()))
+    main()

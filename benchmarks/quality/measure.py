@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from benchmarks.quality.budget import kept
-from benchmarks.quality.cell import FULL_CELL, Cell, Scores
+from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion, Endpoint
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
 from benchmarks.quality.tasks import Sample
@@ -51,20 +51,16 @@ class Plan:
             wanted["kv_eviction_at"] = prompt.context
         return wanted
 
-    def evicts(self, cell: Cell, prompt: Prompt) -> bool:
-        point = prompt.point(cell.scenario)
-        return kept(cell.budget, point, self.window, self.block_size).evicts
-
-
-@dataclass
-class Measured:
-    """Answers by cell, each in the order of the prompts; and how many requests had to evict."""
-
-    answers: dict[Cell, list[Completion]] = field(default_factory=dict)
-    expected_evictions: int = 0
-
-    def scores(self, prompts: Sequence[Prompt]) -> Scores:
-        return {cell: score(prompts, row) for cell, row in self.answers.items()}
+    def expected(self, prompts: Sequence[Prompt]) -> dict[str, int]:
+        """What the server must count: requests that evict, and tokens evicted per KV head."""
+        expected = {"evictions": 0, "tokens_evicted": 0}
+        for cell in self.cells():
+            for prompt in prompts:
+                point = prompt.point(cell.scenario)
+                found = kept(cell.budget, point, self.window, self.block_size)
+                expected["evictions"] += found.evicts
+                expected["tokens_evicted"] += point - found.tokens
+        return expected
 
 
 def score(prompts: Sequence[Prompt], answers: Iterable[Completion]) -> dict[str, list[float]]:
@@ -84,11 +80,14 @@ def render(endpoint: Endpoint, samples: Sequence[Sample], concurrency: int) -> l
 
 def measure(
     endpoint: Endpoint, plan: Plan, prompts: Sequence[Prompt], concurrency: int
-) -> Measured:
+) -> dict[Cell, list[Completion]]:
     """Ask everything, ``concurrency`` samples at a time.
 
     A sample's requests follow one another, the full cache first: with prefix caching the others
     find its prompt computed and prefill only what the eviction must see.
+
+    Returns:
+        Answers by cell, each in the order of the prompts.
 
     Raises:
         EndpointError: The server refused a request.
@@ -114,8 +113,4 @@ def measure(
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    result = Measured(dict(zip(cells, map(list, zip(*rows, strict=True)), strict=True)))
-    result.expected_evictions = sum(
-        plan.evicts(cell, prompt) for cell in plan.cells() for prompt in prompts
-    )
-    return result
+    return dict(zip(cells, map(list, zip(*rows, strict=True)), strict=True))

@@ -1,13 +1,9 @@
-"""One run of the benchmark, from samples to files."""
+"""One run of the benchmark, from samples to answers."""
 
-import hashlib
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.provenance import provenance
 from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL, Cell, Scores
 from benchmarks.quality.endpoint import Completion, Endpoint
@@ -19,10 +15,8 @@ from benchmarks.quality.kvpress_baseline import (
 from benchmarks.quality.measure import Plan, measure, render, score
 from benchmarks.quality.options import SHIPPED, Options
 from benchmarks.quality.own_server import Variant, start, variants
-from benchmarks.quality.plots import plot
 from benchmarks.quality.prompt import Prompt
-from benchmarks.quality.results import Results, summarize
-from benchmarks.quality.table import markdown
+from benchmarks.quality.raw_answers import write_answers
 from benchmarks.quality.tasks import make
 
 EVICTIONS = "vllm_kvevict:evictions_total"
@@ -36,14 +30,20 @@ class Run:
     prompts: list[Prompt] = field(default_factory=list)
     answers: dict[Cell, list[Completion]] = field(default_factory=dict)
     evictions: dict[str, dict] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     block_size: int = 0
 
-    def ask(self, endpoint: Endpoint, variant: Variant) -> int:
-        """Measure a variant; returns the evictions that its requests must have caused.
+    @property
+    def folder(self) -> Path:
+        """The model of an own server."""
+        return Path(self.options.model or SHIPPED)
+
+    def ask(self, endpoint: Endpoint, variant: Variant) -> dict[str, int]:
+        """Measure a variant; returns what its server must count.
 
         Raises:
-            RuntimeError: No budget evicts anything, or full-cache answers changed.
+            RuntimeError: The server takes no eviction settings, or no budget evicts anything.
 
         """
         options = self.options
@@ -60,33 +60,47 @@ class Run:
             variant.labels, options.budgets, options.scenarios, options.max_tokens,
             options.window, self.block_size,
         )  # fmt: skip
-        measured = measure(endpoint, plan, self.prompts, options.concurrency)
-        if not measured.expected_evictions:
+        expected = plan.expected(self.prompts)
+        if not expected["evictions"]:
             raise RuntimeError(
                 "every budget covers its whole prompt, so nothing would be evicted: give more "
                 "--words or smaller --budgets"
             )
-        full = measured.answers.pop(FULL_CELL)
-        if self.answers.setdefault(FULL_CELL, full) != full:
-            changed = sum(a != b for a, b in zip(self.answers[FULL_CELL], full, strict=True))
-            self.evictions.setdefault("notes", {})[
-                f"full-cache answers other under {variant.name}"
-            ] = changed
-        self.answers |= measured.answers
-        return measured.expected_evictions
+        answers = measure(endpoint, plan, self.prompts, options.concurrency)
+        pairs = zip(self.answers.get(FULL_CELL, ()), answers[FULL_CELL], strict=False)
+        changed = sum(first != second for first, second in pairs)
+        if changed:
+            self.notes.append(f"{changed} full-cache answers differ under server {variant.name}")
+        self.enter(answers | self.answers)
+        return expected
 
-    def count(self, variant: Variant, expected: int, counted: dict[str, int] | None) -> None:
-        """Enter a server's totals.
+    def enter(self, answers: dict[Cell, list[Completion]]) -> None:
+        """Keep answers, also in a file: a later failure must not lose them."""
+        self.answers |= answers
+        write_answers(self.prompts, self.answers, self.options.work / "answers.json")
+
+    def count(
+        self, variant: Variant, expected: dict[str, int], counted: dict[str, int] | None
+    ) -> None:
+        """Enter a server's totals and compare them with what its requests must have caused.
+
+        A preempted request evicts again, so more is possible and is noted.
 
         Raises:
-            RuntimeError: It evicted less often than its requests must have caused.
+            RuntimeError: The server evicted less often, or other numbers of tokens.
 
         """
         self.evictions[variant.name] = {"expected": expected, "counted": counted}
-        if counted is not None and counted["evictions"] < expected:
+        if counted is None:
+            self.notes.append("the server publishes no eviction counters: nothing was compared")
+            return
+        compared = {key: counted[key] for key in expected if key in counted}
+        if counted["evictions"] > expected["evictions"]:
+            self.notes.append(f"server {variant.name}: preempted requests evicted more than once")
+        elif compared != {key: expected[key] for key in compared}:
             raise RuntimeError(
-                f"{expected} requests had to evict, the server counts {counted}: the cells are "
-                "not what they say"
+                f"the requests must have caused {expected}, the server counts {compared}: the "
+                "cells are not what they say"
             )
 
     def kept(self) -> dict[tuple[str, str], dict]:
@@ -115,34 +129,27 @@ class Run:
         return fmean(ours.text.split() == other.text.split() for ours, other in pairs)
 
 
-def run(options: Options) -> int:
-    """Measure, write JSON, Markdown and plots, print the table. Returns the exit status."""
+def gather(options: Options) -> Run:
+    """Ask everything of an own server or of ``options.base_url``, and of kvpress."""
     gathered = Run(options)
     if options.base_url:
-        model, weights = _remote(gathered)
+        _remote(gathered)
     else:
-        model = Path(options.model or SHIPPED)
-        weights = _sha256(model)
-        _own(gathered, model)
+        _own(gathered, gathered.folder)
         if options.kvpress:
-            _kvpress(gathered, model)
-    write_answers(gathered, options.work / "answers.json")
-    results = summarize(gathered.scores(), options.threshold)
-    write(gathered, results, str(model), weights)
-    return 0
+            _kvpress(gathered, gathered.folder)
+    return gathered
 
 
 def _own(gathered: Run, model: Path) -> None:
     for variant in variants(gathered.options):
         with start(gathered.options, variant, model) as server:
             expected = gathered.ask(Endpoint(server.url), variant)
-            status = server.stop()
-        if status:
-            print(f"the server ended with status {status}, see {server.log}")
+            server.stop()
         gathered.count(variant, expected, server.evictions())
 
 
-def _remote(gathered: Run) -> tuple[str, None]:
+def _remote(gathered: Run) -> None:
     endpoint = Endpoint(gathered.options.base_url or "", gathered.options.model)
     variant = variants(gathered.options)[0]
     before = endpoint.metrics(EVICTIONS)
@@ -152,7 +159,6 @@ def _remote(gathered: Run) -> tuple[str, None]:
     if after is not None:
         counted = {"evictions": int(sum(after.values()) - sum((before or {}).values()))}
     gathered.count(variant, expected, counted)
-    return endpoint.model, None
 
 
 def _kvpress(gathered: Run, model: Path) -> None:
@@ -163,88 +169,4 @@ def _kvpress(gathered: Run, model: Path) -> None:
         max_tokens=options.max_tokens, folder=options.work, threads=options.threads,
         check=options.check,
     )  # fmt: skip
-    gathered.answers |= answers
-
-
-def write_answers(gathered: Run, path: Path) -> None:
-    """Every answer in plain text, for whoever wants to read them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {
-            "task": prompt.sample.task,
-            "question": prompt.sample.question,
-            "expected": prompt.sample.answers,
-            "prompt_tokens": len(prompt.ids),
-            "context_tokens": prompt.context,
-            "answers": {
-                " | ".join(filter(None, (cell.scenario, cell.label, cell.budget))): row[index].text
-                for cell, row in gathered.answers.items()
-            },
-        }
-        for index, prompt in enumerate(gathered.prompts)
-    ]
-    path.write_text(json.dumps(rows) + "\n")
-
-
-def write(gathered: Run, results: Results, model: str, weights: str | None) -> None:
-    """JSON, Markdown and plots beside one another."""
-    options, output = gathered.options, gathered.options.output
-    source = provenance()
-    source["versions"] |= {f"kvpress environment: {k}": v for k, v in gathered.versions.items()}
-    kept_table = gathered.kept()
-    data = {
-        **source,
-        "model": model,
-        "weights_sha256": weights,
-        "options": options.model_dump(mode="json"),
-        "block_size": gathered.block_size,
-        "evictions": gathered.evictions,
-        "full_cache_answers_equal_to_transformers": gathered.full_agreement(),
-        "kept": [
-            {"scenario": scenario, "budget": budget, **found}
-            for (scenario, budget), found in kept_table.items()
-        ],
-        **results.as_json(),
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(data, indent=1) + "\n")
-    tables = markdown(results, kept_table)
-    output.with_suffix(".md").write_text(_head(data) + "\n" + tables)
-    figures = plot(results, output)
-    print(tables)
-    print("\n".join(_evictions(gathered.evictions)))
-    print(f"wrote {output}, {output.with_suffix('.md')}, {', '.join(map(str, figures))}")
-
-
-def _evictions(evictions: dict[str, dict]) -> list[str]:
-    return [f"evictions, {name}: {found}" for name, found in evictions.items()]
-
-
-def _head(data: dict) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-    options = data["options"]
-    lines = [
-        "# Quality under eviction",
-        "",
-        f"`{data['command']}`, {data['date']}, commit {data['commit']}. Model {data['model']}; "
-        f"{options['samples']} samples of each task, {options['words']} words, seed "
-        f"{options['seed']}, blocks of {data['block_size']} tokens. {data['machine']}. {versions}.",
-        "",
-        "Accuracy in percent with 95% intervals. What the columns and rows mean: docs/quality.md.",
-        "",
-        *_evictions(data["evictions"]),
-    ]
-    if data["full_cache_answers_equal_to_transformers"] is not None:
-        share = data["full_cache_answers_equal_to_transformers"]
-        lines += ["", f"With the full cache, transformers gives the same answer to {share:.1%}."]
-    return "\n".join([*lines, ""])
-
-
-def _sha256(model: Path) -> str | None:
-    found: Sequence[Path] = sorted(model.glob("*.safetensors"))
-    if not found:
-        return None
-    digest = hashlib.sha256()
-    for path in found:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    gathered.enter(answers)

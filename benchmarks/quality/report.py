@@ -1,0 +1,78 @@
+"""What a run leaves behind: JSON, Markdown, plots."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from benchmarks.provenance import provenance
+from benchmarks.quality.plots import plot
+from benchmarks.quality.results import Results
+from benchmarks.quality.run import Run
+from benchmarks.quality.table import markdown
+
+
+def write(gathered: Run, results: Results) -> None:
+    """JSON, Markdown and plots beside one another."""
+    options, output = gathered.options, gathered.options.output
+    source = provenance()
+    source["versions"] |= {f"kvpress environment: {k}": v for k, v in gathered.versions.items()}
+    kept_table, own = gathered.kept(), not options.base_url
+    data = {
+        **source,
+        "model": str(gathered.folder) if own else f"{options.model} at {options.base_url}",
+        "weights_sha256": sha256(gathered.folder) if own else None,
+        "options": options.model_dump(mode="json"),
+        "block_size": gathered.block_size,
+        "evictions": gathered.evictions,
+        "notes": gathered.notes,
+        "full_cache_answers_equal_to_transformers": gathered.full_agreement(),
+        "kept": [
+            {"scenario": scenario, "budget": budget, **found}
+            for (scenario, budget), found in kept_table.items()
+        ],
+        **results.as_json(),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(data, indent=1) + "\n")
+    tables = markdown(results, kept_table)
+    output.with_suffix(".md").write_text(_head(data) + "\n" + tables)
+    figures = plot(results, output)
+    print(tables)
+    print("\n".join([*_evictions(gathered.evictions), *gathered.notes]))
+    print(f"wrote {output}, {output.with_suffix('.md')}, {', '.join(map(str, figures))}")
+
+
+def _evictions(evictions: dict[str, dict]) -> list[str]:
+    return [f"evictions, {name}: {found}" for name, found in evictions.items()]
+
+
+def _head(data: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    options = data["options"]
+    lines = [
+        "# Quality under eviction",
+        "",
+        f"`{data['command']}`, {data['date']}, commit {data['commit']}. Model {data['model']}; "
+        f"{options['samples']} samples of each task, {options['words']} words, seed "
+        f"{options['seed']}, blocks of {data['block_size']} tokens. {data['machine']}. {versions}.",
+        "",
+        "Accuracy in percent with 95% intervals. What the columns and rows mean: docs/quality.md.",
+        "",
+        *_evictions(data["evictions"]),
+        *data["notes"],
+    ]
+    if data["full_cache_answers_equal_to_transformers"] is not None:
+        share = data["full_cache_answers_equal_to_transformers"]
+        lines += ["", f"With the full cache, transformers gives the same answer to {share:.1%}."]
+    return "\n".join([*lines, ""])
+
+
+def sha256(model: Path) -> str | None:
+    """Digest of a model's weights; None where the folder holds no safetensors."""
+    found = sorted(model.glob("*.safetensors"))
+    if not found:
+        return None
+    digest = hashlib.sha256()
+    for path in found:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,198 @@
+"""What is asked of a server, in which order, and what it must count."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from benchmarks.quality.budget import kept
+from benchmarks.quality.cell import FULL_CELL
+from benchmarks.quality.endpoint import Endpoint, EndpointError
+from benchmarks.quality.measure import Plan, measure, score
+from benchmarks.quality.options import Options
+from benchmarks.quality.own_server import variants
+from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, Prompt
+from benchmarks.quality.run import Run
+from benchmarks.quality.tasks import make
+from vllm_kvevict.timeline import RequestTimeline, Timeline
+
+METRICS = """# HELP vllm:cache_config_info
+vllm:cache_config_info{block_size="16",engine="0"} 1.0
+vllm_kvevict:evictions_total{engine="0"} 5.0
+vllm_kvevict:evictions_total{engine="1"} 2.0
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    seen: ClassVar[list[dict]] = []
+    refuses = True
+
+    def do_GET(self) -> None:
+        answer = METRICS if self.path == "/metrics" else '{"data": [{"id": "served"}]}'
+        self.reply(200, answer)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(body)
+        policy = body.get("vllm_xargs", {}).get("kv_eviction")
+        if policy == "no-such-policy" and self.refuses:
+            return self.reply(400, '{"error": "unknown policy"}')
+        text = f"{policy} {len(body['prompt'])}"
+        return self.reply(200, json.dumps({"choices": [{"text": text, "token_ids": [1, 2]}]}))
+
+    def reply(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    Handler.seen, Handler.refuses = [], True
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield Endpoint(f"http://127.0.0.1:{server.server_port}/v1/")
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def prompts() -> list[Prompt]:
+    return [
+        Prompt(make(task, 60, n), tuple(range(300 + 40 * n)), 250 + 40 * n)
+        for n, task in enumerate(("lines", "lines", "vt"))
+    ]
+
+
+def plan(**changes) -> Plan:
+    labels = {"snapkv": "snapkv", "ada-snapkv, avg 5": "ada-snapkv"}
+    settings = dict(
+        labels=labels, budgets=("20%", "80%"), scenarios=SCENARIOS, max_tokens=4, window=32,
+        block_size=32,
+    )  # fmt: skip
+    return Plan(**settings | changes)
+
+
+def test_requests_of_a_sample(endpoint, prompts):
+    answers = measure(endpoint, plan(), prompts, concurrency=2)
+    assert len(answers) == 9 and all(len(row) == 3 for row in answers.values())
+    for prompt in prompts:
+        asked = [body for body in Handler.seen if body["prompt"] == list(prompt.ids)]
+        assert len(asked) == 9
+        assert all(body["temperature"] == 0 and body["model"] == "served" for body in asked)
+        first, *others = [body["vllm_xargs"] for body in asked]
+        assert first == {"kv_eviction": "none"}, "the full cache comes first"
+        points = [xargs.get("kv_eviction_at") for xargs in others]
+        assert points == [None] * 4 + [prompt.context] * 4
+        assert {xargs["kv_eviction_interval"] for xargs in others} == {0}
+        assert {(x["kv_eviction"], x["kv_eviction_budget"]) for x in others} == {
+            (policy, budget) for policy in ("snapkv", "ada-snapkv") for budget in ("20%", "80%")
+        }
+    assert [answer.text for answer in answers[FULL_CELL]] == ["none 300", "none 340", "none 380"]
+
+
+def test_scores_keep_the_order_of_the_samples(prompts):
+    class Answer:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+    texts = ["nothing", prompts[1].sample.answers[0], " ".join(prompts[2].sample.answers[:2])]
+    found = score(prompts, map(Answer, texts))
+    assert found == {"lines": [0.0, 1.0], "vt": [0.5]}
+
+
+@pytest.mark.parametrize("budget", ["10%", "40%", "97%", "100%", "96", "400"])
+def test_kept_is_what_a_request_holds(budget):
+    """Against the schedule of a request, token by token: store and tail after the eviction."""
+    for point in (40, 65, 333, 640, 1001):
+        share = float(budget[:-1]) / 100 if budget.endswith("%") else None
+        tokens = None if share else int(budget)
+        rule = Timeline(
+            block_size=32, window=32, interval=0, budget_tokens=tokens, budget_share=share
+        )
+        request = RequestTimeline(rule, point, point)
+        found = kept(budget, point, window=32, block_size=32)
+        assert found.evicts == request.is_due(point)
+        if not found.evicts:
+            assert found.tokens == point
+            continue
+        _, tail_start = request.evict(point)
+        held = len(range(tail_start, point)) + request.store_blocks * 32
+        assert found.tokens == held < point
+
+
+def test_expected_counters(prompts):
+    assert plan(budgets=("100%",)).expected(prompts) == {"evictions": 0, "tokens_evicted": 0}
+    one = plan(budgets=("20%",), scenarios=(AWARE,), labels={"snapkv": "snapkv"})
+    # Of 300, 340 and 380 tokens the windows leave 256, 288 and 320 candidates; 20% beside the
+    # window are 28, 36 and 44 tokens, so one block is kept.
+    assert one.expected(prompts) == {"evictions": 3, "tokens_evicted": 256 + 288 + 320 - 3 * 32}
+
+
+def test_a_server_without_the_plugin_is_refused(endpoint):
+    endpoint.check_eviction_per_request((1, 2))
+    Handler.refuses = False
+    with pytest.raises(RuntimeError, match="without vllm-kvevict"):
+        endpoint.check_eviction_per_request((1, 2))
+
+
+def test_endpoint(endpoint):
+    assert endpoint.model == "served" and endpoint.block_size() == 16
+    assert sum(endpoint.metrics("vllm_kvevict:evictions_total").values()) == 7
+    assert endpoint.metrics("vllm_kvevict:none") is None
+    with pytest.raises(EndpointError, match=r"HTTP 400: /v1/completions.*unknown policy"):
+        endpoint.complete((1,), 2, {"kv_eviction": "no-such-policy"})
+
+
+@pytest.mark.parametrize(
+    "counted", [{"evictions": 9, "tokens_evicted": 100}, {"evictions": 10, "tokens_evicted": 96}]
+)
+def test_wrong_counters_fail_the_run(counted, tmp_path):
+    run = Run(Options(model=str(tmp_path)))
+    variant = variants(run.options)[0]
+    with pytest.raises(RuntimeError, match="not what they say"):
+        run.count(variant, {"evictions": 10, "tokens_evicted": 100}, counted)
+
+
+def test_right_counters(tmp_path):
+    run = Run(Options(model=str(tmp_path)))
+    default, pooled = variants(run.options)
+    expected = {"evictions": 10, "tokens_evicted": 100}
+    run.count(default, expected, expected)
+    assert not run.notes
+    run.count(pooled, expected, {"evictions": 11, "tokens_evicted": 110})
+    assert run.notes == ["server avg5: preempted requests evicted more than once"]
+    assert list(pooled.labels) == ["snapkv, avg 5", "ada-snapkv, avg 5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "s-niah,chess"], "--tasks: chess; choose from s-niah"),
+        (["--policies", "none"], "--policies: none; choose from"),
+        (["--budgets", "10%,0%"], "25%"),
+        (["--scenarios", "both"], "question-agnostic"),
+        (["--model", "/nowhere"], "no folder /nowhere"),
+        (["--samples", "0"], "samples"),
+    ],
+)
+def test_wrong_options_are_named(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        Options.parse(["--model", str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_options_from_the_command_line(tmp_path):
+    options = Options.parse(
+        ["--model", str(tmp_path), "--tasks", "vt, lines", "--scenarios", AGNOSTIC, "--no-kvpress",
+         "--samples", "3"]
+    )  # fmt: skip
+    assert options.tasks == ("vt", "lines") and options.scenarios == (AGNOSTIC,)
+    assert (options.kvpress, options.like_for_like, options.samples) == (False, True, 3)

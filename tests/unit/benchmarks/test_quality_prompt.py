@@ -1,0 +1,77 @@
+"""Where the context ends, against the tokenizer's own character offsets."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from benchmarks.quality import tokenizer as words
+from benchmarks.quality.prompt import AGNOSTIC, AWARE, common_prefix, make_prompt, message
+from benchmarks.quality.tasks import TASKS, Sample, make
+
+
+@given(st.text("ab", max_size=12), st.text("ab", max_size=12))
+def test_common_prefix(first, second):
+    expected = max(
+        n for n in range(13) if first[:n] == second[:n] and n <= min(len(first), len(second))
+    )
+    assert common_prefix(list(map(ord, first)), list(map(ord, second))) == expected
+
+
+@pytest.fixture(scope="module")
+def byte_level(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def word_level():
+    return words.build()
+
+
+def renderer(tokenizer):
+    def render(messages) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    return render, lambda messages: tokenizer(render(messages), add_special_tokens=False)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("kind", ["byte_level", "word_level"])
+def test_context_ends_where_the_question_begins(task, kind, request):
+    render, encode = renderer(request.getfixturevalue(kind))
+    for seed in range(5):
+        sample = make(task, 120, seed)
+        prompt = make_prompt(sample, lambda messages: encode(messages)["input_ids"])
+        text = render(message(sample))
+        question = text.rindex(sample.question)
+        encoded = encode(message(sample))
+        offsets = encoded.encodings[0].offsets
+        before = sum(end <= question for _, end in offsets)
+        assert prompt.ids == tuple(encoded["input_ids"])
+        # The empty question can make the last break merge with what follows it.
+        assert before - 1 <= prompt.context <= before
+        assert prompt.point(AWARE) == len(prompt.ids)
+        assert prompt.point(AGNOSTIC) == prompt.context
+        assert text[: offsets[prompt.context - 1][1]].rstrip().endswith(sample.context[-12:])
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "word_level"])
+def test_the_context_is_the_same_for_any_question(kind, request):
+    _, encode = renderer(request.getfixturevalue(kind))
+    first = make("mk-niah", 150, 1)
+    seen = set()
+    for seed in range(2, 8):
+        other = make("vt" if seed % 2 else "lines", 150, seed)
+        sample = Sample(first.task, first.context, other.question, other.answers)
+        prompt = make_prompt(sample, lambda messages: encode(messages)["input_ids"])
+        seen.add(prompt.ids[: prompt.context])
+    assert len(seen) == 1
+
+
+def test_a_template_that_puts_the_question_first_is_refused():
+    def question_first(messages):
+        context, _, question = messages[0]["content"].partition("\n")
+        return list((question + context).encode())
+
+    with pytest.raises(ValueError, match="puts the context first"):
+        make_prompt(Sample("vt", "the context", "what?", ("x",)), question_first)
