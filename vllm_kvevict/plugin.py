@@ -136,6 +136,8 @@ def _wrap_from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
         engine_args = original(cls, folded)
         if folded is not args:
             setattr(engine_args, _FROM_FLAGS, True)
+            # Further API servers get these arguments, and load plugins only after this method.
+            args.additional_config = folded.additional_config
         return engine_args
 
     return _mark(from_cli_args)
