@@ -1,4 +1,4 @@
-"""Every answer of a run in plain text, for whoever wants to read or score them anew."""
+"""Every answer of a run, for whoever wants to read or score them anew."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,14 @@ from benchmarks.quality.prompt import Prompt
 def write_answers(
     prompts: Sequence[Prompt], answers: Mapping[Cell, Sequence[Completion]], path: Path
 ) -> None:
-    """Write a JSON list, one entry a prompt; answers stand under ``scenario | label | budget``."""
+    """Write a JSON list, one entry a prompt.
+
+    Under ``scenario | label | budget`` its ``answers`` hold the text, its ``tokens`` the ids.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    names = {
+        cell: " | ".join(filter(None, (cell.scenario, cell.label, cell.budget))) for cell in answers
+    }
     rows = [
         {
             "task": prompt.sample.task,
@@ -21,10 +27,8 @@ def write_answers(
             "expected": prompt.sample.answers,
             "prompt_tokens": len(prompt.ids),
             "context_tokens": prompt.context,
-            "answers": {
-                " | ".join(filter(None, (cell.scenario, cell.label, cell.budget))): row[index].text
-                for cell, row in answers.items()
-            },
+            "answers": {names[cell]: row[index].text for cell, row in answers.items()},
+            "tokens": {names[cell]: row[index].ids for cell, row in answers.items()},
         }
         for index, prompt in enumerate(prompts)
     ]

@@ -126,7 +126,7 @@ class Run:
         if theirs is None:
             return None
         pairs = zip(self.answers[FULL_CELL], theirs, strict=True)
-        return fmean(ours.text.split() == other.text.split() for ours, other in pairs)
+        return fmean(ours.ids == other.ids for ours, other in pairs)
 
 
 def gather(options: Options) -> Run:

@@ -109,8 +109,8 @@ def test_full_cache_is_a_plain_chat(remote):
 
 def test_an_own_server_and_a_running_one_answer_alike(own, remote):
     for first, second in zip(answers(own), answers(remote[0]), strict=True):
-        shared = {key: first["answers"][key] for key in second["answers"]}
-        assert shared == second["answers"]
+        shared = {key: first["tokens"][key] for key in second["tokens"]}
+        assert shared == second["tokens"]
 
 
 def test_eviction_shows_in_the_answers(own):
@@ -138,8 +138,8 @@ def test_transformers_answers_as_vllm_does(own):
     assert found["full_cache_answers_equal_to_transformers"] == 1
     assert found["versions"]["kvpress environment: kvpress"] == "0.5.5"
     same = [
-        row["answers"][f"{scenario} | streaming-llm | {budget}"].split()
-        == row["answers"][f"{scenario} | kvpress streaming-llm | {budget}"].split()
+        row["tokens"][f"{scenario} | streaming-llm | {budget}"]
+        == row["tokens"][f"{scenario} | kvpress streaming-llm | {budget}"]
         for row in answers(own)
         for scenario in SCENARIOS
         for budget in BUDGETS
