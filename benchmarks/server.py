@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 VLLM = Path(sys.executable).with_name("vllm")
 COUNTERS = re.compile(r"KV eviction: (evictions=\d+ .*)")
 
@@ -85,14 +87,25 @@ class Server:
         self.stop()
 
     def stop(self) -> int:
-        """End the server and wait for it; what is left of its process group is killed."""
+        """End the server and wait for all its processes; what is left after a minute is killed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(60)
+        deadline = time.monotonic() + 60
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
+
+    def _alive(self) -> bool:
+        """Whether any process of the server's group still runs."""
+        self.process.poll()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                mine = os.getpgid(process.pid) == self.process.pid
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels, from /metrics; 0 where it is missing."""

@@ -219,12 +219,17 @@ def test_several_api_servers(tiny_model, truth, tmp_path):
 
 
 def test_totals_in_the_log(server, truth):
-    """Last, because the totals are complete once the server has ended."""
+    """Complete as soon as the engine is idle. Last, because it ends the server."""
+    wait_for(server, "vllm:num_requests_running", 0)
+    before = server.evictions()["evictions"]
     complete(server, PROMPTS[3])
-    before = server.log.read_text().count("KV eviction: evictions=")
-    assert server.stop() == 0
-    assert server.log.read_text().count("KV eviction: evictions=") > before
+    deadline = time.monotonic() + 60
+    while server.evictions()["evictions"] < before + 3:
+        assert time.monotonic() < deadline, "no totals when the engine became idle"
+        time.sleep(0.1)
     totals = server.evictions()
+    assert server.stop() == 0
+    assert server.evictions() == totals
     assert totals["evictions_prefill"] >= 1 and totals["evictions_decode"] >= 1
     assert totals["blocks_freed"] > totals["store_blocks_allocated"] > 0
     assert totals["postponed"] == 0

@@ -267,6 +267,7 @@ class EvictionMixin(Scheduler):
             for group in eviction.groups:
                 freed = self._evicting[group.group_id].retire(eviction.request_id, group)
                 self.eviction_counters.blocks_freed += freed
+        self._log_if_idle()
         return outputs
 
     def _get_local_prefix_cache_hit(
@@ -297,15 +298,19 @@ class EvictionMixin(Scheduler):
             logger.info("KV eviction: %s", line)
         self._logged = (now, line)
 
-    def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
-        if request_ids is None:
-            # The engine core ends all requests when it shuts down, and has little time after it.
-            self._log_counters(time.monotonic())
-        return super().finish_requests(request_ids, finished_status)
+    def _log_if_idle(self) -> None:
+        """Log totals before the last answer goes out.
 
-    def shutdown(self) -> None:
-        self._log_counters(time.monotonic())
-        super().shutdown()
+        With several API servers vLLM kills the engine core at once when it is told to stop, so
+        there is no later moment. One line at most for every request that ends.
+        """
+        if not self.requests:
+            self._log_counters(time.monotonic())
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
+        finished = super().finish_requests(request_ids, finished_status)
+        self._log_if_idle()
+        return finished
 
 
 class EvictingScheduler(EvictionMixin):
