@@ -1,0 +1,98 @@
+"""Training batches: dialogues drawn from the training half, as token ids and loss weights."""
+
+import random
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.quality import tasks
+from benchmarks.quality.tasks import Dialogue, Writer
+from benchmarks.quality.tokenizer import ASSISTANT, END, USER
+from benchmarks.quality.words import ADJECTIVES, NOUNS, NUMBERS, VARIABLES
+
+WORDS = ADJECTIVES + NOUNS + NUMBERS + VARIABLES
+
+MIX = {
+    "needles": 6,
+    "many": 22,
+    "values": 8,
+    "queries": 14,
+    "lines": 28,
+    "vt": 12,
+    "cwe": 5,
+    "fwe": 5,
+}
+"""Kinds of dialogues with their weights. Kinds that ask many questions teach fastest."""
+
+FIRST_MIX = {"echo": 40, "many": 20, "lines": 40}
+"""Up to :data:`FIRST_LENGTH` tokens: repeating the context makes heads that copy."""
+
+FIRST_LENGTH = 128
+
+
+def dialogue(rng: random.Random, tokens: int) -> Dialogue:
+    """One dialogue of about ``tokens`` tokens, of a random kind and density."""
+    write = Writer(rng, evaluation=False)
+    mix = MIX if tokens > FIRST_LENGTH else FIRST_MIX
+    (kind,) = rng.choices(list(mix), list(mix.values()))
+    turns = max(2, tokens // 36)
+    words = tokens - turns * 17 - 2
+    names = max(2, int((words // 10) ** rng.uniform(0.3, 1)))
+    if kind == "echo":
+        words = [rng.choice(WORDS) for _ in range(rng.randint(4, (tokens - 4) // 2))]
+        return Dialogue(" ".join(words), [("", (" ".join(words),))])
+    if kind == "needles":
+        names = rng.randint(1, 3)
+        found = tasks.needles(write, tokens - 17 * names - 2, names, 1, 1, names)
+    elif kind == "many":
+        turns = min(turns, names)
+        found = tasks.needles(write, tokens - 17 * turns - 2, names, 1, 1, turns)
+    elif kind == "values":
+        names = rng.randint(1, 4 if tokens > 400 else 2)
+        found = tasks.needles(write, tokens - 25 * names - 2, names, 4, 1, names)
+    elif kind == "queries":
+        names, turns = max(4, names), max(1, turns // 3)
+        found = tasks.needles(write, tokens - 36 * turns - 2, names, 1, 4, turns)
+    elif kind == "lines":
+        found = tasks.lines(write, words, turns)
+    elif kind == "vt":
+        found = tasks.tracking(write, tokens - 20 * min(turns, 6) - 2, turns, rng.randint(2, 4))
+    elif kind == "cwe":
+        found = tasks.common_words(write, tokens - 24)
+    else:
+        found = tasks.frequent_words(write, tokens - 20)
+    # Nobody asks twice: a repeated question would be answered from its first answer.
+    return Dialogue(found.context, list(dict.fromkeys(found.turns)))
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, found: Dialogue, tokens: int
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a dialogue and which of them are answers; cut at ``tokens`` whole turns."""
+    pieces = [found.context]
+    for question, answers in found.turns:
+        pieces += [question, ", ".join(answers)]
+    parts = tokenizer(pieces, add_special_tokens=False)["input_ids"]
+    user, assistant, end = tokenizer.convert_tokens_to_ids([USER, ASSISTANT, END])
+    ids, answer = [user, *parts[0]], [False] * (len(parts[0]) + 1)
+    for turn in range(len(found.turns)):
+        question, reply = parts[1 + 2 * turn], [*parts[2 + 2 * turn], end]
+        opening = [user] * (turn > 0) + [*question, assistant]
+        if turn and len(ids) + len(opening) + len(reply) > tokens:
+            break
+        ids += opening + reply
+        answer += [False] * len(opening) + [True] * len(reply)
+    return ids[:tokens], answer[:tokens]
+
+
+def batch(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, size: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [size, tokens] int64 (padded) and answer mask [size, tokens] bool."""
+    ids = torch.full((size, tokens), tokenizer.pad_token_id)
+    answer = torch.zeros((size, tokens), dtype=torch.bool)
+    for row in range(size):
+        row_ids, row_answer = encode(tokenizer, dialogue(rng, tokens), tokens)
+        ids[row, : len(row_ids)] = torch.tensor(row_ids)
+        answer[row, : len(row_ids)] = torch.tensor(row_answer)
+    return ids, answer

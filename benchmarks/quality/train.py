@@ -1,0 +1,189 @@
+"""Train the small model: `python -m benchmarks.quality.train --output FOLDER`.
+
+A curriculum of growing lengths. The loss is the cross-entropy of answers, plus a little of
+every other token. Resumable from its last checkpoint.
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.quality import data, tasks
+from benchmarks.quality.model import new_model
+from benchmarks.quality.tokenizer import build
+
+CONTEXT_LOSS = 0.1
+"""Weight of the tokens that are no answer; their words are drawn at random."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``steps`` batches of ``size`` sequences of ``length`` tokens."""
+
+    length: int
+    size: int
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Stage":
+        """Read ``LENGTHxSIZE:STEPS``; raises ValueError."""
+        shape, steps = text.split(":")
+        length, size = shape.split("x")
+        return cls(int(length), int(size), int(steps))
+
+
+def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of answer tokens plus a share of that of an eighth of the others."""
+    other = (torch.rand(ids.shape) < 0.125) & ~answer & (ids != 0)
+    picked = (answer | other)[:, 1:]
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1][picked]
+    losses = torch.nn.functional.cross_entropy(
+        model.lm_head(hidden).float(), ids[:, 1:][picked], reduction="none"
+    )
+    mask = answer[:, 1:][picked]
+    return losses[mask].mean() + CONTEXT_LOSS * losses[~mask].mean()
+
+
+@torch.no_grad()
+def accuracy(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, length: int, samples: int
+) -> dict[str, float]:
+    """Share of right answer tokens by task, on held-out material, teacher-forced.
+
+    In the tasks that ask for a set of words any word of the set is right.
+    """
+    model.eval()
+    found = {}
+    for task in tasks.TASKS:
+        right = []
+        for seed in range(samples):
+            sample = tasks.make(task, max(24, length - 72), 1_000_000 + seed)
+            turn = tasks.Dialogue(sample.context, [(sample.question, sample.answers)])
+            ids, mask = data.encode(tokenizer, turn, length)
+            tokens, answer = torch.tensor([ids]), torch.tensor([mask])[:, 1:]
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1][answer]
+                predicted = model.lm_head(hidden).argmax(-1)
+            target = tokens[:, 1:][answer]
+            if task in ("cwe", "fwe"):
+                right += torch.isin(predicted, target).tolist()
+            else:
+                right.append(bool((predicted == target).all()))
+        found[task] = sum(right) / len(right)
+    model.train()
+    return found
+
+
+def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    known = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def rate_at(step: int, total: int, warmup: int, decay: float) -> float:
+    """Share of the peak learning rate: warm-up, plateau, linear decay over the last part."""
+    left = (total - step) / max(1, total * decay)
+    return min(1.0, (step + 1) / warmup, left)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write weights in bfloat16, configuration and tokenizer, as vLLM loads them."""
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict(model.state_dict())
+    copy.config.use_cache = True
+    copy.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Run the stages and write the model, a log and a checkpoint after each evaluation."""
+    torch.set_num_threads(args.threads)
+    tokenizer = build()
+    model = new_model(len(tokenizer), args.seed)
+    chain = optimizers(model, args.rate)
+    stages = [stage for stage in args.stages for _ in range(stage.steps)]
+    args.output.mkdir(parents=True, exist_ok=True)
+    checkpoint, log = args.output / "checkpoint.pt", args.output / "log.jsonl"
+    first = 0
+    if args.resume and checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=False)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(chain, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first = state["step"]
+    model.train()
+    since, losses = time.monotonic(), []
+    bar = tqdm(range(first, len(stages)), initial=first, total=len(stages))
+    for step in bar:
+        length, size = stages[step].length, stages[step].size
+        # The step alone decides its data, so that a resumed run sees what an unbroken one does.
+        rng = random.Random(f"{args.seed}/{step}")
+        torch.manual_seed(step)
+        ids, answer = data.batch(tokenizer, rng, size, length)
+        for optimizer in chain:
+            for group in optimizer.param_groups:
+                group["lr"] = args.rate * rate_at(step, len(stages), args.warmup, args.decay)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, ids, answer)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in chain:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        bar.set_postfix(length=length, loss=f"{losses[-1]:.3f}")
+        if (step + 1) % args.every == 0 or step + 1 == len(stages):
+            entry = {
+                "step": step + 1,
+                "length": length,
+                "loss": round(sum(losses) / len(losses), 4),
+                "seconds": round(time.monotonic() - since),
+                "accuracy": accuracy(model, tokenizer, max(256, length), args.samples),
+            }
+            losses.clear()
+            with log.open("a") as out:
+                print(json.dumps(entry), file=out)
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in chain],
+                    "step": step + 1,
+                },
+                checkpoint,
+            )
+            save(model, tokenizer, args.output)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the model")
+    parser.add_argument(
+        "--stages", type=Stage.parse, nargs="+", metavar="LENGTHxSIZE:STEPS",
+        default=[Stage(64, 64, 800), Stage(256, 32, 1200), Stage(1024, 8, 500), Stage(2048, 4, 800)],
+    )  # fmt: skip
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--warmup", type=int, default=100, help="steps of warm-up")
+    parser.add_argument("--decay", type=float, default=0.2, help="share of steps that decay")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--samples", type=int, default=20, help="evaluation samples per task")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
