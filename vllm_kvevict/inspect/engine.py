@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.inspect.kept import Group, History, Snapshot
-from vllm_kvevict.inspect.options import InspectError, Options
+from vllm_kvevict.inspect.options import InspectError, Options, first_line
 from vllm_kvevict.inspect.prompt import Prompt, read_prompt
 
 BLOCKS_TO_SPARE = 16
@@ -27,6 +27,11 @@ class Run:
     evictions: int
     snapshot: Snapshot
     tokenizer: Any
+
+    @property
+    def budget(self) -> int:
+        """Tokens kept per KV head, window included."""
+        return self.config.timeline(self.block_size).budget(self.prompt.context)
 
     def decode(self, start: int, stop: int) -> str:
         """Text of positions [start, stop), generated ones included."""
@@ -77,29 +82,26 @@ def _load_tokenizer(engine_args: Any) -> Any:
             revision=engine_args.tokenizer_revision or engine_args.revision,
         )
     except (OSError, ValueError) as error:
-        raise InspectError(f"no tokenizer of {engine_args.model}: {_first_line(error)}") from None
+        raise InspectError(f"no tokenizer of {engine_args.model}: {first_line(error)}") from None
 
 
 def _check_budget(options: Options, config: EvictionConfig, prompt: Prompt) -> None:
     """Say before the model is loaded what can be known by then."""
-    n = len(prompt.ids)
-    end = (prompt.evict_at or n) if options.after == "prefill" else n + options.max_tokens
-    if not config.timeline(block_size=1).evictable(end, _store_tokens(config, n), 0):
-        raise InspectError(_too_short(config, end, n))
+    decoded = len(prompt.ids) + options.max_tokens
+    end = prompt.context if options.after == "prefill" else decoded
+    rule = config.timeline(block_size=1)
+    if not rule.evictable(end, rule.store_blocks(prompt.context), 0):
+        raise InspectError(_too_short(config, end, prompt.context))
 
 
-def _store_tokens(config: EvictionConfig, prompt_len: int) -> int:
-    return config.timeline(block_size=1).store_blocks(prompt_len)
-
-
-def _too_short(config: EvictionConfig, end: int, prompt_len: int, block_size: int = 1) -> str:
+def _too_short(config: EvictionConfig, end: int, context: int, block_size: int = 1) -> str:
     rule = config.timeline(block_size)
-    needed = (rule.store_blocks(prompt_len) + 1) * block_size + config.window
+    needed = (rule.store_blocks(context) + 1) * block_size + config.window
     blocks = f" in blocks of {block_size}" if block_size > 1 else ""
     return (
-        f"nothing was evicted, because the {end} tokens before the eviction point fit the budget "
-        f"of {rule.budget(prompt_len)} tokens per KV head (eviction starts at {needed} "
-        f"tokens{blocks}); give a longer prompt or lower --kv-eviction-budget"
+        f"nothing was evicted, because {end} tokens fit the budget of {rule.budget(context)} "
+        f"tokens per KV head (eviction starts at {needed} tokens{blocks}); give a longer prompt "
+        "or lower --kv-eviction-budget"
     )
 
 
@@ -118,7 +120,7 @@ def _sized(engine_args: Any, num_tokens: int) -> Any:
     try:
         model = engine_args.create_model_config()
     except (OSError, ValueError) as error:
-        raise InspectError(_first_line(error)) from None
+        raise InspectError(first_line(error)) from None
     layers = model.hf_text_config.num_hidden_layers
     token = 2 * layers * model.get_total_num_kv_heads() * model.get_head_size()
     block = engine_args.block_size or 128
@@ -133,13 +135,14 @@ def _start(engine_args: Any) -> Any:
     try:
         return LLM.from_engine_args(engine_args)
     except (OSError, ValueError) as error:
-        raise InspectError(_first_line(error)) from None
+        raise InspectError(first_line(error)) from None
 
 
 def _generate(
     llm: Any, options: Options, config: EvictionConfig, prompt: Prompt, tokenizer: Any
 ) -> Run:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMError
 
     core = llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker.kv_eviction
@@ -152,8 +155,8 @@ def _generate(
             SamplingParams(temperature=0, max_tokens=options.max_tokens, extra_args=extra),
             use_tqdm=False,
         )
-    except ValueError as error:
-        raise InspectError(_first_line(error)) from None
+    except (ValueError, VLLMError) as error:
+        raise InspectError(first_line(error)) from None
     n = len(prompt.ids)
     if options.after == "prefill":
         snapshot = history.after_prefill(n)
@@ -167,10 +170,9 @@ def _generate(
                 f"nothing was evicted, because the KV cache had no room for the store in "
                 f"{postponed} steps: raise --kv-cache-memory-bytes"
             )
-        end = prompt.evict_at or n
-        if options.after == "decode":
-            end = n + len(output.outputs[0].token_ids)
-        raise InspectError(_too_short(config, end, n, block_size))
+        decoded = n + len(output.outputs[0].token_ids)
+        end = prompt.context if options.after == "prefill" else decoded
+        raise InspectError(_too_short(config, end, prompt.context, block_size))
     assert worker.evictions >= 1
     answer = output.outputs[0]
     return Run(
@@ -190,11 +192,3 @@ def _groups(worker: Any) -> dict[int, Group]:
         )
         for group_id, state in worker.states.items()
     }
-
-
-def _first_line(error: Exception) -> str:
-    """The sentence in an error of vLLM's; pydantic wraps it in lines of its own."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wrapped = [line for line in lines if line.startswith("Value error, ")]
-    line = (wrapped or lines or [type(error).__name__])[0]
-    return line.removeprefix("Value error, ").split(" [type=")[0]

@@ -13,6 +13,14 @@ class InspectError(Exception):
     """What went wrong, in one sentence."""
 
 
+def first_line(error: Exception) -> str:
+    """The sentence in an error of vLLM's; pydantic wraps it in lines of its own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wrapped = [line for line in lines if line.startswith("Value error, ")]
+    line = (wrapped or lines or [type(error).__name__])[0]
+    return line.removeprefix("Value error, ").split(" [type=")[0]
+
+
 @dataclass(frozen=True)
 class Options:
     """What to run and what to draw. ``after`` is ``prefill`` or ``decode``."""
@@ -66,7 +74,11 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
         raise InspectError("inspect runs on one rank: leave --tensor-parallel-size and -pp at 1")
     args.model = options.model
     _default_policy(args)
-    return options, EngineArgs.from_cli_args(args)
+    try:
+        # Offline, this looks for the model already.
+        return options, EngineArgs.from_cli_args(args)
+    except (OSError, ValueError) as error:
+        raise InspectError(first_line(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = FlexibleArgumentParser(
         prog="python -m vllm_kvevict.inspect",
+        usage="%(prog)s MODEL --prompt-file FILE [--kv-eviction POLICY] [options]",
         description="Run one prompt with KV eviction and draw what was kept of it.",
     )
     group = parser.add_argument_group(

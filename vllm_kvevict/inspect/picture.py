@@ -201,9 +201,8 @@ def _draw_total(view: View, axes: "Axes") -> None:
     axes.stairs(bin_means(shares, edges), edges, fill=True, color="#3182bd")
     mean = float(shares[: snapshot.tail_start].mean())
     axes.plot([0, snapshot.tail_start], [mean, mean], color="black", linewidth=0.9, dashes=(5, 3))
-    budget = view.run.config.timeline(view.run.block_size).budget(len(view.run.prompt.ids))
     axes.text(
-        0.006 * n, mean + 0.03, f"budget {budget}: {mean:.0%} kept on average", fontsize=8,
+        0.006 * n, mean + 0.03, f"budget {view.run.budget}: {mean:.0%} kept on average", fontsize=8,
         bbox=dict(facecolor="white", alpha=0.75, linewidth=0, pad=1),
     )  # fmt: skip
     axes.set_ylim(0, 1.14)

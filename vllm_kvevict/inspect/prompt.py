@@ -21,6 +21,11 @@ class Prompt:
     offsets: list[tuple[int, int]] | None
     evict_at: int | None = None
 
+    @property
+    def context(self) -> int:
+        """Tokens in front of the eviction point."""
+        return len(self.ids) if self.evict_at is None else self.evict_at
+
     def tokens(self, start: int, stop: int) -> range:
         """Tokens that hold some of the characters [start, stop).
 

@@ -46,6 +46,7 @@ def as_json(view: View) -> dict[str, Any]:
         "prompt_tokens": len(run.prompt.ids),
         "evict_at": run.prompt.evict_at,
         "answer": run.answer,
+        "answer_token_ids": run.answer_ids,
         "evictions": run.evictions,
         "num_tokens": snapshot.num_tokens,
         "blocks_before": snapshot.blocks_before,

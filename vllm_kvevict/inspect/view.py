@@ -33,17 +33,16 @@ class View:
     @property
     def policy(self) -> str:
         """The policy and its budget, in words."""
-        config, n = self.run.config, len(self.run.prompt.ids)
-        tokens = config.timeline(self.run.block_size).budget(n)
+        config = self.run.config
         share = f" ({config.budget} of the prompt)" if config.budget_share else ""
-        return f"{config.policy}, budget {tokens} tokens per KV head{share}"
+        return f"{config.policy}, budget {self.run.budget} tokens per KV head{share}"
 
     @property
     def moment(self) -> str:
         """When the snapshot was taken, in words."""
         n, prompt = self.snapshot.num_tokens, len(self.run.prompt.ids)
         if n < prompt:
-            return f"after the eviction at token {n}, before the rest of the prompt"
+            return f"after the eviction at token {n}, before the other {prompt - n} of the prompt"
         if n == prompt:
             return "after prefill"
         return f"after the eviction at token {n}, {n - prompt} of them generated"
