@@ -105,6 +105,7 @@ def vllm_config(setup: Setup) -> Any:
             "budget": setup.budget,
             "window": setup.window,
             "interval": setup.interval,
+            "allow": "streaming-llm,none",
         }
     }
     config.model_config = copy.copy(config.model_config)
@@ -164,12 +165,18 @@ def make_scheduler(setup: Setup) -> Any:
 
 
 def make_request(
-    setup: Setup, request_id: str, prompt: list[int], max_tokens: int, **options: Any
+    setup: Setup,
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int,
+    asked: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Request:
+    """A request; ``asked`` are its own settings, as ``vllm_xargs`` would bring them."""
     return Request(
         request_id,
         prompt,
-        SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN]),
+        SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], extra_args=asked),
         None,
         block_hasher=get_request_block_hasher(setup.block_size, sha256),
         **options,

@@ -23,6 +23,10 @@ class Tally:
     hit_tokens: int = 0
     published: int = 0
     orphans: int = 0
+    at_point: int = 0
+    """Evictions at a request's own eviction point, with prompt left to prefill."""
+    switched_off: int = 0
+    """Steps of requests that switched eviction off."""
 
 
 @dataclass
@@ -31,6 +35,18 @@ class Life:
 
     number: int
     postponed: bool = False
+
+
+class Asked:
+    """What a request brings in ``extra_args``, read here once more."""
+
+    def __init__(self, request: Any) -> None:
+        given = request.sampling_params.extra_args or {}
+        self.policy = given.get("kv_eviction", "snapkv")
+        self.budget = given.get("kv_eviction_budget")
+        self.protect_first = int(given.get("kv_eviction_protect_first", 0))
+        at = int(given.get("kv_eviction_at", 0))
+        self.at = at + request.num_prompt_tokens if at < 0 else at
 
 
 class Invariants:
@@ -98,12 +114,17 @@ class Invariants:
             self.pool.evict_blocks(orphans)
 
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
-        entry = self.scheduler._ledger.entries.get(request_id)
-        if entry is None or not self.setup.needs_window:
+        if request_id not in self.scheduler._ledger.entries:
             return
-        for timeline in entry.timelines.values():
-            end = timeline.prefill_end
-            if (end - self.setup.window) // self.setup.block_size > timeline.store_blocks:
+        request = self.scheduler.requests[request_id]
+        asked = Asked(request)
+        needs_window = self.setup.needs_window and asked.policy != "streaming-llm"
+        if asked.policy == "none" or not (needs_window or asked.at):
+            return
+        end = asked.at or request.num_tokens
+        for manager in self.evicting:
+            store = self._store_blocks(manager.kv_cache_group_id, request)
+            if (end - self.setup.window) // self.setup.block_size > store:
                 assert hit <= end - self.setup.window, f"{request_id}: a hit covers the window"
 
     def _expect_plan(self, output: Any, plan: StepPlan) -> None:
@@ -117,26 +138,49 @@ class Invariants:
                 continue
             end = request.num_computed_tokens
             still_due = entry.due_groups(end)
+            asked = Asked(request)
+            self._expect_chunk(request, asked, end - output.num_scheduled_tokens[request_id], end)
+            if asked.policy == "none":
+                assert request_id not in evicted and request_id not in plan.rings
+                self.tally.switched_off += 1
+            if asked.policy == "streaming-llm":
+                assert request_id not in plan.rings, "a ring for a policy without a window"
             if request_id in evicted:
                 assert not still_due
                 assert evicted[request_id].num_tokens == end
+                assert evicted[request_id].policy == asked.policy
+                assert evicted[request_id].protect_first == asked.protect_first
+                self.tally.at_point += end == asked.at and end < request.num_prompt_tokens
                 for part in evicted[request_id].groups:
                     timeline = entry.timelines[part.group_id]
                     assert len(part.store) == self._store_blocks(part.group_id, request)
                     assert timeline.store_blocks == len(part.store)
             elif still_due and not self.scheduler._ledger.last_step(request_id, end):
                 self._lives[request_id].postponed = True
-                prefill = end == next(iter(entry.timelines.values())).prefill_end
+                prefill = end <= next(iter(entry.timelines.values())).prefill_end
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
                     stores = sum(entry.timelines[group].store_blocks for group in still_due)
                     assert self.pool.get_num_free_blocks() < stores, (
                         f"{request_id}: postponed at the end of prefill with room for the store"
                     )
 
+    def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
+        """No step runs across an eviction point at which something can be evicted."""
+        point = asked.at
+        if asked.policy == "none" or not point or not start < point < end:
+            return
+        for manager in self.evicting:
+            store = self._store_blocks(manager.kv_cache_group_id, request)
+            can = (point - self.setup.window) // self.setup.block_size > store
+            assert not can, f"{request.request_id}: [{start}, {end}) crosses {point}"
+
     def _store_blocks(self, group: int, request: Any) -> int:
+        asked = Asked(request)
         budget: Any = self.setup.second_budget if group else self.setup.budget
+        budget = asked.budget or budget
         if isinstance(budget, str):
-            budget = int(request.num_prompt_tokens * (float(budget[:-1]) / 100))
+            length = asked.at or request.num_prompt_tokens
+            budget = int(length * (float(budget[:-1]) / 100))
         return max(1, (budget - self.setup.window) // self.setup.block_size)
 
     def executed(self, output: Any) -> None:
@@ -235,8 +279,11 @@ class Invariants:
             group = manager.kv_cache_group_id
             assert set(manager.holdings) <= set(ledger.entries)
             for request_id, entry in ledger.entries.items():
-                timeline, request = entry.timelines[group], self.scheduler.requests[request_id]
+                timeline, request = entry.timelines.get(group), self.scheduler.requests[request_id]
                 holding = manager.holdings.get(request_id)
+                if timeline is None:
+                    assert holding is None, "a store for a request that switched eviction off"
+                    continue
                 if timeline.evicted:
                     assert holding and len(holding.store) == timeline.store_blocks
                 life = self._lives.get(request_id)

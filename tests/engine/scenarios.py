@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.request import Request
 
 from tests.engine.harness import VOCABULARY, Engine, Setup
+from vllm_kvevict.requests import parse_options
 
 
 @st.composite
@@ -40,13 +41,59 @@ def setups(draw: Any) -> Setup:
     )
 
 
+@dataclass(frozen=True)
+class Wish:
+    """A request's own settings, before the length of its prompt is known.
+
+    ``at`` is a share of the prompt; a budget in tokens is counted beside the window, protected
+    tokens up to one block, which every store has.
+    """
+
+    policy: str | None
+    budget: int | str | None
+    interval: int | None
+    protect: float
+    at: float | None
+    from_end: bool
+
+    def asked(self, setup: Setup, length: int) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+        if self.policy is not None:
+            asked["kv_eviction"] = self.policy
+        if self.budget is not None:
+            share = isinstance(self.budget, str)
+            asked["kv_eviction_budget"] = self.budget if share else setup.window + self.budget
+        if self.interval is not None:
+            asked["kv_eviction_interval"] = self.interval
+        if self.protect:
+            asked["kv_eviction_protect_first"] = int(self.protect * setup.block_size)
+        if self.at is not None:
+            point = max(1, round(self.at * length))
+            backwards = self.from_end and point < length
+            asked["kv_eviction_at"] = str(point - length) if backwards else point
+        return asked
+
+
+WISHES = st.one_of(
+    st.none(),
+    st.builds(
+        Wish,
+        policy=st.sampled_from([None, None, "snapkv", "streaming-llm", "none"]),
+        budget=st.one_of(st.none(), st.integers(1, 120), st.sampled_from(["5%", "40%"])),
+        interval=st.sampled_from([None, 0, 4, 16, 64]),
+        protect=st.sampled_from([0, 0, 0.5, 1.0]),
+        at=st.one_of(st.none(), st.floats(0.1, 1.0), st.floats(0.4, 0.95)),
+        from_end=st.booleans(),
+    ),
+)
+
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(20, 200), st.integers(150, 500))
 MAX_TOKENS = st.one_of(st.integers(1, 4), st.integers(5, 60), st.integers(60, 200))
 
 EVENTS = st.one_of(
-    st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2)),
-    st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2)),
-    st.tuples(st.just("repeat"), st.integers(0, 20), MAX_TOKENS),
+    st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2), WISHES),
+    st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2), WISHES),
+    st.tuples(st.just("repeat"), st.integers(0, 20), MAX_TOKENS, WISHES),
     st.tuples(st.just("follow"), st.integers(0, 20), st.integers(1, 60), MAX_TOKENS),
     st.tuples(st.just("steps"), st.integers(1, 30)),
     st.tuples(st.just("steps"), st.integers(1, 80)),
@@ -86,30 +133,38 @@ class Day:
         self.engine = Engine(scenario.setup, seed=scenario.seed)
         self.rng = random.Random(scenario.seed)
         self.shared = [self._tokens(300) for _ in range(2)]
-        self.aborts = self.resets = 0
+        self.aborts = self.resets = self.wishes = 0
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(2, VOCABULARY) for _ in range(count)]
 
-    def _submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> None:
+    def _submit(
+        self, prompt: list[int], max_tokens: int, priority: int = 0, wish: Wish | None = None
+    ) -> None:
         longest = self.setup.max_model_len - 1
         if longest < 1:
             return
         prompt = prompt[:longest]
-        self.engine.add(
-            prompt, min(max_tokens, self.setup.max_model_len - len(prompt)), priority=priority
-        )
+        max_tokens = min(max_tokens, self.setup.max_model_len - len(prompt))
+        asked = wish.asked(self.setup, len(prompt)) if wish is not None else None
+        request = self.engine.add(prompt, max_tokens, priority=priority, asked=asked)
+        # A refused wish would silently become the server's settings.
+        config = self.engine.scheduler._config
+        parse_options(config, asked, request.num_prompt_tokens, self.setup.block_size)
+        self.wishes += asked is not None
 
-    def add(self, length: int, shared: int, max_tokens: int, priority: int) -> None:
+    def add(
+        self, length: int, shared: int, max_tokens: int, priority: int, wish: Wish | None
+    ) -> None:
         """A prompt that shares 0 to 100% of its tokens with others."""
         common = self.shared[shared % 2][: length * shared // 4]
-        self._submit(common + self._tokens(length - len(common)), max_tokens, priority)
+        self._submit(common + self._tokens(length - len(common)), max_tokens, priority, wish)
 
-    def repeat(self, index: int, max_tokens: int) -> None:
+    def repeat(self, index: int, max_tokens: int, wish: Wish | None) -> None:
         """The very same prompt again, as ``n > 1`` sends it."""
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
-            self._submit(list(former.prompt_token_ids or ()), max_tokens)
+            self._submit(list(former.prompt_token_ids or ()), max_tokens, wish=wish)
 
     def follow(self, index: int, more: int, max_tokens: int) -> None:
         """The next turn of a conversation: prompt, answer so far, and a question."""
@@ -150,5 +205,8 @@ class Day:
             "prefix_hits": tally.hits,
             "prefix_hit_tokens": tally.hit_tokens,
             "published_blocks": tally.published,
+            "own_settings": self.wishes,
+            "evictions_at_point": tally.at_point,
+            "steps_switched_off": tally.switched_off,
             **counters.as_dict(),
         }

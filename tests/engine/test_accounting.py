@@ -43,6 +43,8 @@ def test_no_block_is_lost_shared_or_overwritten() -> None:
         "prefix_hits",
         "prefix_hits_capped",
         "postponed",
+        "evictions_at_point",
+        "steps_switched_off",
         "blocks_freed",
     ):
         assert totals[name] > 0, f"the load never saw any of {name}"

@@ -8,9 +8,10 @@ from hypothesis import Phase, given, settings
 
 from tests.engine.scenarios import SCENARIOS, Scenario, run
 from tests.engine.test_accounting import PROFILE
-from vllm_kvevict.engine.ledger import EvictionLedger
+from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.scheduler import EvictionMixin
 from vllm_kvevict.plan import PLAN
+from vllm_kvevict.requests import RequestOptions
 
 
 def hunt() -> None:
@@ -70,6 +71,36 @@ def test_accounting_catches_a_ring_slot_with_two_writers(monkeypatch):
 def test_accounting_catches_a_store_that_never_fits(monkeypatch):
     monkeypatch.setattr(EvictionLedger, "fits", lambda self, entry, end: True)
     with pytest.raises(AssertionError, match="livelock"):
+        hunt()
+
+
+def test_accounting_catches_a_chunk_that_runs_across_an_eviction_point(monkeypatch):
+    monkeypatch.setattr(EvictionMixin, "_clip", lambda self, request_id, start, end: end)
+    with pytest.raises(AssertionError, match="crosses"):
+        hunt()
+
+
+def test_accounting_catches_a_hit_across_an_eviction_point(monkeypatch):
+    # What the cap was before there were eviction points.
+    def hit_cap(self: Any, request: Any) -> int:
+        entry = self.entry(request.request_id)
+        ends = [t.prefill_end - t.timeline.window for t in entry.timelines.values()]
+        return max(0, min(ends, default=request.num_tokens))
+
+    monkeypatch.setattr(EvictionLedger, "hit_cap", hit_cap)
+    with pytest.raises(AssertionError, match="a hit covers the window"):
+        hunt()
+
+
+def test_accounting_catches_a_ring_for_a_policy_without_a_window(monkeypatch):
+    wrap(monkeypatch, Entry, "__post_init__", lambda self: setattr(self, "needs_window", True))
+    with pytest.raises(AssertionError, match="a ring for a policy without a window"):
+        hunt()
+
+
+def test_accounting_catches_another_requests_budget(monkeypatch):
+    monkeypatch.setattr(RequestOptions, "timeline", lambda self, rule: rule)
+    with pytest.raises(AssertionError):
         hunt()
 
 

@@ -304,7 +304,8 @@ class EvictionMixin(Scheduler):
         With several API servers vLLM kills the engine core at once when it is told to stop, so
         there is no later moment. One line at most for every request that ends.
         """
-        if not self.requests:
+        counters = self.eviction_counters
+        if not self.requests and (counters.evictions or counters.postponed):
             self._log_counters(time.monotonic())
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
