@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvevict.config import EvictionConfig, flag
-from vllm_kvevict.policies.registry import POLICY_NAMES
+from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["allow", "max_budget"]
@@ -129,6 +129,43 @@ def test_bad_field(field: str, value: Any, says: str) -> None:
     assert f"{flag(field)}: {says}, not {value!r}" in message
 
 
+@pytest.mark.parametrize(
+    ("value", "allow", "choices"),
+    [
+        ("", (), ("snapkv",)),
+        ("none", ("none",), ("snapkv", "none")),
+        (
+            " none,streaming-llm ,snapkv,",
+            ("snapkv", "streaming-llm", "none"),
+            ("snapkv", "streaming-llm", "none"),
+        ),
+        (["ada-snapkv", "ada-snapkv"], ("ada-snapkv",), ("snapkv", "ada-snapkv")),
+    ],
+)
+def test_allow(value: Any, allow: tuple[str, ...], choices: tuple[str, ...]) -> None:
+    config = parse(allow=value)
+    assert (config.allow, config.choices) == (allow, choices)
+    assert config.policies == tuple(name for name in choices if name != "none")
+    assert set(build_policies(config)) == set(config.policies)
+
+
+@pytest.mark.parametrize("value", ["nope", "snapkv;none", 3, None, {"snapkv": 1}, [3]])
+def test_bad_allow(value: Any) -> None:
+    assert "--kv-eviction-allow: " in complaint({"policy": "snapkv", "allow": value})
+
+
+def test_max_budget() -> None:
+    assert parse(max_budget="2048").max_budget == 2048
+    assert parse(max_budget="50%", budget=512).max_budget == "50%"
+    message = complaint({"policy": "snapkv", "max_budget": "x"})
+    assert "--kv-eviction-max-budget: give tokens (1024) or a share" in message
+    for budget, cap in ((512, 511), ("30%", "29.5%")):
+        message = complaint({"policy": "snapkv", "budget": budget, "max_budget": cap})
+        assert f"--kv-eviction-max-budget {cap} is below the budget of {budget}" in message
+    message = complaint({"policy": "snapkv", "allow": "none", "max_budget": 2048})
+    assert "--kv-eviction-allow lists none, which --kv-eviction-max-budget rules out" in message
+
+
 @pytest.mark.parametrize("policy", ["nope", "SnapKV", "", 3, ["snapkv"], {"name": "snapkv"}])
 def test_unknown_policy_names_the_valid_ones(policy: Any) -> None:
     message = complaint({"policy": policy})
@@ -175,6 +212,8 @@ SETTINGS = st.fixed_dictionaries(
         "pool_kernel": st.integers(-1, 20) | JSON,
         "pool": st.sampled_from(["max", "avg", "min"]) | JSON,
         "sinks": st.integers(-2, 100) | JSON,
+        "allow": st.sampled_from(["none", "snapkv,none", "x"]) | JSON,
+        "max_budget": st.integers(-2, 5000) | JSON,
         "colour": JSON,
     },
 )

@@ -176,8 +176,8 @@ def test_other_additional_config_stays(parser: Any) -> None:
     )
     config = AsyncEngineArgs.from_cli_args(args).additional_config
     assert config == {"other": 1, "kv_eviction": DEFAULTS | {"policy": "snapkv"}}
-    # Each API server folds the same namespace again.
-    assert args.additional_config == {"other": 1}
+    # Each API server may fold the same namespace again.
+    assert args.additional_config == config
     assert AsyncEngineArgs.from_cli_args(args).additional_config == config
 
 
@@ -273,5 +273,19 @@ def test_namespace_of_another_parser() -> None:
 
     args = argparse.Namespace(model="m")
     assert fold_flags(args) is args
-    folded = fold_flags(argparse.Namespace(model="m", kv_eviction="snapkv"))
+    flags = argparse.Namespace(model="m", kv_eviction="snapkv")
+    folded = fold_flags(flags)
+    assert flags == argparse.Namespace(model="m", kv_eviction="snapkv")
     assert folded.additional_config["kv_eviction"]["policy"] == "snapkv"
+
+
+def test_further_api_servers_get_the_settings_without_the_plugin(parser: Any) -> None:
+    """vLLM hands them the parsed arguments, and they load plugins only after ``from_cli_args``."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    unwrapped = AsyncEngineArgs.from_cli_args.__func__.__wrapped__
+    args = parser.parse_args(["m", "--kv-eviction", "snapkv", "--kv-eviction-allow", "none"])
+    args.model = "/"
+    ours = AsyncEngineArgs.from_cli_args(args).additional_config
+    assert unwrapped(AsyncEngineArgs, args).additional_config == ours
+    assert ours["kv_eviction"]["allow"] == ["none"]

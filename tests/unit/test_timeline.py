@@ -38,6 +38,7 @@ class Walk:
     prompt_len: int
     prefill_end: int
     in_flight: int
+    at: int | None = None
     n: int = 0
     positional: set[int] = field(default_factory=set)
     stores: int = 0
@@ -46,7 +47,7 @@ class Walk:
     held: int = 0
 
     def __post_init__(self) -> None:
-        self.request = RequestTimeline(self.rule, self.prompt_len, self.prefill_end)
+        self.request = RequestTimeline(self.rule, self.prompt_len, self.prefill_end, self.at)
 
     def step(self, tokens: int) -> None:
         bs = self.rule.block_size
@@ -68,8 +69,19 @@ class Walk:
             self.stores -= stores
 
     def prefill(self, chunk: int) -> None:
+        """In chunks; one ends at the eviction point, and the next waits for its blocks."""
         while self.n < self.prefill_end:
-            self.step(min(chunk, self.prefill_end - self.n))
+            point = self.request.point or 0
+            stop = point if self.n < point < self.prefill_end else self.prefill_end
+            self.step(min(chunk, stop - self.n))
+            if self.n == self.at:
+                self.settle()
+
+    def settle(self) -> None:
+        while self.freeing:
+            blocks, stores = self.freeing.popleft()
+            self.positional -= blocks
+            self.stores -= stores
 
 
 @PROFILE
@@ -114,6 +126,55 @@ def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, re
     assert walk.evicted_at == expected
     assert walk.request.evicted == bool(expected)
     assert walk.request.computed_valid == (expected[0] if expected else None)
+
+
+@PROFILE
+@given(
+    timelines(), st.integers(1, 700), st.integers(0, 60), st.integers(1, 200), st.floats(0.01, 1)
+)
+def test_evicts_at_a_point_of_its_own_whatever_the_chunks(rule, prompt_len, replayed, chunk, share):
+    at = max(1, round(share * prompt_len))
+    end = prompt_len + replayed
+    walk = Walk(rule, prompt_len, end, in_flight=0, at=at)
+    walk.prefill(chunk)
+    for _ in range(3 * rule.stride + 5):
+        walk.step(1)
+    kept = rule.store_blocks(at) * rule.block_size
+    assert walk.request.store_blocks * rule.block_size == kept, "a share is one of the context"
+    if max(0, at - rule.window) // rule.block_size * rule.block_size > kept:
+        second = max(at + rule.stride, end)
+        later = range(second, walk.n + 1, rule.stride) if rule.stride else []
+        expected = [at, *later]
+        assert (walk.request.point, walk.request.hit_cap) == (at, rule.tail_start(at))
+    else:
+        first = max(kept + rule.window + rule.stride, end + 1)
+        expected = list(range(first, walk.n + 1, rule.stride)) if rule.stride else []
+        assert (walk.request.point, walk.request.hit_cap) == (None, end)
+    assert walk.evicted_at == expected
+
+
+@settings(PROFILE, max_examples=200)
+@given(
+    timelines(),
+    st.integers(1, 500),
+    st.integers(0, 60),
+    st.integers(1, 200),
+    st.integers(0, 1),
+    st.floats(0.01, 1),
+)
+def test_never_holds_more_than_peak_blocks_with_a_point(
+    rule, prompt_len, replayed, chunk, in_flight, share
+):
+    at = max(1, round(share * prompt_len))
+    in_flight = in_flight if rule.stride != 1 else 0
+    walk = Walk(rule, prompt_len, prompt_len + replayed, in_flight, at)
+    request = RequestTimeline(rule, prompt_len, walk.prefill_end, at)
+    walk.prefill(chunk)
+    assert walk.held <= request.peak_blocks(walk.n)
+    for _ in range(3 * rule.stride + 2 * rule.block_size):
+        walk.step(1)
+        assert walk.held <= request.peak_blocks(walk.n)
+    assert request.peak_blocks(walk.n) - walk.held <= 1
 
 
 @settings(PROFILE, max_examples=200)

@@ -7,7 +7,7 @@ from torch.nn import functional
 from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
-from vllm_kvevict.policies.base import Candidates
+from vllm_kvevict.policies.base import Candidates, protect
 from vllm_kvevict.policies.registry import POLICY_NAMES, build_policy
 from vllm_kvevict.policies.streaming_llm import StreamingLLM
 
@@ -114,3 +114,29 @@ def test_streaming_llm_refuses_what_float32_cannot_tell_apart():
     candidates = Candidates(torch.empty(1, 0, 1), valid, None, 2, 2**24 + 1, 1.0)
     with pytest.raises(ValueError, match="at most 16777216 tokens"):
         StreamingLLM().scores(candidates)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("first", [1, 5, 8, 12])
+def test_protected_tokens_are_the_first_survivors_of_every_head(name, first):
+    """Twice: at a re-eviction the first survivors are the first columns again."""
+    policy = build_policy(EvictionConfig(policy=name, budget=64, window=4))
+    candidates = random_candidates(padding=(0, 4))
+    caps = torch.tensor([[6, 5]])
+    for _ in range(2):
+        valid = candidates.valid[:, :24]
+        scores = protect(policy.scorer.scores(candidates), candidates.valid, first)
+        assert torch.isfinite(scores[valid]).all()
+        assert torch.equal(scores == float("-inf"), ~valid)
+        pages = policy.allocator.pages(scores[None], caps, 3, 4)
+        columns = select_tokens(scores[None], pages, 4)[0].split((4 * pages[0]).tolist())
+        for head, kept in enumerate(columns):
+            begin = int((~valid[head]).sum())
+            assert kept[:first].tolist() == list(range(begin, begin + first))
+        candidates = random_candidates(padding=(8, 0))
+        caps = torch.tensor([[4, 6]])
+
+
+def test_nothing_is_protected_by_default():
+    scores = torch.tensor([[0.5, 0.25]])
+    assert protect(scores, torch.ones(1, 9, dtype=torch.bool), 0) is scores
