@@ -20,8 +20,9 @@ def most_kept(
 ) -> list[Span]:
     """The most kept spans, the most kept first.
 
-    The span around a peak takes in its neighbours as long as at least half as many heads
-    hold them; the next peak is looked for outside of it.
+    A span starts from the longest run of positions that the most heads hold, and takes in its
+    neighbours as long as at least half as many heads hold them; the next one is looked for
+    outside of it.
 
     Args:
         counts: [n]: how many heads hold a position.
@@ -33,8 +34,9 @@ def most_kept(
     left = counts.copy()
     spans: list[Span] = []
     while len(spans) < limit and left.size and left.max() > 0:
-        start = int(left.argmax())
-        stop, floor = start + 1, left[start] / 2
+        peak = int(left.max())
+        start, stop = max(ranges(np.flatnonzero(left == peak)), key=lambda run: run[1] - run[0])
+        stop, floor = min(stop, start + widest), peak / 2
         while stop - start < widest:
             before = left[start - 1] if start else 0
             after = left[stop] if stop < len(left) else 0

@@ -18,6 +18,11 @@ def test_neighbours_are_merged_and_the_most_kept_comes_first() -> None:
     ]
 
 
+def test_of_equally_kept_runs_the_longest_come_first() -> None:
+    counts = np.array([2, 0, 2, 2, 0, 2, 2, 2, 0])
+    assert most_kept(counts, 2, limit=2) == [Span(2, 4, 1.0), Span(5, 8, 1.0)]
+
+
 def test_limit_and_width() -> None:
     counts = np.full(100, 5)
     assert most_kept(counts, 10, limit=2, widest=20) == [Span(0, 20, 0.5), Span(20, 40, 0.5)]
