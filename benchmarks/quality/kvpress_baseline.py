@@ -1,6 +1,6 @@
 """kvpress's answers to the same prompts, from an environment of its own, through files."""
 
-import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,6 @@ class Request(BaseModel):
 
     model: str
     max_tokens: int
-    threads: int
     check: int
     settings: dict[str, float | int]
     prompts: list[RequestedPrompt]
@@ -83,7 +82,7 @@ def answer_with_kvpress(
     block_size: int,
     max_tokens: int,
     folder: Path,
-    threads: int,
+    processes: int,
     check: int,
     kernel: int = 5,
 ) -> tuple[dict[Cell, list[Completion]], dict[str, str]]:
@@ -104,7 +103,6 @@ def answer_with_kvpress(
     request = Request(
         model=str(Path(model).resolve()),
         max_tokens=max_tokens,
-        threads=threads,
         check=min(check, len(prompts)),
         settings={"window": window, "kernel": kernel},
         prompts=[
@@ -116,19 +114,40 @@ def answer_with_kvpress(
         ],
     )
     folder.mkdir(parents=True, exist_ok=True)
-    asked, answered = folder / "kvpress-request.json", folder / "kvpress-answers.json"
+    asked = folder / "kvpress-request.json"
     asked.write_text(request.model_dump_json())
-    answered.unlink(missing_ok=True)
-    command = [PYTHON, "-m", "benchmarks.quality.kvpress_run", asked.resolve(), answered.resolve()]
-    done = subprocess.run(command, cwd=ROOT)
-    if done.returncode or not answered.exists():
-        raise RuntimeError(f"kvpress failed, see above: {' '.join(map(str, command))}")
-    response = Response.model_validate(json.loads(answered.read_text()))
+    responses = _run(asked, folder, min(processes, len(prompts)))
+    # Process i of n answered prompts i, i + n, ...
+    rows = [
+        responses[index % len(responses)].answers[index // len(responses)]
+        for index in range(len(prompts))
+    ]
     answers = {
         cell: [
             Completion(tokenizer.decode(row[index], skip_special_tokens=True), tuple(row[index]))
-            for row in response.answers
+            for row in rows
         ]
         for index, cell in enumerate(cells)
     }
-    return answers, response.versions
+    return answers, responses[0].versions
+
+
+def _run(asked: Path, folder: Path, processes: int) -> list[Response]:
+    """Let each process answer its part; all are ended where one fails."""
+    outputs = [folder / f"kvpress-answers-{part}.json" for part in range(processes)]
+    env, running = os.environ | {"OMP_NUM_THREADS": "1"}, []
+    command = [PYTHON, "-m", "benchmarks.quality.kvpress_run", asked.resolve()]
+    try:
+        for part, output in enumerate(outputs):
+            output.unlink(missing_ok=True)
+            mine = [*command, output.resolve(), "--part", f"{part}/{processes}"]
+            running.append(subprocess.Popen(mine, cwd=ROOT, env=env))
+        for process in running:
+            if process.wait():
+                raise RuntimeError(f"kvpress ended with status {process.returncode}, see above")
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return [Response.model_validate_json(output.read_text()) for output in outputs]

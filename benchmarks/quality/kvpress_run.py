@@ -1,10 +1,12 @@
 """Answers of kvpress's presses, on CPU in float32. Run by the interpreter of .venv-kvpress:
 
-    python -m benchmarks.quality.kvpress_run REQUEST ANSWERS
+    python -m benchmarks.quality.kvpress_run REQUEST ANSWERS [--part I/N]
 
 REQUEST is the JSON of :class:`benchmarks.quality.kvpress_baseline.Request`. ANSWERS becomes
 ``{"versions": {...}, "checked": int, "answers": [[token ids of each cell] of each prompt]}``.
-The first prompts are answered by kvpress's own context manager as well: other tokens are an error.
+With ``--part`` only every N-th prompt from the I-th on is answered: several processes with one
+thread each beat one process with several. The first prompts are answered by kvpress's own context
+manager as well: other tokens are an error.
 """
 
 import argparse
@@ -65,10 +67,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("request", type=Path)
     parser.add_argument("answers", type=Path)
+    parser.add_argument("--part", default="0/1")
     options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
     request = json.loads(options.request.read_text())
     disable_progress_bar()
-    torch.set_num_threads(request["threads"])
+    torch.set_num_threads(1)
     settings, limit = Settings(**request["settings"]), request["max_tokens"]
 
     def load(attention: str) -> PreTrainedModel:
@@ -79,9 +83,12 @@ def main() -> None:
     model, stock = load(ATTENTION), load("sdpa")
     answers = []
     with torch.inference_mode():
-        for index, prompt in enumerate(tqdm(request["prompts"], desc="kvpress", unit="sample")):
+        chosen = request["prompts"][part::parts]
+        for index, prompt in enumerate(
+            tqdm(chosen, desc=f"kvpress {options.part}", unit="sample", position=part)
+        ):
             answers.append(answer_prompt(model, prompt, settings, limit))
-            if index < request["check"]:
+            if part + index * parts < request["check"]:
                 check(stock, prompt, settings, limit, answers[-1])
     versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
     result = {"versions": versions, "checked": request["check"], "answers": answers}

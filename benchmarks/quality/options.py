@@ -55,7 +55,9 @@ class Options(BaseModel):
         None, ge=1, description="block size of the server, where it does not publish it"
     )
     kv_memory: str = Field("1G", description="KV-cache memory of an own server")
-    threads: int = Field(2, ge=1, description="CPU threads of an own server and of kvpress")
+    threads: int = Field(
+        1, ge=1, description="CPU threads of an own server; processes of kvpress, one thread each"
+    )
     output: Path = Field(Path("benchmarks/results/quality.json"), description="result file")
     work: Path = Field(Path(".cache/quality"), description="folder of logs and raw answers")
 

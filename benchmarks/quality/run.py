@@ -166,7 +166,7 @@ def _kvpress(gathered: Run, model: Path) -> None:
     cells = baseline_cells(options.policies, options.budgets, options.scenarios)
     answers, gathered.versions = answer_with_kvpress(
         model, gathered.prompts, cells, window=options.window, block_size=gathered.block_size,
-        max_tokens=options.max_tokens, folder=options.work, threads=options.threads,
+        max_tokens=options.max_tokens, folder=options.work, processes=options.threads,
         check=options.check,
     )  # fmt: skip
     gathered.enter(answers)
