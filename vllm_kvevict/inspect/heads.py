@@ -61,7 +61,7 @@ def draw_sightings(sheet: Sheet, view: View, top: float, rows: float) -> None:
         size = min(9.0, rows / len(heads) * 36)
         for (layer, column), count in np.ndenumerate(whole):
             ink = "white" if held[layer, column] > 0.6 else "black"
-            text = f"{count}/{heads[layer]}"
+            text = f"{count}/{heads[layer]}" if sightings[column].cached else "-"
             axes.text(column, layer, text, ha="center", va="center", color=ink, fontsize=size)
     axes.set_title(
         "KV heads that keep it whole (colour: tokens of it kept)", fontsize=10, loc="left"

@@ -45,7 +45,7 @@ def _header(view: View) -> list[str]:
     lines = [
         f"prompt of {len(run.prompt.ids)} tokens, {view.moment};  "
         f"blocks of {run.block_size}: {snapshot.blocks_before} before the eviction, "
-        f"{snapshot.blocks_after} after;  {run.evictions} evictions in all"
+        f"{snapshot.blocks_after} after;  {view.evictions}"
     ]
     answer = shorten(run.answer.strip(), 420)
     return lines + textwrap.wrap(f"answer: {answer}", 140)[:3]

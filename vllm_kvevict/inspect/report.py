@@ -17,7 +17,7 @@ def as_text(view: View) -> str:
         f"policy   {view.policy}",
         f"prompt   {len(run.prompt.ids)} tokens; blocks of {run.block_size}: "
         f"{snapshot.blocks_before} before, {snapshot.blocks_after} after the eviction",
-        f"state    {view.moment}; {run.evictions} evictions in all",
+        f"state    {view.moment}; {view.evictions}",
         f"kept     {snapshot.tail_start} positions in front of the tail, of which a KV head "
         f"keeps {_mean_kept(view):.0f} on average; the tail of "
         f"{snapshot.num_tokens - snapshot.tail_start} stays in every head",

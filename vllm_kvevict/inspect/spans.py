@@ -28,7 +28,7 @@ def most_kept(
         counts: [n]: how many heads hold a position.
         num_heads: KV heads of all layers together.
         limit: Most spans to return.
-        widest: Most positions of a span.
+        widest: Neighbours are taken in up to this width.
 
     """
     left = counts.copy()
@@ -36,7 +36,7 @@ def most_kept(
     while len(spans) < limit and left.size and left.max() > 0:
         peak = int(left.max())
         start, stop = max(ranges(np.flatnonzero(left == peak)), key=lambda run: run[1] - run[0])
-        stop, floor = min(stop, start + widest), peak / 2
+        floor = peak / 2
         while stop - start < widest:
             before = left[start - 1] if start else 0
             after = left[stop] if stop < len(left) else 0

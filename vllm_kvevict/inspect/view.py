@@ -38,6 +38,11 @@ class View:
         return f"{config.policy}, budget {self.run.budget} tokens per KV head{share}"
 
     @property
+    def evictions(self) -> str:
+        """How many evictions the whole run had, in words."""
+        return f"{self.run.evictions} eviction{'s' * (self.run.evictions > 1)} in all"
+
+    @property
     def moment(self) -> str:
         """When the snapshot was taken, in words."""
         n, prompt = self.snapshot.num_tokens, len(self.run.prompt.ids)
@@ -53,7 +58,11 @@ class View:
 
 
 def shorten(text: str, width: int) -> str:
-    """One line of at most ``width`` characters; what cannot be printed shows as a sign."""
+    """One line of at most ``width`` characters, the middle left out; what cannot be printed
+    shows as a sign."""
     line = text.replace("\n", "⏎").replace("\t", " ")
     line = "".join(sign if sign.isprintable() else "·" for sign in line)
-    return line if len(line) <= width else line[: width - 1] + "…"
+    if len(line) <= width:
+        return line
+    front = (width - 3) * 2 // 3
+    return f"{line[:front]} … {line[len(line) - (width - 3 - front) :]}"

@@ -131,4 +131,4 @@ def test_report_and_json_agree(tmp_path: Path) -> None:
 
 def test_text_fits_on_one_line() -> None:
     assert shorten("a\nb\tc\x14", 9) == "a⏎b c·"
-    assert shorten("abcdef", 4) == "abc…"
+    assert shorten("the first words and the last", 15) == "the firs … last"
