@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from benchmarks.provenance import provenance
@@ -15,11 +16,14 @@ def write(gathered: Run, results: Results) -> None:
     """JSON, Markdown and plots beside one another."""
     options, output = gathered.options, gathered.options.output
     source = provenance()
+    source["command"] = source["command"].replace(".__main__", "")
     source["versions"] |= {f"kvpress environment: {k}": v for k, v in gathered.versions.items()}
     kept_table, own = gathered.kept(), not options.base_url
     data = {
         **source,
-        "model": str(gathered.folder) if own else f"{options.model} at {options.base_url}",
+        "model": os.path.relpath(gathered.folder)
+        if own
+        else f"{options.model} at {options.base_url}",
         "weights_sha256": sha256(gathered.folder) if own else None,
         "options": options.model_dump(mode="json"),
         "block_size": gathered.block_size,
@@ -43,7 +47,18 @@ def write(gathered: Run, results: Results) -> None:
 
 
 def _evictions(evictions: dict[str, dict]) -> list[str]:
-    return [f"evictions, {name}: {found}" for name, found in evictions.items()]
+    """A sentence for each server."""
+    lines = []
+    for name, found in evictions.items():
+        expected, counted = found["expected"], found["counted"]
+        must = "{evictions} evictions of {tokens_evicted} tokens per KV head".format(**expected)
+        did = (
+            "not published"
+            if counted is None
+            else ", ".join(f"{key} {value}" for key, value in counted.items())
+        )
+        lines.append(f"Server {name}: {must} must happen; its counters: {did}.")
+    return lines
 
 
 def _head(data: dict) -> str:
@@ -58,8 +73,7 @@ def _head(data: dict) -> str:
         "",
         "Accuracy in percent with 95% intervals. What the columns and rows mean: docs/quality.md.",
         "",
-        *_evictions(data["evictions"]),
-        *data["notes"],
+        *(f"- {line}" for line in [*_evictions(data["evictions"]), *data["notes"]]),
     ]
     if data["full_cache_answers_equal_to_transformers"] is not None:
         share = data["full_cache_answers_equal_to_transformers"]
