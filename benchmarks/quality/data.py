@@ -36,17 +36,17 @@ def dialogue(rng: random.Random, tokens: int) -> Dialogue:
     mix = MIX if tokens > FIRST_LENGTH else FIRST_MIX
     (kind,) = rng.choices(list(mix), list(mix.values()))
     turns = max(2, tokens // 36)
-    words = tokens - turns * 17 - 2
-    names = max(2, int((words // 10) ** rng.uniform(0.3, 1)))
+    words = tokens - turns * 15 - 2
+    names = max(2, int((words // 9) ** rng.uniform(0.3, 1)))
     if kind == "echo":
         words = [rng.choice(WORDS) for _ in range(rng.randint(4, (tokens - 4) // 2))]
         return Dialogue(" ".join(words), [("", (" ".join(words),))])
     if kind == "needles":
         names = rng.randint(1, 3)
-        found = tasks.needles(write, tokens - 17 * names - 2, names, 1, 1, names)
+        found = tasks.needles(write, tokens - 15 * names - 2, names, 1, 1, names)
     elif kind == "many":
         turns = min(turns, names)
-        found = tasks.needles(write, tokens - 17 * turns - 2, names, 1, 1, turns)
+        found = tasks.needles(write, tokens - 15 * turns - 2, names, 1, 1, turns)
     elif kind == "values":
         names = rng.randint(1, 4 if tokens > 400 else 2)
         found = tasks.needles(write, tokens - 25 * names - 2, names, 4, 1, names)

@@ -8,6 +8,7 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.quality.words import ADJECTIVES, NOUNS, NUMBERS, PLACES, VARIABLES, VERBS
 
@@ -123,7 +124,7 @@ class Writer:
 
 def length(text: str) -> int:
     """Words and stops."""
-    return len(text.split()) + sum(map(text.count, ".,:?="))
+    return len(text.split()) + sum(map(text.count, ".,"))
 
 
 def needles(write: Writer, words: int, names: int, values: int, asked: int, turns: int) -> Dialogue:
@@ -132,7 +133,7 @@ def needles(write: Writer, words: int, names: int, values: int, asked: int, turn
     of = {key: drawn[i * values : (i + 1) * values] for i, key in enumerate(keys)}
     facts = [(key, value) for key, found in of.items() for value in found]
     write.rng.shuffle(facts)
-    context = write.mix([f"the magic number for {k} is {v}." for k, v in facts], words)
+    context = write.mix([f"the magic number for {k}: {v}." for k, v in facts], words)
     for key in keys:
         of[key] = [v for k, v in facts if k == key]
     questions: list[Turn] = []
@@ -147,15 +148,13 @@ def needles(write: Writer, words: int, names: int, values: int, asked: int, turn
 
 def lines(write: Writer, words: int, turns: int) -> Dialogue:
     """LongEval's line retrieval (SubGen section 3): nothing but lines."""
-    count = max(2, words // 9)
+    count = max(2, words // 6)
     keys, values = write.names(count), write.values(count)
-    context = "\n".join(
-        f"line {key}: content is {value}." for key, value in zip(keys, values, strict=True)
-    )
+    context = "\n".join(f"line {key}: {value}." for key, value in zip(keys, values, strict=True))
     asked = write.slots(count, min(turns, max(1, count * 3 // 4)))
     write.rng.shuffle(asked)
     return Dialogue(
-        context, [(f"what is the content in line {keys[i]}?", (values[i],)) for i in asked]
+        context, [(f"what is the content of line {keys[i]}?", (values[i],)) for i in asked]
     )
 
 
@@ -168,7 +167,7 @@ def tracking(write: Writer, words: int, turns: int, hops: int) -> Dialogue:
     for c, value in enumerate(values):
         chain = names[c * hops : (c + 1) * hops]
         first = f"variable {chain[0]} = {value}."
-        rest = [f"variable {b} = variable {a}." for a, b in zip(chain, chain[1:], strict=False)]
+        rest = [f"variable {b} = variable {a}." for a, b in pairwise(chain)]
         pending.append([first, *rest])
         questions.append((f"which variables hold {value}?", tuple(chain)))
     facts = []

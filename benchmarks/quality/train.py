@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.quality import data, tasks
+from benchmarks.quality.card import write_card
 from benchmarks.quality.model import new_model
 from benchmarks.quality.tokenizer import build
 
@@ -37,6 +38,9 @@ class Stage:
         shape, steps = text.split(":")
         length, size = shape.split("x")
         return cls(int(length), int(size), int(steps))
+
+    def __str__(self) -> str:
+        return f"{self.length}x{self.size}:{self.steps}"
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
@@ -62,7 +66,7 @@ def accuracy(
     model.eval()
     found = {}
     for task in tasks.TASKS:
-        right = []
+        right: list[bool] = []
         for seed in range(samples):
             sample = tasks.make(task, max(24, length - 72), 1_000_000 + seed)
             turn = tasks.Dialogue(sample.context, [(sample.question, sample.answers)])
@@ -149,10 +153,11 @@ def train(args: argparse.Namespace) -> None:
                 "step": step + 1,
                 "length": length,
                 "loss": round(sum(losses) / len(losses), 4),
-                "seconds": round(time.monotonic() - since),
+                "interval_s": round(time.monotonic() - since),
                 "accuracy": accuracy(model, tokenizer, max(256, length), args.samples),
             }
             losses.clear()
+            since = time.monotonic()
             with log.open("a") as out:
                 print(json.dumps(entry), file=out)
             torch.save(
@@ -164,6 +169,8 @@ def train(args: argparse.Namespace) -> None:
                 checkpoint,
             )
             save(model, tokenizer, args.output)
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    write_card(args.output, entries, args.seed, list(map(str, args.stages)), args.samples)
 
 
 def main() -> None:
@@ -172,10 +179,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the model")
     parser.add_argument(
         "--stages", type=Stage.parse, nargs="+", metavar="LENGTHxSIZE:STEPS",
-        default=[Stage(64, 64, 800), Stage(256, 32, 1200), Stage(1024, 8, 500), Stage(2048, 4, 800)],
+        default=list(map(Stage.parse, ("64x64:500", "256x16:900", "1024x4:600", "2048x2:900"))),
     )  # fmt: skip
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--warmup", type=int, default=100, help="steps of warm-up")
+    parser.add_argument("--warmup", type=int, default=40, help="steps of warm-up")
     parser.add_argument("--decay", type=float, default=0.2, help="share of steps that decay")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.quality import data, tasks
 from benchmarks.quality.tokenizer import build
 
-NEEDLE = re.compile(r"the magic number for (\w+ \w+) is (\d+ \d+)\.")
-LINE = re.compile(r"line (\w+ \w+): content is (\d+ \d+)\.")
+NEEDLE = re.compile(r"the magic number for (\w+ \w+): (\d+ \d+)\.")
+LINE = re.compile(r"line (\w+ \w+): (\d+ \d+)\.")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def tokenizer():
 def answers_by_reading(task: str, context: str, question: str) -> list[str]:
     """The answers, read from the text alone."""
     if task == "lines":
-        (asked,) = re.findall(r"in line (\w+ \w+)\?", question)
+        (asked,) = re.findall(r"of line (\w+ \w+)\?", question)
         return [value for key, value in LINE.findall(context) if key == asked]
     if task == "vt":
         (value,) = re.findall(r"hold (\d+ \d+)\?", question)
