@@ -123,11 +123,14 @@ class RequestTimeline:
 
     @property
     def hit_cap(self) -> int:
-        """Most tokens that a prefix-cache hit may cover.
+        """Most tokens that a prefix-cache hit may cover, asked before anything is evicted.
 
-        The queries of the last w tokens before the eviction must be computed.
+        The queries of the last w tokens before the first eviction must be computed, also where
+        it comes soon after the prefill.
         """
-        return self.prefill_end if self.point is None else self.timeline.tail_start(self.point)
+        if self.due is None:
+            return self.prefill_end
+        return min(self.prefill_end, self.timeline.tail_start(self.due))
 
     def is_due(self, n: int) -> bool:
         """Whether the step that ends at ``n`` should evict."""

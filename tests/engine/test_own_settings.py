@@ -139,6 +139,22 @@ def test_a_hit_stops_before_the_window_of_the_point(setup):
 
 
 @BOTH
+@pytest.mark.parametrize("length, covered", [(53, 48), (60, 48), (70, 56)])
+def test_a_hit_spares_the_window_of_an_eviction_soon_after_the_prefill(setup, length, covered):
+    """At an eviction point of 47 nothing can go, so the first eviction is due after prefill."""
+    core = engine(replace(setup, interval=16))
+    core.add(tokens(length), 2, asked={"kv_eviction": "none"})
+    core.finish()
+    core.add(tokens(length), 20, asked={"kv_eviction_at": 47})
+    output = core.step()
+    assert [new.num_computed_tokens for new in output.scheduled_new_reqs] == [covered]
+    due = max(4 * 8 + 8 + 16, length + 1)
+    assert covered <= due - 8
+    assert walk(core)[0] == due
+    assert counters(core).postponed == 0
+
+
+@BOTH
 def test_requests_with_one_prefix_and_different_budgets_share_only_what_full_attention_saw(setup):
     """The invariants compare every published block with full attention's, after every step."""
     core = engine(replace(setup, max_batched=512))

@@ -211,7 +211,8 @@ class EvictionLedger:
         caps = [
             t.hit_cap
             for t in entry.timelines.values()
-            if t.at is not None or (self.rings is not None and entry.needs_window)
+            if (t.at is not None and t.point is not None)
+            or (self.rings is not None and entry.needs_window)
         ]
         return min(caps, default=request.num_tokens)
 

@@ -1,0 +1,130 @@
+"""Requests with their own settings through HTTP, on a server of two API processes."""
+
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from benchmarks.server import Server
+from tests.e2e.test_own_settings import asks
+from tests.e2e.test_server import BASE, GREEDY, NEW_TOKENS, complete, events, wait_for
+from tests.models import random_prompt, random_text
+from tests.oracles.engine import engine
+from tests.oracles.masked import MaskedModel, check_tokens
+
+SETTINGS = dict(policy="snapkv", budget=96, interval=32, allow="streaming-llm")
+PROMPT = random_prompt(400, seed=11)
+CASES = [{}, asks(at=300, interval=0), asks("streaming-llm", at="-20"), asks(budget="50%")]
+MESSAGES = [dict(role="user", content=random_text(120, seed=3))]
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (asks("none"), "(snapkv, streaming-llm), not 'none'"),
+    (asks("ada-snapkv"), "(snapkv, streaming-llm), not 'ada-snapkv'"),
+    (asks(budget=32), "leaves no room beside the observation window of 32 tokens"),
+    (asks(budget="half"), "give tokens (1024) or a share of the prompt (25%)"),
+    (asks(interval=-1), "kv_eviction_interval must be at least 0"),
+    (asks(interval=[1]), "kv_eviction_interval must be a whole number"),
+    (asks(protect_first=65), "at most the 64 tokens"),
+    (asks(at=0), "kv_eviction_at must be between 1 and the prompt's"),
+    (asks(at=5000), "kv_eviction_at must be between 1 and the prompt's"),
+    (asks(point=3), "unknown key 'kv_eviction_point'"),
+]
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_model) -> list[list[int]]:
+    """Completions of the cases, from an engine that the oracle confirms."""
+    oracle = MaskedModel(tiny_model)
+    with engine(tiny_model, SETTINGS, max_model_len=2048) as run:
+        prompts = [PROMPT] * len(CASES)
+        outputs = run.generate(prompts, NEW_TOKENS, CASES)
+        for output, lives in zip(outputs, run.lives(), strict=True):
+            assert check_tokens(oracle, PROMPT, output, lives) == (NEW_TOKENS, NEW_TOKENS)
+            assert lives[0].evictions
+    assert len({tuple(output) for output in outputs}) == len(CASES), "settings changed nothing"
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, truth, tmp_path_factory) -> Iterator[Server]:
+    arguments = [
+        *BASE, "--served-model-name", "tiny", "--api-server-count", "2",
+        "--kv-eviction", "snapkv", "--kv-eviction-budget", "96", "--kv-eviction-interval", "32",
+        "--kv-eviction-allow", "streaming-llm",
+    ]  # fmt: skip
+    with Server(tiny_model, arguments, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+def refusal(server: Server, path: str, body: dict[str, Any]) -> str:
+    """The message of an HTTP 400."""
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=60)
+    error = json.load(caught.value)["error"]
+    assert caught.value.code == error["code"] == 400
+    return error["message"]
+
+
+def test_completions_with_their_own_settings(server, truth):
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(
+            threads.map(lambda asked: complete(server, PROMPT, vllm_xargs=asked)[0], CASES * 2)
+        )
+    assert [answer["token_ids"] for answer in answers] == truth * 2
+
+
+def test_chat_with_its_own_settings(server):
+    body = dict(model="tiny", messages=MESSAGES) | GREEDY
+    before = server.evictions()["evictions"]
+    plain = server.post("/v1/chat/completions", body)
+    mine = server.post("/v1/chat/completions", body | dict(vllm_xargs=asks(at=-4, interval=0)))
+    wait_for(server, "vllm:num_requests_running", 0)
+    assert server.evictions()["evictions"] - before == 3 + 1
+    assert mine["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
+def test_bad_values_are_refused_while_another_stream_goes_on(server, truth, stream):
+    body = dict(model="tiny", prompt=PROMPT, vllm_xargs=CASES[1]) | GREEDY
+    undisturbed = events(server, "/v1/completions", body)
+    chunks = [next(undisturbed)]
+    for asked, reason in BAD:
+        for path, content in (
+            ("/v1/completions", dict(prompt=PROMPT)),
+            # The last of several prompts is enough.
+            ("/v1/completions", dict(prompt=[PROMPT[:350], PROMPT])),
+            ("/v1/chat/completions", dict(messages=MESSAGES)),
+        ):
+            options = dict(model="tiny", vllm_xargs=asked, stream=stream, max_tokens=8)
+            message = refusal(server, path, content | options)
+            assert reason in message and message.startswith("KV eviction: ")
+            assert "\n" not in message
+    chunks += undisturbed
+    ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"] or []]
+    assert ids == truth[1]
+    log = server.log.read_text()
+    assert "the server's settings apply" not in log and "Traceback" not in log
+
+
+def test_each_api_server_refuses(server):
+    """One of the two is stopped, so the other must answer."""
+    found = re.findall(r"\(ApiServer_\d pid=(\d+)\)", server.log.read_text())
+    pids = sorted({int(pid) for pid in found})
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            body = dict(model="tiny", prompt=PROMPT, vllm_xargs=asks("none"))
+            assert "'none'" in refusal(server, "/v1/completions", body)
+        finally:
+            os.kill(pid, signal.SIGCONT)
