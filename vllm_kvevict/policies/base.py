@@ -7,7 +7,7 @@ that heads with fewer cached tokens are padded on the left (``valid`` is False t
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -81,6 +81,13 @@ class Scorer(ABC):
             ``valid`` is False.
 
         """
+
+    def per_head(self) -> Self:
+        """The scorer beside an adaptive allocator, whose heads keep different tokens.
+
+        A scorer that mixes the heads of a layer overrides it.
+        """
+        return self
 
 
 class Allocator(ABC):

@@ -4,28 +4,66 @@ The table holds strings, so that reading the valid names imports no torch.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm_kvevict.config import EvictionConfig
     from vllm_kvevict.policies.base import Policy
 
-POLICIES: dict[str, tuple[str, str]] = {
-    # name: (module whose build(config) makes it, one line for --help)
-    "ada-snapkv": ("ada_snapkv", "SnapKV scores; the heads of a layer share the budget (Ada-KV)"),
-    "snapkv": ("snapkv", "attention of the last queries, the same budget for every head"),
-    "streaming-llm": ("streaming_llm", "the first tokens and the most recent ones"),
+ADA = "ada-"
+"""Before a policy's name: its scores, and the heads of a layer share the budget (Ada-KV)."""
+
+
+class Entry(NamedTuple):
+    """A policy of its own.
+
+    Args:
+        module: Module beside this one whose ``build(config)`` makes the scorer.
+        summary: One line for ``--help``.
+        adaptive: Whether scores of different heads compare, so that :data:`ADA` may stand
+            before the name.
+
+    """
+
+    module: str
+    summary: str
+    adaptive: bool
+
+
+TABLE = {
+    "snapkv": Entry(
+        "snapkv", "attention of the last queries, pooled; every head keeps as much", True
+    ),
+    "streaming-llm": Entry("streaming_llm", "the first tokens and the most recent ones", False),
 }
+
+
+def _names() -> dict[str, tuple[str, str]]:
+    lines = {}
+    for name, entry in TABLE.items():
+        if entry.adaptive:
+            summary = f"scores of {name}; the heads of a layer share the budget (Ada-KV)"
+            lines[ADA + name] = (entry.module, summary)
+        lines[name] = (entry.module, entry.summary)
+    return lines
+
+
+POLICIES = _names()
+"""Module and one line for ``--help`` of everything that ``--kv-eviction`` may name."""
+
 POLICY_NAMES = tuple(POLICIES)
 
 
 def build_policy(config: "EvictionConfig") -> "Policy":
     """The policy that ``config`` names, with its parameters filled in."""
-    module, summary = POLICIES[config.policy]
-    scorer, allocator = import_module(f"vllm_kvevict.policies.{module}").build(config)
+    from vllm_kvevict.policies.allocators import Adaptive, Uniform
     from vllm_kvevict.policies.base import Policy
 
-    return Policy(config.policy, summary, scorer, allocator)
+    module, summary = POLICIES[config.policy]
+    scorer = import_module(f"vllm_kvevict.policies.{module}").build(config)
+    if config.policy.startswith(ADA):
+        return Policy(config.policy, summary, scorer.per_head(), Adaptive(config.floor))
+    return Policy(config.policy, summary, scorer, Uniform())
 
 
 def build_policies(config: "EvictionConfig") -> dict[str, "Policy"]:

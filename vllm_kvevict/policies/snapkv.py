@@ -1,4 +1,4 @@
-"""SnapKV: attention of the last queries, the same budget for every head."""
+"""SnapKV: attention of the last queries."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vllm_kvevict.ops.reference.score import pool, window_attention
-from vllm_kvevict.policies.allocators import Uniform
-from vllm_kvevict.policies.base import Allocator, Candidates, Scorer
+from vllm_kvevict.policies.base import Candidates, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.config import EvictionConfig
@@ -36,6 +35,6 @@ class SnapKV(Scorer):
         return pooled[:, : candidates.num_candidates]
 
 
-def build(config: "EvictionConfig") -> tuple[Scorer, Allocator]:
-    """Scorer and allocator of the policy ``snapkv``."""
-    return SnapKV(config.pool_kernel, config.pool), Uniform()
+def build(config: "EvictionConfig") -> Scorer:
+    """Scorer of the policy ``snapkv``."""
+    return SnapKV(config.pool_kernel, config.pool)

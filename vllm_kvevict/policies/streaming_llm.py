@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.policies.allocators import Uniform
-from vllm_kvevict.policies.base import Allocator, Candidates, Scorer
+from vllm_kvevict.policies.base import Candidates, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.config import EvictionConfig
@@ -48,6 +47,6 @@ class StreamingLLM(Scorer):
         return scores.masked_fill(~valid, float("-inf"))
 
 
-def build(config: "EvictionConfig") -> tuple[Scorer, Allocator]:
-    """Scorer and allocator of the policy ``streaming-llm``."""
-    return StreamingLLM(config.sinks), Uniform()
+def build(config: "EvictionConfig") -> Scorer:
+    """Scorer of the policy ``streaming-llm``."""
+    return StreamingLLM(config.sinks)

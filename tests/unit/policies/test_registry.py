@@ -1,0 +1,64 @@
+"""Names, and what ``ada-`` in front of one means."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import vllm_kvevict.policies
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.policies import registry
+from vllm_kvevict.policies.allocators import Adaptive, Uniform
+from vllm_kvevict.policies.registry import POLICIES, POLICY_NAMES, TABLE, build_policy
+
+ADAPTIVE = [name for name, entry in TABLE.items() if entry.adaptive]
+
+
+def build(name: str, **settings):
+    return build_policy(EvictionConfig(policy=name, **settings))
+
+
+def test_every_name_once_with_a_line_of_its_own():
+    assert set(POLICY_NAMES) == set(TABLE) | {f"ada-{name}" for name in ADAPTIVE}
+    summaries = [summary for _, summary in POLICIES.values()]
+    assert len(set(summaries)) == len(summaries)
+    assert all(summary and "\n" not in summary for summary in summaries)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_ada_changes_the_allocator_and_nothing_else(name):
+    settings = dict(floor=0.35, pool_kernel=3, pool="avg")
+    plain, adaptive = build(name, **settings), build(f"ada-{name}", **settings)
+    assert adaptive.scorer == plain.scorer.per_head()
+    assert (plain.allocator, adaptive.allocator) == (Uniform(), Adaptive(0.35))
+    assert (plain.name, adaptive.name) == (name, f"ada-{name}")
+    assert plain.needs_window == adaptive.needs_window
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in ADAPTIVE])
+def test_heads_that_do_not_compare_share_no_budget(name):
+    assert build(name).allocator == Uniform()
+    with pytest.raises(ValueError, match=f"unknown policy 'ada-{name}'; choose from ada-snapkv"):
+        EvictionConfig(policy=f"ada-{name}")
+
+
+def test_a_policy_is_one_file_and_one_line(monkeypatch):
+    """Every file beside the contract is a line of the table, and a new line is all it takes."""
+    folder = Path(vllm_kvevict.policies.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert modules - {"base", "allocators", "registry"} == {e.module for e in TABLE.values()}
+    monkeypatch.setitem(TABLE, "mine", registry.Entry("snapkv", "mine", True))
+    added = set(registry._names()) - set(POLICY_NAMES)
+    assert added == {"mine", "ada-mine"}
+
+
+def test_reading_the_names_imports_no_torch():
+    code = "import sys, vllm_kvevict.policies.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_modules_exist(name):
+    assert callable(import_module(f"vllm_kvevict.policies.{TABLE[name].module}").build)
