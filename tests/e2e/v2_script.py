@@ -25,19 +25,22 @@ def force_async_scheduling() -> None:
 def main(model: Path, scheduler: str) -> None:
     if scheduler == "async":
         force_async_scheduling()
-    prompts = [random_prompt(n, seed=n) for n in (300, 133, 1)]
+    prompts = [random_prompt(n, seed=n) for n in (300, 133, 1, 280)]
+    asked = [{}, {}, {}, {"kv_eviction_at": 200, "kv_eviction": "streaming-llm"}]
     options = dict(
         max_num_batched_tokens=128, max_model_len=1024, max_num_seqs=4, enable_prefix_caching=True
     )
-    with engine(model, dict(policy="ada-snapkv", budget=96, interval=32), **options) as run:
+    settings = dict(policy="ada-snapkv", budget=96, interval=32, allow="streaming-llm")
+    with engine(model, settings, **options) as run:
         free = run.free_blocks()
         oracle = MaskedModel(model)
-        agreed = total = full = 0
+        agreed = total = full = points = 0
         for _ in range(2):  # the second time with prefix hits
-            outputs = run.generate(prompts, 150)
+            outputs = run.generate(prompts, 150, asked)
             for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
                 same, count = check_tokens(oracle, prompt, output, lives)
                 agreed, total = agreed + same, total + count
+                points += any(eviction.n == 200 < len(prompt) for eviction in lives[0].evictions)
                 full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
         result = dict(
             runner=type(run.worker.model_runner).__module__,
@@ -46,6 +49,7 @@ def main(model: Path, scheduler: str) -> None:
             agreed=agreed,
             total=total,
             full_attention_agreed=full,
+            evictions_at_point=points,
             evictions=run.counters.evictions,
             evictions_on_worker=run.worker.kv_eviction.evictions,
             blocks_leaked=free - run.free_blocks(),
