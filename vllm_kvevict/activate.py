@@ -100,6 +100,12 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         block_size,
         blocks,
     )
+    if config.allow or config.max_budget is not None:
+        logger.info(
+            "KV eviction: requests may choose among %s, with a budget of %s.",
+            ", ".join(config.choices),
+            "any size" if config.max_budget is None else f"at most {config.max_budget}",
+        )
     if tokens is None:
         return
     kept = timeline.store_blocks(0) * block_size + config.window

@@ -219,3 +219,11 @@ def _activate(config: Any, eviction: Any = "snapkv") -> None:
     parsed = EvictionConfig.parse(eviction)
     assert parsed is not None
     activate(config, parsed)
+
+
+def test_says_what_requests_may_choose(build: Any, records: list[logging.LogRecord]) -> None:
+    build("snapkv")
+    assert not [record for record in records if "may choose" in record.getMessage()]
+    build({"policy": "snapkv", "budget": 512, "allow": "streaming-llm", "max_budget": "50%"})
+    (line,) = [record.getMessage() for record in records if "may choose" in record.getMessage()]
+    assert "snapkv, streaming-llm" in line and "at most 50%" in line
