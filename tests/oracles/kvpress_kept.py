@@ -8,13 +8,15 @@ import json
 from pathlib import Path
 
 import torch
-from kvpress import AdaKVPress, BasePress, SnapKVPress, StreamingLLMPress
+from kvpress import AdaKVPress, BasePress, SnapKVPress, StreamingLLMPress, TOVAPress
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
 def make_press(options: argparse.Namespace, ratio: float) -> BasePress:
     if options.press == "streaming-llm":
         return StreamingLLMPress(ratio, n_sink=options.sinks)
+    if options.press == "tova":
+        return TOVAPress(ratio)
     snapkv = SnapKVPress(ratio, window_size=options.window, kernel_size=options.kernel)
     return AdaKVPress(snapkv, options.floor) if options.press == "ada-snapkv" else snapkv
 
@@ -45,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("tokens", type=Path, help="JSON list of token ids")
-    parser.add_argument("press", choices=["snapkv", "ada-snapkv", "streaming-llm"])
+    parser.add_argument("press", choices=["snapkv", "ada-snapkv", "streaming-llm", "tova"])
     parser.add_argument("output", type=Path)
     parser.add_argument("--keep", type=int, required=True, help="per head, window included")
     parser.add_argument("--window", type=int, default=32)

@@ -6,6 +6,7 @@ that heads with fewer cached tokens are padded on the left (``valid`` is False t
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,6 +27,8 @@ class Candidates:
         num_candidates: Columns that may be evicted; a multiple of the block size.
         scale: Softmax scale of the model's attention.
         softcap: Logit soft cap of the model's attention, 0 for none.
+        mean_of_ranks: Averages a tensor over the tensor-parallel ranks, which hold the other
+            heads of the layer; the same result on each.
 
     """
 
@@ -36,6 +39,7 @@ class Candidates:
     num_candidates: int
     scale: float
     softcap: float = 0.0
+    mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 
     @property
     def num_heads(self) -> int:

@@ -35,6 +35,7 @@ TABLE = {
         "snapkv", "attention of the last queries, pooled; every head keeps as much", True
     ),
     "streaming-llm": Entry("streaming_llm", "the first tokens and the most recent ones", False),
+    "tova": Entry("tova", "attention of the last query alone (TOVA, MSRNN)", True),
 }
 
 

@@ -13,6 +13,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.policies.base import Candidates, Policy, protect
+from vllm_kvevict.worker.ranks import mean_of_ranks
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.state import GroupState
@@ -172,6 +173,7 @@ class WorkerEviction:
             num_candidates=candidate_pages * bs,
             scale=cache.scale,
             softcap=cache.softcap,
+            mean_of_ranks=mean_of_ranks,
         )
         scores = policy.scorer.scores(candidates)
         return protect(scores, candidates.valid, eviction.protect_first)

@@ -6,6 +6,8 @@ head, among them the window, whose scores it sets above all others:
 
     n_kept = S * bs + w
 
+TOVAPress keeps no window but the last token, so for it w = 1 and the prompt is shorter.
+
 AdaKVPress guarantees each head its ``n_safe = int(n_kept * alpha)`` best tokens. The w best
 are the window again, so of the candidates a head is sure of ``n_safe - w``; our floor
 guarantees ``max(1, int(floor * S))`` pages, here of one token. They agree where
@@ -64,23 +66,26 @@ def captured(tiny_model_kv4):
     return torch.stack(queries).unflatten(1, (4, -1)), keys, scales[0]
 
 
-def kept_by_us(captured, policy: str, block_size: int, **settings) -> list[list[list[int]]]:
+def kept_by_us(
+    captured, policy: str, block_size: int, window: int = WINDOW, **settings
+) -> list[list[list[int]]]:
     queries, keys, scale = captured
+    length = len(PROMPT) - WINDOW + window
     config = EvictionConfig(
-        policy=policy, budget=STORE_TOKENS + WINDOW, window=WINDOW, pool="avg", **settings
+        policy=policy, budget=STORE_TOKENS + window, window=window, pool="avg", **settings
     )
     rule = config.timeline(block_size)
-    tail_start, store = rule.tail_start(len(PROMPT)), rule.store_blocks(len(PROMPT))
-    assert (tail_start, store * block_size) == (len(PROMPT) - WINDOW, STORE_TOKENS)
+    tail_start, store = rule.tail_start(length), rule.store_blocks(length)
+    assert (tail_start, store * block_size) == (length - window, STORE_TOKENS)
     chosen = build_policy(config)
     scores = torch.stack(
         [
             chosen.scorer.scores(
                 Candidates(
-                    keys=layer_keys,
-                    valid=torch.ones(layer_keys.shape[:2], dtype=torch.bool),
-                    queries=layer_queries[:, :, -WINDOW:] if chosen.needs_window else None,
-                    window=WINDOW,
+                    keys=layer_keys[:, :length],
+                    valid=torch.ones(len(layer_keys), length, dtype=torch.bool),
+                    queries=layer_queries[:, :, tail_start:length] if chosen.needs_window else None,
+                    window=window,
                     num_candidates=tail_start,
                     scale=scale,
                 )
@@ -91,19 +96,21 @@ def kept_by_us(captured, policy: str, block_size: int, **settings) -> list[list[
     caps = torch.full(scores.shape[:2], tail_start // block_size)
     pages = chosen.allocator.pages(scores, caps, store, block_size)
     columns = select_tokens(scores, pages, block_size)
-    tail = list(range(tail_start, len(PROMPT)))
+    tail = list(range(tail_start, length))
     return [
         [head.tolist() + tail for head in row.split((layer * block_size).tolist())]
         for row, layer in zip(columns, pages, strict=True)
     ]
 
 
-def kept_by_kvpress(model: Path, tmp_path: Path, press: str, **options) -> list[list[list[int]]]:
+def kept_by_kvpress(
+    model: Path, tmp_path: Path, press: str, window: int = WINDOW, **options
+) -> list[list[list[int]]]:
     if not PYTHON.exists():
         pytest.fail(f"{PYTHON} is missing: run `make setup-kvpress`")
     tokens, output = tmp_path / "tokens.json", tmp_path / "kept.json"
-    tokens.write_text(json.dumps(PROMPT))
-    options |= {"keep": STORE_TOKENS + WINDOW, "window": WINDOW}
+    tokens.write_text(json.dumps(PROMPT[: len(PROMPT) - WINDOW + window]))
+    options |= {"keep": STORE_TOKENS + window, "window": window}
     flags = [f"--{name}={value}" for name, value in options.items()]
     script = ROOT / "tests" / "oracles" / "kvpress_kept.py"
     done = subprocess.run(
@@ -125,6 +132,16 @@ def test_streaming_llm(captured, tiny_model_kv4, tmp_path):
     theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "streaming-llm", sinks=5)
     for block_size in (16, 32):
         assert kept_by_us(captured, "streaming-llm", block_size, sinks=5) == theirs
+
+
+def test_tova(captured, tiny_model_kv4, tmp_path):
+    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "tova", window=1)
+    assert all(head == layer[0] for layer in theirs for head in layer), "heads keep the same"
+    assert len({tuple(layer[0]) for layer in theirs}) == len(theirs), "every layer differs"
+    for block_size in (16, 32):
+        assert kept_by_us(captured, "tova", block_size, window=1) == theirs
+    apart = kept_by_us(captured, "ada-tova", 16, window=1, floor=1.0)
+    assert apart != theirs, "heads apart keep other tokens"
 
 
 @pytest.mark.parametrize("floor", [0.2, 0.9])

@@ -23,19 +23,39 @@ def window_attention(candidates: "Candidates") -> torch.Tensor:
         ValueError: The candidates carry no queries, or not ``window`` of them.
 
     """
-    queries, keys, window = candidates.queries, candidates.keys, candidates.window
+    columns = candidates.keys.shape[1] - candidates.window
+    scores = candidates.keys.new_empty(candidates.num_heads, columns, dtype=torch.float32)
+    for head in range(candidates.num_heads):
+        weights = head_attention(candidates, head, candidates.window)
+        scores[head] = weights[..., :columns].mean((0, 1))
+    return scores
+
+
+def head_attention(candidates: "Candidates", head: int, rows: int) -> torch.Tensor:
+    """Attention weights of the last ``rows`` queries on everything that one KV head holds.
+
+    Args:
+        candidates: One layer of one request.
+        head: KV head.
+        rows: Queries, at most ``window``.
+
+    Returns:
+        [G, rows, columns] float32, each row summing to 1; 0 where ``valid`` is False, and on
+        the columns after the query's own.
+
+    Raises:
+        ValueError: The candidates carry no queries, or not ``window`` of them.
+
+    """
+    queries, keys, window = candidates.queries, candidates.keys[head], candidates.window
     if queries is None or queries.shape[2] != window:
         raise ValueError(f"window attention needs the queries of the last {window} tokens")
-    columns = keys.shape[1]
-    seen = torch.ones(window, columns, dtype=torch.bool, device=keys.device).tril(columns - window)
-    scores = keys.new_empty(candidates.num_heads, columns - window, dtype=torch.float32)
-    for head in range(candidates.num_heads):
-        logits = queries[head].float() @ keys[head].float().T * candidates.scale
-        if candidates.softcap:
-            logits = torch.tanh(logits / candidates.softcap) * candidates.softcap
-        logits.masked_fill_(~(seen & candidates.valid[head]), float("-inf"))
-        scores[head] = logits.softmax(-1)[..., : columns - window].mean((0, 1))
-    return scores
+    columns = keys.shape[0]
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=keys.device).tril(columns - rows)
+    logits = queries[head, :, window - rows :].float() @ keys.float().T * candidates.scale
+    if candidates.softcap:
+        logits = torch.tanh(logits / candidates.softcap) * candidates.softcap
+    return logits.masked_fill_(~(seen & candidates.valid[head]), float("-inf")).softmax(-1)
 
 
 def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:

@@ -1,0 +1,23 @@
+"""The tensor-parallel ranks of a layer: their average, and which heads are whose."""
+
+import torch
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+
+
+def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Average over the tensor-parallel ranks, the same on each; every rank must call it."""
+    size = get_tensor_model_parallel_world_size()
+    return tensor if size == 1 else tensor_model_parallel_all_reduce(tensor) / size
+
+
+def first_head(num_heads: int) -> int:
+    """Number of this rank's first KV head in its layer, for ``num_heads`` KV heads a rank.
+
+    Where ranks share a KV head, its copies count as heads of their own: each rank evicts by
+    its own query heads.
+    """
+    return get_tensor_model_parallel_rank() * num_heads
