@@ -35,6 +35,9 @@ TABLE = {
         "snapkv", "attention of the last queries, pooled; every head keeps as much", True
     ),
     "streaming-llm": Entry("streaming_llm", "the first tokens and the most recent ones", False),
+    "scissorhands": Entry(
+        "scissorhands", "how seldom the last queries gave a token less than the mean", True
+    ),
     "tova": Entry("tova", "attention of the last query alone (TOVA, MSRNN)", True),
 }
 
