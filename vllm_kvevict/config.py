@@ -110,6 +110,24 @@ class EvictionConfig(BaseModel):
         strict=True,
         description="First tokens that streaming-llm always keeps.",
     )
+    random_share: float = Field(
+        default=0.67,
+        ge=0,
+        le=1,
+        strict=True,
+        allow_inf_nan=False,
+        description=(
+            "Share of what nacl keeps beside the window that it draws at random; its best-scored "
+            "tokens fill the rest."
+        ),
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        strict=True,
+        description="Seed of the draws of nacl; a run with the same seed and prompts repeats.",
+    )
     allow: tuple[str, ...] = Field(
         default=(),
         description=(

@@ -11,7 +11,7 @@ from vllm_kvevict.config import EvictionConfig, flag
 from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
-FIELDS += ["allow", "max_budget"]
+FIELDS += ["random_share", "seed", "allow", "max_budget"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -38,6 +38,8 @@ def test_defaults() -> None:
         "pool_kernel": 7,
         "pool": "max",
         "sinks": 4,
+        "random_share": 0.67,
+        "seed": 0,
         "allow": (),
         "max_budget": None,
     }
@@ -122,6 +124,11 @@ def test_no_room_beside_the_window(budget: Any, window: int) -> None:
         ("pool", "min", "must be 'max' or 'avg'"),
         ("sinks", -1, "must be greater than or equal to 0"),
         ("sinks", [4], "must be a valid integer"),
+        ("random_share", 1.5, "must be less than or equal to 1"),
+        ("random_share", float("inf"), "must be a finite number"),
+        ("seed", -1, "must be greater than or equal to 0"),
+        ("seed", 2**63, "must be less than 9223372036854775808"),
+        ("seed", 0.5, "must be a valid integer"),
     ],
 )
 def test_bad_field(field: str, value: Any, says: str) -> None:

@@ -24,6 +24,8 @@ DEFAULTS = {
     "pool_kernel": 7,
     "pool": "max",
     "sinks": 4,
+    "random_share": 0.67,
+    "seed": 0,
     "allow": [],
     "max_budget": None,
 }
@@ -119,6 +121,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-pool-kernel": "5",
         "--kv-eviction-pool": "avg",
         "--kv-eviction-sinks": "2",
+        "--kv-eviction-random-share": "0.5",
+        "--kv-eviction-seed": "7",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
         "--kv-eviction-max-budget": "50%",
     }
@@ -131,6 +135,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "pool_kernel": 5,
         "pool": "avg",
         "sinks": 2,
+        "random_share": 0.5,
+        "seed": 7,
         "allow": ["ada-snapkv", "streaming-llm"],
         "max_budget": "50%",
     }

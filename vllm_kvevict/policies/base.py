@@ -29,6 +29,11 @@ class Candidates:
         softcap: Logit soft cap of the model's attention, 0 for none.
         mean_of_ranks: Averages a tensor over the tensor-parallel ranks, which hold the other
             heads of the layer; the same result on each.
+        keep: Tokens that each head keeps of the candidates, where all keep the same number.
+        seed: Numbers that tell this eviction from others, the same on every rank and in every
+            run, for policies with ``random = True``.
+        layer: A number of the layer, the same on every rank, for policies with ``random = True``.
+        first_head: Number of the first KV head in the layer, where ranks hold some each.
 
     """
 
@@ -40,6 +45,10 @@ class Candidates:
     scale: float
     softcap: float = 0.0
     mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    keep: int = 0
+    seed: tuple[int, ...] = ()
+    layer: int = 0
+    first_head: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -75,6 +84,8 @@ class Scorer(ABC):
     """How much each cached token matters to each KV head."""
 
     needs_window: ClassVar[bool] = True
+
+    random: ClassVar[bool] = False
 
     @abstractmethod
     def scores(self, candidates: Candidates) -> torch.Tensor:

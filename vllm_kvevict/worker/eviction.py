@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -13,7 +14,8 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.policies.base import Candidates, Policy, protect
-from vllm_kvevict.worker.ranks import mean_of_ranks
+from vllm_kvevict.worker.prompts import PromptDigests
+from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.state import GroupState
@@ -74,12 +76,16 @@ class WorkerEviction:
         self._rows = rows
         self._plan: StepPlan | None = None
         self._batch: torch.Tensor | None = None
+        random = any(policy.scorer.random for policy in policies.values())
+        self._prompts = PromptDigests() if random else None
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
         cleared = self._rows.begin_step(scheduler_output)
         for state in self.states.values():
             state.clear(cleared)
+        if self._prompts is not None:
+            self._prompts.begin_step(scheduler_output)
         self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
         self._batch = None
 
@@ -174,6 +180,15 @@ class WorkerEviction:
             scale=cache.scale,
             softcap=cache.softcap,
             mean_of_ranks=mean_of_ranks,
+            keep=len(group.store) * bs,
+            seed=self._seed(eviction),
+            layer=crc32(layer_name.encode()),
+            first_head=first_head(state.num_heads),
         )
         scores = policy.scorer.scores(candidates)
         return protect(scores, candidates.valid, eviction.protect_first)
+
+    def _seed(self, eviction: Eviction) -> tuple[int, ...]:
+        if self._prompts is None:
+            return ()
+        return self._prompts.of(eviction.request_id), eviction.num_tokens

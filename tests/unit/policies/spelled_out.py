@@ -85,6 +85,7 @@ def cases(draw, ragged: bool = True):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     valid = torch.arange(columns) >= block_size * torch.tensor(padding)[:, None]
     keys = 3 * torch.randn(heads, columns, size, generator=generator)
+    store = draw(st.integers(1, pages - max(padding)))
     candidates = Candidates(
         keys=keys.masked_fill(~valid[..., None], draw(st.sampled_from([math.nan, math.inf, 9.0]))),
         valid=valid,
@@ -93,6 +94,7 @@ def cases(draw, ragged: bool = True):
         num_candidates=pages * block_size,
         scale=size**-0.5,
         softcap=draw(st.sampled_from([0.0, 5.0])),
+        keep=store * block_size,
+        seed=(draw(st.integers(-(2**63), 2**63 - 1)), columns),
     )
-    store = draw(st.integers(1, pages - max(padding)))
     return Case(candidates, block_size, store)

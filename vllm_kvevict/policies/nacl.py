@@ -1,0 +1,66 @@
+"""NACL: the best tokens by what proxy tokens attend to, and a random sample of the others."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vllm_kvevict.ops.reference.sample import digest, gumbel
+from vllm_kvevict.ops.reference.score import window_attention
+from vllm_kvevict.policies.base import Candidates, Scorer
+
+if TYPE_CHECKING:
+    from vllm_kvevict.config import EvictionConfig
+
+CHOSEN = 1e6
+"""Above every perturbed score: a Gumbel draw stays below 40, a sum of weights below the window."""
+
+
+@dataclass(frozen=True)
+class NACL(Scorer):
+    """NACL (arXiv:2408.03675), Algorithm 1, lines 7 to 11.
+
+    Proxy tokens are the tokens of the observation window, all of them protected. A token's
+    F_score is the sum of the softmax weights that the proxies give it, averaged over the query
+    heads of a KV head (the paper has one each). Of the K tokens that a head keeps, the best
+    ``K - round(random_share * K)`` are u_score. The rest, u_random, are drawn without
+    replacement from Softmax(F_score) over the tokens outside u_score, for every head apart, so
+    that the two never overlap and the budget is full.
+
+    Args:
+        random_share: C_r / (C_p + C_r), in [0, 1]. Table 4 has 7/9, 12/18 and 18/28.5 at
+            budgets of 10, 20 and 30 % of the prompt.
+        seed: Repeats the draws, together with :attr:`Candidates.seed`, layer and head.
+
+    """
+
+    random: ClassVar[bool] = True
+
+    random_share: float = 0.67
+    seed: int = 0
+
+    def scores(self, candidates: Candidates) -> torch.Tensor:
+        columns = candidates.num_candidates
+        valid = candidates.valid[:, :columns]
+        f_score = window_attention(candidates)[:, :columns] * candidates.window
+        f_score = f_score.masked_fill(~valid, float("-inf"))
+        scores = f_score + self._noise(candidates, valid)
+        best = candidates.keep - round(self.random_share * candidates.keep)
+        u_score = f_score.argsort(dim=-1, descending=True, stable=True)[:, :best]
+        rank = torch.arange(best, 0, -1, dtype=scores.dtype, device=scores.device)
+        scores = scores.scatter(-1, u_score, (CHOSEN + rank).expand(len(scores), -1))
+        return scores.masked_fill(~valid, float("-inf"))
+
+    def _noise(self, candidates: Candidates, valid: torch.Tensor) -> torch.Tensor:
+        """[H, num_candidates] float32: the i-th draw of a head belongs to its i-th token."""
+        noise = torch.zeros(valid.shape, dtype=torch.float32)
+        counts = valid.sum(-1).tolist()
+        for head, count in enumerate(counts):
+            where = (*candidates.seed, candidates.layer, candidates.first_head + head)
+            noise[head, valid.shape[1] - count :] = gumbel(digest((self.seed, *where)), count)
+        return noise.to(valid.device)
+
+
+def build(config: "EvictionConfig") -> Scorer:
+    """Scorer of the policy ``nacl``."""
+    return NACL(config.random_share, config.seed)
