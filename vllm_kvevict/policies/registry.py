@@ -39,6 +39,7 @@ TABLE = {
         "scissorhands", "how seldom the last queries gave a token less than the mean", True
     ),
     "tova": Entry("tova", "attention of the last query alone (TOVA, MSRNN)", True),
+    "subgen": Entry("subgen", "keys that leave no other key far away (greedy k-center)", False),
     "nacl": Entry(
         "nacl", "attention of the last tokens (proxies), and a random sample of the others", False
     ),

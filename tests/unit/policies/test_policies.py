@@ -23,6 +23,7 @@ def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.
         num_candidates=evictable,
         scale=8**-0.5,
         softcap=softcap,
+        keep=12,
     )
 
 

@@ -1,0 +1,39 @@
+"""SubGen's cache of section 3.2: recent tokens, and centres of the other keys."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vllm_kvevict.ops.reference.centers import greedy_centers
+from vllm_kvevict.policies.base import Candidates, Scorer
+
+if TYPE_CHECKING:
+    from vllm_kvevict.config import EvictionConfig
+
+
+@dataclass(frozen=True)
+class SubGen(Scorer):
+    """The k tokens of a head that greedy k-center chooses by their keys; earlier is higher.
+
+    SubGen (arXiv:2402.06082), section 3.2: "the most recent r token embeddings, in addition to
+    k centers selected from the remaining tokens". r is the window and what fills its first
+    block. Keys are compared as they are cached, rotated. The paper names no first centre: it is
+    the oldest token of the head. Algorithm 1's streaming estimator is another method.
+    """
+
+    needs_window: ClassVar[bool] = False
+
+    def scores(self, candidates: Candidates) -> torch.Tensor:
+        columns, keep = candidates.num_candidates, candidates.keep
+        valid = candidates.valid[:, :columns]
+        centers = greedy_centers(candidates.keys[:, :columns], valid, keep)
+        order = torch.arange(keep, 0, -1, dtype=torch.float32, device=valid.device)
+        scores = torch.zeros(valid.shape, dtype=torch.float32, device=valid.device)
+        scores.scatter_(-1, centers, order.expand_as(centers))
+        return scores.masked_fill(~valid, float("-inf"))
+
+
+def build(config: "EvictionConfig") -> Scorer:
+    """Scorer of the policy ``subgen``."""
+    return SubGen()
