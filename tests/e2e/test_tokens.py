@@ -5,6 +5,7 @@ import pytest
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
+from vllm_kvevict.policies.registry import POLICY_NAMES
 
 EVICTION = dict(budget=128, interval=64)
 LENGTHS = (700, 333, 1200, 1, 60, 150)
@@ -57,6 +58,28 @@ def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
             assert_exact(oracle, run, prompts, NEW_TOKENS)
             assert sum(num_tokens for _, num_tokens, *_ in hits) > 1000
             assert run.counters.prefix_hits_capped > 0 or policy == "streaming-llm"
+
+
+OTHERS = [n for n in POLICY_NAMES if n not in ("ada-snapkv", "snapkv", "streaming-llm")]
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_tokens_of_the_other_policies(tiny_model_kv4, oracle_kv4, policy):
+    """Chunked prefill, first and later evictions; a second run keeps the same, nacl's too."""
+    prompts = [random_prompt(n, seed=n) for n in (700, 333)]
+    settings = dict(policy=policy, budget=160, interval=64)
+    with engine(tiny_model_kv4, settings, max_num_batched_tokens=128) as run:
+        free = run.free_blocks()
+        assert_exact(oracle_kv4, run, prompts, 150)
+        lives = run.lives()
+        assert [len(life[0].evictions) for life in lives] == [3, 3]
+        assert_exact(oracle_kv4, run, prompts, 150)
+        assert run.lives() == lives
+        assert run.free_blocks() == free
+    kept = [layer for life in lives for layer in life[0].evictions[-1].positions]
+    assert any(layer[0] != layer[1] for layer in kept) == (policy != "tova")
+    adaptive = any(len({len(head) for head in layer}) > 1 for layer in kept)
+    assert adaptive == policy.startswith("ada-")
 
 
 def test_full_attention_would_disagree(tiny_model, oracle):
