@@ -8,24 +8,15 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.quality import tasks
 from benchmarks.quality.tasks import Dialogue, Writer
 from benchmarks.quality.tokenizer import ASSISTANT, END, USER
-from benchmarks.quality.words import ADJECTIVES, NOUNS, NUMBERS, VARIABLES
-
-WORDS = ADJECTIVES + NOUNS + NUMBERS + VARIABLES
 
 MIX = {
-    "needles": 6,
-    "many": 22,
-    "values": 8,
-    "queries": 14,
-    "lines": 28,
-    "vt": 12,
-    "cwe": 5,
-    "fwe": 5,
-}
+    "recite": 15, "needles": 6, "many": 20, "values": 8, "queries": 14, "lines": 25, "vt": 12,
+    "cwe": 5, "fwe": 5,
+}  # fmt: skip
 """Kinds of dialogues with their weights. Kinds that ask many questions teach fastest."""
 
-FIRST_MIX = {"echo": 40, "many": 20, "lines": 40}
-"""Up to :data:`FIRST_LENGTH` tokens: repeating the context makes heads that copy."""
+FIRST_MIX = {"recite": 60, "many": 15, "lines": 25}
+"""Up to :data:`FIRST_LENGTH` tokens: reciting facts out of order makes heads that look up."""
 
 FIRST_LENGTH = 128
 
@@ -38,9 +29,11 @@ def dialogue(rng: random.Random, tokens: int) -> Dialogue:
     turns = max(2, tokens // 36)
     words = tokens - turns * 15 - 2
     names = max(2, int((words // 9) ** rng.uniform(0.3, 1)))
-    if kind == "echo":
-        words = [rng.choice(WORDS) for _ in range(rng.randint(4, (tokens - 4) // 2))]
-        return Dialogue(" ".join(words), [("", (" ".join(words),))])
+    if kind == "recite":
+        count = rng.randint(2, max(2, (tokens - 5) // 10))
+        pairs = zip(write.names(count), write.values(count), strict=True)
+        facts = [f"{name}: {value}" for name, value in pairs]
+        return Dialogue(". ".join(facts) + ".", [("", tuple(rng.sample(facts, count)))])
     if kind == "needles":
         names = rng.randint(1, 3)
         found = tasks.needles(write, tokens - 15 * names - 2, names, 1, 1, names)

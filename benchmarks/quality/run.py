@@ -1,8 +1,11 @@
 """One run of the benchmark, from samples to answers."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from threading import Lock
 
 from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL, Cell, Scores
@@ -33,11 +36,23 @@ class Run:
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     block_size: int = 0
+    _lock: Lock = field(default_factory=Lock)
 
     @property
     def folder(self) -> Path:
         """The model of an own server."""
         return Path(self.options.model or SHIPPED)
+
+    def prepare(self, endpoint: Endpoint) -> None:
+        """Make the prompts of all samples under the server's chat template."""
+        options = self.options
+        samples = [
+            make(task, options.words, options.seed * 1_000_000 + index)
+            for task in options.tasks
+            for index in range(options.samples)
+        ]
+        self.prompts = render(endpoint, samples, options.concurrency)
+        self.block_size = options.block_size or endpoint.block_size()
 
     def ask(self, endpoint: Endpoint, variant: Variant) -> dict[str, int]:
         """Measure a variant; returns what its server must count.
@@ -47,14 +62,6 @@ class Run:
 
         """
         options = self.options
-        if not self.prompts:
-            samples = [
-                make(task, options.words, options.seed * 1_000_000 + index)
-                for task in options.tasks
-                for index in range(options.samples)
-            ]
-            self.prompts = render(endpoint, samples, options.concurrency)
-            self.block_size = options.block_size or endpoint.block_size()
         endpoint.check_eviction_per_request(self.prompts[0].ids[:64])
         plan = Plan(
             variant.labels, options.budgets, options.scenarios, options.max_tokens,
@@ -67,11 +74,12 @@ class Run:
                 "--words or smaller --budgets"
             )
         answers = measure(endpoint, plan, self.prompts, options.concurrency)
-        pairs = zip(self.answers.get(FULL_CELL, ()), answers[FULL_CELL], strict=False)
-        changed = sum(first != second for first, second in pairs)
-        if changed:
-            self.notes.append(f"{changed} full-cache answers differ under server {variant.name}")
-        self.enter(answers | self.answers)
+        with self._lock:
+            pairs = zip(self.answers.get(FULL_CELL, ()), answers[FULL_CELL], strict=False)
+            changed = sum(first != second for first, second in pairs)
+            if changed:
+                self.notes.append(f"{changed} full-cache answers differ under {variant.name}")
+            self.enter(answers | self.answers)
         return expected
 
     def enter(self, answers: dict[Cell, list[Completion]]) -> None:
@@ -142,16 +150,22 @@ def gather(options: Options) -> Run:
 
 
 def _own(gathered: Run, model: Path) -> None:
-    for variant in variants(gathered.options):
-        with start(gathered.options, variant, model) as server:
-            expected = gathered.ask(Endpoint(server.url), variant)
+    chosen = variants(gathered.options)
+    with ExitStack() as running, ThreadPoolExecutor(len(chosen)) as threads:
+        servers = [running.enter_context(start(gathered.options, v, model)) for v in chosen]
+        endpoints = [Endpoint(server.url) for server in servers]
+        gathered.prepare(endpoints[0])
+        expected = list(threads.map(gathered.ask, endpoints, chosen))
+        for server in servers:
             server.stop()
-        gathered.count(variant, expected, server.evictions())
+    for variant, server, wanted in zip(chosen, servers, expected, strict=True):
+        gathered.count(variant, wanted, server.evictions())
 
 
 def _remote(gathered: Run) -> None:
     endpoint = Endpoint(gathered.options.base_url or "", gathered.options.model)
     variant = variants(gathered.options)[0]
+    gathered.prepare(endpoint)
     before = endpoint.metrics(EVICTIONS)
     expected = gathered.ask(endpoint, variant)
     after = endpoint.metrics(EVICTIONS)
