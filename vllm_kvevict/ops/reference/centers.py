@@ -2,6 +2,9 @@
 
 import torch
 
+EXACT = "donot_use_mm_for_euclid_dist"
+"""How ``cdist`` makes equal points exactly 0 apart."""
+
 
 def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> torch.Tensor:
     """Greedy k-center (Dyer and Frieze 1985): the next centre is the point farthest from all.
@@ -31,7 +34,7 @@ def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> tor
     for number in range(count):
         center = away.argmax(-1)
         centers[:, number] = center
-        distance = (points - points[rows, center][:, None]).square().sum(-1)
+        distance = torch.cdist(points, points[rows, center][:, None], compute_mode=EXACT)[..., 0]
         away = torch.minimum(away, distance.nan_to_num(nan=0.0, posinf=float("inf")))
         away[rows, center] = float("-inf")
     return centers
