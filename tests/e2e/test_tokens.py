@@ -82,6 +82,26 @@ def test_tokens_of_the_other_policies(tiny_model_kv4, oracle_kv4, policy):
     assert adaptive == policy.startswith("ada-")
 
 
+def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
+    """Requests under different policies and budgets, and under none, as if each were alone."""
+    names = [*POLICY_NAMES, "none"]
+    prompts = [random_prompt(300 + 20 * i, seed=i) for i in range(len(names))]
+    asked = [
+        {"kv_eviction": name} | ({"kv_eviction_budget": 96 + 32 * i} if name != "none" else {})
+        for i, name in enumerate(names)
+    ]
+    settings = dict(policy="snapkv", budget=128, interval=32, allow=names)
+    with engine(tiny_model_kv4, settings, max_num_batched_tokens=256) as run:
+        together = run.generate(prompts, 70, asked)
+        lives = run.lives()
+        for index, prompt in enumerate(prompts):
+            agreed, total = check_tokens(oracle_kv4, prompt, together[index], lives[index])
+            assert agreed == total == 70
+            assert bool(lives[index][0].evictions) == (names[index] != "none")
+            assert run.generate([prompt], 70, [asked[index]]) == [together[index]]
+            assert run.lives() == [lives[index]]
+
+
 def test_full_attention_would_disagree(tiny_model, oracle):
     """The oracle can tell: without the masks most tokens differ."""
     prompts = [random_prompt(n, seed=n) for n in (700, 333)]

@@ -1,5 +1,7 @@
 """What each policy keeps, through the contract that the worker uses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -141,3 +143,25 @@ def test_protected_tokens_are_the_first_survivors_of_every_head(name, first):
 def test_nothing_is_protected_by_default():
     scores = torch.tensor([[0.5, 0.25]])
     assert protect(scores, torch.ones(1, 9, dtype=torch.bool), 0) is scores
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_key_that_is_no_number_costs_no_other_head_its_tokens(name, odd):
+    """Every head still fills its pages with tokens it has; uniform budgets stay independent."""
+    candidates = random_candidates(padding=(0, 4))
+    broken = candidates.keys.clone()
+    broken[0, 7, 3] = odd
+    policy = build_policy(EvictionConfig(policy=name, budget=64, window=4))
+    caps = torch.tensor([[6, 5]])
+    kept = []
+    for keys in (broken, candidates.keys):
+        scores = policy.scorer.scores(replace(candidates, keys=keys))[None]
+        assert torch.equal(scores[0] == float("-inf"), ~candidates.valid[:, :24])
+        pages = policy.allocator.pages(scores, caps, 3, 4)
+        assert pages.sum() == 6 and bool((pages >= 1).all()) and bool((pages <= caps).all())
+        kept.append(select_tokens(scores, pages, 4)[0].split((4 * pages[0]).tolist()))
+        for head, columns in enumerate(kept[-1]):
+            assert candidates.valid[head, columns].all() and len(set(columns.tolist())) > 3
+    if policy.allocator == Uniform() and name != "tova":
+        assert kept[0][1].tolist() == kept[1][1].tolist()
