@@ -131,7 +131,7 @@ def test_budget_as_a_share_of_the_prompt(tiny_model, oracle):
     assert stores == [(3000 // 4 - 32) // 32 * 32, (800 // 4 - 32) // 32 * 32]
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "streaming-llm"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "streaming-llm", "nacl"])
 @pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
 def test_preemption(tiny_model, oracle, policy, caching):
     """A pool too small for the load: requests are preempted, recomputed, evicted anew."""
