@@ -8,6 +8,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.quality import tasks
 from benchmarks.quality.tasks import Dialogue, Writer
 from benchmarks.quality.tokenizer import ASSISTANT, END, USER
+from benchmarks.quality.words import ADJECTIVES, NOUNS, NUMBERS, VARIABLES
+
+WORDS = ADJECTIVES + NOUNS + NUMBERS + VARIABLES
 
 MIX = {
     "recite": 15, "needles": 6, "many": 20, "values": 8, "queries": 14, "lines": 25, "vt": 12,
@@ -15,8 +18,8 @@ MIX = {
 }  # fmt: skip
 """Kinds of dialogues with their weights. Kinds that ask many questions teach fastest."""
 
-FIRST_MIX = {"recite": 60, "many": 15, "lines": 25}
-"""Up to :data:`FIRST_LENGTH` tokens: reciting facts out of order makes heads that look up."""
+FIRST_MIX = {"echo": 60, "recite": 20, "many": 8, "lines": 12}
+"""Up to :data:`FIRST_LENGTH` tokens: repeating phrases out of order makes heads that look up."""
 
 FIRST_LENGTH = 128
 
@@ -29,6 +32,12 @@ def dialogue(rng: random.Random, tokens: int) -> Dialogue:
     turns = max(2, tokens // 36)
     words = tokens - turns * 15 - 2
     names = max(2, int((words // 9) ** rng.uniform(0.3, 1)))
+    if kind == "echo":
+        phrases, room = [], (tokens - 6) // 2
+        while room >= 3:
+            phrases.append(" ".join(rng.choices(WORDS, k=min(room - 1, rng.randint(2, 5)))))
+            room -= len(phrases[-1].split()) + 1
+        return Dialogue(". ".join(phrases), [("", tuple(rng.sample(phrases, len(phrases))))])
     if kind == "recite":
         count = rng.randint(2, max(2, (tokens - 5) // 10))
         pairs = zip(write.names(count), write.values(count), strict=True)
