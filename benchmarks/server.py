@@ -18,6 +18,8 @@ from typing import Self
 
 import psutil
 
+from benchmarks.leash import Leash
+
 VLLM = Path(sys.executable).with_name("vllm")
 COUNTERS = re.compile(r"KV eviction: (evictions=\d+ .*)")
 
@@ -34,6 +36,8 @@ class ServerFailed(RuntimeError):
 
 class Server:
     """``vllm serve MODEL ARGS`` on a free port of 127.0.0.1, as a context manager.
+
+    All its processes end with the context, or with this process if that is killed.
 
     Args:
         model: Folder of the model.
@@ -68,13 +72,20 @@ class Server:
                 self.command, stdout=out, stderr=subprocess.STDOUT, env=self._env,
                 start_new_session=True,
             )  # fmt: skip
+        self._leash = Leash(self.process.pid)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
+        while self.process.poll() is None and time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(self.url + "/health", timeout=2)
-                return self
+                return
             except OSError:
                 time.sleep(0.3)
         self.stop()
@@ -93,8 +104,10 @@ class Server:
         deadline = time.monotonic() + 60
         while self._alive() and time.monotonic() < deadline:
             time.sleep(0.1)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self._alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self._leash.release()
         return self.process.wait()
 
     def _alive(self) -> bool:
