@@ -3,10 +3,12 @@
 The engine core runs in another process, where a refusal would come too late for the client.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncGenerator, Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.config import KEY, EvictionConfig
@@ -15,7 +17,11 @@ from vllm_kvevict.requests import asks, parse_options
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger("vllm.kv_eviction.admission")
+
 _WRAPPED = "_kv_eviction_wrapped"
+_API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+"""Loaded in API servers only."""
 
 
 def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: Any) -> None:
@@ -41,29 +47,70 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
     parse_options(config, extra_args, length, vllm_config.cache_config.block_size)
 
 
+def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
+    """Check a request whose prompt may be rendered already; any other prompt passes.
+
+    Raises:
+        ValueError: As :func:`check_request`.
+
+    """
+    if isinstance(prompt, dict):
+        tokens, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+        check_request(vllm_config, params, tokens, embeds)
+
+
+def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
+    """Refuse settings for a session of streaming input, whose prompt has no end to evict at.
+
+    Raises:
+        ValueError: The parameters bring any setting of ours.
+
+    """
+    if asks(getattr(params, "extra_args", None)) and (
+        EvictionConfig.parse(vllm_config.additional_config.get(KEY)) is not None
+    ):
+        raise ValueError(
+            f"KV eviction: a session of streaming input is never evicted; leave {KEY}* away"
+        )
+
+
 def install() -> None:
     """Check every request of this process. Idempotent.
 
-    ``InputProcessor.process_inputs`` sees each of them. ``AsyncLLM.generate`` is asked before a
-    streamed answer has begun, so that it can still be HTTP 400.
+    ``InputProcessor.process_inputs`` sees each of them. The others are asked before a streamed
+    answer has begun, so that it can still be HTTP 400: ``AsyncLLM.generate``, and in the
+    Responses API, which calls that only then, ``_generate_with_builtin_tools``.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
-    if hasattr(InputProcessor.process_inputs, _WRAPPED):
-        return
-    process_inputs, generate = (
-        _wrap_process_inputs(InputProcessor.process_inputs),
-        _wrap_generate(AsyncLLM.generate),
-    )
-    InputProcessor.process_inputs = process_inputs
-    AsyncLLM.generate = generate
+    if not hasattr(InputProcessor.process_inputs, _WRAPPED):
+        process_inputs, generate = (
+            _wrap_process_inputs(InputProcessor.process_inputs),
+            _wrap_generate(AsyncLLM.generate),
+        )
+        InputProcessor.process_inputs = process_inputs
+        AsyncLLM.generate = generate
+    if _API_SERVER in sys.modules:
+        _install_responses()
+
+
+def _install_responses() -> None:
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    original = getattr(OpenAIServingResponses, "_generate_with_builtin_tools", None)
+    if original is None:
+        logger.warning("Streams of the Responses API are refused only after they have begun.")
+    elif not hasattr(original, _WRAPPED):
+        OpenAIServingResponses._generate_with_builtin_tools = _wrap_responses(original)
 
 
 def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
+        if request.resumable:
+            refuse_session(self.vllm_config, request.sampling_params)
         check_request(
             self.vllm_config,
             request.sampling_params,
@@ -79,14 +126,23 @@ def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(prompt, dict):
-            check_request(
-                self.vllm_config,
-                sampling_params,
-                prompt.get("prompt_token_ids"),
-                prompt.get("prompt_embeds"),
-            )
+        if isinstance(prompt, AsyncGenerator):
+            refuse_session(self.vllm_config, sampling_params)
+        check_rendered(self.vllm_config, sampling_params, prompt)
         return original(self, prompt, sampling_params, *args, **kwargs)
+
+    setattr(generate, _WRAPPED, True)
+    return generate
+
+
+def _wrap_responses(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = getattr(self.engine_client, "vllm_config", None)
+        if vllm_config is not None:
+            params, prompt = kwargs.get("sampling_params"), kwargs.get("engine_input")
+            check_rendered(vllm_config, params, prompt)
+        return original(self, *args, **kwargs)
 
     setattr(generate, _WRAPPED, True)
     return generate

@@ -104,8 +104,9 @@ def test_bad_values_are_refused_while_another_stream_goes_on(server, truth, stre
             # The last of several prompts is enough.
             ("/v1/completions", dict(prompt=[PROMPT[:350], PROMPT])),
             ("/v1/chat/completions", dict(messages=MESSAGES)),
+            ("/v1/responses", dict(input=MESSAGES[0]["content"])),
         ):
-            options = dict(model="tiny", vllm_xargs=asked, stream=stream, max_tokens=8)
+            options = dict(model="tiny", vllm_xargs=asked, stream=stream)
             message = refusal(server, path, content | options)
             assert reason in message and message.startswith("KV eviction: ")
             assert "\n" not in message

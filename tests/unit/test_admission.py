@@ -1,5 +1,7 @@
 """The front door for requests: vLLM's own methods, with our check in front."""
 
+import inspect
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.pooling_params import PoolingParams
 
-from vllm_kvevict.admission import check_request, install
+from vllm_kvevict.admission import check_request, install, refuse_session
 
 
 def engine(eviction: Any = "snapkv") -> SimpleNamespace:
@@ -58,3 +60,41 @@ def test_install_wraps_once_and_refuses_before_the_answer_begins():
         AsyncLLM.generate(llm, prompt, asking(kv_eviction_budget=1), "r")
     # A generator that nobody has started: a client sees no error before it iterates.
     assert hasattr(AsyncLLM.generate(llm, prompt, asking(), "r"), "__anext__")
+
+
+async def chunks() -> AsyncGenerator[None, None]:
+    yield None
+
+
+def test_a_session_of_streaming_input_takes_no_settings():
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    install()
+    llm = SimpleNamespace(vllm_config=engine())
+    with pytest.raises(ValueError, match="streaming input is never evicted"):
+        AsyncLLM.generate(llm, chunks(), asking(kv_eviction_at=-1), "r")
+    assert hasattr(AsyncLLM.generate(llm, chunks(), asking(), "r"), "__anext__")
+    llm = SimpleNamespace(vllm_config=engine(None))
+    assert hasattr(AsyncLLM.generate(llm, chunks(), asking(kv_eviction_at=-1), "r"), "__anext__")
+    refuse_session(engine(), asking())
+
+
+def test_responses_refuse_before_their_stream_begins(monkeypatch):
+    """The Responses API calls ``AsyncLLM.generate`` only once the status is sent."""
+    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  (marks an API server)
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses as Responses
+
+    plain = inspect.unwrap(Responses._generate_with_builtin_tools)
+    assert "engine_input" in inspect.signature(plain).parameters
+    assert "sampling_params" in inspect.signature(plain).parameters
+    monkeypatch.setattr(Responses, "_generate_with_builtin_tools", plain)
+    install()
+    install()
+    assert Responses._generate_with_builtin_tools.__wrapped__ is plain
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=engine()))
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    asked = dict(request_id="r", engine_input=prompt, context=None)
+    generate = Responses._generate_with_builtin_tools
+    with pytest.raises(ValueError, match="the prompt's 3 tokens"):
+        generate(serving, sampling_params=asking(kv_eviction_at=4), **asked)
+    assert hasattr(generate(serving, sampling_params=asking(), **asked), "__anext__")
