@@ -167,12 +167,21 @@ def _check_store(
     length = prompt_len if options.at is None else options.at
     rule = config.timeline(block_size)
     mine = options.timeline(rule)
-    if options.budget is not None and config.max_budget is not None:
-        cap = RequestOptions(config.policy, budget=config.max_budget).timeline(rule).budget(length)
-        if mine.budget(length) > cap:
+    if config.max_budget is not None:
+        cap = RequestOptions(config.policy, budget=config.max_budget).timeline(rule)
+        if options.budget is not None and mine.budget(length) > cap.budget(length):
             raise ValueError(
                 f"KV eviction: {BUDGET} {options.budget} is {mine.budget(length)} tokens here, and "
-                f"this server allows at most {config.max_budget}, here {cap} tokens"
+                f"this server allows at most {config.max_budget}, here {cap.budget(length)} tokens"
+            )
+        # Where nothing evicts later, all that follows the point stays.
+        held = min(mine.budget(length), length) + prompt_len - length
+        most = max(cap.budget(prompt_len), rule.budget(prompt_len))
+        if options.at is not None and not rule.interval and held > most:
+            raise ValueError(
+                f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
+                f"prompt on a server that evicts once, the {prompt_len - length} behind the point "
+                f"included, and this server allows at most {most} tokens"
             )
     room = mine.store_blocks(length) * block_size
     if options.protect_first > room:

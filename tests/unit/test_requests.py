@@ -143,6 +143,24 @@ def test_a_cap_cannot_be_evaded_by_evicting_less_often():
     assert parse(config=once, interval=0).interval == 0
 
 
+def test_a_cap_cannot_be_evaded_by_an_early_point_on_a_server_that_evicts_once():
+    once = server(allow="", max_budget=256, interval=0)
+    for asked in ({}, {"interval": 10**6}, {"interval": 0}):
+        message = complaint(config=once, at=1, **asked)
+        assert "hold 1000 tokens of its prompt" in message and "at most 256 tokens" in message
+        assert "hold 429 tokens" in complaint(config=once, at=699, **asked)
+    assert parse(config=once, at=-128).at == 872, "128 of the context, and 128 behind it"
+    assert "hold 257 tokens" in complaint(config=once, at=-129)
+    assert parse(config=once, at=-192, budget=64).at == 808
+    assert parse(256, config=once, at=1).at == 1, "a prompt that the cap holds whole"
+    shared = server(allow="", max_budget="20%", interval=0)
+    assert parse(config=shared, at=-72).at == 928
+    assert "at most 200 tokens" in complaint(config=shared, at=-73)
+    often = server(allow="", max_budget=256)
+    assert parse(config=often, at=1).at == 1, "the next eviction follows the prefill"
+    assert parse(config=server(interval=0), at=1).at == 1, "no cap"
+
+
 @pytest.mark.parametrize(
     "key", ["kv_eviction_bidget", "kv_eviction_", "kv_evictions", "kv_eviction.at"]
 )

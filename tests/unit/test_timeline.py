@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from vllm_kvevict.config import budget_share
 from vllm_kvevict.timeline import RequestTimeline, Timeline, blocks_for
 
 PROFILE = settings(deadline=None, derandomize=True)
@@ -223,6 +224,12 @@ def test_share_counts_the_prompt_and_not_what_is_replayed():
     request = RequestTimeline(rule, prompt_len=1000, prefill_end=1400)
     assert request.store_blocks == 13
     assert request.evict(1400) == (0, 1360)
+
+
+@given(st.integers(1, 100), st.integers(1, 10**6))
+def test_a_share_in_per_cent_is_exact(percent, length):
+    rule = Timeline(16, 32, 0, budget_share=budget_share(f"{percent}%"))
+    assert rule.budget(length) == length * percent // 100
 
 
 def test_eviction_that_is_not_due_is_refused():
