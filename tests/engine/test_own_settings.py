@@ -224,3 +224,20 @@ def test_settings_that_slipped_past_the_front_door_do_not_stop_the_engine(caplog
     core = engine(SYNC)
     core.add(tokens(100), 4, asked={"kv_eviction_at": 101})
     assert walk(core) == [100]
+
+
+@BOTH
+def test_a_session_of_streaming_input_is_not_evicted_and_waits_for_nothing(setup):
+    """The front door refuses its settings; the engine ignores them."""
+    core = engine(replace(setup, max_batched=512))
+    session = core.add(tokens(160), 4, asked=AT_100, resumable=True)
+    other = core.add(tokens(160, 2), 30, asked=AT_100)
+    output = core.step()
+    assert output.num_scheduled_tokens == {session.request_id: 160, other.request_id: 100}
+    assert evictions(output) == {other.request_id: 100}
+    for _ in range(12):
+        assert session.request_id not in evictions(core.step())
+    core.abort(session)
+    core.finish()
+    # Both are the other's, at 100 and at 164.
+    assert (counters(core).evictions_prefill, counters(core).evictions_decode) == (1, 1)
