@@ -1,22 +1,27 @@
-"""`make demo`: the same load on the same KV memory, without and with eviction.
+"""`make demo`: the same questions and load on the same KV memory, without and with eviction.
 
-Starts `vllm serve` twice with KV memory for two full prompts, asks it over HTTP through the
-OpenAI client, drives it with `vllm bench serve`, and prints one table.
+Starts `vllm serve` twice with KV memory for two full prompts, asks it for needles in long
+prompts over HTTP through the OpenAI client, drives it with `vllm bench serve`, and prints one
+table.
 """
 
 import argparse
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from openai import OpenAI
 from tqdm import tqdm
 
 from benchmarks.load import Load, measure
 from benchmarks.provenance import provenance
+from benchmarks.quality.options import SHIPPED
+from benchmarks.quality.tasks import Sample, make
 from benchmarks.server import Server
-from tests.models import cached_tiny_llama
 
+TASKS = ("s-niah", "mk-niah", "lines")
 PROMPT, OUTPUT, BLOCK = 2048, 192, 32
 LAYERS, KV_HEADS, HEAD_SIZE, FLOAT32 = 4, 4, 32, 4
 BLOCK_BYTES = LAYERS * KV_HEADS * BLOCK * 2 * HEAD_SIZE * FLOAT32
@@ -32,38 +37,49 @@ def server_args() -> list[str]:
     ]  # fmt: skip
 
 
-def ask(server: Server, model: Path) -> str:
-    """One chat answer through the OpenAI client, streamed."""
-    from openai import OpenAI
+def questions(each: int) -> list[Sample]:
+    """Needles and lines hidden in prompts of about the load's length."""
+    return [make(task, PROMPT - 100, seed) for seed in range(each) for task in TASKS]
 
+
+def ask(server: Server, model: Path, samples: list[Sample]) -> list[str]:
+    """Chat answers through the OpenAI client, eight questions at once."""
     client = OpenAI(base_url=server.url + "/v1", api_key="none")
-    stream = client.chat.completions.create(
-        model=str(model),
-        messages=[{"role": "user", "content": "bidonar " * 300}],
-        max_tokens=8,
-        temperature=0,
-        stream=True,
-    )
-    return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    def answer(sample: Sample) -> str:
+        completion = client.chat.completions.create(
+            model=str(model),
+            messages=[{"role": "user", "content": f"{sample.context}\n{sample.question}"}],
+            max_tokens=16,
+            temperature=0,
+        )
+        return completion.choices[0].message.content or ""
+
+    with ThreadPoolExecutor(8) as threads:
+        return list(threads.map(answer, samples))
 
 
-def run(label: str, args: list[str], model: Path, load: Load, bar: tqdm) -> dict:
+def run(
+    label: str, args: list[str], model: Path, load: Load, samples: list[Sample], bar: tqdm
+) -> dict:
     log = Path(".cache") / "demo" / f"{label}.log"
     bar.set_description(f"{label}: starting vllm serve (log: {log})")
     with Server(model, args, log) as server:
         bar.update()
         bar.set_description(f"{label}: asking over HTTP")
-        answer = ask(server, model)
+        answers = ask(server, model, samples)
         bar.update()
         bar.set_description(f"{label}: vllm bench serve, {load.num_prompts} requests")
         row = measure(server, model, load)
         bar.update()
-    return {**row, **server.evictions(), "answered": bool(answer)}
+    right = sum(sample.score(text) for sample, text in zip(samples, answers, strict=True))
+    return {**row, **server.evictions(), "right": right, "answers": answers}
 
 
 def table(rows: dict[str, dict]) -> str:
     """The comparison as text, with the ratio eviction / stock."""
     lines = [
+        ("questions answered right", "right", "{:.0f}"),
         ("peak running sequences", "peak_running", "{:.0f}"),
         ("preemptions", "preemptions", "{:.0f}"),
         ("output tokens/s", "output_tokens_per_s", "{:.0f}"),
@@ -85,19 +101,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="ada-snapkv")
     parser.add_argument("--budget", default=str(PROMPT // 8))
+    parser.add_argument("--questions", type=int, default=8, help="of each kind")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     options = parser.parse_args()
 
-    model = cached_tiny_llama(kv_heads=KV_HEADS)
+    model, samples = SHIPPED, questions(options.questions)
     load = Load(PROMPT, OUTPUT, options.requests, options.concurrency)
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
     with tqdm(total=6, bar_format="{desc} [{n_fmt}/{total_fmt}, {elapsed}]") as bar:
         rows = {
-            "stock": run("stock", server_args(), model, load, bar),
-            "eviction": run("eviction", server_args() + eviction, model, load, bar),
+            "stock": run("stock", server_args(), model, load, samples, bar),
+            "eviction": run("eviction", server_args() + eviction, model, load, samples, bar),
         }
     print(
         f"\n{PROMPT}-token prompts, {OUTPUT} new tokens, {options.requests} requests, "
@@ -106,6 +123,11 @@ def main() -> int:
         f"policy {options.policy}\n"
     )
     print(table(rows))
+    print(f"\nOf {len(samples)} questions about {PROMPT - 100}-word texts, for instance:")
+    for index, sample in enumerate(samples[: len(TASKS)]):
+        print(f"  {sample.question}  expected: {', '.join(sample.answers)}")
+        for label, row in rows.items():
+            print(f"    {label:<10}{row['answers'][index]}")
     print(f"\n{time.monotonic() - began:.0f} s in all")
     if options.output:
         result = {"rows": rows, **provenance()}
