@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_kvevict.policies.registry import POLICY_NAMES
+
 VLLM = Path(sys.executable).with_name("vllm")
 
 
@@ -27,7 +29,8 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
         (
             ["--kv-eviction", "best"],
             "error: KV eviction: --kv-eviction: unknown policy 'best'; "
-            "choose from ada-snapkv, snapkv, streaming-llm",
+            "choose from ada-snapkv, snapkv, streaming-llm, ada-scissorhands, scissorhands, "
+            "ada-tova, tova, subgen, nacl",
         ),
         (
             ["--additional-config", '{"kv_eviction": {"policy": "snapkv", "budget": 32}}'],
@@ -67,5 +70,5 @@ def test_help() -> None:
     assert done.returncode == 0
     for name in ("", "-budget", "-window", "-interval", "-floor", "-pool-kernel", "-sinks"):
         assert f"  --kv-eviction{name} " in done.stdout
-    for policy in ("ada-snapkv", "snapkv", "streaming-llm"):
+    for policy in POLICY_NAMES:
         assert f"- {policy}: " in done.stdout
