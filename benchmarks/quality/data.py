@@ -13,8 +13,8 @@ from benchmarks.quality.words import ADJECTIVES, NOUNS, NUMBERS, VARIABLES
 WORDS = ADJECTIVES + NOUNS + NUMBERS + VARIABLES
 
 MIX = {
-    "recite": 15, "needles": 6, "many": 20, "values": 8, "queries": 14, "lines": 25, "vt": 12,
-    "cwe": 5, "fwe": 5,
+    "recite": 10, "needles": 6, "many": 16, "values": 8, "queries": 10, "lines": 34, "vt": 12,
+    "cwe": 2, "fwe": 2,
 }  # fmt: skip
 """Kinds of dialogues with their weights. Kinds that ask many questions teach fastest."""
 
@@ -54,7 +54,7 @@ def dialogue(rng: random.Random, tokens: int) -> Dialogue:
         found = tasks.needles(write, tokens - 25 * names - 2, names, 4, 1, names)
     elif kind == "queries":
         names, turns = max(4, names), max(1, turns // 3)
-        found = tasks.needles(write, tokens - 36 * turns - 2, names, 1, 4, turns)
+        found = tasks.needles(write, tokens - 46 * turns - 2, names, 1, 4, turns)
     elif kind == "lines":
         found = tasks.lines(write, words, turns)
     elif kind == "vt":

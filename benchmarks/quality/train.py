@@ -23,27 +23,30 @@ from benchmarks.quality.tokenizer import END, build
 CONTEXT_LOSS = 0.1
 """Weight of the tokens that are no answer; their words are drawn at random."""
 
-RECIPE = ("64x32:900", "256x8:500", "256x16:600", "1024x4:500", "2048x2:600")
+RECIPE = ("64x32:900", "256x16:2200@2e-3", "512x8:1200@2e-3", "1024x4:1200@2e-3", "2048x2:1000@2e-3")
 """Stages of the shipped model. Copying heads appear near step 550, in 64 tokens."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """``steps`` batches of ``size`` sequences of ``length`` tokens."""
+    """``steps`` batches of ``size`` sequences of ``length`` tokens, at a peak rate of its own."""
 
     length: int
     size: int
     steps: int
+    rate: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Stage":
-        """Read ``LENGTHxSIZE:STEPS``; raises ValueError."""
+        """Read ``LENGTHxSIZE:STEPS`` or ``LENGTHxSIZE:STEPS@RATE``; raises ValueError."""
+        text, _, rate = text.partition("@")
         shape, steps = text.split(":")
         length, size = shape.split("x")
-        return cls(int(length), int(size), int(steps))
+        return cls(int(length), int(size), int(steps), float(rate) if rate else None)
 
     def __str__(self) -> str:
-        return f"{self.length}x{self.size}:{self.steps}"
+        own_rate = f"@{self.rate:g}" if self.rate else ""
+        return f"{self.length}x{self.size}:{self.steps}{own_rate}"
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
@@ -137,13 +140,14 @@ def train(args: argparse.Namespace) -> None:
     bar = tqdm(range(first, len(stages)), initial=first, total=len(stages))
     for step in bar:
         length, size = stages[step].length, stages[step].size
+        rate = stages[step].rate or args.rate
         # The step alone decides its data, so that a resumed run sees what an unbroken one does.
         rng = random.Random(f"{args.seed}/{step}")
         torch.manual_seed(step)
         ids, answer = data.batch(tokenizer, rng, size, length)
         for optimizer in chain:
             for group in optimizer.param_groups:
-                group["lr"] = args.rate * rate_at(step, len(stages), args.warmup, args.decay)
+                group["lr"] = rate * rate_at(step, len(stages), args.warmup, args.decay)
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, ids, answer)
         loss.backward()
@@ -186,10 +190,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder of the model")
     parser.add_argument(
-        "--stages", type=Stage.parse, nargs="+", metavar="LENGTHxSIZE:STEPS",
+        "--stages", type=Stage.parse, nargs="+", metavar="LENGTHxSIZE:STEPS[@RATE]",
         default=list(map(Stage.parse, RECIPE)),
     )  # fmt: skip
-    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate of stages without their own")
     parser.add_argument("--warmup", type=int, default=40, help="steps of warm-up")
     parser.add_argument("--decay", type=float, default=0.25, help="share of steps that decay")
     parser.add_argument("--seed", type=int, default=0)
