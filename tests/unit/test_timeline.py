@@ -266,7 +266,7 @@ def test_blocks_for_is_the_least_that_holds_the_tokens(tokens, block_size):
 
 def test_imports_neither_torch_nor_vllm():
     code = (
-        "import sys, vllm_kvevict.timeline, vllm_kvevict.plan\n"
+        "import sys, vllm_kvevict.timeline, vllm_kvevict.step_plan\n"
         "heavy = {name.split('.')[0] for name in sys.modules} & {'torch', 'vllm', 'numpy'}\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -14,10 +14,10 @@ from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.rings import RingSlots
 from vllm_kvevict.engine.spec import register_spec
 from vllm_kvevict.metrics import Counters
-from vllm_kvevict.plan import PLAN, Eviction, StepPlan
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.requests import RequestOptions, parse_options
 from vllm_kvevict.sizing import ring_slots
+from vllm_kvevict.step_plan import PLAN, Eviction, StepPlan
 from vllm_kvevict.timeline import blocks_for
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vllm_kvevict.timeline import blocks_for
 
 if TYPE_CHECKING:
-    from vllm_kvevict.plan import Eviction
+    from vllm_kvevict.step_plan import Eviction
     from vllm_kvevict.worker.eviction import EvictionRecord
 
 Positions = NDArray[np.int64]

@@ -12,8 +12,8 @@ from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
-from vllm_kvevict.plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.policies.base import Candidates, Policy, protect
+from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
 from vllm_kvevict.worker.rings import ObservationRings
