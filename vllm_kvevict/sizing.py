@@ -1,11 +1,15 @@
 """How much memory eviction needs beside the KV cache. Engine and workers agree through it."""
 
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.timeline import blocks_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
     from vllm_kvevict.config import EvictionConfig
 
@@ -33,3 +37,35 @@ def ring_slots(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
         return 0
     affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
     return min(vllm_config.scheduler_config.max_num_seqs, affordable)
+
+
+def page_channels(config: "EvictionConfig") -> int:
+    """Numbers beside every cached token that the policies of this server need, at most."""
+    from vllm_kvevict.policies.registry import build_policies
+
+    return max(policy.scorer.page_channels for policy in build_policies(config).values())
+
+
+def beside_page_values(available: int, specs: "Iterable[AttentionSpec]", channels: int) -> int:
+    """What is left for the KV cache once page values stand beside it.
+
+    Both grow with the number of blocks, so a fixed share of the memory goes to each. The share
+    is exact where all layers have equal pages, else it is that of the layer that needs most.
+
+    Args:
+        available: Bytes for both.
+        specs: Specs of the evictable layers on this rank, at least one.
+        channels: float32 numbers for each cached token and KV head.
+
+    Returns:
+        Bytes, at most ``available``.
+
+    """
+    most = min(
+        Fraction(
+            spec.page_size_bytes,
+            spec.page_size_bytes + spec.num_kv_heads * spec.block_size * channels * 4,
+        )
+        for spec in specs
+    )
+    return int(available * most)

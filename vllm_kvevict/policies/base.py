@@ -87,6 +87,9 @@ class Scorer(ABC):
 
     random: ClassVar[bool] = False
 
+    page_channels: ClassVar[int] = 0
+    """float32 numbers beside every cached token of every head; the worker moves them with it."""
+
     @abstractmethod
     def scores(self, candidates: Candidates) -> torch.Tensor:
         """Score the candidates.

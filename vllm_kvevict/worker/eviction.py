@@ -14,6 +14,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.base import Candidates, Policy, protect
 from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
 from vllm_kvevict.worker.rings import ObservationRings
@@ -55,6 +56,7 @@ class WorkerEviction:
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
         rings: Observation rings, or None where no policy needs them.
+        page_values: Numbers beside the cached tokens, or None where no policy needs them.
         rows: Adapter of the model runner.
 
     """
@@ -65,11 +67,13 @@ class WorkerEviction:
         states: dict[int, GroupState],
         caches: Mapping[str, LayerCache],
         rings: ObservationRings | None,
+        page_values: PageValues | None,
         rows: RunnerRows,
     ) -> None:
         self.policies = policies
         self.states = states
         self.rings = rings
+        self.page_values = page_values
         self.listeners: list[Callable[[EvictionRecord], None]] = []
         self.evictions = 0
         self._caches = caches
@@ -142,7 +146,11 @@ class WorkerEviction:
         source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
         for index, name in enumerate(state.layer_names):
             cache = self._caches[name]
-            cache.layout.copy(cache.pages, source_page[index], source_slot[index], target_page)
+            source = source_page[index], source_slot[index]
+            cache.layout.copy(cache.pages, *source, target_page)
+            if self.policies[eviction.policy].scorer.page_channels:
+                assert self.page_values is not None
+                self.page_values.move(name, *source, target_page)
         state.record(row, group.tail_start, store, pages)
         for listener in self.listeners:
             listener(EvictionRecord(eviction, group, columns, pages, padding * bs))

@@ -17,9 +17,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable, register_spec
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.sizing import ring_slots
+from vllm_kvevict.sizing import beside_page_values, page_channels, ring_slots
 from vllm_kvevict.worker.binding import GroupBinding
 from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
 from vllm_kvevict.worker.state import GroupState
@@ -73,12 +74,18 @@ class EvictionWorkerMixin(Worker, ABC):
         for name in evictable:
             _check_layer(name, self._layer(name))
         self._evictable_layers = evictable
+        self._evictable_specs = [specs[name] for name in evictable]
         return specs
 
     def determine_available_memory(self) -> int:
-        """Reserve the rings first, so that vLLM sizes its cache around them."""
+        """Reserve the rings first, and a share for page values, so that vLLM sizes around them.
+
+        The share comes out of ``--kv-cache-memory-bytes`` as well.
+        """
         self._allocate_rings()
-        return super().determine_available_memory()
+        available = super().determine_available_memory()
+        channels = page_channels(self.eviction_config)
+        return beside_page_values(available, self._evictable_specs, channels)
 
     def _allocate_rings(self) -> None:
         slots = ring_slots(self.vllm_config, self.eviction_config)
@@ -105,6 +112,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self._allocate_rings()
         states: dict[int, GroupState] = {}
         caches: dict[str, LayerCache] = {}
+        heads: dict[str, int] = {}
         for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
             if not isinstance(spec, EvictableAttentionSpec):
@@ -121,14 +129,19 @@ class EvictionWorkerMixin(Worker, ABC):
             )
             for name in group.layer_names:
                 caches[name] = self._layer_cache(self._layer(name), spec)
+                heads[name] = spec.num_kv_heads
+        channels = page_channels(self.eviction_config)
+        values = PageValues(caches, heads, channels) if channels else None
         self.kv_eviction = WorkerEviction(
-            build_policies(self.eviction_config), states, caches, self._rings, self._rows()
+            build_policies(self.eviction_config), states, caches, self._rings, values, self._rows()
         )
         self._bind(self.kv_eviction)
         logger.info(
-            "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables",
+            "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
+            "%d bytes beside the KV cache",
             self._rings.num_bytes if self._rings is not None else 0,
             sum(state.num_bytes for state in states.values()),
+            values.num_bytes if values is not None else 0,
         )
 
     def _rows(self) -> RunnerRows:
