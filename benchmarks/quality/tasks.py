@@ -141,7 +141,7 @@ def needles(write: Writer, words: int, names: int, values: int, asked: int, turn
         group = write.rng.sample(keys, asked)
         plural = "what is the magic number" if asked * values == 1 else "what are the magic numbers"
         names_text = ", ".join(group[:-1]) + (" and " if asked > 1 else "") + group[-1]
-        # Several names are answered name by name: which value belongs to which is part of the answer.
+        # Which value belongs to which name is part of the answer.
         pairs = [(key, value) for key in group for value in of[key]]
         answers = tuple(f"{key} {value}" if asked > 1 else value for key, value in pairs)
         questions.append((f"{plural} for {names_text}?", answers))

@@ -23,7 +23,13 @@ from benchmarks.quality.tokenizer import END, build
 CONTEXT_LOSS = 0.1
 """Weight of the tokens that are no answer; their words are drawn at random."""
 
-RECIPE = ("64x32:900", "256x16:2200@2e-3", "512x8:1200@2e-3", "1024x4:1200@2e-3", "2048x2:1000@2e-3")
+RECIPE = (
+    "64x32:900",
+    "256x16:2200@2e-3",
+    "512x8:1200@2e-3",
+    "1024x4:1200@2e-3",
+    "2048x2:1000@2e-3",
+)
 """Stages of the shipped model. Copying heads appear near step 550, in 64 tokens."""
 
 
@@ -193,7 +199,9 @@ def main() -> None:
         "--stages", type=Stage.parse, nargs="+", metavar="LENGTHxSIZE:STEPS[@RATE]",
         default=list(map(Stage.parse, RECIPE)),
     )  # fmt: skip
-    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate of stages without their own")
+    parser.add_argument(
+        "--rate", type=float, default=4e-3, help="peak learning rate of stages without their own"
+    )
     parser.add_argument("--warmup", type=int, default=40, help="steps of warm-up")
     parser.add_argument("--decay", type=float, default=0.25, help="share of steps that decay")
     parser.add_argument("--seed", type=int, default=0)
