@@ -1,0 +1,137 @@
+"""clusters: keys of a stream in balls of one radius, with uniform samples of each. Reference."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+EXACT = "donot_use_mm_for_euclid_dist"
+"""How ``cdist`` makes equal points exactly 0 apart."""
+
+
+@dataclass
+class Clusters:
+    """The softmax normaliser's data structure D of one KV head (SubGen Algorithm 1, lines 11-22).
+
+    A key joins the cluster of the nearest representative, or opens one where that is farther
+    than the radius. Tokens are named by column. Unlike the paper's, the set is bounded: where
+    it would outgrow its room, the radius becomes the larger of twice itself and the smallest
+    distance between two representatives, and clusters whose representatives are that near
+    become one (the doubling algorithm of Charikar et al. 2004). A key is then at most twice the
+    radius from its representative; samples stay uniform and independent of each other.
+
+    Args:
+        radius: delta, in the units of the keys; 0 gives every distinct key a cluster.
+        centers: [m] int64: the representative of each cluster, its first key.
+        counts: [m] int64: n_i, keys of each cluster.
+        samples: [m, t] int64: S_i, tokens drawn uniformly from each cluster.
+        merges: Merges so far; numbers their draws.
+
+    """
+
+    radius: float
+    centers: torch.Tensor
+    counts: torch.Tensor
+    samples: torch.Tensor
+    merges: int = 0
+
+    @classmethod
+    def empty(cls, radius: float, samples: int) -> "Clusters":
+        """No clusters yet, ``samples`` (t) draws from each to come."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        return cls(radius, nothing, nothing, nothing.view(0, samples))
+
+    def __len__(self) -> int:
+        return len(self.centers)
+
+    def add(
+        self,
+        points: torch.Tensor,
+        begin: int,
+        coins: torch.Tensor,
+        most: int,
+        toss: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Take in keys, one after another.
+
+        Args:
+            points: [n, D] float64: the key of every column, finite.
+            begin: The first new column; the others follow it.
+            coins: [new keys, t] in [0, 1): their draws.
+            most: Room: clusters at most, at least 1.
+            toss: [t] draws in [0, 1) of the merge of that number.
+
+        """
+        end = begin + len(coins)
+        distance, nearest = self._nearest(points, begin, end)
+        at = begin
+        while at < end:
+            far = (distance[at - begin :] > self.radius).nonzero()
+            until = at + int(far[0]) if len(far) else end
+            self._join(nearest[at - begin : until - begin], coins[at - begin : until - begin], at)
+            at = until
+            if at == end:
+                return
+            self._open(at)
+            at += 1
+            if len(self) > most:
+                self._widen(points, toss)
+                distance[at - begin :], nearest[at - begin :] = self._nearest(points, at, end)
+            else:
+                new = (points[at:end] - points[at - 1]).norm(dim=-1)
+                closer = new < distance[at - begin :]
+                distance[at - begin :][closer] = new[closer]
+                nearest[at - begin :][closer] = len(self) - 1
+
+    def _nearest(
+        self, points: torch.Tensor, begin: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distance to the nearest representative of each column, and which that is."""
+        if not len(self) or begin == end:
+            count = end - begin
+            return torch.full((count,), math.inf, dtype=points.dtype), torch.zeros(count).long()
+        distance = torch.cdist(points[begin:end], points[self.centers], compute_mode=EXACT)
+        best = distance.min(-1)
+        return best.values, best.indices
+
+    def _join(self, cluster: torch.Tensor, coins: torch.Tensor, begin: int) -> None:
+        """Lines 14 to 18: count each key, and let it replace every sample with chance 1 / n."""
+        if not len(cluster):
+            return
+        earlier = functional.one_hot(cluster, len(self)).cumsum(0)
+        number = self.counts[cluster] + earlier.gather(1, cluster[:, None])[:, 0]
+        column = torch.arange(begin, begin + len(cluster))[:, None]
+        taken = torch.where(coins * number[:, None] < 1, column, -1)
+        last = torch.full_like(self.samples, -1)
+        last.scatter_reduce_(0, cluster[:, None].expand_as(taken), taken, "amax")
+        self.samples = torch.where(last >= 0, last, self.samples)
+        self.counts = self.counts + cluster.bincount(minlength=len(self))
+
+    def _open(self, column: int) -> None:
+        """Lines 20 and 21: a cluster of one key."""
+        new = torch.tensor([column])
+        self.centers = torch.cat([self.centers, new])
+        self.counts = torch.cat([self.counts, torch.ones_like(new)])
+        self.samples = torch.cat([self.samples, new.expand(1, self.samples.shape[1])])
+
+    def _widen(self, points: torch.Tensor, toss: Callable[[int], torch.Tensor]) -> None:
+        """Raise the radius, and merge each cluster into the nearest earlier one within it."""
+        own = points[self.centers]
+        gaps = torch.cdist(own, own, compute_mode=EXACT).fill_diagonal_(math.inf)
+        self.radius = max(2 * self.radius, float(gaps.min()))
+        kept: list[int] = []
+        for index, row in enumerate(gaps):
+            distance, place = row[kept].min(0) if kept else (math.inf, 0)
+            if distance > self.radius:
+                kept.append(index)
+                continue
+            into = kept[int(place)]
+            mine, both = self.counts[index], self.counts[index] + self.counts[into]
+            taken = toss(self.merges) * both < mine
+            self.merges += 1
+            self.samples[into] = torch.where(taken, self.samples[index], self.samples[into])
+            self.counts[into] = both
+        self.centers, self.counts = self.centers[kept], self.counts[kept]
+        self.samples = self.samples[kept]
