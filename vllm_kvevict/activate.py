@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.admission import install
+from vllm_kvevict import admission
 from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.metrics import logger as stat_logger
+from vllm_kvevict.sizing import ring_bytes, ring_slots
 from vllm_kvevict.support import check
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     vllm_config.additional_config[KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls
     scheduler.scheduler_cls = scheduler_cls
-    install()
+    admission.install()
+    stat_logger.install()
     # Of several API servers only the parent speaks.
     if parallel._api_process_count == 1 or parallel._api_process_rank == -1:
         _report(vllm_config, config)
@@ -88,9 +91,10 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     blocks, tokens = "depends on the prompt", config.budget_tokens
     if tokens is not None:
         blocks = f"{timeline.store_blocks(0)} per request"
+    rings = ring_slots(vllm_config, config) * ring_bytes(vllm_config, config)
     logger.info(
         "KV eviction is on: policy %s, budget %s%s, window %d tokens, interval %d (evicts %s), "
-        "block size %d tokens, store blocks: %s.",
+        "block size %d tokens, store blocks: %s, at most %.1f MiB of observation rings on a rank.",
         config.policy,
         config.budget,
         " of the prompt" if tokens is None else " tokens",
@@ -99,6 +103,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         how_often,
         block_size,
         blocks,
+        rings / 2**20,
     )
     if config.allow or config.max_budget is not None:
         logger.info(

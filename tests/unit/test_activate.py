@@ -92,11 +92,13 @@ def test_refusal_leaves_the_configuration_alone(build: Any) -> None:
     [
         # 1024 - 32 tokens are 7 whole blocks of 128.
         ("ada-snapkv", ["policy ada-snapkv", "budget 1024 tokens", "window 32", "interval 128",
-                        "every 128 decode steps", "block size 128", "store blocks: 7 per"]),
+                        "every 128 decode steps", "block size 128", "store blocks: 7 per",
+                        "at most 1.0 MiB of observation rings on a rank"]),
         ({"policy": "snapkv", "budget": "25%", "interval": 130},
          ["budget 25% of the prompt", "interval 130 (evicts every 256 decode steps)",
           "depends on the prompt"]),
         ({"policy": "snapkv", "interval": 0}, ["interval 0 (evicts after prefill only)"]),
+        ("streaming-llm", ["at most 0.0 MiB of observation rings"]),
     ],
 )  # fmt: skip
 def test_says_what_it_does(

@@ -18,12 +18,14 @@ class Holding:
     """Blocks of one request beside its positional ones.
 
     ``granted`` is a store in waiting: counted and owned, not yet part of a plan. ``retiring``
-    pairs each eviction in flight with the store it replaces.
+    pairs each eviction in flight with the store it replaces. ``saved`` are the positional blocks
+    given back, less the blocks held beside those that are left.
     """
 
     store: list[KVCacheBlock] = field(default_factory=list)
     granted: list[KVCacheBlock] = field(default_factory=list)
     retiring: list[tuple[GroupEviction, list[KVCacheBlock]]] = field(default_factory=list)
+    saved: int = 0
 
     def take_retiring(self, eviction: GroupEviction) -> list[KVCacheBlock] | None:
         """The store that an eviction of this request replaced; None if it is not one of them."""
@@ -54,6 +56,9 @@ class EvictableAttentionManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.timeline = kv_cache_spec.timeline
         self.holdings: dict[str, Holding] = {}
+        self.blocks_saved = 0
+        """Blocks that requests would hold without eviction, less what they hold. A block that
+        requests share counts once for each of them."""
         self._starts: dict[str, int] = {}
 
     def get_num_blocks_to_allocate(
@@ -130,6 +135,7 @@ class EvictableAttentionManager(FullAttentionManager):
         assert not holding.granted
         store_blocks = entry.timelines[self.kv_cache_group_id].store_blocks
         holding.granted = self.block_pool.get_new_blocks(store_blocks)
+        self._save(holding, -store_blocks)
 
     def evict(self, request_id: str, entry: Entry, end: int) -> GroupEviction:
         """Turn the granted store into the eviction of the step that ends at ``end``.
@@ -172,7 +178,14 @@ class EvictableAttentionManager(FullAttentionManager):
         )
         self._remove_blocks_in_range(request_id, first, last)
         self.block_pool.free_blocks(store)
-        return last - first + len(store)
+        freed = last - first + len(store)
+        assert holding is not None
+        self._save(holding, freed)
+        return freed
+
+    def _save(self, holding: Holding, blocks: int) -> None:
+        holding.saved += blocks
+        self.blocks_saved += blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Hand over every block of the request: positional, store, granted and retiring."""
@@ -180,4 +193,5 @@ class EvictableAttentionManager(FullAttentionManager):
         if self.ledger is not None:
             self.ledger.drop(request_id)
         holding = self.holdings.pop(request_id, Holding())
+        self._save(holding, -holding.saved)
         return super().pop_blocks_for_free(request_id) + holding.blocks

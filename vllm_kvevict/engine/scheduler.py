@@ -13,7 +13,9 @@ from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.rings import RingSlots
 from vllm_kvevict.engine.spec import register_spec
-from vllm_kvevict.metrics import Counters
+from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.metrics.kept import kept_share
+from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.requests import RequestOptions, parse_options
 from vllm_kvevict.sizing import ring_slots
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kv_eviction.scheduler")
@@ -82,6 +85,12 @@ class EvictionMixin(Scheduler):
 
         coordinator.cache_blocks = cache_blocks
         self._logged = (time.monotonic(), "")
+        groups = self.kv_cache_config.kv_cache_groups
+        self._layers = {group: len(groups[group].layer_names) for group in self._evicting}
+        self._reporter = Reporter(self.eviction_counters) if self.log_stats else None
+        # Else the front end's periodic line says it.
+        several = self.vllm_config.parallel_config._api_process_count > 1
+        self._logs_periodically = several or not self.log_stats
 
     def _options(self, request: "Request") -> RequestOptions:
         """What a request asked for, read once."""
@@ -245,6 +254,8 @@ class EvictionMixin(Scheduler):
             counters.evictions_prefill += 1
         else:
             counters.evictions_decode += 1
+        if self._reporter is not None:
+            self._reporter.evicted(entry.policy, entry.in_prefill(end))
         evictions = [self._evicting[g].evict(request_id, entry, end) for g in groups]
         for eviction in evictions:
             bs = self._evicting[eviction.group_id].block_size
@@ -259,16 +270,41 @@ class EvictionMixin(Scheduler):
         )
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+        self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
-        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         for eviction in plan.evictions if plan else ():
             for group in eviction.groups:
                 freed = self._evicting[group.group_id].retire(eviction.request_id, group)
                 self.eviction_counters.blocks_freed += freed
+        if self._reporter is not None:
+            self._report(self._reporter, model_runner_output, outputs)
         self._log_if_idle()
         return outputs
+
+    def _report(
+        self,
+        reporter: Reporter,
+        model_runner_output: "ModelRunnerOutput",
+        outputs: "dict[int, EngineCoreOutputs]",
+    ) -> None:
+        """Send what happened since the last report to a front end, with vLLM's statistics."""
+        measured = getattr(model_runner_output, MEASURED, None)
+        if measured is not None:
+            reporter.measured(**measured)
+        report = reporter.take(sum(m.blocks_saved for m in self._evicting.values()))
+        if report is not None:
+            attach(report, outputs)
+
+    def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+        # The last sampled token was never fed back, so it is not in the cache.
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if self._reporter is not None and tokens > 0:
+            entry = self._ledger.entries.get(request.request_id)
+            timelines = entry.timelines if entry is not None else {}
+            self._reporter.kept(kept_share(timelines, self._layers, tokens))
+        return super()._free_request(request, *args, **kwargs)
 
     def _get_local_prefix_cache_hit(
         self, request: "Request"
@@ -287,9 +323,10 @@ class EvictionMixin(Scheduler):
         return manager.create_kv_cache_blocks(blocks), num_tokens, boundary, hit[3]
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
-        now = time.monotonic()
-        if now - self._logged[0] >= LOG_INTERVAL_S:
-            self._log_counters(now)
+        if self._logs_periodically:
+            now = time.monotonic()
+            if now - self._logged[0] >= LOG_INTERVAL_S:
+                self._log_counters(now)
         return super().make_stats(*args, **kwargs)
 
     def _log_counters(self, now: float) -> None:

@@ -14,6 +14,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.base import Candidates, Policy, protect
 from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
@@ -76,6 +77,7 @@ class WorkerEviction:
         self.page_values = page_values
         self.listeners: list[Callable[[EvictionRecord], None]] = []
         self.evictions = 0
+        self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
         self._caches = caches
         self._rows = rows
         self._plan: StepPlan | None = None
@@ -98,7 +100,8 @@ class WorkerEviction:
         plan, self._plan, self._batch = self._plan, None, None
         if run and plan is not None:
             for eviction in plan.evictions:
-                self._evict(eviction)
+                with self.meter.eviction():
+                    self._evict(eviction)
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """[R] int64 rows of the batch under way; None outside a scheduled step."""
@@ -152,6 +155,7 @@ class WorkerEviction:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
         state.record(row, group.tail_start, store, pages)
+        self.meter.pages(pages)
         for listener in self.listeners:
             listener(EvictionRecord(eviction, group, columns, pages, padding * bs))
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
@@ -20,6 +20,7 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.sizing import beside_page_values, page_channels, ring_slots
 from vllm_kvevict.worker.binding import GroupBinding
 from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
@@ -181,7 +182,17 @@ class EvictionWorkerMixin(Worker, ABC):
             done = True
         finally:
             self.kv_eviction.end_step(run=done)
-        return output
+        return self._measured(output)
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        return self._measured(super().sample_tokens(grammar_output))
+
+    def _measured(self, output: Any) -> Any:
+        """The step's output, with what was measured of evictions on board."""
+        assert self.kv_eviction is not None
+        return output if output is None else attach(self.kv_eviction.meter.take(), output)
 
 
 def _check_specs(specs: dict[str, KVCacheSpec], shared: dict[str, str]) -> None:

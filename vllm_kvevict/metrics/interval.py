@@ -1,0 +1,43 @@
+"""What one engine did between two lines of vLLM's periodic statistics."""
+
+from dataclasses import dataclass, field
+
+from vllm_kvevict.metrics.report import Report
+
+
+@dataclass
+class Interval:
+    """Sums of the reports of one engine since the last line; ``saved`` is the state now."""
+
+    saved: int = 0
+    evictions: list[int] = field(default_factory=lambda: [0, 0])
+    postponed: int = 0
+    tokens: int = 0
+    blocks: int = 0
+    timed: int = 0
+    seconds: float = 0.0
+
+    def add(self, report: Report) -> None:
+        for counts in report.evictions.values():
+            self.evictions = [a + b for a, b in zip(self.evictions, counts, strict=True)]
+        self.postponed += report.postponed
+        self.tokens += report.tokens_evicted
+        self.blocks += report.blocks_freed - report.store_blocks_allocated
+        self.timed += len(report.seconds)
+        self.seconds += sum(report.seconds)
+        self.saved = report.blocks_saved
+
+    def __bool__(self) -> bool:
+        return bool(any(self.evictions) or self.postponed)
+
+    def line(self) -> str:
+        """For the log."""
+        prefill, decode = self.evictions
+        text = (
+            f"KV eviction: {prefill} evictions in prefill, {decode} in decode, "
+            f"{self.postponed} postponed, {self.tokens} tokens evicted, "
+            f"{self.blocks} blocks given back, {self.saved} blocks saved now"
+        )
+        if self.timed:
+            text += f", {1000 * self.seconds / self.timed:.1f} ms an eviction"
+        return text

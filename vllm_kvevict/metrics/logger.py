@@ -1,0 +1,113 @@
+"""vLLM's stat logger that hands an engine's reports to Prometheus and writes the periodic line."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import (
+    AggregateStatLoggerBase,
+    PrometheusStatLogger,
+    StatLoggerManager,
+)
+
+from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.metrics.interval import Interval
+from vllm_kvevict.metrics.prometheus import EvictionMetrics
+from vllm_kvevict.metrics.report import detach
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kv_eviction.metrics")
+
+_WRAPPED = "_kv_eviction_wrapped"
+
+
+class EvictionStatLogger(AggregateStatLoggerBase):
+    """The front end's end of the reports.
+
+    It must come before vLLM's own loggers: to them, the field a report travels in holds a KV
+    connector's statistics.
+
+    Args:
+        vllm_config: Of the engines; eviction is on.
+        engine_indexes: Engines that report here.
+
+    """
+
+    kinds: type[PrometheusStatLogger] = PrometheusStatLogger
+    """Whose classes of metrics to use."""
+
+    def __init__(self, vllm_config: "VllmConfig", engine_indexes: Sequence[int] = (0,)) -> None:
+        config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
+        assert config is not None
+        self.metrics = EvictionMetrics(
+            vllm_config.model_config.served_model_name,
+            engine_indexes,
+            config,
+            vllm_config.cache_config.block_size,
+            self.kinds,
+        )
+        # One of several API servers sees only a part; then the engine core logs its totals.
+        self._speaks = vllm_config.parallel_config._api_process_count == 1
+        self._intervals = {engine: Interval() for engine in engine_indexes}
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, *_: Any, engine_idx: int = 0, **__: Any
+    ) -> None:
+        """Take the report out of the statistics of a step, if there is one."""
+        report = detach(scheduler_stats) if scheduler_stats is not None else None
+        if report is not None:
+            self.metrics.record(report, engine_idx)
+            self._intervals[engine_idx].add(report)
+
+    def log(self) -> None:
+        """One line for every engine that evicted, or postponed, since vLLM's last line."""
+        for engine, interval in self._intervals.items():
+            if self._speaks and interval:
+                logger.info("Engine %03d: %s", engine, interval.line())
+            self._intervals[engine] = Interval(saved=interval.saved)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: eviction has said at start-up what it will do."""
+
+
+def install() -> None:
+    """Give every manager of stat loggers ours, where its engine evicts. Idempotent.
+
+    Not the entry point ``vllm.stat_logger_plugins``: vLLM loads that in every server of the
+    machine, also without eviction, where it would overrule ``--disable-log-stats``; and ``LLM``
+    does not load it.
+    """
+    original = StatLoggerManager.__init__
+    if not hasattr(original, _WRAPPED):
+        StatLoggerManager.__init__ = _wrap(original)
+
+
+def _wrap(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(
+        self: StatLoggerManager,
+        vllm_config: "VllmConfig",
+        engine_idxs: list[int] | None = None,
+        custom_stat_loggers: list[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        additional = vllm_config.additional_config
+        if isinstance(additional, dict) and EvictionConfig.parse(additional.get(KEY)) is not None:
+            others = custom_stat_loggers or []
+            custom_stat_loggers = [_for(others), *others]
+        original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
+
+    setattr(__init__, _WRAPPED, True)
+    return __init__
+
+
+def _for(others: list[Any]) -> type[EvictionStatLogger]:
+    """Our logger; where one of the others replaces vLLM's metrics (Ray), with its classes."""
+    for other in others:
+        if isinstance(other, type) and issubclass(other, PrometheusStatLogger):
+            return type("EvictionStatLogger", (EvictionStatLogger,), {"kinds": other})
+    return EvictionStatLogger

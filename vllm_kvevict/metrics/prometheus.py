@@ -1,0 +1,148 @@
+"""The metrics of eviction, as Prometheus reads them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.metrics import MetricWrapperBase
+
+import vllm_kvevict
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.metrics.report import Report
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+PREFIX = "vllm_kvevict:"
+"""Not ``vllm:``: vLLM unregisters every collector of that name when an engine starts."""
+
+REASONS = ("prefill", "decode")
+LABELS = ("model_name", "engine")
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+SPREADS = (1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 16)
+
+COUNTERS = {
+    "tokens_evicted": (
+        "evicted_tokens",
+        "Cached tokens evicted, per KV head (average over heads), once per KV-cache group.",
+    ),
+    "blocks_freed": ("freed_blocks", "Blocks given back to the pool by evictions."),
+    "store_blocks_allocated": ("store_blocks", "Blocks taken from the pool for what was kept."),
+    "postponed": (
+        "postponed_evictions",
+        "Steps in which an eviction was due and waited for blocks or for an observation ring.",
+    ),
+    "prefix_hits_capped": (
+        "capped_prefix_hits",
+        "Prefix-cache hits shortened so that the observation window is computed.",
+    ),
+}
+"""By field of a report: name of the metric and what it says."""
+
+_registered: list[Any] = []
+"""Collectors of this process; an engine that starts later in it replaces them."""
+
+
+class EvictionMetrics:
+    """All metrics of one front end, with children for each of its engines.
+
+    Args:
+        model_name: What vLLM writes into its own label of that name.
+        engines: Indexes of the engines that report here.
+        config: The settings of eviction.
+        block_size: Tokens in a block.
+        kinds: Whose classes of metrics to use: vLLM's, or the logger that replaces it under Ray.
+
+    """
+
+    def __init__(
+        self,
+        model_name: Any,
+        engines: Sequence[int],
+        config: EvictionConfig,
+        block_size: int,
+        kinds: "type[PrometheusStatLogger]",
+    ) -> None:
+        while _registered:
+            REGISTRY.unregister(_registered.pop())
+        self._kinds = kinds
+        labels = {engine: (model_name, str(engine)) for engine in engines}
+
+        def children(metric: Any, *more: str) -> dict[int, Any]:
+            return {engine: metric.labels(*mine, *more) for engine, mine in labels.items()}
+
+        evictions = self._make(
+            "counter", "evictions", "Evictions of a request.", "policy", "reason"
+        )
+        self._evictions = {
+            (policy, reason): children(evictions, policy, reason)
+            for policy in config.policies
+            for reason in REASONS
+        }
+        self._counters = {
+            name: children(self._make("counter", metric, text))
+            for name, (metric, text) in COUNTERS.items()
+        }
+        histograms = {
+            "seconds": ("eviction_seconds", "Seconds of one eviction on a worker.", SECONDS),
+            "kept_share": (
+                "request_kept_share",
+                "Share of its cached tokens that a finished request held at its end.",
+                SHARES,
+            ),
+            "head_spread": (
+                "head_budget_spread",
+                "Pages of the largest KV head over the mean of its layer, of sampled evictions.",
+                SPREADS,
+            ),
+        }
+        self._histograms = {
+            name: children(self._make("histogram", metric, text, buckets=buckets))
+            for name, (metric, text, buckets) in histograms.items()
+        }
+        self._saved = children(
+            self._make(
+                "gauge",
+                "blocks_saved",
+                "Blocks that running requests would hold without eviction, less what they hold.",
+            )
+        )
+        settings = info(config, block_size)
+        about = self._make("gauge", "config_info", "Settings of KV eviction.", *settings)
+        for gauge in children(about, *settings.values()).values():
+            gauge.set(1)
+
+    def _make(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
+        if kind == "gauge":
+            options["multiprocess_mode"] = "mostrecent"
+        metric = getattr(self._kinds, f"_{kind}_cls")(
+            name=PREFIX + name, documentation=text, labelnames=[*LABELS, *labels], **options
+        )
+        if isinstance(metric, MetricWrapperBase):
+            _registered.append(metric)
+        return metric
+
+    def record(self, report: Report, engine: int) -> None:
+        """Add what an engine reports."""
+        for policy, counts in report.evictions.items():
+            for reason, count in zip(REASONS, counts, strict=True):
+                self._evictions[policy, reason][engine].inc(count)
+        for name, counter in self._counters.items():
+            counter[engine].inc(getattr(report, name))
+        for name, histogram in self._histograms.items():
+            for value in getattr(report, name):
+                histogram[engine].observe(value)
+        self._saved[engine].set(report.blocks_saved)
+
+
+def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
+    """Labels of the configuration: its fields, the block size, and the version of this package."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return ",".join(map(str, value))
+        return "" if value is None else str(value)
+
+    settings = {name: text(value) for name, value in config.model_dump(mode="json").items()}
+    return settings | {"block_size": str(block_size), "version": vllm_kvevict.__version__}

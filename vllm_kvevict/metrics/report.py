@@ -1,0 +1,122 @@
+"""What eviction did since the last report: plain data on its way to the front end.
+
+The engine core sends it inside vLLM's ``SchedulerStats``, in the ``dict`` that carries the
+statistics of KV connectors. Eviction refuses those, so the field is free.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvevict.metrics.counters import Counters
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+
+KEY = "vllm_kvevict"
+"""Key of a report in ``SchedulerStats.kv_connector_stats``."""
+
+MEASURED = "kv_eviction_measured"
+"""Attribute of vLLM's ``ModelRunnerOutput`` that carries a worker's values to the engine core."""
+
+TOTALS = (
+    "tokens_evicted",
+    "blocks_freed",
+    "store_blocks_allocated",
+    "postponed",
+    "prefix_hits_capped",
+)
+"""Fields of :class:`~vllm_kvevict.metrics.counters.Counters` that a report brings as growth."""
+
+
+@dataclass
+class Report:
+    """One engine's report.
+
+    ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS` are
+    growth since the last report. ``kept_share`` has one value per finished request, ``seconds``
+    one per eviction, ``head_spread`` one per sampled eviction. ``blocks_saved`` is the state
+    now, in blocks.
+    """
+
+    evictions: dict[str, list[int]] = field(default_factory=dict)
+    tokens_evicted: int = 0
+    blocks_freed: int = 0
+    store_blocks_allocated: int = 0
+    postponed: int = 0
+    prefix_hits_capped: int = 0
+    kept_share: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    head_spread: list[float] = field(default_factory=list)
+    blocks_saved: int = 0
+
+
+class Reporter:
+    """Gathers reports in the engine core, one per step in which something happened.
+
+    Args:
+        counters: The scheduler's totals.
+
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._reported = self._totals()
+        self._saved = 0
+        self._next = Report()
+        self._news = False
+
+    def _totals(self) -> tuple[int, ...]:
+        counters = self._counters
+        return tuple(getattr(counters, name) for name in TOTALS)
+
+    def evicted(self, policy: str, in_prefill: bool) -> None:
+        """Count one eviction."""
+        self._next.evictions.setdefault(policy, [0, 0])[not in_prefill] += 1
+        self._news = True
+
+    def kept(self, share: float) -> None:
+        """Note what share of its tokens a finished request kept."""
+        self._next.kept_share.append(share)
+        self._news = True
+
+    def measured(self, seconds: list[float], head_spread: list[float]) -> None:
+        """Note what a worker measured."""
+        self._next.seconds += seconds
+        self._next.head_spread += head_spread
+        self._news = True
+
+    def take(self, blocks_saved: int) -> Report | None:
+        """What is new since the last call; None for nothing."""
+        totals = self._totals()
+        if not self._news and totals == self._reported and blocks_saved == self._saved:
+            return None
+        report, self._next = self._next, Report()
+        for name, total, reported in zip(TOTALS, totals, self._reported, strict=True):
+            setattr(report, name, total - reported)
+        self._reported, self._saved, self._news = totals, blocks_saved, False
+        report.blocks_saved = blocks_saved
+        return report
+
+
+def attach(report: Report, outputs: "dict[int, EngineCoreOutputs]") -> None:
+    """Put a report beside vLLM's own statistics, which go to one of the front ends.
+
+    Raises:
+        RuntimeError: vLLM sends none, although it was asked to.
+
+    """
+    for output in outputs.values():
+        if output.scheduler_stats is not None:
+            output.scheduler_stats.kv_connector_stats = {KEY: vars(report)}
+            return
+    raise RuntimeError("vLLM made no SchedulerStats for a step that evicted.")
+
+
+def detach(stats: "SchedulerStats") -> Report | None:
+    """Take the report out again, so that vLLM's own loggers find the field as they know it."""
+    sent: dict[str, Any] | None = stats.kv_connector_stats
+    if sent is None or KEY not in sent:
+        return None
+    stats.kv_connector_stats = None
+    return Report(**sent[KEY])
