@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.estimator import Estimator, weighted_attention
+from vllm_kvevict.ops.reference.estimator import (
+    Estimator,
+    finite,
+    squared_norms,
+    weighted_attention,
+)
 from vllm_kvevict.ops.reference.sample import digest
 
 ANY = 10**9
@@ -113,7 +118,7 @@ def blobs(n: int, clusters: int, size: int, seed: int, spread: float = 0.05):
 def estimate(estimator: Estimator, query, keys, values):
     """The estimate from what stays in the cache alone."""
     held = estimator.columns
-    weights = estimator.log_weights(values)[held]
+    weights = estimator.log_weights(squared_norms(values))[held]
     return weighted_attention(query @ keys[held].T, values[held], weights)
 
 
@@ -136,7 +141,7 @@ def test_algorithm_1(data):
     begin = 0
     while begin < n:
         count = draw(st.integers(1, n - begin))
-        mine.add(keys, values, begin, count, most)
+        mine.add(finite(keys), squared_norms(values), begin, count, most)
         begin += count
     assert mine.values.tolist() == [-1 if name is None else name for name in literal.matrix]
     clusters = mine.clusters
@@ -162,7 +167,7 @@ def test_error_of_equation_3(radius, most):
     for seed in range(12):
         keys, values, _ = blobs(1500, 12, size, seed)
         mine = Estimator.empty(radius, 8, round(9 * size / epsilon**2), (seed,))
-        mine.add(keys, values, 0, 1500, most)
+        mine.add(finite(keys), squared_norms(values), 0, 1500, most)
         query = torch.randn(50, size, generator=torch.Generator().manual_seed(900 + seed))
         weights = (query @ keys.T).softmax(-1)
         error = (estimate(mine, query, keys, values) - weights @ values).norm(dim=-1)
@@ -183,8 +188,8 @@ def test_numerator_and_denominator_are_unbiased(radius, most):
     above, below = [], []
     for seed in range(rounds):
         mine = Estimator.empty(radius, 2, 3, (seed,))
-        mine.add(keys, values, 0, 100, most)
-        weights = mine.log_weights(values).double().exp()
+        mine.add(finite(keys), squared_norms(values), 0, 100, most)
+        weights = mine.log_weights(squared_norms(values)).double().exp()
         above.append((weights[:, 0] * exact) @ values.double())
         below.append((weights[:, 1] * exact).sum()[None])
     for drawn, truth in ((above, exact @ values.double()), (below, exact.sum()[None])):
@@ -201,7 +206,7 @@ def test_samples_of_merged_clusters_are_uniform_and_independent():
     counts = torch.zeros(8, 8)
     for seed in range(rounds):
         mine = Estimator.empty(1.0, 2, 1, (seed,))
-        mine.add(keys, keys + 1, 0, 9, 2)
+        mine.add(finite(keys), squared_norms(keys + 1), 0, 9, 2)
         assert mine.clusters.counts.tolist() == [8, 1]
         first, second = mine.clusters.samples[0].tolist()
         counts[first, second] += 1
@@ -215,7 +220,7 @@ def test_memory_grows_with_clusters_and_not_with_length():
         for n in (1000, 8000):
             keys, values, _ = blobs(n, clusters, 16, clusters)
             mine = Estimator.empty(1.0, 4, 32, (n,))
-            mine.add(keys, values, 0, n, ANY)
+            mine.add(finite(keys), squared_norms(values), 0, n, ANY)
             assert len(mine.clusters) == clusters
             held[clusters, n] = len(mine.columns)
             assert held[clusters, n] <= 32 + 5 * clusters
@@ -226,7 +231,7 @@ def test_memory_grows_with_clusters_and_not_with_length():
 def test_every_key_is_near_its_representative_after_doubling():
     keys, values, _ = blobs(600, 600, 5, 7)
     mine = Estimator.empty(0.0, 1, 1, (0,))
-    mine.add(keys, values, 0, 600, 17)
+    mine.add(finite(keys), squared_norms(values), 0, 600, 17)
     centers = keys[mine.clusters.centers].double()
     assert 1 < len(centers) <= 17 and int(mine.clusters.counts.sum()) == 600
     gaps = torch.cdist(centers, centers).fill_diagonal_(math.inf)
@@ -237,14 +242,17 @@ def test_every_key_is_near_its_representative_after_doubling():
 def test_names_move_with_the_columns():
     keys, values, _ = blobs(300, 9, 4, 2)
     mine = Estimator.empty(1.0, 2, 8, (4,))
-    mine.add(keys, values, 0, 250, ANY)
+    mine.add(finite(keys), squared_norms(values), 0, 250, ANY)
     kept = torch.cat([mine.columns, torch.arange(250, 300)]).unique()
     moved = mine.moved(kept)
-    mine.add(keys, values, 250, 50, ANY)
+    mine.add(finite(keys), squared_norms(values), 250, 50, ANY)
     begin = int((kept < 250).sum())
-    moved.add(keys[kept], values[kept], begin, 50, ANY)
+    moved.add(finite(keys[kept]), squared_norms(values[kept]), begin, 50, ANY)
     assert torch.equal(kept[moved.columns], mine.columns)
-    assert torch.equal(moved.log_weights(values[kept]), mine.log_weights(values)[kept])
+    assert torch.equal(
+        moved.log_weights(squared_norms(values[kept])),
+        mine.log_weights(squared_norms(values))[kept],
+    )
 
 
 def test_weights_of_one_are_attention():
@@ -270,7 +278,7 @@ def test_numbers_that_are_none_do_not_stop_the_stream(odd):
     keys, values, _ = blobs(100, 100, 4, 3)
     keys[5, 1], values[6, 2] = odd, odd
     mine = Estimator.empty(0.0, 2, 4, (1,))
-    mine.add(keys, values, 0, 100, 7)
+    mine.add(finite(keys), squared_norms(values), 0, 100, 7)
     assert int(mine.clusters.counts.sum()) == 100 and len(mine.clusters) <= 7
     assert 6 not in mine.values.tolist() and math.isfinite(mine.mass)
 
@@ -280,6 +288,6 @@ def test_coins_differ_by_seed():
     drawn = []
     for seed in [(1, 2), (2, 1), (1, 2)]:
         mine = Estimator.empty(1.0, 2, 8, seed)
-        mine.add(keys, values, 0, 100, ANY)
+        mine.add(finite(keys), squared_norms(values), 0, 100, ANY)
         drawn.append(mine.columns.tolist())
     assert drawn[0] == drawn[2] != drawn[1]

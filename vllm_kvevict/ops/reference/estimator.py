@@ -53,20 +53,18 @@ class Estimator:
         return cls(Clusters.empty(radius, per_cluster), values, seed)
 
     def add(
-        self, keys: torch.Tensor, values: torch.Tensor, begin: int, count: int, most: int
+        self, points: torch.Tensor, norms: torch.Tensor, begin: int, count: int, most: int
     ) -> None:
         """Stream the tokens of ``count`` columns, lines 4 to 6.
 
         Args:
-            keys: [n, D] float32. What is not a finite number counts as 0 in distances.
-            values: [n, D] float32. A value that is not finite is never drawn.
+            points: [n, D] float64: :func:`finite` keys of all columns.
+            norms: [n] float64: :func:`squared_norms` of their values.
             begin: The first of the columns.
             count: How many.
             most: Room: clusters at most, at least 1.
 
         """
-        points = keys.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        norms = squared_norms(values)
         end = begin + count
         while begin < end:
             skip = self.length % PAGE
@@ -103,20 +101,20 @@ class Estimator:
         held = [self.values[self.values >= 0], clusters.centers, clusters.samples.flatten()]
         return torch.cat(held).unique()
 
-    def log_weights(self, values: torch.Tensor) -> torch.Tensor:
+    def log_weights(self, norms: torch.Tensor) -> torch.Tensor:
         """Lines 29 and 30: what each column counts for.
 
         Args:
-            values: [n, D] float32: the value of every column.
+            norms: [n] float64: :func:`squared_norms` of the values of all columns.
 
         Returns:
             [n, 2] float32: log weight in the numerator, ``mu / (s |v|^2)`` for each time that it
             was drawn, and in the denominator, ``n_i / t`` likewise; -inf for no part in it.
 
         """
-        weights = torch.zeros(len(values), 2, dtype=torch.float64)
+        weights = torch.zeros(len(norms), 2, dtype=torch.float64)
         drawn = self.values[self.values >= 0]
-        each = self.mass / len(self.values) / squared_norms(values)[drawn]
+        each = self.mass / len(self.values) / norms[drawn]
         weights[:, 0].index_add_(0, drawn, each)
         samples = self.clusters.samples
         each = (self.clusters.counts.double() / samples.shape[1])[:, None].expand(samples.shape)
@@ -141,8 +139,13 @@ class Estimator:
         return Estimator(clusters, rename(self.values), self.seed, self.mass, self.length)
 
 
+def finite(keys: torch.Tensor) -> torch.Tensor:
+    """[..., n, D] float64 of keys, with 0 for what is not a finite number."""
+    return keys.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def squared_norms(values: torch.Tensor) -> torch.Tensor:
-    """[n] float64 of values [n, D]; 0 where one is not a finite number."""
+    """[..., n] float64 of values [..., n, D]; 0, never drawn, where one is not a finite number."""
     return values.double().square().sum(-1).nan_to_num(nan=0.0, posinf=0.0)
 
 
