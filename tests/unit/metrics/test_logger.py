@@ -1,0 +1,158 @@
+"""What vLLM's managers of stat loggers do with reports, and what Prometheus then reads."""
+
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from vllm_kvevict.metrics import prometheus
+from vllm_kvevict.metrics.logger import EvictionStatLogger
+from vllm_kvevict.metrics.report import KEY, Report
+
+SETTINGS = dict(policy="ada-snapkv", budget="25%", allow="tova,none")
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Any:
+    """Leave no metrics behind in this process."""
+    yield
+    while prometheus._registered:
+        REGISTRY.unregister(prometheus._registered.pop())
+
+
+def ours() -> list[str]:
+    return [f.name for f in REGISTRY.collect() if f.name.startswith("vllm_kvevict")]
+
+
+def value(name: str, engine: int = 0, **labels: str) -> float | None:
+    labels = dict(model_name="served", engine=str(engine)) | labels
+    return REGISTRY.get_sample_value(f"vllm_kvevict:{name}", labels)
+
+
+def send(manager: StatLoggerManager, report: Report, engine: int = 0) -> None:
+    stats = SchedulerStats(kv_connector_stats={KEY: vars(report)})
+    manager.record(stats, IterationStats(), engine_idx=engine)
+
+
+def test_every_value_of_a_report(build):
+    config = build(SETTINGS, served_model_name="served")
+    manager = StatLoggerManager(config, [0, 1])
+    manager.log_engine_initialized()
+    assert value("evictions_total", policy="tova", reason="decode") == 0, "there from the start"
+    report = Report(
+        evictions={"ada-snapkv": [2, 1]},
+        tokens_evicted=640, blocks_freed=50, store_blocks_allocated=20, postponed=3,
+        prefix_hits_capped=4, kept_share=[0.25, 1.0], seconds=[0.003, 0.2, 0.004],
+        head_spread=[1.3], blocks_saved=30,
+    )  # fmt: skip
+    send(manager, report, engine=1)
+    send(manager, Report(evictions={"tova": [0, 5]}, blocks_saved=7), engine=1)
+    assert value("evictions_total", 1, policy="ada-snapkv", reason="prefill") == 2
+    assert value("evictions_total", 1, policy="ada-snapkv", reason="decode") == 1
+    assert value("evictions_total", 1, policy="tova", reason="decode") == 5
+    assert value("evicted_tokens_total", 1) == 640
+    assert value("freed_blocks_total", 1) == 50
+    assert value("store_blocks_total", 1) == 20
+    assert value("postponed_evictions_total", 1) == 3
+    assert value("capped_prefix_hits_total", 1) == 4
+    assert value("blocks_saved", 1) == 7
+    assert value("eviction_seconds_count", 1) == 3
+    assert value("eviction_seconds_sum", 1) == pytest.approx(0.207)
+    assert value("eviction_seconds_bucket", 1, le="0.005") == 2
+    assert value("request_kept_share_bucket", 1, le="0.25") == 1
+    assert value("request_kept_share_bucket", 1, le="0.9") == 1
+    assert value("request_kept_share_bucket", 1, le="1.0") == 2
+    assert value("head_budget_spread_bucket", 1, le="1.25") == 0
+    assert value("head_budget_spread_bucket", 1, le="1.5") == 1
+    assert value("evictions_total", policy="ada-snapkv", reason="prefill") == 0, "not of engine 0"
+    assert value("freed_blocks_total") == value("blocks_saved") == 0
+
+
+def test_settings_as_labels(build):
+    StatLoggerManager(build(SETTINGS, served_model_name="served"))
+    (family,) = [f for f in REGISTRY.collect() if f.name == "vllm_kvevict:config_info"]
+    (sample,) = family.samples
+    assert sample.value == 1
+    told = dict(policy="ada-snapkv", budget="25%", window="32", interval="128", floor="0.2",
+                allow="tova,none", max_budget="", block_size="128", model_name="served",
+                engine="0")  # fmt: skip
+    assert told.items() <= sample.labels.items()
+
+
+def test_without_eviction_there_is_nothing(build):
+    build(SETTINGS)  # puts our wrapper in place
+    manager = StatLoggerManager(build(), custom_stat_loggers=None)
+    assert not any(isinstance(logger, EvictionStatLogger) for logger in manager.stat_loggers)
+    assert ours() == []
+
+
+def test_it_comes_before_all_other_loggers(build):
+    from vllm.v1.metrics.loggers import LoggingStatLogger
+
+    manager = StatLoggerManager(build(SETTINGS), custom_stat_loggers=[LoggingStatLogger])
+    assert isinstance(manager.stat_loggers[0], EvictionStatLogger)
+    assert sum(isinstance(each, EvictionStatLogger) for each in manager.stat_loggers) == 1
+    send(manager, Report(postponed=1))  # vLLM's loggers would fail on the report
+
+
+def test_a_later_engine_takes_the_names_over(build):
+    config = build(SETTINGS, served_model_name="served")
+    send(StatLoggerManager(config), Report(postponed=5))
+    send(StatLoggerManager(config), Report(postponed=1))
+    assert value("postponed_evictions_total") == 1
+
+
+def test_metrics_of_the_kind_that_replaces_vllms(build):
+    """Ray exports its own classes of metrics; its logger brings them as class attributes."""
+    values: dict[str, float] = {}
+
+    class Other:
+        def __init__(self, *, name: str, **_: Any) -> None:
+            self.name = name
+
+        def labels(self, *_: Any, **__: Any) -> Any:
+            return self
+
+        def set(self, value: float) -> None:
+            values[self.name] = value
+
+    class OtherStatLogger(PrometheusStatLogger):
+        _gauge_cls = Other
+
+    manager = StatLoggerManager(build(SETTINGS), custom_stat_loggers=[OtherStatLogger])
+    send(manager, Report(blocks_saved=8, postponed=2))
+    assert values["vllm_kvevict:blocks_saved"] == 8
+    assert values["vllm_kvevict:config_info"] == 1
+    assert "vllm_kvevict:blocks_saved" not in ours()
+
+
+def test_the_periodic_line(build, records: list[logging.LogRecord]):
+    manager = StatLoggerManager(build(SETTINGS), [0, 1])
+    records.clear()
+    send(manager, Report(postponed=1), engine=1)
+    send(
+        manager,
+        Report({"tova": [1, 2]}, tokens_evicted=7, blocks_freed=9, store_blocks_allocated=4,
+               seconds=[0.002, 0.004, 0.006], blocks_saved=5),
+        engine=1,
+    )  # fmt: skip
+    manager.log()
+    assert [record.getMessage() for record in records] == [
+        "Engine 001: KV eviction: 1 evictions in prefill, 2 in decode, 1 postponed, 7 tokens "
+        "evicted, 5 blocks given back, 5 blocks saved now, 4.0 ms an eviction"
+    ]
+    manager.log()
+    assert len(records) == 1, "nothing happened since"
+
+
+def test_one_of_several_api_servers_is_silent(build, records: list[logging.LogRecord]):
+    config = build(SETTINGS)
+    config.parallel_config._api_process_count = 2
+    manager = StatLoggerManager(config)
+    records.clear()
+    send(manager, Report(evictions={"tova": [1, 2]}))
+    manager.log()
+    assert records == []

@@ -1,0 +1,60 @@
+"""What a worker measures, and how it travels with the model runner's output."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_kvevict.metrics.report import MEASURED
+from vllm_kvevict.worker import meter as meter_module
+from vllm_kvevict.worker.meter import SAMPLE_EVERY, EvictionMeter, attach, head_spread
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_head_spread(pages):
+    expected = sum(max(layer) * len(layer) / sum(layer) for layer in pages) / len(pages)
+    assert float(head_spread(torch.tensor(pages))) == pytest.approx(expected)
+
+
+def test_seconds_of_every_eviction_and_a_sample_of_heads(monkeypatch):
+    now = iter(range(0, 10_000, 3))  # every look at the clock is 3 seconds after the last
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: float(next(now)))
+    meter = EvictionMeter(torch.device("cpu"))
+    assert meter.take() is None
+    for index in range(2 * SAMPLE_EVERY + 1):
+        with meter.eviction():
+            meter.pages(torch.tensor([[1, 3]]))  # two groups: 1.5 and 1 on average
+            meter.pages(torch.tensor([[2, 2]]))
+        if index == 0:
+            assert meter.take() == {"seconds": [3.0], "head_spread": [1.25]}
+    assert meter.take() == {"seconds": [3.0] * 2 * SAMPLE_EVERY, "head_spread": [1.25, 1.25]}
+    assert meter.take() is None
+
+
+class Late(AsyncModelRunnerOutput):
+    def get_output(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(["a"], {"a": 0})
+
+
+MINE = {"seconds": [0.5], "head_spread": []}
+
+
+@pytest.mark.parametrize("output", [ModelRunnerOutput(["a"], {"a": 0}), Late()])
+def test_values_travel_with_the_output(output):
+    sent = attach(MINE, output)
+    arrived = sent.get_output() if isinstance(sent, AsyncModelRunnerOutput) else sent
+    arrived = pickle.loads(pickle.dumps(arrived))
+    assert getattr(arrived, MEASURED) == MINE
+    assert arrived.req_ids == ["a"]
+
+
+def test_outputs_that_carry_nothing():
+    output = Late()
+    assert attach(None, output) is output
+    assert attach(MINE, "tensors for the next stage") == "tensors for the next stage"
+    sent = attach(MINE, EMPTY_MODEL_RUNNER_OUTPUT)
+    assert getattr(sent, MEASURED) == MINE
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, MEASURED), "it is shared by all steps"
