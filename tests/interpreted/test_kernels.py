@@ -1,0 +1,72 @@
+"""Triton kernels in Triton's interpreter, in float32 and float16 (its bfloat16 dot is wrong)."""
+
+import pytest
+import torch
+
+from tests.triton_cases import (
+    check_decode,
+    check_lengths_and_splits,
+    check_observe,
+    check_page_table,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_decode_types_and_softcap(dtype, softcap):
+    check_decode("cpu", dtype, seed=1, softcap=softcap, padding=1)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_decode_head_sizes(dim):
+    check_decode("cpu", torch.float32, seed=dim, dim=dim, requests=2, layers=1)
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_decode_block_sizes(block_size):
+    check_decode("cpu", torch.float32, seed=2, block_size=block_size, store_blocks=2, requests=3)
+
+
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 2), (2, 7), (4, 16)])
+def test_decode_groups(heads, group):
+    check_decode("cpu", torch.float32, seed=3, heads=heads, group=group, requests=2, layers=1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_decode_ragged(seed):
+    # Store blocks of one page a head, splits that cross pages, sequences longer than a split.
+    check_decode(
+        "cpu",
+        torch.float32,
+        seed=seed,
+        store_blocks=1 + 4 * (seed % 2),
+        heads=2 + seed % 3,
+        target=(1, 5, 64)[seed % 3],
+        programs=1 + 4 * (seed % 2),
+        longest_tail=(16, 200)[seed % 2],
+        padding=seed % 3,
+    )
+
+
+@pytest.mark.parametrize("target", [1, 3, 1000])
+@pytest.mark.parametrize("requests", [1, 140])
+def test_lengths_and_splits(target, requests):
+    check_lengths_and_splits(
+        "cpu", target, 64, seed=target, requests=requests, longest_tail=300, padding=2, layers=2
+    )
+
+
+def test_smallest_split():
+    check_lengths_and_splits("cpu", 64, 192, seed=5, longest_tail=1000)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("store_blocks", [1, 4])
+def test_page_table(block_size, store_blocks):
+    check_page_table(
+        "cpu", seed=4, block_size=block_size, store_blocks=store_blocks, heads=3, padding=1
+    )
+
+
+def test_observe():
+    check_observe("cpu")

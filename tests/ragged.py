@@ -1,0 +1,140 @@
+"""Batches of evicted and other requests, drawn at random, and what attention must make of them.
+
+The expectation walks Python lists of pages, one head at a time, in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Ragged:
+    """R requests whose heads own uneven numbers of store pages, on any device."""
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    tail_start: torch.Tensor
+    stores: torch.Tensor
+    head_indptr: torch.Tensor
+    block_table: torch.Tensor
+    cache: torch.Tensor
+    block_size: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.head_indptr.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.head_indptr.shape[2] - 1
+
+    def to(self, device: str) -> "Ragged":
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return Ragged(**moved)
+
+    def pages(self, layer: int, request: int, head: int) -> list[int]:
+        """Physical head pages of one sequence, and no page beyond its length."""
+        row = int(self.rows[request])
+        tail = int(self.tail_start[row]) if row >= 0 else 0
+        pages = []
+        if tail:
+            first, last = self.head_indptr[layer, row, head : head + 2].tolist()
+            for flat in range(first, last):
+                block = int(self.stores[row, flat // self.num_heads])
+                pages.append(block * self.num_heads + flat % self.num_heads)
+        for token in range(tail, int(self.seq_lens[request]), self.block_size):
+            block = int(self.block_table[request, token // self.block_size])
+            pages.append(block * self.num_heads + head)
+        return pages
+
+    def length(self, layer: int, request: int, head: int) -> int:
+        row = int(self.rows[request])
+        tail = int(self.tail_start[row]) if row >= 0 else 0
+        kept = int(self.head_indptr[layer, row, head + 1] - self.head_indptr[layer, row, head])
+        return int(self.seq_lens[request]) - tail + (kept * self.block_size if tail else 0)
+
+    def attention(
+        self, layer: int, query: torch.Tensor, scale: float, softcap: float
+    ) -> torch.Tensor:
+        """[R, query heads, D] float64 for ``query`` [R, query heads, D]; 0 without keys."""
+        group = query.shape[1] // self.num_heads
+        out = torch.zeros(query.shape, dtype=torch.float64)
+        flat = self.cache.cpu().flatten(0, 1)
+        for request in range(len(self.rows)):
+            for head in range(self.num_heads):
+                length = self.length(layer, request, head)
+                if not length:
+                    continue
+                tokens = flat[self.pages(layer, request, head)].flatten(0, 1)[:length].double()
+                keys, values = tokens.chunk(2, dim=-1)
+                mine = slice(head * group, (head + 1) * group)
+                logits = query[request, mine].cpu().double() @ keys.T * scale
+                if softcap:
+                    logits = softcap * torch.tanh(logits / softcap)
+                out[request, mine] = logits.softmax(-1) @ values
+        return out
+
+
+def random_ragged(
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    requests: int = 4,
+    heads: int = 2,
+    dim: int = 32,
+    block_size: int = 16,
+    layers: int = 2,
+    store_blocks: int = 3,
+    longest_tail: int = 70,
+    padding: int = 0,
+    evicted_share: float = 0.7,
+) -> Ragged:
+    """A batch in which every slot that no sequence may read holds NaN."""
+    rand = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=rand))
+
+    num_rows = requests + 2
+    rows = torch.randperm(num_rows, generator=rand)[:requests].to(torch.int32)
+    tail_start = torch.zeros(num_rows, dtype=torch.int32)
+    seq_lens = torch.zeros(requests + padding, dtype=torch.int32)
+    stores = torch.zeros(num_rows, store_blocks, dtype=torch.int32)
+    # Stale splits of earlier requests stay behind in the rows of those that are not evicted.
+    head_indptr = torch.full((layers, num_rows, heads + 1), 7, dtype=torch.int32)
+    width = (store_blocks + 2) * heads + longest_tail // block_size + 2
+    block_table = torch.zeros(requests + padding, width, dtype=torch.int32)
+    next_block = 1
+    for request, row in enumerate(rows.tolist()):
+        length = number(1, longest_tail)
+        if number(0, 99) < evicted_share * 100:
+            tail_start[row] = block_size * number(store_blocks + 1, (store_blocks + 1) * heads)
+            stores[row] = torch.arange(next_block, next_block + store_blocks)
+            next_block += store_blocks
+            for layer in range(layers):
+                # At least one page each; the others go where they fall.
+                pages = torch.ones(heads, dtype=torch.int32)
+                for _ in range(store_blocks * heads - heads):
+                    pages[number(0, heads - 1)] += 1
+                head_indptr[layer, row] = torch.tensor([0, *pages.cumsum(0).tolist()])
+        start = int(tail_start[row])
+        seq_lens[request] = start + length
+        for block in range(start // block_size, (start + length - 1) // block_size + 1):
+            block_table[request, block] = next_block
+            next_block += 1
+    shape = (next_block, heads, block_size, 2 * dim)
+    cache = torch.randn(shape, generator=rand).to(dtype)
+    rows = torch.cat([rows, torch.full((padding,), -1, dtype=torch.int32)])
+    batch = Ragged(rows, seq_lens, tail_start, stores, head_indptr, block_table, cache, block_size)
+    readable = torch.zeros(shape[0] * heads, block_size, dtype=torch.bool)
+    for layer in range(layers):
+        for request in range(requests):
+            for head in range(heads):
+                pages = batch.pages(layer, request, head)
+                slots = torch.arange(len(pages) * block_size).view(-1, block_size)
+                readable[pages] |= slots < batch.length(layer, request, head)
+    cache.flatten(0, 1)[~readable] = float("nan")
+    return batch

@@ -1,0 +1,161 @@
+"""Checks of the Triton kernels on any device: the interpreter's in CI, a GPU's in tests/gpu."""
+
+import torch
+
+from tests.ragged import Ragged, random_ragged
+from vllm_kvevict.ops.triton.decode import decode_attention
+from vllm_kvevict.ops.triton.observe import observe_tokens
+from vllm_kvevict.ops.triton.page_table import write_page_table
+from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
+
+# float32 sums in another order; float16 and bfloat16 round the weights of the values to 11 and
+# 8 bits, and the result once more.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def lengths_of(batch: Ragged) -> torch.Tensor:
+    device = batch.rows.device
+    count = len(batch.rows)
+    lengths = torch.full((batch.num_layers, count * batch.num_heads + 3), -9, dtype=torch.int32)
+    lengths = lengths.to(device)
+    places = torch.arange(count, dtype=torch.int32, device=device)
+    head_lengths(
+        batch.rows,
+        places,
+        batch.seq_lens,
+        batch.tail_start,
+        batch.head_indptr,
+        lengths,
+        batch.block_size,
+    )
+    return lengths
+
+
+def splits_of(
+    lengths: torch.Tensor, num_sequences: int, target: int, smallest: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layers, device = lengths.shape[0], lengths.device
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -9, dtype=torch.int32, device=device)
+
+    size, starts = numbers(layers), numbers(layers, num_sequences + 1)
+    owners = numbers(layers, target + num_sequences)
+    split_keys(lengths, num_sequences, target, smallest, size, starts, owners)
+    return size, starts, owners
+
+
+def check_decode(
+    device: str,
+    dtype: torch.dtype,
+    group: int = 4,
+    softcap: float = 0.0,
+    target: int = 4,
+    programs: int = 3,
+    **options: int,
+) -> None:
+    """Decode attention of a random batch against lists of pages in float64."""
+    host = random_ragged(dtype=dtype, **options)
+    batch = host.to(device)
+    heads, dim = batch.num_heads, batch.cache.shape[3] // 2
+    count = len(batch.rows)
+    lengths = lengths_of(batch)
+    size, starts, owners = splits_of(lengths, count * heads, target, 64)
+    query = torch.randn(count, heads * group, dim, generator=torch.Generator().manual_seed(1))
+    query = query.to(dtype).to(device)
+    places = torch.arange(count, dtype=torch.int32, device=device)
+    tokens = torch.randperm(count).to(torch.int32).to(device)
+    partial = torch.full((owners.shape[1], group, dim), float("nan"), device=device)
+    weights = torch.full((owners.shape[1], group, 2), float("nan"), device=device)
+    for layer in range(batch.num_layers):
+        out = torch.full_like(query, float("nan"))
+        decode_attention(
+            query,
+            batch.cache,
+            out,
+            batch.rows,
+            places,
+            tokens,
+            batch.tail_start,
+            batch.stores,
+            batch.head_indptr[layer],
+            batch.block_table,
+            lengths[layer],
+            size[layer : layer + 1],
+            starts[layer],
+            owners[layer],
+            partial,
+            weights,
+            dim**-0.5,
+            softcap,
+            programs,
+        )
+        expected = host.attention(layer, query[tokens.long()], dim**-0.5, softcap)
+        tolerance = TOLERANCE[dtype]
+        result = out[tokens.long()].cpu().double()
+        torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+
+
+def check_lengths_and_splits(device: str, target: int, smallest: int, **options: int) -> None:
+    """Every key is in one split, no split is larger than the others, no more than there is room."""
+    host = random_ragged(**options)
+    batch = host.to(device)
+    lengths = lengths_of(batch).cpu()
+    count, heads = len(batch.rows), batch.num_heads
+    for layer in range(batch.num_layers):
+        expected = [host.length(layer, r, h) for r in range(count) for h in range(heads)]
+        assert lengths[layer].tolist() == [*expected, -9, -9, -9]
+        size, starts, owners = (
+            part[layer].cpu().tolist()
+            for part in splits_of(lengths.to(device), count * heads, target, smallest)
+        )
+        assert size >= smallest
+        assert size % 64 == 0
+        counts = [-(-length // size) for length in expected]
+        assert starts == [sum(counts[:index]) for index in range(len(counts) + 1)]
+        owned = [sequence for sequence, n in enumerate(counts) for _ in range(n)]
+        assert owners[: starts[-1]] == owned
+        assert starts[-1] <= target + count * heads
+        # The smallest size that keeps to the target.
+        assert size == smallest or -(-sum(expected) // (size - 64)) > target
+
+
+def check_page_table(device: str, **options: int) -> None:
+    """The table is the list of pages of each sequence, and nothing else is touched."""
+    host = random_ragged(**options)
+    batch = host.to(device)
+    lengths = lengths_of(batch)
+    count, heads = len(batch.rows), batch.num_heads
+    places = torch.arange(count, dtype=torch.int32, device=device)
+    for layer in range(batch.num_layers):
+        table = torch.full((count * heads, 40), -9, dtype=torch.int32, device=device)
+        write_page_table(
+            batch.rows,
+            places,
+            batch.tail_start,
+            batch.stores,
+            batch.head_indptr[layer],
+            batch.block_table,
+            lengths[layer],
+            table,
+            batch.block_size,
+        )
+        for sequence, row in enumerate(table.tolist()):
+            pages = host.pages(layer, sequence // heads, sequence % heads)
+            assert row == pages + [-9] * (40 - len(pages))
+
+
+def check_observe(device: str, dtype: torch.dtype = torch.float32) -> None:
+    """Recorded queries lie where their position says; all other entries stay as they were."""
+    window, heads, dim = 4, 3, 48
+    query = torch.randn(9, heads, 2 * dim).to(dtype)[..., :dim]
+    seq_lens = torch.tensor([13, 6], dtype=torch.int32)
+    tokens, places, back, slots = [1, 2, 3, 8], [0, 0, 0, 1], [3, 2, 1, 1], [2, 2, 2, -1]
+    rings = torch.full((5 * window, heads, dim), float("nan")).to(dtype)
+    expected = rings.clone()
+    for token, position in ((1, 10), (2, 11), (3, 12)):
+        expected[2 * window + position % window] = query[token]
+    rings = rings.to(device)
+    numbers = (torch.tensor(x, dtype=torch.int32).to(device) for x in (tokens, places, back, slots))
+    observe_tokens(rings, query.to(device), seq_lens.to(device), *numbers, window)
+    torch.testing.assert_close(rings.cpu(), expected, rtol=0, atol=0, equal_nan=True)

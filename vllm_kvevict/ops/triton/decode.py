@@ -1,0 +1,285 @@
+"""Decode attention straight from ``head_indptr``, store and tail blocks. Triton.
+
+One query token per request; every (request, KV head) pair is a sequence of its own, and its keys
+are read where they lie: no page table is made. Programs take splits of equal size
+(:mod:`.splits`), then one program per sequence merges them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvevict.ops.triton.splits import TILE
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    cache,
+    out,
+    partial,
+    weights,
+    rows,
+    places,
+    tokens,
+    tail_start,
+    stores,
+    head_indptr,
+    block_table,
+    lengths,
+    size,
+    starts,
+    owners,
+    num_sequences,
+    scale,
+    softcap,
+    query_token,
+    query_head,
+    out_token,
+    out_head,
+    stores_row,
+    table_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    group = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    queries_used = (group < GROUP)[:, None] & (dim < DIM)[None, :]
+    total = tl.load(starts + num_sequences)
+    keys_per_split = tl.load(size)
+    for split in range(tl.program_id(0), total, tl.num_programs(0)):
+        sequence = tl.load(owners + split)
+        request = sequence // HEADS
+        head = sequence % HEADS
+        first_split = tl.load(starts + sequence)
+        alone = tl.load(starts + sequence + 1) == first_split + 1
+        begin = (split - first_split) * keys_per_split
+        end = tl.minimum(begin + keys_per_split, tl.load(lengths + sequence))
+        row = tl.load(rows + request).to(tl.int64)
+        place = tl.load(places + request).to(tl.int64)
+        tail = tl.load(tail_start + row, mask=row >= 0, other=0)
+        indptr = head_indptr + row * (HEADS + 1) + head
+        first_page = tl.load(indptr, mask=tail > 0, other=0)
+        pages = tl.load(indptr + 1, mask=tail > 0, other=0) - first_page
+
+        own_head = head * GROUP + group
+        token = tl.load(tokens + request).to(tl.int64)
+        query_at = token * query_token + own_head[:, None] * query_head + dim[None, :]
+        q = tl.load(query + query_at, mask=queries_used, other=0.0)
+        best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        weight = tl.zeros([GROUP_PAD], tl.float32)
+        sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        for base in range(begin, end, TILE):
+            key = base + tl.arange(0, TILE)
+            used = key < end
+            page = key // PAGE
+            in_store = page < pages
+            flat = first_page + page
+            kept = tl.load(stores + row * stores_row + flat // HEADS, mask=used & in_store, other=0)
+            tail_block = tail // PAGE + page - pages
+            later = tl.load(
+                block_table + place * table_row + tail_block, mask=used & (page >= pages), other=0
+            )
+            physical = tl.where(
+                in_store,
+                kept.to(tl.int64) * HEADS + flat % HEADS,
+                later.to(tl.int64) * HEADS + head,
+            )
+            start = physical * (PAGE * 2 * DIM) + (key % PAGE) * (2 * DIM)
+            at = start[:, None] + dim[None, :]
+            read = used[:, None] & (dim < DIM)[None, :]
+            keys = tl.load(cache + at, mask=read, other=0.0)
+            logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+            if SOFTCAP:
+                # tanh through the sigmoid: Triton has no tanh of its own.
+                logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+            logits = tl.where(used[None, :], logits * LOG2E, float("-inf"))
+            new_best = tl.maximum(best, tl.max(logits, 1))
+            share = tl.exp2(logits - new_best[:, None])
+            decay = tl.exp2(best - new_best)
+            weight = weight * decay + tl.sum(share, 1)
+            values = tl.load(cache + at + DIM, mask=read, other=0.0)
+            sums = sums * decay[:, None] + tl.dot(
+                share.to(values.dtype), values, input_precision="ieee"
+            )
+            best = new_best
+        if alone:
+            out_at = token * out_token + own_head[:, None] * out_head + dim[None, :]
+            result = sums / weight[:, None]
+            tl.store(out + out_at, result.to(out.dtype.element_ty), mask=queries_used)
+        else:
+            at_split = tl.cast(split, tl.int64) * GROUP + group
+            tl.store(weights + at_split * 2, best, mask=group < GROUP)
+            tl.store(weights + at_split * 2 + 1, weight, mask=group < GROUP)
+            tl.store(partial + at_split[:, None] * DIM + dim[None, :], sums, mask=queries_used)
+
+
+@triton.jit
+def _merge_kernel(
+    out,
+    partial,
+    weights,
+    tokens,
+    starts,
+    out_token,
+    out_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    first = tl.load(starts + sequence)
+    last = tl.load(starts + sequence + 1)
+    if last - first != 1:
+        group = tl.arange(0, GROUP_PAD)
+        dim = tl.arange(0, DIM_PAD)
+        mask = (group < GROUP)[:, None] & (dim < DIM)[None, :]
+        best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        weight = tl.zeros([GROUP_PAD], tl.float32)
+        sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        for split in range(first, last):
+            at = tl.cast(split, tl.int64) * GROUP + group
+            own_best = tl.load(weights + at * 2, mask=group < GROUP, other=0.0)
+            own_weight = tl.load(weights + at * 2 + 1, mask=group < GROUP, other=0.0)
+            own = tl.load(partial + at[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+            new_best = tl.maximum(best, own_best)
+            decay = tl.exp2(best - new_best)
+            scale = tl.exp2(own_best - new_best)
+            weight = weight * decay + own_weight * scale
+            sums = sums * decay[:, None] + own * scale[:, None]
+            best = new_best
+        token = tl.load(tokens + sequence // HEADS).to(tl.int64)
+        own_head = sequence % HEADS * GROUP + group
+        # A sequence without keys is padding: its result is 0, as FlashAttention's is.
+        result = sums / tl.where(weight > 0, weight, 1.0)[:, None]
+        at_out = token * out_token + own_head[:, None] * out_head + dim[None, :]
+        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=mask)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    tokens: torch.Tensor,
+    tail_start: torch.Tensor,
+    stores: torch.Tensor,
+    head_indptr: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    size: torch.Tensor,
+    starts: torch.Tensor,
+    owners: torch.Tensor,
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    softcap: float,
+    programs: int,
+) -> None:
+    """Attention of one query token per request, one layer.
+
+    Args:
+        query: [T, H * G, D], dimensions contiguous.
+        cache: [num_blocks, H, block_size, 2 * D] contiguous: layout LBHNC, keys then values.
+        out: [T, H * G, D] of any float type, dimensions contiguous; written at ``tokens``.
+        rows: [R] int32 state rows, -1 for none.
+        places: [R] int32 places in the batch: rows of ``block_table``.
+        tokens: [R] int32 each request's token in ``query`` and ``out``.
+        tail_start: [rows] int32.
+        stores: [rows, S] int32 store blocks.
+        head_indptr: [rows, H + 1] int32 of this layer, contiguous.
+        block_table: [batch, W] int32 positional blocks.
+        lengths: [>= R * H] int32 of this layer (:func:`.splits.head_lengths`).
+        size: [1] int32 of this layer, with ``starts`` [> R * H] and ``owners`` from
+            :func:`.splits.split_keys`.
+        starts: As said.
+        owners: As said.
+        partial: [splits, G, D] float32 scratch.
+        weights: [splits, G, 2] float32 scratch.
+        scale: Factor on query-key products.
+        softcap: 0 for none.
+        programs: Programs of the launch; what the GPU runs at once.
+
+    Raises:
+        ValueError: The cache is not contiguous, its type is not the query's, or shapes differ.
+
+    """
+    heads, page = cache.shape[1], cache.shape[2]
+    query_heads, dim = query.shape[1], query.shape[2]
+    if not cache.is_contiguous() or cache.shape[3] != 2 * dim:
+        raise ValueError(
+            f"decode attention wants a contiguous cache [blocks, heads, block size, {2 * dim}], "
+            f"not {tuple(cache.shape)} with strides {cache.stride()}"
+        )
+    if cache.dtype != query.dtype:
+        raise ValueError(f"queries are {query.dtype} and the KV cache is {cache.dtype}")
+    if query_heads % heads or query.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError(f"{query_heads} query heads do not fit {heads} KV heads, or are strided")
+    if tuple(partial.shape[1:]) != (query_heads // heads, dim) or not partial.is_contiguous():
+        raise ValueError(f"scratch {tuple(partial.shape)} does not fit queries of {query.shape}")
+    shape = dict(
+        HEADS=heads,
+        GROUP=query_heads // heads,
+        # The tensor cores' smallest tile is 16 rows.
+        GROUP_PAD=max(16, triton.next_power_of_2(query_heads // heads)),
+        DIM=dim,
+        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+    )
+    num_sequences = rows.shape[0] * heads
+    _attend_kernel[(programs,)](
+        query,
+        cache,
+        out,
+        partial,
+        weights,
+        rows,
+        places,
+        tokens,
+        tail_start,
+        stores,
+        head_indptr,
+        block_table,
+        lengths,
+        size,
+        starts,
+        owners,
+        num_sequences,
+        scale,
+        softcap or 1.0,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        stores.stride(0),
+        block_table.stride(0),
+        **shape,
+        PAGE=page,
+        TILE=TILE,
+        SOFTCAP=softcap > 0,
+        LOG2E=_LOG2E,
+        num_warps=4,
+        num_stages=3 if dim <= 128 else 2,
+    )
+    _merge_kernel[(num_sequences,)](
+        out,
+        partial,
+        weights,
+        tokens,
+        starts,
+        out.stride(0),
+        out.stride(1),
+        **shape,
+        num_warps=4,
+    )

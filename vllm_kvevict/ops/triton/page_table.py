@@ -1,0 +1,92 @@
+"""The rectangular page table of one layer, written on the device at a fixed address. Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 128
+
+
+@triton.jit
+def _page_table_kernel(
+    rows,
+    places,
+    tail_start,
+    stores,
+    head_indptr,
+    block_table,
+    lengths,
+    table,
+    stores_row,
+    block_row,
+    table_row,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    request = sequence // HEADS
+    head = sequence % HEADS
+    row = tl.load(rows + request).to(tl.int64)
+    place = tl.load(places + request).to(tl.int64)
+    tail = tl.load(tail_start + row, mask=row >= 0, other=0)
+    indptr = head_indptr + row * (HEADS + 1) + head
+    first = tl.load(indptr, mask=tail > 0, other=0)
+    pages = tl.load(indptr + 1, mask=tail > 0, other=0) - first
+    count = (tl.load(lengths + sequence) + PAGE - 1) // PAGE
+    for base in range(0, count, BLOCK):
+        column = base + tl.arange(0, BLOCK)
+        used = column < count
+        in_store = column < pages
+        flat = first + column
+        kept = tl.load(stores + row * stores_row + flat // HEADS, mask=used & in_store, other=0)
+        tail_block = tail // PAGE + column - pages
+        later = tl.load(
+            block_table + place * block_row + tail_block, mask=used & (column >= pages), other=0
+        )
+        page = tl.where(in_store, kept * HEADS + flat % HEADS, later * HEADS + head)
+        tl.store(table + sequence.to(tl.int64) * table_row + column, page, mask=used)
+
+
+def write_page_table(
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    tail_start: torch.Tensor,
+    stores: torch.Tensor,
+    head_indptr: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    block_size: int,
+) -> None:
+    """Physical head pages of every (request, KV head) of one layer, store pages then tail pages.
+
+    Args:
+        rows: [R] int32 state rows, -1 for none.
+        places: [R] int32 places in the batch.
+        tail_start: [rows] int32.
+        stores: [rows, S] int32 store blocks.
+        head_indptr: [rows, H + 1] int32 of this layer, contiguous.
+        block_table: [batch, W] int32 positional blocks.
+        lengths: [>= R * H] int32 of this layer.
+        table: [>= R * H, V] int32, written as far as each length reaches.
+        block_size: Tokens in a page.
+
+    """
+    heads = head_indptr.shape[1] - 1
+    _page_table_kernel[(rows.shape[0] * heads,)](
+        rows,
+        places,
+        tail_start,
+        stores,
+        head_indptr,
+        block_table,
+        lengths,
+        table,
+        stores.stride(0),
+        block_table.stride(0),
+        table.stride(0),
+        HEADS=heads,
+        PAGE=block_size,
+        BLOCK=_BLOCK,
+    )
