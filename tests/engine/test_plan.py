@@ -1,0 +1,53 @@
+"""What the sizing command promises, kept by vLLM's own scheduler."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.harness import Engine, Setup
+from tests.engine.test_scheduler import no_stop, tokens
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.plan.life import EvictingGroup, Group, life
+
+PROMPT, OUTPUT = 200, 60
+SETUP = Setup(budget=64, interval=24, blocks=128, max_num_seqs=32, max_batched=256, caching=False)
+
+
+def planned(setup: Setup):
+    config = EvictionConfig(
+        policy="snapkv", budget=setup.budget, window=setup.window, interval=setup.interval
+    )
+    group = EvictingGroup(config.timeline(setup.block_size), PROMPT)
+    return life([group], PROMPT, OUTPUT)
+
+
+def run(setup: Setup, asked=None) -> tuple[int, int]:
+    """Serve many requests; returns the most that decoded at once, and preemptions."""
+    core = Engine(setup, no_stop)
+    for seed in range(60):
+        core.add(tokens(PROMPT, seed), OUTPUT, asked=asked)
+    peak = 0
+    while core.scheduler.has_unfinished_requests():
+        core.step()
+        peak = max(peak, sum(not r.is_prefill_chunk for r in core.scheduler.running))
+        assert core.steps < 5000
+    core.settle()
+    assert core.scheduler.eviction_counters.evictions >= (0 if asked else 60)
+    return peak, sum(request.num_preemptions for request in core.requests)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("rule", [dict(), dict(interval=0), dict(budget="50%"), dict(budget=40)])
+def test_planned_sequences_run_without_preemption(asynchronous, rule):
+    setup = replace(SETUP, asynchronous=asynchronous, **rule)
+    sequences = planned(setup).sequences(setup.blocks - 1)
+    assert 3 < sequences < setup.max_num_seqs
+    assert run(replace(setup, max_num_seqs=sequences)) == (sequences, 0)
+
+
+def test_planned_sequences_without_eviction():
+    sequences = life([Group(SETUP.block_size)], PROMPT, OUTPUT).sequences(SETUP.blocks - 1)
+    asked = {"kv_eviction": "none"}
+    assert run(replace(SETUP, max_num_seqs=sequences), asked) == (sequences, 0)
+    _, preemptions = run(replace(SETUP, max_num_seqs=sequences + 1), asked)
+    assert preemptions > 0, "one more does not fit"

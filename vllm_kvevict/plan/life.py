@@ -1,0 +1,156 @@
+"""Blocks that one request holds from its prompt to its last token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.timeline import RequestTimeline, Timeline, blocks_for
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+@dataclass(frozen=True)
+class Life:
+    """Blocks of a request, over all KV-cache groups.
+
+    Args:
+        prompt: Held by the step that ends the prompt, which may evict.
+        decode: Most that it holds while it decodes, beside what an eviction takes.
+        replace: Most that an eviction takes in addition: the new store, and the block that a
+            step in flight adds before the old ones are free.
+        mean: Over its decode steps.
+        evictions: In its whole life, over all groups.
+
+    """
+
+    prompt: int
+    decode: int
+    replace: int
+    mean: float
+    evictions: int
+
+    def sequences(self, blocks: int) -> int:
+        """Requests that ``blocks`` hold at once: one with its whole prompt, others in decode.
+
+        Holds for the largest moment of each, so none is preempted for want of a block.
+        """
+        most = max(self.decode, 1)
+        first = max(self.prompt, self.decode + self.replace)
+        return 0 if blocks < first else 1 + (blocks - first) // most
+
+    def mean_sequences(self, blocks: int) -> int:
+        """Decoding requests that ``blocks`` hold at once where they are spread over their lives."""
+        return int(blocks / self.mean)
+
+
+def life(groups: Sequence["Group"], prompt: int, output: int) -> Life:
+    """Follow one request.
+
+    Args:
+        groups: Its share of every KV-cache group.
+        prompt: Tokens of the prompt.
+        output: Tokens generated; the last of them is never cached.
+
+    """
+    last = prompt + output - 1
+    steps = [
+        (sum(group.step(n, last) for group in groups), sum(group.replacing for group in groups))
+        for n in range(prompt, last + 1)
+    ]
+    # An answer of one token ends with the prompt's own step.
+    decode = steps[1:] or [(sum(group.held for group in groups), 0)]
+    return Life(
+        prompt=sum(steps[0]),
+        decode=max(blocks for blocks, _ in decode),
+        replace=max(more for _, more in decode),
+        mean=sum(blocks for blocks, _ in decode) / len(decode),
+        evictions=sum(group.evictions for group in groups),
+    )
+
+
+class Group:
+    """One request's blocks in a group that never evicts.
+
+    Args:
+        block_size: Tokens in a block.
+        cap: Most blocks of one request, for sliding windows; None for no bound.
+
+    """
+
+    def __init__(self, block_size: int, cap: int | None = None) -> None:
+        self.block_size = block_size
+        self.cap = cap
+        self.held = self.replacing = self.evictions = 0
+
+    def step(self, n: int, last: int) -> int:
+        """Blocks held in the step after which ``n`` tokens are cached.
+
+        ``last`` is the length at which the request ends.
+        """
+        self.held = blocks_for(n, self.block_size)
+        if self.cap is not None:
+            self.held = min(self.held, self.cap)
+        return self.held
+
+
+class EvictingGroup(Group):
+    """One request's blocks in a group that evicts; ``held`` is what stays after the step.
+
+    Args:
+        timeline: The group's rule.
+        prompt: Tokens of the prompt.
+
+    """
+
+    def __init__(self, timeline: Timeline, prompt: int) -> None:
+        super().__init__(timeline.block_size)
+        self._request = RequestTimeline(timeline, prompt, prompt)
+
+    def step(self, n: int, last: int) -> int:
+        request = self._request
+        during = self._blocks(n)
+        self.replacing = 0
+        # A request that ends with this step is not evicted.
+        if request.is_due(n) and n < last:
+            self.replacing = request.store_blocks + 1
+            request.evict(n)
+            self.evictions += 1
+        self.held = self._blocks(n)
+        return during
+
+    def _blocks(self, n: int) -> int:
+        request = self._request
+        store = request.store_blocks if request.evicted else 0
+        return blocks_for(n, self.block_size) - request.tail_start // self.block_size + store
+
+
+def groups_of(
+    vllm_config: "VllmConfig", specs: Sequence["KVCacheSpec"], prompt: int, evict: bool
+) -> list[Group]:
+    """The groups of a request, with or without eviction.
+
+    Args:
+        vllm_config: Bounds what a sliding window holds.
+        specs: One of each KV-cache group.
+        prompt: Tokens of the prompt.
+        evict: Whether evictable groups evict.
+
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    from vllm_kvevict.engine.spec import EvictableAttentionSpec
+
+    groups: list[Group] = []
+    for spec in specs:
+        if evict and isinstance(spec, EvictableAttentionSpec) and spec.timeline is not None:
+            groups.append(EvictingGroup(spec.timeline, prompt))
+        elif isinstance(spec, SlidingWindowSpec):
+            cap = spec.max_admission_blocks_per_request(
+                vllm_config.max_in_flight_tokens, vllm_config.model_config.max_model_len
+            )
+            groups.append(Group(spec.block_size, cap))
+        else:
+            groups.append(Group(spec.block_size))
+    return groups

@@ -1,0 +1,79 @@
+"""The layers of a model and their KV-cache specs, from its configuration alone."""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.plan.options import PlanError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_kvevict.config import EvictionConfig
+
+UNEVEN = ("block_configs", "global_head_dim", "num_global_key_value_heads")
+"""Fields of configurations whose layers differ in heads or head size."""
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def rank_specs(
+    vllm_config: "VllmConfig", config: "EvictionConfig"
+) -> "list[dict[str, KVCacheSpec]]":
+    """The specs of every pipeline stage's layers, as a tensor-parallel rank of it has them.
+
+    Raises:
+        PlanError: The configuration does not tell what the layers are like.
+
+    """
+    from vllm.distributed.utils import get_pp_indices
+
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    kinds = _kinds(vllm_config)
+    found = []
+    for stage in range(stages):
+        start, end = get_pp_indices(model.get_total_num_hidden_layers(), stage, stages)
+        found.append(
+            {f"layers.{i}": _spec(vllm_config, config, kinds[i]) for i in range(start, end)}
+        )
+    return found
+
+
+def _kinds(vllm_config: "VllmConfig") -> list[str]:
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    for name in UNEVEN:
+        if getattr(text, name, None):
+            raise PlanError(
+                f"the layers of this model differ ({name} in its configuration), which only a "
+                "start-up can size: serve it and read the line 'KV eviction memory on this rank'"
+            )
+    layers = model.get_total_num_hidden_layers()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        if model.get_sliding_window() is not None:
+            raise PlanError("this configuration does not say which layers have a sliding window")
+        return ["full_attention"] * layers
+    for kind in kinds:
+        if kind not in KINDS:
+            raise PlanError(
+                f"this model has layers of the kind {kind!r}; known: {', '.join(KINDS)}"
+            )
+    return list(kinds)
+
+
+def _spec(vllm_config: "VllmConfig", config: "EvictionConfig", kind: str) -> "KVCacheSpec":
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    from vllm_kvevict.engine.spec import EvictableAttentionSpec
+
+    model = vllm_config.model_config
+    block_size = vllm_config.cache_config.block_size
+    shape = dict(
+        block_size=block_size,
+        num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+    )
+    if kind == "sliding_attention":
+        return SlidingWindowSpec(**shape, sliding_window=model.get_sliding_window())
+    return EvictableAttentionSpec.of(FullAttentionSpec(**shape), config.timeline(block_size))
