@@ -150,7 +150,7 @@ def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
     return KVCacheConfig(setup.blocks, [], groups)
 
 
-def make_scheduler(setup: Setup) -> Any:
+def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     """An EvictingScheduler or EvictingAsyncScheduler for this setup."""
     kind = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
     with mock.patch("vllm_kvevict.engine.scheduler.ring_slots", lambda *_: setup.ring_count):
@@ -160,7 +160,7 @@ def make_scheduler(setup: Setup) -> Any:
             base_config()[1],
             block_size=setup.block_size,
             hash_block_size=setup.block_size,
-            log_stats=False,
+            log_stats=log_stats,
         )
 
 
@@ -189,15 +189,20 @@ class Engine:
     Args:
         setup: The configuration.
         sample: The token a request samples, by request id and tokens so far.
+        log_stats: Whether the scheduler makes vLLM's statistics.
 
     """
 
     def __init__(
-        self, setup: Setup, sample: Callable[[str, list[int]], int] | None = None, seed: int = 0
+        self,
+        setup: Setup,
+        sample: Callable[[str, list[int]], int] | None = None,
+        seed: int = 0,
+        log_stats: bool = False,
     ) -> None:
         self.setup = setup
         self.rng = random.Random(seed)
-        self.scheduler = make_scheduler(setup)
+        self.scheduler = make_scheduler(setup, log_stats)
         self.worker = ShadowWorker(setup, sample or self._sample)
         self.invariants = Invariants(setup, self.scheduler, self.worker)
         self.pending: deque[Any] = deque()
