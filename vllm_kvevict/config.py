@@ -110,6 +110,17 @@ class EvictionConfig(BaseModel):
         strict=True,
         description="First tokens that streaming-llm always keeps.",
     )
+    recent_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        strict=True,
+        allow_inf_nan=False,
+        description=(
+            "Share of the budget that h2o gives to the most recent tokens, the window included; "
+            "the rest goes to heavy hitters."
+        ),
+    )
     random_share: float = Field(
         default=0.67,
         ge=0,

@@ -41,10 +41,15 @@ class Eviction:
 
 @dataclass
 class StepPlan:
-    """``rings``: slot that records the step's last queries, by request id."""
+    """``rings``: slot that records the step's last queries, by request id.
+
+    ``accumulating``: requests whose policy counts the attention of every query, as long as an
+    eviction is to come.
+    """
 
     rings: dict[str, int] = field(default_factory=dict)
     evictions: list[Eviction] = field(default_factory=list)
+    accumulating: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.rings or self.evictions)
+        return bool(self.rings or self.evictions or self.accumulating)

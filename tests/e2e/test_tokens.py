@@ -67,7 +67,9 @@ OTHERS = [n for n in POLICY_NAMES if n not in ("ada-snapkv", "snapkv", "streamin
 def test_tokens_of_the_other_policies(tiny_model_kv4, oracle_kv4, policy):
     """Chunked prefill, first and later evictions; a second run keeps the same, nacl's too."""
     prompts = [random_prompt(n, seed=n) for n in (700, 333)]
-    settings = dict(policy=policy, budget=160, interval=64)
+    # Sums over all queries differ little between the heads of a random model.
+    budget = 288 if policy == "ada-h2o" else 160
+    settings = dict(policy=policy, budget=budget, interval=64)
     with engine(tiny_model_kv4, settings, max_num_batched_tokens=128) as run:
         free = run.free_blocks()
         assert_exact(oracle_kv4, run, prompts, 150)

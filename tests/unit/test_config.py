@@ -11,7 +11,7 @@ from vllm_kvevict.config import EvictionConfig, flag
 from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
-FIELDS += ["random_share", "seed", "allow", "max_budget"]
+FIELDS += ["recent_share", "random_share", "seed", "allow", "max_budget"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -38,6 +38,7 @@ def test_defaults() -> None:
         "pool_kernel": 7,
         "pool": "max",
         "sinks": 4,
+        "recent_share": 0.5,
         "random_share": 0.67,
         "seed": 0,
         "allow": (),
@@ -124,6 +125,7 @@ def test_no_room_beside_the_window(budget: Any, window: int) -> None:
         ("pool", "min", "must be 'max' or 'avg'"),
         ("sinks", -1, "must be greater than or equal to 0"),
         ("sinks", [4], "must be a valid integer"),
+        ("recent_share", -0.1, "must be greater than or equal to 0"),
         ("random_share", 1.5, "must be less than or equal to 1"),
         ("random_share", float("inf"), "must be a finite number"),
         ("seed", -1, "must be greater than or equal to 0"),
@@ -177,7 +179,7 @@ def test_max_budget() -> None:
 def test_unknown_policy_names_the_valid_ones(policy: Any) -> None:
     message = complaint({"policy": policy})
     assert f"--kv-eviction: unknown policy {policy!r}" in message
-    assert "choose from ada-snapkv, snapkv, streaming-llm" in message
+    assert "choose from ada-snapkv, snapkv, ada-h2o, h2o" in message
 
 
 def test_missing_policy() -> None:

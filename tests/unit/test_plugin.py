@@ -24,6 +24,7 @@ DEFAULTS = {
     "pool_kernel": 7,
     "pool": "max",
     "sinks": 4,
+    "recent_share": 0.5,
     "random_share": 0.67,
     "seed": 0,
     "allow": [],
@@ -121,6 +122,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-pool-kernel": "5",
         "--kv-eviction-pool": "avg",
         "--kv-eviction-sinks": "2",
+        "--kv-eviction-recent-share": "0.25",
         "--kv-eviction-random-share": "0.5",
         "--kv-eviction-seed": "7",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
@@ -135,6 +137,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "pool_kernel": 5,
         "pool": "avg",
         "sinks": 2,
+        "recent_share": 0.25,
         "random_share": 0.5,
         "seed": 7,
         "allow": ["ada-snapkv", "streaming-llm"],
@@ -228,7 +231,7 @@ def test_bench_throughput() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--kv-eviction", "nope"], "choose from ada-snapkv, snapkv, streaming-llm"),
+        (["--kv-eviction", "nope"], "choose from ada-snapkv, snapkv, ada-h2o, h2o"),
         (["--kv-eviction", "snapkv", "--kv-eviction-window", "x"],
          "--kv-eviction-window: must be a valid integer, not 'x'"),
         (["--kv-eviction", "snapkv", "--kv-eviction-floor", "low"],

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_kvevict.attention.accumulation import Accumulation
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.ops.reference.observe import observe
 from vllm_kvevict.worker.binding import GroupBinding, Observation
@@ -21,7 +22,7 @@ from vllm_kvevict.worker.binding import GroupBinding, Observation
 
 @dataclass
 class EvictingCPUMetadata(CPUAttentionMetadata):
-    """A step with evicted or observed requests.
+    """A step with evicted, observed or accumulating requests.
 
     ``stock`` is vLLM's metadata of the requests that are not evicted, ``stock_tokens`` their
     tokens in the batch (None where those are all tokens).
@@ -29,6 +30,7 @@ class EvictingCPUMetadata(CPUAttentionMetadata):
 
     binding: GroupBinding | None = None
     observation: Observation | None = None
+    accumulation: Accumulation | None = None
     heads: PerHeadBatch | None = None
     stock: CPUAttentionMetadata | None = None
     stock_tokens: torch.Tensor | None = None
@@ -67,7 +69,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         observation = self.binding.observation(common)
         evicted = self.binding.state.tail_start[rows] > 0
         any_evicted = bool(evicted.any())
-        if observation is None and not any_evicted:
+        accumulation = self.binding.accumulation(common)
+        if observation is None and accumulation is None and not any_evicted:
             return super().build(common_prefix_len, common, fast_build)
 
         stock: CPUAttentionMetadata | None = None
@@ -86,6 +89,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             **{field.name: getattr(whole, field.name) for field in fields(CPUAttentionMetadata)},
             binding=self.binding,
             observation=observation,
+            accumulation=accumulation,
             heads=heads,
             stock=stock,
             stock_tokens=stock_tokens,
@@ -115,7 +119,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             key: [T, KV heads, D], already in the cache.
             value: [T, KV heads, D], already in the cache.
             kv_cache: [num_blocks, KV heads, block_size, 2 * D].
-            attn_metadata: vLLM's, or ours in a step with evicted or observed requests.
+            attn_metadata: vLLM's, or ours: :class:`EvictingCPUMetadata`.
             output: [T, query heads, D], written in place.
             output_scale: Not supported by the CPU kernel.
             output_block_scale: Not supported by the CPU kernel.
@@ -134,6 +138,8 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         assert metadata.binding is not None
         if metadata.observation is not None:
             observe(metadata.binding.rings(name), query, *metadata.observation)
+        if metadata.accumulation is not None:
+            metadata.binding.accumulate(name, query, metadata.accumulation)
         if metadata.stock is not None:
             self._stock(layer, query, key, value, kv_cache, metadata, output)
         if metadata.heads is not None:

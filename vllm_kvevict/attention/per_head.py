@@ -1,4 +1,4 @@
-"""Evicted requests as attention sees them: one sequence per (request, KV head)."""
+"""Requests as attention sees them per head: one sequence per (request, KV head)."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from vllm_kvevict.worker.state import GroupState
 
 @dataclass
 class PerHeadBatch:
-    """R evicted requests of a step as R * H sequences of G query heads and one KV head.
+    """R requests of a step, evicted or not, as R * H sequences of G query heads and one KV head.
 
     Args:
         num_heads: H.
@@ -44,18 +44,18 @@ class PerHeadBatch:
         rows: torch.Tensor,
         requests: torch.Tensor,
     ) -> "PerHeadBatch":
-        """Lay out the evicted requests of a batch.
+        """Lay out some requests of a batch.
 
         Args:
             common: vLLM's metadata of the whole batch.
             state: The group's state.
-            rows: [R] int64 state rows of the evicted requests.
+            rows: [R] int64 state rows of these requests.
             requests: [R] int64 their places in the batch.
 
         """
         heads = state.num_heads
         table, seq_lens = head_page_table(
-            state.head_indptr[:, rows],
+            state.splits(rows),
             state.store[rows],
             state.tail_start[rows],
             common.seq_lens[requests],

@@ -26,6 +26,8 @@ class Entry:
     policy: str
     needs_window: bool
     protect_first: int = 0
+    counts_attention: bool = False
+    """Whether the policy adds up the attention of every query."""
     ring: int | None = None
     recorded_from: int = 0
     """First position whose query is in the ring; contiguous up to the last scheduled token."""
@@ -47,6 +49,11 @@ class Entry:
     def observes(self, end: int) -> bool:
         """Whether the step that ends at ``end`` computes queries some group will need."""
         return end > self.quiet_until
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the attention of the coming queries is added up: an eviction will read it."""
+        return self.counts_attention and self.quiet_until < sys.maxsize
 
     @property
     def point(self) -> int | None:
@@ -84,6 +91,7 @@ class EvictionLedger:
         max_model_len: Longest sequence; a request that reaches it ends.
         options: The settings of a request.
         windowless: Policies that need no queries.
+        accumulating: Policies that add up the attention of every query.
 
     """
 
@@ -96,6 +104,7 @@ class EvictionLedger:
         max_model_len: int,
         options: "Callable[[Request], RequestOptions]",
         windowless: frozenset[str] = frozenset(),
+        accumulating: frozenset[str] = frozenset(),
     ) -> None:
         self.requests = requests
         self.rules = rules
@@ -104,6 +113,7 @@ class EvictionLedger:
         self.max_model_len = max_model_len
         self.options = options
         self.windowless = windowless
+        self.accumulating = accumulating
         self.window = max(rule.window for rule in rules.values())
         self.entries: dict[str, Entry] = {}
 
@@ -127,6 +137,7 @@ class EvictionLedger:
             options.policy,
             options.policy not in self.windowless,
             options.protect_first,
+            options.policy in self.accumulating,
         )
 
     def admit(self, request_id: str) -> Entry | None:
@@ -203,11 +214,14 @@ class EvictionLedger:
     def hit_cap(self, request: "Request") -> int:
         """Most tokens a prefix-cache hit may cover.
 
-        The window must be computed, and so must all that comes after an eviction point.
+        The window must be computed, and so must all that comes after an eviction point. Where
+        the attention of every query counts, no query may be skipped.
         """
         entry = self.entry(request.request_id)
         if entry is None:
             return request.num_tokens
+        if entry.accumulates:
+            return 0
         caps = [
             t.hit_cap
             for t in entry.timelines.values()

@@ -62,7 +62,9 @@ class EvictionMixin(Scheduler):
         self.eviction_counters = Counters()
         self._config = config
         slots = ring_slots(self.vllm_config, config)
-        windowless = [n for n, p in build_policies(config).items() if not p.needs_window]
+        policies = build_policies(config).items()
+        windowless = frozenset(n for n, p in policies if not p.needs_window)
+        accumulating = frozenset(n for n, p in policies if p.needs_accumulated)
         rules = {group: manager.timeline for group, manager in self._evicting.items()}
         self._ledger = EvictionLedger(
             self.requests,
@@ -71,7 +73,8 @@ class EvictionMixin(Scheduler):
             coordinator.single_type_managers,
             self.max_model_len,
             self._options,
-            frozenset(windowless),
+            windowless,
+            accumulating,
         )
         self._pointed: set[str] = set()
         self._aligns_mamba: bool = self.need_mamba_block_aligned_split
@@ -228,6 +231,8 @@ class EvictionMixin(Scheduler):
                 continue
             start = self.requests[request_id].num_computed_tokens
             end = start + num_tokens
+            if entry.accumulates:
+                plan.accumulating.append(request_id)
             if not entry.observes(end):
                 continue
             self._ledger.observe(entry, start, end)

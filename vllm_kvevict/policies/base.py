@@ -34,6 +34,9 @@ class Candidates:
             run, for policies with ``random = True``.
         layer: A number of the layer, the same on every rank, for policies with ``random = True``.
         first_head: Number of the first KV head in the layer, where ranks hold some each.
+        accumulated: [H, N + w + r] float32: softmax weight that each cached token got from every
+            query so far, averaged over the query heads of a group; anything where ``valid`` is
+            False. None for a policy with ``needs_accumulated = False``.
 
     """
 
@@ -49,6 +52,7 @@ class Candidates:
     seed: tuple[int, ...] = ()
     layer: int = 0
     first_head: int = 0
+    accumulated: torch.Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -86,6 +90,9 @@ class Scorer(ABC):
     needs_window: ClassVar[bool] = True
 
     random: ClassVar[bool] = False
+
+    needs_accumulated: ClassVar[bool] = False
+    """Whether the attention of every query is added up, in channel 0 of the page values."""
 
     page_channels: ClassVar[int] = 0
     """float32 numbers beside every cached token of every head; the worker moves them with it."""
@@ -141,3 +148,7 @@ class Policy:
     @property
     def needs_window(self) -> bool:
         return self.scorer.needs_window
+
+    @property
+    def needs_accumulated(self) -> bool:
+        return self.scorer.needs_accumulated

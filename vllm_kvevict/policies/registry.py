@@ -34,6 +34,7 @@ TABLE = {
     "snapkv": Entry(
         "snapkv", "attention of the last queries, pooled; every head keeps as much", True
     ),
+    "h2o": Entry("h2o", "attention of all queries so far (heavy hitters), and recent tokens", True),
     "streaming-llm": Entry("streaming_llm", "the first tokens and the most recent ones", False),
     "scissorhands": Entry(
         "scissorhands", "how seldom the last queries gave a token less than the mean", True

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvevict.attention.accumulation import Accumulation
 from vllm_kvevict.ops.reference.observe import observe_index
 from vllm_kvevict.worker.state import GroupState
 
@@ -35,6 +36,27 @@ class GroupBinding:
             return None
         return observe_index(
             common.query_start_loc, common.seq_lens, ring, self.state.timeline.window
+        )
+
+    def accumulation(self, common: CommonAttentionMetadata) -> Accumulation | None:
+        """Requests of this step whose policy counts every query; None where there are none."""
+        requests = self._worker.batch_accumulating(common)
+        if requests is None:
+            return None
+        rows = self._worker.batch_rows(common)
+        assert rows is not None
+        return Accumulation.build(common, self.state, rows[requests], requests)
+
+    def accumulate(self, layer_name: str, query: torch.Tensor, accumulation: Accumulation) -> None:
+        """Add the attention of a step's queries [T, query heads, D], whose keys are cached."""
+        values = self._worker.page_values
+        assert values is not None
+        values.reset(layer_name, accumulation.slots)
+        accumulation.add(
+            values.layer(layer_name)[..., 0],
+            self._worker.cache(layer_name),
+            query,
+            self.state.layer_index[layer_name],
         )
 
     def rings(self, layer_name: str) -> torch.Tensor:

@@ -122,6 +122,19 @@ class WorkerEviction:
         slots[rows] = torch.tensor(list(self._plan.rings.values()))
         return slots[batch]
 
+    def batch_accumulating(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[K] int64 places in the batch of requests whose attention is added up, or None."""
+        if self._plan is None or not self._plan.accumulating:
+            return None
+        batch = self.batch_rows(common)
+        assert batch is not None
+        mine = torch.from_numpy(self._rows.rows(self._plan.accumulating))
+        return torch.isin(batch, mine).nonzero().flatten()
+
+    def cache(self, layer_name: str) -> LayerCache:
+        """The cache of an evictable layer."""
+        return self._caches[layer_name]
+
     def _evict(self, eviction: Eviction) -> None:
         row = int(self._rows.rows([eviction.request_id])[0])
         for group in eviction.groups:
@@ -183,6 +196,11 @@ class WorkerEviction:
                 self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, window
             )
             queries = recorded.float().unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
+        accumulated = None
+        if policy.needs_accumulated:
+            assert self.page_values is not None
+            values = self.page_values.layer(layer_name)[grid, :, 0]
+            accumulated = values.flatten(1)[:, :columns]
         candidates = Candidates(
             keys=keys.float(),
             valid=torch.arange(columns) >= (padding * bs)[:, None],
@@ -196,6 +214,7 @@ class WorkerEviction:
             seed=self._seed(eviction),
             layer=crc32(layer_name.encode()),
             first_head=first_head(state.num_heads),
+            accumulated=accumulated,
         )
         scores = policy.scorer.scores(candidates)
         return protect(scores, candidates.valid, eviction.protect_first)

@@ -60,6 +60,10 @@ class GroupState:
         if len(rows):
             self.tail_start[torch.as_tensor(rows, device=self.tail_start.device)] = 0
 
+    def splits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[L, R, H + 1] int32 head splits of ``rows`` [R]; zeros where one is not evicted."""
+        return self.head_indptr[:, rows] * (self.tail_start[rows] > 0)[:, None]
+
     def indptr(self, row: int) -> torch.Tensor:
         """[L, H + 1] int32 head split of a row; zeros if it is not evicted."""
         split = self.head_indptr[:, row]

@@ -1,0 +1,102 @@
+"""Requests whose policy counts the attention of every query, once a step for all layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.ops.reference.accumulate import column_sums
+from vllm_kvevict.timeline import blocks_for
+from vllm_kvevict.worker.state import GroupState
+
+if TYPE_CHECKING:
+    from vllm_kvevict.worker.eviction import LayerCache
+
+ELEMENTS = 2**22
+"""Most elements of keys that requests of one call may copy together; one may always."""
+
+
+@dataclass
+class Accumulation:
+    """R requests of a step, each with all of its queries in this step.
+
+    Args:
+        heads: The requests as sequences of one KV head each.
+        counts: [R] queries of each request in this step.
+        slots: [T'] int64: vLLM's slot mapping of these queries' tokens.
+
+    """
+
+    heads: PerHeadBatch
+    counts: list[int]
+    slots: torch.Tensor
+
+    @classmethod
+    def build(
+        cls,
+        common: CommonAttentionMetadata,
+        state: GroupState,
+        rows: torch.Tensor,
+        requests: torch.Tensor,
+    ) -> "Accumulation":
+        """Lay out some requests of a batch.
+
+        Args:
+            common: vLLM's metadata of the whole batch.
+            state: The group's state.
+            rows: [R] int64 state rows of these requests.
+            requests: [R] int64 their places in the batch.
+
+        """
+        starts = common.query_start_loc.tolist()
+        spans = [(starts[place], starts[place + 1]) for place in requests.tolist()]
+        slots = torch.cat([common.slot_mapping[start:end] for start, end in spans])
+        return cls(
+            PerHeadBatch.build(common, state, rows, requests),
+            [end - start for start, end in spans],
+            slots.long(),
+        )
+
+    def add(
+        self, values: torch.Tensor, cache: "LayerCache", query: torch.Tensor, layer: int
+    ) -> None:
+        """Add the attention of this step's queries to every cached token they see.
+
+        Args:
+            values: [num_pages, block_size] float32 accumulated so far, changed in place. Tokens
+                that are new in this step must be 0.
+            cache: The layer's cache, this step's keys included.
+            query: [T, query heads, D] of the whole batch.
+            layer: Index of the layer in its group.
+
+        """
+        queries = self.heads.take(query[: self.heads.num_tokens])
+        num_heads, bs = self.heads.num_heads, values.shape[1]
+        offset = 0
+        for first, last in self._runs(bs * query.shape[2]):
+            count = self.counts[first]
+            sequences = slice(first * num_heads, last * num_heads)
+            lengths = self.heads.seq_lens[layer, sequences]
+            pages = self.heads.table[layer, sequences]
+            pages = pages[:, : blocks_for(int(lengths.max()), bs)].long()
+            end = offset + len(pages) * count
+            mine = queries[offset:end].unflatten(0, (len(pages), count)).transpose(1, 2)
+            keys = cache.layout.read_keys(cache.pages, pages).flatten(1, 2)
+            sums = column_sums(mine, keys, lengths, cache.scale, cache.softcap)
+            # A row's spare entries are all page 0 of vLLM's null block, and add 0 there.
+            values[pages] += sums.view(*pages.shape, bs)
+            offset = end
+
+    def _runs(self, page_elements: int) -> Iterator[tuple[int, int]]:
+        """[first, last) requests that one call takes: as many queries each, bounded memory."""
+        first = 0
+        width = self.heads.table.shape[2] * self.heads.num_heads * page_elements
+        most = max(1, ELEMENTS // max(1, width))
+        for index, count in enumerate(self.counts):
+            if index > first and (count != self.counts[first] or index - first >= most):
+                yield first, index
+                first = index
+        yield first, len(self.counts)

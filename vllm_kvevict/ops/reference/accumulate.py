@@ -1,0 +1,52 @@
+"""accumulate: how much attention a step's queries give each cached token, in all. Reference."""
+
+import torch
+
+LOGITS = 2**22
+"""Most logits that stand in memory at once: 16 MiB of float32."""
+
+
+def column_sums(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Sum over the queries of the softmax weight that each gives every token.
+
+    NACL (arXiv:2408.03675) Algorithm 2: the column sums of ``exp(q K^T * scale - L)`` with L the
+    log-sum-exp of a query's row, taken over blocks of queries, so that no attention matrix ever
+    stands in memory. vLLM's CPU kernel does not hand out L; it is computed here. The weights are
+    averaged over the query heads of a group, as kvpress's ObservedAttentionPress does: H2O has
+    one query head per KV head, and with a mean each query still gives weights that sum to 1.
+
+    Args:
+        queries: [B, G, q, D]: the last q tokens of each sequence.
+        keys: [B, N, D]: cached tokens, left-aligned; what lies behind a length does not matter.
+        lengths: [B] int: cached tokens, the q included. Query i sees the first
+            ``length - q + i + 1``.
+        scale: Softmax scale.
+        softcap: Logit soft cap, 0 for none.
+
+    Returns:
+        [B, N] float32; 0 behind a length. A sequence's sums add up to q.
+
+    """
+    group, count = queries.shape[1], queries.shape[2]
+    columns = keys.shape[1]
+    keys = keys.float().transpose(1, 2)
+    column = torch.arange(columns, device=keys.device)
+    sums = torch.zeros(len(keys), columns, dtype=torch.float32, device=keys.device)
+    rows = max(1, LOGITS // max(1, len(keys) * group * columns))
+    for start in range(0, count, rows):
+        block = queries[:, :, start : start + rows].float()
+        here = block.shape[2]
+        logits = (block.flatten(1, 2) @ keys).unflatten(1, (group, here)).mul_(scale)
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        last = lengths[:, None] - count + start + torch.arange(here, device=keys.device)
+        logits.masked_fill_((column > last[..., None])[:, None], float("-inf"))
+        weights = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
+        sums += weights.sum((1, 2))
+    return sums / group
