@@ -1,0 +1,112 @@
+// allocate: the S * H pages of each layer with the highest sums of scores, whichever head they are in.
+//
+// ops/reference/allocate.py, adaptive_pages (Ada-KV Theorem 3.3 in whole pages), on sorted scores.
+// Every head's first max(1, floor * S) pages are taken; ties go to the lower head, then the lower page.
+#pragma once
+
+#include "device.h"
+#include "digits.cuh"
+#include "ordered.h"
+
+namespace kvevict {
+
+struct Allocate {
+  int32_t* pages;               // [groups, H]
+  uint64_t* gains;              // flat, one a page of scores: ordered sums
+  const uint32_t* keys;         // flat: sorted scores (sort.cuh)
+  const int64_t* start;         // [groups, H] first score, whole pages
+  const int32_t* length;        // [groups, H] scores, whole pages
+  const int32_t* caps;          // [groups, H] pages that a head may keep
+  const int32_t* store_blocks;  // [groups] S
+  double floor;
+  int num_groups, num_heads, block_size;
+};
+
+constexpr int kGainThreads = 256;
+constexpr int kAllocateThreads = 512;
+constexpr int kMaxHeads = 1024;
+
+// A block sums the pages of one head.
+static __global__ void gain_kernel(Allocate work) {
+  const int bs = work.block_size, pages = work.caps[blockIdx.x];
+  const int64_t start = work.start[blockIdx.x];
+  const int store_blocks = work.store_blocks[blockIdx.x / work.num_heads];
+  const int share = static_cast<int>(work.floor * store_blocks);
+  const int guaranteed = share > 1 ? share : 1;
+  KVEVICT_ASSERT(start % bs == 0 && pages >= 0 && pages * bs <= work.length[blockIdx.x]);
+  for (int page = threadIdx.x; page < pages; page += blockDim.x) {
+    const uint32_t* keys = work.keys + start + static_cast<int64_t>(page) * bs;
+    double sum = 0;
+    for (int i = 0; i < bs; ++i) sum += from_ordered(keys[i]);
+    // A page whose sum is no number, or infinite, ranks with the extremes of float64.
+    constexpr double kMost = 1.7976931348623157e308;
+    if (!(sum >= -kMost)) sum = -kMost;
+    if (sum > kMost) sum = kMost;
+    work.gains[start / bs + page] = page < guaranteed ? ~uint64_t{0} : ordered(sum);
+  }
+}
+
+struct AllocateShared {
+  Selection selection;
+  unsigned larger[kMaxHeads], equal[kMaxHeads];
+  int first[kMaxHeads + 1];
+};
+
+// A block shares the pages of one layer.
+static __global__ void allocate_kernel(Allocate work) {
+  AllocateShared& shared = *reinterpret_cast<AllocateShared*>(shared_memory());
+  const int heads = work.num_heads, bs = work.block_size;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * heads;
+  const int total = work.store_blocks[blockIdx.x] * heads;
+  for (int head = threadIdx.x; head < heads; head += blockDim.x) {
+    shared.larger[head] = shared.equal[head] = 0;
+  }
+  if (threadIdx.x == 0) {
+    int before = 0;
+    for (int head = 0; head < heads; ++head) {
+      shared.first[head] = before;
+      before += work.caps[row + head];
+    }
+    shared.first[heads] = before;
+  }
+  __syncthreads();
+  const int pages = shared.first[heads];
+  KVEVICT_ASSERT(total >= 1 && total <= pages);
+  const auto head_of = [&](int index) {
+    int low = 0, high = heads - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (shared.first[middle] <= index) low = middle; else high = middle - 1;
+    }
+    return low;
+  };
+  const auto gain = [&](int index) {
+    const int head = head_of(index);
+    return work.gains[work.start[row + head] / bs + index - shared.first[head]];
+  };
+  unsigned num_larger;
+  const uint64_t last =
+      select_largest<uint64_t>(shared.selection, pages, total, &num_larger, gain);
+  for (int index = threadIdx.x; index < pages; index += blockDim.x) {
+    const uint64_t key = gain(index);
+    if (key > last) atomicAdd(&shared.larger[head_of(index)], 1u);
+    if (key == last) atomicAdd(&shared.equal[head_of(index)], 1u);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned left = total - num_larger;
+    for (int head = 0; head < heads; ++head) {
+      const unsigned taken = shared.equal[head] < left ? shared.equal[head] : left;
+      left -= taken;
+      work.pages[row + head] = static_cast<int32_t>(shared.larger[head] + taken);
+    }
+  }
+}
+
+inline void launch_allocate(const Allocate& work, Stream stream) {
+  const int64_t rows = static_cast<int64_t>(work.num_groups) * work.num_heads;
+  launch(gain_kernel, rows, 1, kGainThreads, 0, stream, work);
+  launch(allocate_kernel, work.num_groups, 1, kAllocateThreads, sizeof(AllocateShared), stream, work);
+}
+
+}  // namespace kvevict

@@ -1,0 +1,42 @@
+// The operations' names and schemas in torch, on the libtorch stable ABI.
+#include <torch/csrc/stable/library.h>
+
+#include "launchers.h"
+
+#ifdef KVEVICT_EMULATE
+#define KVEVICT_LIBRARY vllm_kvevict_emulated
+#define KVEVICT_DEVICE CPU
+#else
+#define KVEVICT_LIBRARY vllm_kvevict
+#define KVEVICT_DEVICE CUDA
+#endif
+// Names are pasted by torch's macros: expand ours first.
+#define KVEVICT_DEFINE(library, module) STABLE_TORCH_LIBRARY(library, module)
+#define KVEVICT_IMPLEMENT(library, device, module) STABLE_TORCH_LIBRARY_IMPL(library, device, module)
+
+KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
+  module.def(
+      "observe(Tensor(a!) rings, Tensor query, Tensor query_start_loc, Tensor seq_lens, Tensor ring, "
+      "int window, int queries) -> ()");
+  module.def(
+      "head_page_table(Tensor(a!) table, Tensor(b!) lengths, Tensor head_indptr, Tensor store, "
+      "Tensor tail_start, Tensor rows, Tensor seq_lens, Tensor block_table, int block_size) -> ()");
+  module.def(
+      "compact(Tensor(a!)[] caches, Tensor columns, Tensor pages, Tensor store, Tensor requests, "
+      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "select(Tensor(a!) columns, Tensor scores, Tensor start, Tensor length, Tensor pages, "
+      "Tensor first_kept, int block_size) -> ()");
+  module.def(
+      "allocate(Tensor(a!) pages, Tensor(b!) keys, Tensor(c!) other, Tensor(d!) gains, "
+      "Tensor scores, Tensor start, Tensor length, Tensor caps, Tensor store_blocks, "
+      "int block_size, float floor) -> ()");
+}
+
+KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
+  module.impl("observe", TORCH_BOX(&kvevict::observe));
+  module.impl("head_page_table", TORCH_BOX(&kvevict::head_page_table));
+  module.impl("compact", TORCH_BOX(&kvevict::compact));
+  module.impl("select", TORCH_BOX(&kvevict::select));
+  module.impl("allocate", TORCH_BOX(&kvevict::allocate));
+}

@@ -1,0 +1,49 @@
+// The tables that say where the candidates of due evictions lie, checked.
+#pragma once
+
+#include <vector>
+
+#include "candidates.h"
+#include "checks.h"
+
+namespace kvevict {
+
+inline Candidates check_candidates(const Tensor& requests, const Tensor& head_indptr,
+                                   const Tensor& old_store, const Tensor& positional,
+                                   int64_t layers, int64_t heads, int64_t block_size,
+                                   const Tensor& first) {
+  check_block_size(block_size);
+  check(requests, "requests", ScalarType::Long, {kAny, kRequestFields}, first);
+  check(head_indptr, "head_indptr", ScalarType::Int, {layers, kAny, heads + 1}, first);
+  check_rows(old_store, "old_store", ScalarType::Int, {head_indptr.size(1), kAny}, first);
+  check(positional, "positional", ScalarType::Int, {requests.size(0), kAny}, first);
+  Candidates tables;
+  tables.requests = in<Request>(requests);
+  tables.head_indptr = in<int32_t>(head_indptr);
+  tables.store = in<int32_t>(old_store);
+  tables.positional = in<int32_t>(positional);
+  tables.store_stride = old_store.stride(0);
+  tables.num_rows = narrow(head_indptr.size(1), "rows");
+  tables.num_heads = narrow(heads, "KV heads");
+  tables.positional_width = narrow(positional.size(1), "positional blocks");
+  tables.block_size = narrow(block_size, "block size");
+  return tables;
+}
+
+// Caches [blocks, H, block_size, slot] of equal shape and dtype, in the layout LBHNC.
+inline Layers check_caches(const std::vector<Tensor>& caches, const Tensor& first) {
+  check_layers(caches.size());
+  Layers layers{};
+  const Tensor& like = caches[0];
+  check_sizes(like, "caches", {kAny, kAny, kAny, kAny});
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const Tensor& cache = caches[i];
+    check(cache, "caches", like.scalar_type(),
+          {like.size(0), like.size(1), like.size(2), like.size(3)}, first);
+    check_aligned(cache, "caches", 16);
+    layers.at[i] = const_cast<void*>(cache.const_data_ptr());
+  }
+  return layers;
+}
+
+}  // namespace kvevict

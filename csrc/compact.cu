@@ -1,0 +1,33 @@
+#include "compact.cuh"
+
+#include "candidates_check.h"
+#include "launchers.h"
+
+namespace kvevict {
+
+void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
+             const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
+             const Tensor& old_store, const Tensor& positional) {
+  const Launch launch(columns);
+  Compact work;
+  work.caches = check_caches(caches, columns);
+  const int64_t layers = caches.size(), heads = caches[0].size(1), block_size = caches[0].size(2);
+  const int64_t slot = caches[0].size(3) * caches[0].element_size();
+  STD_TORCH_CHECK(slot % 4 == 0, "a slot of a head must be a multiple of 4 bytes, not ", slot);
+  work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
+                                     block_size, columns);
+  check(columns, "columns", ScalarType::Int, {kAny}, columns);
+  check(pages, "pages", ScalarType::Int, {requests.size(0), layers, heads}, columns);
+  check(store, "store", ScalarType::Int, {requests.size(0), kAny}, columns);
+  work.columns = in<int32_t>(columns);
+  work.pages = in<int32_t>(pages);
+  work.store = in<int32_t>(store);
+  work.num_pages = caches[0].size(0) * heads;
+  work.slot_bytes = narrow(slot, "bytes of a slot");
+  work.num_layers = narrow(layers, "layers");
+  work.store_width = narrow(store.size(1), "store blocks");
+  launch_compact(work, narrow(requests.size(0), "requests"), launch.stream());
+  launch.check();
+}
+
+}  // namespace kvevict

@@ -1,0 +1,44 @@
+// What kernels are written against: CUDA, or the emulation of a block's threads that tests use.
+#pragma once
+
+#include <cstdint>
+
+#ifdef KVEVICT_EMULATE
+#include "cuda_emulation.h"
+#else
+#include <cuda_runtime.h>
+
+#include "ptx.h"
+
+namespace kvevict {
+
+using Stream = cudaStream_t;
+
+// Dynamic shared memory of the block; every kernel carves its own from it.
+inline __device__ unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int groups, int threads, size_t shared,
+            Stream stream, const Arguments&... arguments) {
+  if (blocks == 0 || groups == 0) return;
+  kernel<<<dim3(static_cast<unsigned>(blocks), groups), threads, shared, stream>>>(arguments...);
+}
+
+}  // namespace kvevict
+
+// A broken precondition that only the device can see: loud, without a synchronisation.
+#define KVEVICT_ASSERT(condition) \
+  do {                            \
+    if (!(condition)) __trap();   \
+  } while (0)
+#endif
+
+namespace kvevict {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kWarp = 32;
+
+}  // namespace kvevict

@@ -1,0 +1,31 @@
+// Every operation, as it is bound. A launcher checks shapes, dtypes, devices and strides, and throws;
+// what only the device knows is asserted there. Contracts: docs/kernels.md.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+namespace kvevict {
+
+using torch::stable::Tensor;
+
+void observe(const Tensor& rings, const Tensor& query, const Tensor& query_start_loc,
+             const Tensor& seq_lens, const Tensor& ring, int64_t window, int64_t queries);
+
+void head_page_table(const Tensor& table, const Tensor& lengths, const Tensor& head_indptr,
+                     const Tensor& store, const Tensor& tail_start, const Tensor& rows,
+                     const Tensor& seq_lens, const Tensor& block_table, int64_t block_size);
+
+void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
+             const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
+             const Tensor& old_store, const Tensor& positional);
+
+void select(const Tensor& columns, const Tensor& scores, const Tensor& start, const Tensor& length,
+            const Tensor& pages, const Tensor& first_kept, int64_t block_size);
+
+void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, const Tensor& gains,
+              const Tensor& scores, const Tensor& start, const Tensor& length, const Tensor& caps,
+              const Tensor& store_blocks, int64_t block_size, double floor);
+
+}  // namespace kvevict

@@ -1,0 +1,72 @@
+// page table: one sequence per (request, KV head), all layers in one launch.
+//
+// ops/reference/pages.py, head_page_table, on rows of the state tables. Graph-safe: every size but the
+// bounds comes from tensors at fixed addresses. A request with tail start 0 is not evicted and has
+// its positional blocks alone; a row of -1 is padding and has no tokens.
+#pragma once
+
+#include "device.h"
+
+namespace kvevict {
+
+struct PageTable {
+  int32_t* table;              // [L, R * H, width]
+  int32_t* lengths;            // [L, R * H]
+  const int32_t* head_indptr;  // [L, rows, H + 1]
+  const int32_t* store;        // [rows, store_width], rows store_stride apart
+  const int32_t* tail_start;   // [rows]
+  const int32_t* rows;         // [R]
+  const int32_t* seq_lens;     // [R]
+  const int32_t* block_table;  // [R, blocks], rows block_stride apart
+  int64_t store_stride, block_stride;
+  int num_rows, num_layers, num_requests, num_heads, store_width, num_blocks, width, block_size;
+};
+
+constexpr int kPageTableThreads = 128;
+
+// A block writes one row of the table.
+static __global__ void page_table_kernel(PageTable work) {
+  const int heads = work.num_heads;
+  const int sequence = blockIdx.x % (work.num_requests * heads);
+  const int layer = blockIdx.x / (work.num_requests * heads);
+  const int request = sequence / heads, head = sequence % heads;
+  const int row = work.rows[request];
+  KVEVICT_ASSERT(row < work.num_rows);
+  int first = 0, pages = 0, tail_start = 0, tail_tokens = 0;
+  if (row >= 0) {
+    tail_start = work.tail_start[row];
+    tail_tokens = work.seq_lens[request] - tail_start;
+    KVEVICT_ASSERT(tail_tokens >= 0);
+    if (tail_start > 0) {
+      const int32_t* split =
+          work.head_indptr + (static_cast<int64_t>(layer) * work.num_rows + row) * (heads + 1);
+      first = split[head];
+      pages = split[head + 1] - first;
+    }
+  }
+  const int tail_block = tail_start / work.block_size;
+  const int used = pages + (tail_tokens + work.block_size - 1) / work.block_size;
+  KVEVICT_ASSERT(used <= work.width && tail_block + used - pages <= work.num_blocks);
+  KVEVICT_ASSERT(first + pages <= work.store_width * heads);
+  int32_t* target = work.table + static_cast<int64_t>(blockIdx.x) * work.width;
+  const int32_t* store = work.store + row * work.store_stride;
+  const int32_t* tail = work.block_table + request * work.block_stride + tail_block;
+  for (int column = threadIdx.x; column < work.width; column += blockDim.x) {
+    int page = 0;
+    if (column < pages) {
+      const int flat = first + column;
+      page = store[flat / heads] * heads + flat % heads;
+    } else if (column < used) {
+      page = tail[column - pages] * heads + head;
+    }
+    target[column] = page;
+  }
+  if (threadIdx.x == 0) work.lengths[blockIdx.x] = pages * work.block_size + tail_tokens;
+}
+
+inline void launch_page_table(const PageTable& work, Stream stream) {
+  const int64_t blocks = static_cast<int64_t>(work.num_layers) * work.num_requests * work.num_heads;
+  launch(page_table_kernel, blocks, 1, kPageTableThreads, 0, stream, work);
+}
+
+}  // namespace kvevict

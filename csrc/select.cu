@@ -1,0 +1,37 @@
+#include "select.cuh"
+
+#include "checks.h"
+#include "launchers.h"
+
+namespace kvevict {
+
+void select(const Tensor& columns, const Tensor& scores, const Tensor& start, const Tensor& length,
+            const Tensor& pages, const Tensor& first_kept, int64_t block_size) {
+  const Launch launch(columns);
+  STD_TORCH_CHECK(block_size >= 1, "block size must be at least 1, not ", block_size);
+  check_sizes(pages, "pages", {kAny, kAny});
+  const int64_t groups = pages.size(0), heads = pages.size(1);
+  check(columns, "columns", ScalarType::Int, {kAny}, columns);
+  check(scores, "scores", ScalarType::Float, {kAny}, columns);
+  check(start, "start", ScalarType::Long, {groups, heads}, columns);
+  check(length, "length", ScalarType::Int, {groups, heads}, columns);
+  check(pages, "pages", ScalarType::Int, {groups, heads}, columns);
+  check(first_kept, "first_kept", ScalarType::Long, {groups}, columns);
+
+  Select work;
+  work.columns = out<int32_t>(columns);
+  work.scores = in<float>(scores);
+  work.start = in<int64_t>(start);
+  work.length = in<int32_t>(length);
+  work.pages = in<int32_t>(pages);
+  work.first_kept = in<int64_t>(first_kept);
+  work.num_scores = scores.numel();
+  work.num_columns = columns.numel();
+  work.num_groups = narrow(groups, "groups");
+  work.num_heads = narrow(heads, "KV heads");
+  work.block_size = narrow(block_size, "block size");
+  launch_select(work, launch.stream());
+  launch.check();
+}
+
+}  // namespace kvevict

@@ -1,0 +1,9 @@
+// csrc as one translation unit for the host: the torch headers are read once.
+#include "../../csrc/allocate.cu"
+#include "../../csrc/binding.cpp"
+#include "../../csrc/compact.cu"
+#include "../../csrc/observe.cu"
+#include "../../csrc/page_table.cu"
+#include "../../csrc/select.cu"
+
+extern "C" void kvevict_emulation_order(int reverse) { emulate::order = reverse; }

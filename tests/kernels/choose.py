@@ -1,0 +1,115 @@
+"""allocate and select against the reference's."""
+
+import math
+
+import torch
+
+from tests.kernels.scene import Lengths, Scene, Shape
+from vllm_kvevict.ops.cuda.allocate import adaptive_pages, batch_pages
+from vllm_kvevict.ops.cuda.select import batch_columns, select_tokens
+from vllm_kvevict.ops.reference import allocate as reference_allocate
+from vllm_kvevict.ops.reference import select as reference_select
+
+INFINITY = math.inf
+
+
+def padded(
+    layers: int, heads: int, caps: list[list[int]], block_size: int, kind: str, seed: int
+) -> torch.Tensor:
+    """[L, H, N] scores, -inf on the padding at the left.
+
+    Sums of a page's scores are exact in float64 for every kind, so ties are ties in any order of
+    summation: "ties" are few small integers, "attention" spans 2**16, "odd" has NaN, infinities,
+    both zeros and negative numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    columns = max(map(max, caps)) * block_size
+    sizes = (layers, heads, columns)
+    if kind == "ties":
+        scores = torch.randint(-2, 3, sizes, generator=generator).float()
+    elif kind == "attention":
+        scores = torch.rand(sizes, generator=generator) * 2.0 ** torch.randint(
+            -16, 1, sizes, generator=generator
+        )
+    else:
+        scores = torch.randn(sizes, generator=generator)
+        special = torch.tensor([math.nan, INFINITY, 0.0, -0.0, 1e30, -1e30])
+        where = torch.rand(sizes, generator=generator) < 0.02
+        drawn = special[torch.randint(0, len(special), sizes, generator=generator)]
+        scores = torch.where(where, drawn, scores)
+    padding = columns - torch.tensor(caps)[..., None] * block_size
+    return scores.masked_fill(torch.arange(columns) < padding, -INFINITY)
+
+
+def check_padded(
+    device: str,
+    heads: int,
+    pages: int,
+    block_size: int,
+    store: int,
+    floor: float,
+    kind: str,
+    seed: int = 0,
+) -> None:
+    """Two layers with heads of different length, in the reference's own layout."""
+    generator = torch.Generator().manual_seed(seed)
+    caps = torch.randint(1, pages + 1, (2, heads), generator=generator)
+    caps[:, 0] = pages
+    store = min(store, int(caps.sum(-1).min()) // heads)
+    scores = padded(2, heads, caps.tolist(), block_size, kind, seed)
+    expected = reference_allocate.adaptive_pages(scores, caps, store, block_size, floor)
+    shared = adaptive_pages(scores.to(device), caps.to(device), store, block_size, floor)
+    assert shared.dtype == torch.int64 and torch.equal(shared.cpu(), expected)
+
+    columns = select_tokens(scores.to(device), shared, block_size, store)
+    wanted = reference_select.select_tokens(scores, expected, block_size)
+    assert columns.dtype == torch.int64 and torch.equal(columns.cpu(), wanted)
+
+
+def check_batch(device: str, shape: Shape, floor: float) -> None:
+    """Requests of different lengths and stores in one launch, in the flat layout."""
+    scene = Scene(shape, device, shape.heads)
+    batch, bs = scene.batch, shape.block_size
+    scores = torch.rand(batch.columns, generator=scene.generator)
+    on_device = scores.to(device)
+    pages = batch_pages(batch, on_device, scene.head_indptr, floor)
+    columns = batch_columns(batch, on_device, pages, scene.head_indptr).cpu()
+    wanted, first = [], 0
+    for index, due in enumerate(scene.due):
+        caps = scene.caps(due)
+        rows = torch.full((shape.layers, shape.heads, int(caps.max()) * bs), -INFINITY)
+        for layer in range(shape.layers):
+            for head, cap in enumerate(caps[layer].tolist()):
+                rows[layer, head, rows.shape[-1] - cap * bs :] = scores[first : first + cap * bs]
+                first += cap * bs
+        expected = reference_allocate.adaptive_pages(rows, caps, len(due.store), bs, floor)
+        assert torch.equal(pages[index].cpu().long(), expected)
+        kept = reference_select.select_tokens(rows, expected, bs)
+        padding = rows.shape[-1] - caps * bs
+        wanted += (
+            (kept - padding.flatten().repeat_interleave((expected * bs).flatten()).view_as(kept))
+            .flatten()
+            .tolist()
+        )
+    assert first == batch.columns
+    assert columns.tolist() == wanted
+
+
+CASES = [
+    # heads, pages, block size, store, floor, kind
+    (1, 1, 16, 1, 0.2, "attention"),
+    (3, 9, 16, 4, 0.0, "ties"),
+    (4, 12, 32, 5, 0.2, "odd"),
+    (2, 5, 128, 3, 1.0, "ties"),
+    (8, 40, 16, 12, 0.2, "attention"),
+    (5, 7, 64, 2, 0.8, "odd"),
+]
+
+BATCH = Shape(
+    2,
+    3,
+    16,
+    16,
+    4,
+    (Lengths(0, 0, 9, 9 * 16 + 11, 4), Lengths(4, 9, 12, 12 * 16 + 4, 5), Lengths(1, 3, 3, 55, 1)),
+)

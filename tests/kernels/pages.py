@@ -1,0 +1,136 @@
+"""The page table and compaction against the reference's."""
+
+import torch
+
+from tests.kernels.scene import ABSURD, Lengths, Scene, Shape
+from vllm_kvevict.ops.cuda.pages import compact, head_page_table, table_width
+from vllm_kvevict.ops.reference import pages as reference
+
+# Never evicted, one block over; evicted; heads of one page; a tail that ends with a block.
+REQUESTS = (
+    Lengths(old_store=0, old_tail=0, tail=3, num_tokens=3 * 128 + 5, store=2),
+    Lengths(old_store=2, old_tail=6, tail=8, num_tokens=8 * 128 + 40, store=3),
+    Lengths(old_store=1, old_tail=4, tail=4, num_tokens=5 * 128, store=1),
+)
+
+
+def scaled(requests: tuple[Lengths, ...], block_size: int) -> tuple[Lengths, ...]:
+    """The same blocks with another block size; the last block of each as full as before."""
+    return tuple(
+        Lengths(r.old_store, r.old_tail, r.tail, -(-r.num_tokens * block_size // 128), r.store)
+        for r in requests
+    )
+
+
+def check_table(device: str, heads: int, block_size: int, layers: int = 2) -> None:
+    """Rows of the state tables in any order, one of them padding."""
+    scene = Scene(
+        Shape(layers, heads, block_size, 16, 1, scaled(REQUESTS, block_size)), device, heads
+    )
+    due = scene.due
+    lengths = torch.tensor([one.num_tokens for one in due])
+    blocks = [one.old_tail_start // block_size for one in due]
+    width = max(first + len(one.positional) for first, one in zip(blocks, due, strict=True))
+    block_table = torch.full((len(due), width + 2), ABSURD, dtype=torch.int32)
+    for row, (first, one) in enumerate(zip(blocks, due, strict=True)):
+        block_table[row, first : first + len(one.positional)] = torch.tensor(one.positional)
+    stores = torch.zeros(len(due), scene.stores.shape[1], dtype=torch.int64)
+    for row, one in enumerate(due):
+        stores[row, : one.old_store_blocks] = scene.store(one)
+    expected, expected_lengths = reference.head_page_table(
+        torch.stack([scene.indptr(one) for one in due], dim=1),
+        stores,
+        torch.tensor([one.old_tail_start for one in due]),
+        lengths,
+        block_table,
+        block_size,
+    )
+
+    columns = max(
+        table_width(o.old_store_blocks, heads, o.old_tail_start, o.num_tokens, block_size)
+        for o in due
+    )
+    assert columns >= expected.shape[-1]
+    rows = torch.tensor([*(one.row for one in due), -1], dtype=torch.int32)
+    sequences = len(rows) * heads
+    table = torch.full((layers, sequences, columns), ABSURD, dtype=torch.int32, device=device)
+    cached = torch.full((layers, sequences), ABSURD, dtype=torch.int32, device=device)
+    padded = torch.cat([block_table, torch.full_like(block_table[:1], ABSURD)])
+    head_page_table(
+        table,
+        cached,
+        scene.head_indptr,
+        scene.stores,
+        scene.tail_start,
+        rows.to(device),
+        torch.cat([lengths, torch.tensor([ABSURD])]).int().to(device),
+        padded.to(device)[:, :-1],
+        block_size,
+    )
+    real = len(due) * heads
+    assert torch.equal(table[:, :real, : expected.shape[-1]].cpu(), expected)
+    assert not table[:, :real, expected.shape[-1] :].any() and not table[:, real:].any()
+    assert torch.equal(cached[:, :real].cpu(), expected_lengths) and not cached[:, real:].any()
+
+
+def check_compact(device: str, shape: Shape) -> None:
+    """Random survivors of every head; the whole cache is compared, byte by byte."""
+    scene = Scene(shape, device, shape.head_size)
+    heads, bs = shape.heads, shape.block_size
+    bytes_of = [cache.view(torch.uint8) for cache in scene.caches]
+    expected = [cache.cpu().clone() for cache in bytes_of]
+    columns, pages = [], []
+    for due in scene.due:
+        caps = scene.caps(due)
+        split = [scene.split(len(due.store) * heads, row) for row in caps.tolist()]
+        kept = [
+            [
+                sorted(scene.random.sample(range(cap * bs), share * bs))
+                for cap, share in zip(cap_row, row, strict=True)
+            ]
+            for cap_row, row in zip(caps.tolist(), split, strict=True)
+        ]
+        grid, padding = reference.candidate_grid(
+            scene.indptr(due), scene.store(due), torch.tensor(due.positional)
+        )
+        right_aligned = [
+            [
+                column + bs * int(padding[layer, head])
+                for head in range(heads)
+                for column in row[head]
+            ]
+            for layer, row in enumerate(kept)
+        ]
+        source, slot, target = reference.compact_index(
+            grid, torch.tensor(right_aligned), torch.tensor(split), torch.tensor(due.store), bs
+        )
+        for layer, cache in enumerate(expected):
+            flat = cache.flatten(0, 1)
+            flat[target] = flat[source[layer], slot[layer]].view(-1, *flat.shape[1:])
+        columns += [column for row in kept for head in row for column in head]
+        pages.append(split)
+    assert len(columns) == scene.batch.kept_columns
+    compact(
+        scene.caches,
+        torch.tensor(columns, dtype=torch.int32, device=device),
+        torch.tensor(pages, dtype=torch.int32, device=device),
+        scene.batch,
+        scene.head_indptr,
+        scene.stores,
+    )
+    for cache, wanted in zip(bytes_of, expected, strict=True):
+        assert torch.equal(cache.cpu(), wanted)
+
+
+TABLE_CASES = [(1, 16), (2, 32), (3, 64), (8, 128)]
+
+COMPACT_CASES = [
+    Shape(2, 2, 16, 64, 1, scaled(REQUESTS, 16), torch.float16),
+    Shape(1, 3, 32, 80, 1, scaled(REQUESTS, 32), torch.bfloat16),
+    Shape(2, 1, 16, 96, 1, scaled(REQUESTS, 16), torch.float32),
+    Shape(1, 2, 64, 128, 1, scaled(REQUESTS, 64), torch.float8_e4m3fn),
+    Shape(1, 4, 128, 256, 1, scaled(REQUESTS[:2], 128), torch.bfloat16),
+    # FP8 with a float32 scale for key and value behind them: 8-byte copies, then 4-byte copies.
+    Shape(1, 2, 16, 128, 1, scaled(REQUESTS, 16), torch.uint8, slot=2 * 128 + 8),
+    Shape(1, 2, 16, 64, 1, scaled(REQUESTS, 16), torch.uint8, slot=2 * 64 + 4),
+]

@@ -1,0 +1,26 @@
+"""The CUDA kernels on CPU tensors: csrc/ compiled for the host."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.emulation.build import NAMESPACE, build, compiler, set_order
+from vllm_kvevict.ops.cuda import extension
+
+
+@pytest.fixture(scope="session")
+def emulation() -> Path:
+    if compiler() is None:
+        pytest.skip("no g++ to compile the kernels for the host")
+    library = build()
+    extension.load(library, NAMESPACE, "cpu")
+    return library
+
+
+@pytest.fixture(params=["forwards", "backwards"])
+def emulated(request: pytest.FixtureRequest, emulation: Path) -> Iterator[None]:
+    """Threads of a block run in either order between barriers: results may not depend on it."""
+    set_order(emulation, reverse=request.param == "backwards")
+    yield
+    set_order(emulation, reverse=False)

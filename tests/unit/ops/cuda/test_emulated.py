@@ -1,0 +1,38 @@
+"""Every kernel, emulated, against the PyTorch reference. tests/gpu runs the same on a GPU."""
+
+import pytest
+
+from tests.kernels import choose, observe, pages
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+
+@pytest.mark.parametrize("case", observe.CASES)
+def test_observe(case):
+    observe.check("cpu", *case)
+
+
+@pytest.mark.parametrize("heads, block_size", pages.TABLE_CASES)
+def test_head_page_table(heads, block_size):
+    pages.check_table("cpu", heads, block_size)
+
+
+@pytest.mark.parametrize("shape", pages.COMPACT_CASES, ids=lambda s: f"{s.dtype}-{s.head_size}")
+def test_compact(shape):
+    pages.check_compact("cpu", shape)
+
+
+@pytest.mark.parametrize("case", choose.CASES, ids=lambda case: "-".join(map(str, case)))
+def test_allocate_and_select(case):
+    for seed in range(3):
+        choose.check_padded("cpu", *case, seed=seed)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
+def test_allocate_and_select_a_batch(floor):
+    choose.check_batch("cpu", choose.BATCH, floor)
+
+
+def test_select_among_131072_tokens():
+    """As many as a request has; a page of 16 is kept, so that the emulation writes little."""
+    choose.check_padded("cpu", 1, 131072 // 16, 16, 1, 0.2, "attention")

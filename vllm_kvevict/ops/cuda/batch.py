@@ -1,0 +1,205 @@
+"""The evictions that are due after a step, as one table on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True)
+class Due:
+    """One request's eviction. Blocks are vLLM's physical block ids.
+
+    Args:
+        row: The request's row of the state tables.
+        ring: Ring slot with the queries of its last w tokens; 0 for a policy without.
+        num_tokens: n, tokens in the cache.
+        old_tail_start: T of its last eviction in tokens, 0 for none.
+        tail_start: T of this one.
+        old_store_blocks: Blocks of its store, 0 for none.
+        positional: Blocks from the old tail start to the end of the request.
+        store: Fresh blocks to fill.
+        protect_first: Tokens that stay whatever their score.
+
+    """
+
+    row: int
+    ring: int
+    num_tokens: int
+    old_tail_start: int
+    tail_start: int
+    old_store_blocks: int
+    positional: Sequence[int]
+    store: Sequence[int]
+    protect_first: int = 0
+
+    def check(self, block_size: int, window: int) -> None:
+        """Raise ValueError where the numbers contradict one another."""
+        tail_pages = (self.tail_start - self.old_tail_start) // block_size
+        known = {
+            "tail starts must be multiples of the block size": (
+                self.tail_start % block_size == self.old_tail_start % block_size == 0
+            ),
+            "tail starts must not fall, and the window lies behind them": (
+                0 <= self.old_tail_start <= self.tail_start <= self.num_tokens - window
+            ),
+            "a request has a store if it has a tail start": (
+                (self.old_store_blocks > 0) == (self.old_tail_start > 0)
+            ),
+            "positional blocks must hold the tokens behind the old tail start": (
+                len(self.positional) * block_size >= self.num_tokens - self.old_tail_start
+            ),
+            "the store must have a block, and no more than there are candidates": (
+                1 <= len(self.store) <= self.old_store_blocks + tail_pages
+            ),
+            "row, ring and protected tokens must not be negative": (
+                min(self.row, self.ring, self.protect_first) >= 0
+            ),
+        }
+        for rule, holds in known.items():
+            if not holds:
+                raise ValueError(f"{rule}: {self}")
+
+
+@dataclass(frozen=True)
+class EvictionBatch:
+    """E due evictions of one KV-cache group.
+
+    What the kernels need besides the state tables. Lengths and block ids are known to the host, so
+    all sizes are; which head owns which page stays on the device. Candidates of a (request, layer)
+    lie one head after another without padding: ``(S_old + tail pages) * H * block_size`` columns.
+
+    Args:
+        due: The evictions.
+        num_layers: L.
+        num_heads: H, KV heads on this rank.
+        block_size: Tokens in a page.
+        window: w.
+        requests: [E, 11] int64: ``csrc/request.h``.
+        positional: [E, P] int32, 0 where a request has fewer blocks.
+        store: [E, S] int32, 0 where a request has fewer blocks.
+        columns: Candidate columns of all requests: length of the flat scores.
+        sums: The same with the columns between the tail start and the window.
+        kept_columns: Survivors of all requests.
+        max_columns: At least the cached tokens of any head.
+
+    """
+
+    due: tuple[Due, ...]
+    num_layers: int
+    num_heads: int
+    block_size: int
+    window: int
+    requests: torch.Tensor
+    positional: torch.Tensor
+    store: torch.Tensor
+    columns: int
+    sums: int
+    kept_columns: int
+    max_columns: int
+
+    @classmethod
+    def build(
+        cls,
+        due: Sequence[Due],
+        num_layers: int,
+        num_heads: int,
+        block_size: int,
+        window: int,
+        device: torch.device,
+    ) -> "EvictionBatch":
+        """Lay out a batch; three small copies to the device, none waited for.
+
+        Raises:
+            ValueError: No eviction, or one that contradicts itself.
+
+        """
+        if not due:
+            raise ValueError("a batch needs at least one eviction")
+        for one in due:
+            one.check(block_size, window)
+        heads = num_layers * num_heads
+        columns = [
+            heads * (one.old_store_blocks * block_size + one.tail_start - one.old_tail_start)
+            for one in due
+        ]
+        rest = [heads * (one.num_tokens - window - one.tail_start) for one in due]
+        sums = [c + r for c, r in zip(columns, rest, strict=True)]
+        kept = [heads * len(one.store) * block_size for one in due]
+        first = zip(*(accumulate(sizes, initial=0) for sizes in (columns, sums, kept)), strict=True)
+        requests = [
+            (
+                one.row,
+                one.ring,
+                one.num_tokens,
+                one.old_tail_start,
+                one.tail_start,
+                one.old_store_blocks,
+                len(one.store),
+                one.protect_first,
+                *starts,
+            )
+            for one, starts in zip(due, first, strict=False)
+        ]
+        return cls(
+            due=tuple(due),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            block_size=block_size,
+            window=window,
+            requests=_copy(requests, torch.int64, device),
+            positional=_copy(_padded([one.positional for one in due]), torch.int32, device),
+            store=_copy(_padded([one.store for one in due]), torch.int32, device),
+            columns=sum(columns),
+            sums=sum(sums),
+            kept_columns=sum(kept),
+            max_columns=max(_most_columns(one, num_heads, block_size) for one in due),
+        )
+
+    def rows(self, head_indptr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each head's candidates lie in the flat scores.
+
+        Args:
+            head_indptr: [L, rows, H + 1] int32: the split before this eviction.
+
+        Returns:
+            First column [E, L, H] int64 and number of candidates [E, L, H] int32.
+
+        """
+        row, _, _, old_tail_start, tail_start, old_store, *_, first, _, _ = self.requests.unbind(1)
+        split = head_indptr.index_select(1, row).transpose(0, 1).long()
+        split = split * (old_store > 0)[:, None, None]
+        tail_pages = ((tail_start - old_tail_start) // self.block_size)[:, None, None]
+        head = torch.arange(self.num_heads, device=self.requests.device)
+        layer = torch.arange(self.num_layers, device=self.requests.device)[:, None]
+        before = split[..., :-1] + head * tail_pages
+        before = before + layer * self.num_heads * (old_store[:, None, None] + tail_pages)
+        length = (split.diff(dim=-1) + tail_pages) * self.block_size
+        return first[:, None, None] + before * self.block_size, length.int()
+
+    def store_blocks(self) -> torch.Tensor:
+        """[E] int32: S of each request."""
+        return self.requests[:, 6].int()
+
+    def first_kept(self) -> torch.Tensor:
+        """[E, L] int64: where each layer's survivors begin in the flat kept columns."""
+        per_layer = self.requests[:, 6] * self.num_heads * self.block_size
+        layer = torch.arange(self.num_layers, device=self.requests.device)
+        return self.requests[:, 10, None] + layer * per_layer[:, None]
+
+
+def _most_columns(due: Due, num_heads: int, block_size: int) -> int:
+    """At least the cached tokens of any head: ``pages.table_width`` says why."""
+    pages = max(0, (due.old_store_blocks - 1) * num_heads + 1)
+    return min(pages * block_size, due.old_tail_start) + due.num_tokens - due.old_tail_start
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    width = max(map(len, rows))
+    return [[*row, *[0] * (width - len(row))] for row in rows]
+
+
+def _copy(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    pinned = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

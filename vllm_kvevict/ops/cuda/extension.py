@@ -1,0 +1,63 @@
+"""The compiled extension: is it there, does it load, and which one serves a device."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kvevict.ops.cuda.fakes import register_fakes
+
+LIBRARY = Path(__file__).parent / "_C.abi3.so"
+NAMESPACE = "vllm_kvevict"
+
+_namespaces: dict[str, str] = {}
+
+
+def is_built() -> bool:
+    """Whether this installation has the extension."""
+    return LIBRARY.is_file()
+
+
+def load(path: Path, namespace: str, device: str) -> None:
+    """Register a library's operations and let it serve a device type.
+
+    Args:
+        path: The shared library.
+        namespace: Below ``torch.ops``.
+        device: "cuda"; tests serve "cpu" with the emulation.
+
+    Raises:
+        OSError: The library does not load, for example beside a torch older than 2.11.
+
+    """
+    if _namespaces.get(device) == namespace:
+        return
+    torch.ops.load_library(str(path))
+    register_fakes(namespace)
+    _namespaces[device] = namespace
+
+
+def operations(tensor: torch.Tensor) -> Any:
+    """The operations that serve the tensor's device.
+
+    Raises:
+        RuntimeError: There is no extension for it.
+
+    """
+    device = tensor.device.type
+    if device == "cuda":
+        _load_installed()
+    if device not in _namespaces:
+        raise RuntimeError(f"the CUDA operations take CUDA tensors, not {device} tensors")
+    return getattr(torch.ops, _namespaces[device])
+
+
+@cache
+def _load_installed() -> None:
+    if not is_built():
+        raise RuntimeError(
+            f"vllm-kvevict was installed without its CUDA extension ({LIBRARY.name}): reinstall "
+            "it with nvcc and a CUDA build of torch, pip install --no-build-isolation ."
+        )
+    load(LIBRARY, NAMESPACE, "cuda")
