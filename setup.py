@@ -38,9 +38,7 @@ def reason_to_skip(demanded: bool) -> str | None:
     try:
         import torch
     except ImportError:
-        return (
-            "torch does not import here (try pip install --no-build-isolation)"
-        )
+        return "torch does not import here (try pip install --no-build-isolation)"
     if torch.version.cuda is None and not demanded:
         return f"torch {torch.__version__} is built without CUDA"
     return None

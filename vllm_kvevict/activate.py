@@ -7,7 +7,9 @@ from vllm.logger import init_logger
 from vllm_kvevict import admission
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.metrics import logger as stat_logger
-from vllm_kvevict.sizing import ring_bytes, ring_slots
+from vllm_kvevict.policies.registry import PYRAMIDS
+from vllm_kvevict.pyramid import padding
+from vllm_kvevict.sizing import evictable_layers, ring_bytes, ring_slots
 from vllm_kvevict.support import check
 
 if TYPE_CHECKING:
@@ -86,10 +88,13 @@ def _scheduler(scheduler_cls: Any, asynchronous: bool) -> str:
 
 def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     block_size = vllm_config.cache_config.block_size
+    longest = vllm_config.model_config.max_model_len
     timeline = config.timeline(block_size)
     how_often = f"every {timeline.stride} decode steps" if timeline.stride else "after prefill only"
     blocks, tokens = "depends on the prompt", config.budget_tokens
-    if tokens is not None:
+    if config.policy in PYRAMIDS:
+        blocks = "by layer"
+    elif tokens is not None:
         blocks = f"{timeline.store_blocks(0)} per request"
     rings = ring_slots(vllm_config, config) * ring_bytes(vllm_config, config)
     logger.info(
@@ -105,6 +110,8 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         blocks,
         rings / 2**20,
     )
+    if config.has_pyramid:
+        _report_groups(vllm_config, config)
     if config.allow or config.max_budget is not None:
         logger.info(
             "KV eviction: requests may choose among %s, with a budget of %s.",
@@ -113,23 +120,60 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         )
     if tokens is None:
         return
-    kept = timeline.store_blocks(0) * block_size + config.window
+    kept, advice = _kept(vllm_config, config)
     if abs(kept - tokens) > SHORTFALL * tokens:
         logger.warning(
             "KV eviction keeps %d tokens per KV head instead of the budget of %d: a store is "
-            "made of whole blocks of %d tokens, at least one, beside the window of %d. A budget "
-            "of %d, or a smaller --block-size, fits.",
+            "made of whole blocks of %d tokens, at least one, beside the window of %d. %s",
             kept,
             tokens,
             block_size,
             config.window,
-            kept,
+            advice,
         )
-    longest = vllm_config.model_config.max_model_len
     if not timeline.evictable(longest, timeline.store_blocks(0), 0):
         logger.warning(
             "KV eviction will never run: at a budget of %d tokens nothing is evicted up to the "
             "longest sequence of %d tokens (--max-model-len).",
             tokens,
             longest,
+        )
+
+
+def _kept(vllm_config: "VllmConfig", config: EvictionConfig) -> tuple[int, str]:
+    """Tokens that whole blocks keep per KV head, on average over layers, and what would fit."""
+    block_size = vllm_config.cache_config.block_size
+    if config.policy not in PYRAMIDS:
+        kept = config.timeline(block_size).store_blocks(0) * block_size + config.window
+        return kept, f"A budget of {kept}, or a smaller --block-size, fits."
+    rules = config.timelines(block_size, evictable_layers(vllm_config))
+    longest = vllm_config.model_config.max_model_len
+    blocks = sum(rule.store_blocks(longest) for rule in rules)
+    kept = blocks * block_size // len(rules) + config.window
+    return kept, "A smaller --block-size comes nearer."
+
+
+def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
+    """Say which layers share a budget, what each keeps, and what uneven groups cost."""
+    layers = evictable_layers(vllm_config)
+    longest = vllm_config.model_config.max_model_len
+    timelines = config.timelines(vllm_config.cache_config.block_size, layers)
+    groups = list(dict.fromkeys(timelines))
+    sizes = [timelines.count(group) for group in groups]
+    logger.info(
+        "KV eviction: layers in groups of %s, shallow to deep, with stores of %s blocks in a "
+        "sequence of %d tokens.",
+        ", ".join(map(str, sizes)),
+        ", ".join(str(group.store_blocks(longest)) for group in groups),
+        longest,
+    )
+    missing = padding(sizes)
+    # Among layers that do not evict vLLM makes other groups, and says itself what they waste.
+    if missing and layers == vllm_config.model_config.get_total_num_hidden_layers():
+        logger.warning(
+            "KV eviction: groups of %s layers leave %.1f%% of the KV cache unused; a "
+            "--kv-eviction-groups that divides the %d layers would leave none.",
+            ", ".join(map(str, sizes)),
+            100 * missing / (layers + missing),
+            layers,
         )

@@ -13,6 +13,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.requests import asks, parse_options
+from vllm_kvevict.sizing import evictable_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,7 +45,9 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
     if config is None or (tokens is None and embeds is None):
         return
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
-    parse_options(config, extra_args, length, vllm_config.cache_config.block_size)
+    layers = evictable_layers(vllm_config)
+    rules = config.timelines(vllm_config.cache_config.block_size, layers)
+    parse_options(config, extra_args, length, rules)
 
 
 def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:

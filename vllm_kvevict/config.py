@@ -1,10 +1,12 @@
 """Configuration of KV eviction: one model, read by flags, Python API and every process."""
 
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_kvevict.policies.registry import POLICY_NAMES
+from vllm_kvevict.policies.registry import POLICY_NAMES, PYRAMIDS
+from vllm_kvevict.pyramid import Pyramid, cut
 from vllm_kvevict.timeline import Timeline
 
 KEY = "kv_eviction"
@@ -139,6 +141,25 @@ class EvictionConfig(BaseModel):
         strict=True,
         description="Seed of the draws of nacl; a run with the same seed and prompts repeats.",
     )
+    groups: int = Field(
+        default=4,
+        ge=2,
+        strict=True,
+        description=(
+            "Groups of neighbouring layers that pyramidkv and ada-pyramid give budgets of their "
+            "own; at most one a layer."
+        ),
+    )
+    beta: float = Field(
+        default=20.0,
+        ge=1,
+        strict=True,
+        allow_inf_nan=False,
+        description=(
+            "Steepness of pyramidkv and ada-pyramid: the deepest layer keeps 1/beta of the budget "
+            "beside the window."
+        ),
+    )
     allow: tuple[str, ...] = Field(
         default=(),
         description=(
@@ -238,13 +259,29 @@ class EvictionConfig(BaseModel):
         return budget_share(self.budget)
 
     def timeline(self, block_size: int) -> Timeline:
-        """The eviction schedule for blocks of ``block_size`` tokens."""
+        """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""
         return Timeline(
             block_size=block_size,
             window=self.window,
             interval=self.interval,
             budget_tokens=self.budget_tokens,
             budget_share=self.budget_share,
+        )
+
+    @property
+    def has_pyramid(self) -> bool:
+        """Whether layers have budgets of their own: a policy that may be chosen asks for it."""
+        return any(name in PYRAMIDS for name in self.policies)
+
+    def timelines(self, block_size: int, layers: int) -> tuple[Timeline, ...]:
+        """The eviction schedule of each layer that evicts, by depth; equal inside a group."""
+        rule = self.timeline(block_size)
+        if not self.has_pyramid:
+            return (rule,) * layers
+        return tuple(
+            replace(rule, pyramid=Pyramid(group.start, group.stop, layers, self.beta))
+            for group in cut(layers, self.groups)
+            for _ in group
         )
 
     @classmethod

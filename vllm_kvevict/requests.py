@@ -1,10 +1,11 @@
 """What a request may ask for in ``vllm_xargs``: one reading for API servers and engine core."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvevict.config import KEY, NONE, EvictionConfig, budget_share, budget_tokens, parse_budget
+from vllm_kvevict.policies.registry import PYRAMIDS
 from vllm_kvevict.timeline import Timeline
 
 POLICY = KEY
@@ -41,6 +42,8 @@ class RequestOptions:
 
     def timeline(self, rule: Timeline) -> Timeline:
         """The rule of a KV-cache group as this request has it."""
+        if rule.pyramid is not None and self.policy not in PYRAMIDS:
+            rule = replace(rule, pyramid=None)
         if self.budget is not None:
             rule = replace(
                 rule,
@@ -56,7 +59,10 @@ def asks(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def parse_options(
-    config: EvictionConfig, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int
+    config: EvictionConfig,
+    extra_args: Mapping[str, Any] | None,
+    prompt_len: int,
+    rules: Sequence[Timeline],
 ) -> RequestOptions:
     """Read and check the settings of a request.
 
@@ -64,7 +70,7 @@ def parse_options(
         config: The server's settings.
         extra_args: ``SamplingParams.extra_args``; other keys are not ours.
         prompt_len: Tokens of the prompt.
-        block_size: Tokens in a block of the KV cache.
+        rules: The server's timeline of every layer or every KV-cache group that evicts.
 
     Raises:
         ValueError: In one sentence, which key is wrong and what it may be.
@@ -82,7 +88,7 @@ def parse_options(
         at=_at(given, prompt_len),
     )
     if options.evicts:
-        _check_store(config, options, prompt_len, block_size)
+        _check_store(config, options, prompt_len, rules)
     return options
 
 
@@ -161,32 +167,37 @@ def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) ->
 
 
 def _check_store(
-    config: EvictionConfig, options: RequestOptions, prompt_len: int, block_size: int
+    config: EvictionConfig,
+    options: RequestOptions,
+    prompt_len: int,
+    rules: Sequence[Timeline],
 ) -> None:
     """Refuse a budget above the cap, and protected tokens that the store cannot hold."""
     length = prompt_len if options.at is None else options.at
-    rule = config.timeline(block_size)
+    rule, block_size = rules[0], rules[0].block_size
     mine = options.timeline(rule)
     if config.max_budget is not None:
         cap = RequestOptions(config.policy, budget=config.max_budget).timeline(rule)
-        if options.budget is not None and mine.budget(length) > cap.budget(length):
+        asked, most = mine.mean_budget(length), cap.mean_budget(length)
+        if options.budget is not None and asked > most:
             raise ValueError(
-                f"KV eviction: {BUDGET} {options.budget} is {mine.budget(length)} tokens here, and "
-                f"this server allows at most {config.max_budget}, here {cap.budget(length)} tokens"
+                f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, and "
+                f"this server allows at most {config.max_budget}, here {most} tokens"
             )
         # Where nothing evicts later, all that follows the point stays.
-        held = min(mine.budget(length), length) + prompt_len - length
-        most = max(cap.budget(prompt_len), rule.budget(prompt_len))
+        held = min(asked, length) + prompt_len - length
+        most = max(cap.mean_budget(prompt_len), rule.mean_budget(prompt_len))
         if options.at is not None and not rule.interval and held > most:
             raise ValueError(
                 f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
                 f"prompt on a server that evicts once, the {prompt_len - length} behind the point "
                 f"included, and this server allows at most {most} tokens"
             )
-    room = mine.store_blocks(length) * block_size
+    room = min(options.timeline(r).store_blocks(length) for r in set(rules)) * block_size
     if options.protect_first > room:
+        where = " in the deepest layers" if options.policy in PYRAMIDS else ""
         raise ValueError(
             f"KV eviction: {PROTECT} must be at most the {room} tokens that the budget of "
-            f"{options.budget or config.budget} keeps beside the window, in whole blocks of "
+            f"{options.budget or config.budget} keeps beside the window{where}, in whole blocks of "
             f"{block_size}, not {options.protect_first}"
         )

@@ -17,6 +17,18 @@ RING_BYTES = 512 * 2**20
 """Most bytes that the observation rings of one rank may take."""
 
 
+def evictable_layers(vllm_config: "VllmConfig") -> int:
+    """Full-attention layers of the whole model, as its configuration counts them.
+
+    Workers see the layers themselves, and refuse to start where budgets differ by layer and the
+    two counts do.
+    """
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
+    if kinds:
+        return sum(kind == "full_attention" for kind in kinds)
+    return vllm_config.model_config.get_total_num_hidden_layers()
+
+
 def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
     """Bytes of one ring slot on one rank: [layers, window, query heads, head size]."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -6,6 +6,8 @@ The worker looks again at the real layers, for what no configuration tells.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvevict.sizing import evictable_layers
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -230,6 +232,22 @@ REFUSALS = (
 )
 
 
+PYRAMID_REFUSALS = (
+    Refusal(
+        "pyramidkv and ada-pyramid with pipeline parallelism",
+        "a stage holds neighbouring layers, and would leave the blocks of all other layers empty",
+        "set --pipeline-parallel-size to 1 or choose another policy",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "pyramidkv and ada-pyramid for this model",
+        "it has fewer than two layers with full attention",
+        "choose another policy",
+        lambda c: evictable_layers(c) < 2,
+    ),
+)
+
+
 def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     """Refuse what eviction does not work with.
 
@@ -241,6 +259,6 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
         ValueError: In one sentence: what is unsupported, why, and what to do.
 
     """
-    for refusal in REFUSALS:
+    for refusal in REFUSALS + (PYRAMID_REFUSALS if config.has_pyramid else ()):
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())

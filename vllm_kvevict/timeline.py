@@ -9,10 +9,17 @@ tokens. ``n`` is the number of tokens whose keys are in the cache at the end of 
 
 from dataclasses import dataclass, field
 
+from vllm_kvevict.pyramid import Pyramid
+
 
 def blocks_for(tokens: int, block_size: int) -> int:
     """Blocks needed for ``tokens`` tokens."""
     return -(-tokens // block_size)
+
+
+def _whole(tokens: float) -> int:
+    # Of 100 tokens 29% are 29, although 100 * 0.29 is a hair less.
+    return int(round(tokens, 6))
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Timeline:
         interval: Decode steps between evictions; 0 evicts after prefill only.
         budget_tokens: Tokens kept per KV head, window included; None if a share is given.
         budget_share: Share of the prompt kept per KV head, in (0, 1]; None if tokens are given.
+        pyramid: Where the group lies in a pyramid over all layers, whose mean the budget is;
+            None where every layer has the same.
 
     Raises:
         ValueError: A length is out of range, or not exactly one budget is given.
@@ -36,6 +45,7 @@ class Timeline:
     interval: int
     budget_tokens: int | None = None
     budget_share: float | None = None
+    pyramid: Pyramid | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.window < 1 or self.interval < 0:
@@ -52,18 +62,25 @@ class Timeline:
         return blocks_for(self.interval, self.block_size) * self.block_size
 
     def budget(self, length: int) -> int:
-        """Tokens kept per KV head of ``length`` tokens, window included.
+        """Tokens kept per KV head of ``length`` tokens in the group's layers, window included.
 
         ``length`` is the prompt, or the part of it before a request's eviction point.
         """
+        mean = self.mean_budget(length)
+        beside = mean - self.window
+        if self.pyramid is None or beside <= 0:
+            return mean
+        return self.window + _whole(self.pyramid.tokens(beside, length - self.window))
+
+    def mean_budget(self, length: int) -> int:
+        """As :meth:`budget`, the mean over all layers: what the operator or the request set."""
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.budget_share is not None
-        # Of 100 tokens 29% are 29, although 100 * 0.29 is a hair less.
-        return int(round(length * self.budget_share, 6))
+        return _whole(length * self.budget_share)
 
     def store_blocks(self, length: int) -> int:
-        """S, the blocks of the store: every layer keeps S pages per KV head on average."""
+        """S, the blocks of the store: a layer keeps S pages per KV head on average."""
         return max(1, (self.budget(length) - self.window) // self.block_size)
 
     def tail_start(self, n: int) -> int:

@@ -29,8 +29,8 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
         (
             ["--kv-eviction", "best"],
             "error: KV eviction: --kv-eviction: unknown policy 'best'; "
-            "choose from ada-snapkv, snapkv, ada-h2o, h2o, streaming-llm, ada-scissorhands, "
-            "scissorhands, ada-tova, tova, subgen, nacl",
+            "choose from ada-snapkv, snapkv, ada-h2o, h2o, ada-pyramid, pyramidkv, streaming-llm, "
+            "ada-scissorhands, scissorhands, ada-tova, tova, subgen, nacl",
         ),
         (
             ["--additional-config", '{"kv_eviction": {"policy": "snapkv", "budget": 32}}'],

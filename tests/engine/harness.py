@@ -44,7 +44,8 @@ class Setup:
     """A server's configuration, as far as the scheduler sees it.
 
     ``rings`` is the number of ring slots, None for one a sequence; ``second_budget`` adds a
-    second evictable group and ``sliding_window`` a group that does not evict.
+    second evictable group and ``sliding_window`` a group that does not evict. ``pyramid`` is the
+    number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv.
     """
 
     budget: int | str = 40
@@ -52,6 +53,8 @@ class Setup:
     interval: int = 16
     needs_window: bool = True
     second_budget: int | None = None
+    pyramid: int = 0
+    beta: float = 20.0
     sliding_window: int | None = None
     blocks: int = 64
     block_size: int = 8
@@ -67,7 +70,12 @@ class Setup:
 
     @property
     def groups(self) -> int:
-        return 1 + (self.second_budget is not None) + (self.sliding_window is not None)
+        evicting = self.pyramid or 1 + (self.second_budget is not None)
+        return evicting + (self.sliding_window is not None)
+
+    @property
+    def policy(self) -> str:
+        return "pyramidkv" if self.pyramid else "snapkv"
 
     @property
     def max_model_len(self) -> int:
@@ -99,15 +107,7 @@ def base_config() -> Any:
 
 def vllm_config(setup: Setup) -> Any:
     config = copy.copy(base_config()[0])
-    config.additional_config = {
-        "kv_eviction": {
-            "policy": "snapkv",
-            "budget": setup.budget,
-            "window": setup.window,
-            "interval": setup.interval,
-            "allow": "streaming-llm,none",
-        }
-    }
+    config.additional_config = {"kv_eviction": eviction_config(setup).model_dump(mode="json")}
     config.model_config = copy.copy(config.model_config)
     config.model_config.max_model_len = setup.max_model_len
     config.cache_config = copy.copy(config.cache_config)
@@ -128,22 +128,30 @@ def vllm_config(setup: Setup) -> Any:
     return config
 
 
+def eviction_config(setup: Setup) -> EvictionConfig:
+    return EvictionConfig(
+        policy=setup.policy,
+        budget=setup.budget,
+        window=setup.window,
+        interval=setup.interval,
+        groups=max(2, setup.pyramid),
+        beta=setup.beta,
+        allow="snapkv,streaming-llm,none",
+    )
+
+
 def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
     shape: dict[str, Any] = dict(
         block_size=setup.block_size, num_kv_heads=2, head_size=32, dtype=torch.float32
     )
     specs: list[Any] = [FullAttentionSpec(**shape)]
     if evictable:
-        budgets = [setup.budget] + ([setup.second_budget] if setup.second_budget else [])
-        specs = [
-            EvictableAttentionSpec.of(
-                FullAttentionSpec(**shape),
-                EvictionConfig(
-                    policy="snapkv", budget=budget, window=setup.window, interval=setup.interval
-                ).timeline(setup.block_size),
-            )
-            for budget in budgets
-        ]
+        config = eviction_config(setup)
+        timelines = config.timelines(setup.block_size, setup.pyramid or 1)
+        if setup.second_budget is not None:
+            second = config.model_copy(update={"budget": setup.second_budget})
+            timelines += second.timelines(setup.block_size, 1)
+        specs = [EvictableAttentionSpec.of(FullAttentionSpec(**shape), t) for t in timelines]
     if setup.sliding_window is not None:
         specs.append(SlidingWindowSpec(**shape, sliding_window=setup.sliding_window))
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]

@@ -1,5 +1,6 @@
 """What must hold of vLLM's pool and our bookkeeping, whatever happened before."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,9 @@ class Life:
 class Asked:
     """What a request brings in ``extra_args``, read here once more."""
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, policy: str) -> None:
         given = request.sampling_params.extra_args or {}
-        self.policy = given.get("kv_eviction", "snapkv")
+        self.policy = given.get("kv_eviction", policy)
         self.budget = given.get("kv_eviction_budget")
         self.protect_first = int(given.get("kv_eviction_protect_first", 0))
         at = int(given.get("kv_eviction_at", 0))
@@ -117,7 +118,7 @@ class Invariants:
         if request_id not in self.scheduler._ledger.entries:
             return
         request = self.scheduler.requests[request_id]
-        asked = Asked(request)
+        asked = Asked(request, self.setup.policy)
         needs_window = self.setup.needs_window and asked.policy != "streaming-llm"
         if asked.policy == "none" or not (needs_window or asked.at):
             return
@@ -138,7 +139,7 @@ class Invariants:
                 continue
             end = request.num_computed_tokens
             still_due = entry.due_groups(end)
-            asked = Asked(request)
+            asked = Asked(request, self.setup.policy)
             self._expect_chunk(request, asked, end - output.num_scheduled_tokens[request_id], end)
             if asked.policy == "none":
                 assert request_id not in evicted and request_id not in plan.rings
@@ -175,13 +176,19 @@ class Invariants:
             assert not can, f"{request.request_id}: [{start}, {end}) crosses {point}"
 
     def _store_blocks(self, group: int, request: Any) -> int:
-        asked = Asked(request)
-        budget: Any = self.setup.second_budget if group else self.setup.budget
-        budget = asked.budget or budget
+        asked = Asked(request, self.setup.policy)
+        second = group and self.setup.second_budget is not None
+        budget: Any = asked.budget or (self.setup.second_budget if second else self.setup.budget)
+        length = asked.at or request.num_prompt_tokens
         if isinstance(budget, str):
-            length = asked.at or request.num_prompt_tokens
             budget = int(length * (float(budget[:-1]) / 100))
-        return max(1, (budget - self.setup.window) // self.setup.block_size)
+        beside, most = budget - self.setup.window, length - self.setup.window
+        if asked.policy == "pyramidkv" and 0 < beside < most:
+            high = min(2 * beside - beside / self.setup.beta, most)
+            low = 2 * beside - high
+            step = (high - low) / (self.setup.pyramid - 1)
+            beside = math.floor(high - group * step + 1e-7)
+        return max(1, beside // self.setup.block_size)
 
     def executed(self, output: Any) -> None:
         """Every block a step touched still belongs to its request when the step is processed."""

@@ -18,7 +18,7 @@ def setups(draw: Any) -> Setup:
     block_size = draw(st.sampled_from([4, 8, 16]))
     budgets = st.sampled_from([window + 1, 24, 40, 64, 96, "10%", "50%"])
     budget = draw(budgets.filter(lambda b: isinstance(b, str) or b > window))
-    kind = draw(st.sampled_from(["one", "one", "two", "sliding"]))
+    kind = draw(st.sampled_from(["one", "one", "two", "sliding", "pyramid", "both"]))
     seqs = draw(st.integers(1, 8))
     return Setup(
         budget=budget,
@@ -26,7 +26,9 @@ def setups(draw: Any) -> Setup:
         interval=draw(st.sampled_from([0, 4, 16, 64])),
         needs_window=draw(st.sampled_from([True, True, False])),
         second_budget=window + draw(st.integers(1, 100)) if kind == "two" else None,
-        sliding_window=draw(st.sampled_from([5, 16, 40])) if kind == "sliding" else None,
+        sliding_window=draw(st.sampled_from([5, 16, 40])) if kind in ("sliding", "both") else None,
+        pyramid=draw(st.integers(2, 4)) if kind in ("pyramid", "both") else 0,
+        beta=draw(st.sampled_from([20.0, 2.0])) if kind in ("pyramid", "both") else 20.0,
         blocks=draw(st.integers(16, 90)),
         block_size=block_size,
         max_num_seqs=seqs,
@@ -150,7 +152,8 @@ class Day:
         request = self.engine.add(prompt, max_tokens, priority=priority, asked=asked)
         # A refused wish would silently become the server's settings.
         config = self.engine.scheduler._config
-        parse_options(config, asked, request.num_prompt_tokens, self.setup.block_size)
+        rules = list(self.engine.scheduler._ledger.rules.values())
+        parse_options(config, asked, request.num_prompt_tokens, rules)
         self.wishes += asked is not None
 
     def add(

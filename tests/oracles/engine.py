@@ -10,10 +10,17 @@ from tests.oracles.masked import Kept, Life
 
 
 class Recorder:
-    """Kept positions of every request, by life and eviction. One evictable group."""
+    """Kept positions of every request, by life and eviction.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Layers of every evictable group, numbered by depth among those that evict.
+
+    """
+
+    def __init__(self, layers: dict[int, list[int]]) -> None:
         self.lives: dict[str, list[Life]] = defaultdict(list)
+        self._layers = layers
+        self._last: Any = None
 
     def admitted(self, request_id: str, num_tokens: int) -> None:
         self.lives[request_id].append(Life(num_tokens))
@@ -21,22 +28,36 @@ class Recorder:
     def __call__(self, record: Any) -> None:
         life = self.lives[record.eviction.request_id][-1]
         group = record.group
-        before = life.evictions[-1].positions if life.evictions else None
-        assert (before is None) == (not group.old_store)
+        if record.eviction is not self._last:
+            count = sum(map(len, self._layers.values()))
+            kept = Kept(record.eviction.num_tokens, group.tail_start, [None] * count)
+            life.evictions.append(kept)
+            self._last = record.eviction
+        kept = life.evictions[-1]
+        assert kept.tail_start == group.tail_start
         bs = record.columns.shape[1] // int(record.pages[0].sum())
-        kept = []
-        for layer, counts in enumerate(record.pages.tolist()):
-            columns = record.columns[layer].tolist()
+        for row, layer in enumerate(self._layers[group.group_id]):
+            earlier = [e.positions[layer] for e in life.evictions[:-1] if e.positions[layer]]
+            assert bool(earlier) == bool(group.old_store)
+            columns = record.columns[row].tolist()
             heads, start = [], 0
-            for head, count in enumerate(counts):
-                former = before[layer][head] if before else []
+            for head, count in enumerate(record.pages[row].tolist()):
+                former = earlier[-1][head] if earlier else []
                 candidates = [*former, *range(group.old_tail_start, group.tail_start)]
-                padding = int(record.padding[layer, head])
+                padding = int(record.padding[row, head])
                 mine = columns[start : start + count * bs]
                 heads.append([candidates[column - padding] for column in mine])
                 start += count * bs
-            kept.append(heads)
-        life.evictions.append(Kept(record.eviction.num_tokens, group.tail_start, kept))
+            kept.positions[layer] = heads
+
+
+def layers_by_depth(states: dict[int, Any]) -> dict[int, list[int]]:
+    """Each group's layers, numbered by depth among the layers that evict."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    depth = {g: [extract_layer_index(n) for n in s.layer_names] for g, s in states.items()}
+    order = sorted(index for indices in depth.values() for index in indices)
+    return {group: [order.index(i) for i in indices] for group, indices in depth.items()}
 
 
 class Engine:
@@ -47,7 +68,7 @@ class Engine:
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.worker = self.core.model_executor.driver_worker.worker
-        self.recorder = Recorder()
+        self.recorder = Recorder(layers_by_depth(self.worker.kv_eviction.states))
         self.worker.kv_eviction.listeners.append(self.recorder)
         ledger = self.scheduler._ledger
         admit = ledger.admit

@@ -12,11 +12,11 @@ import torch
 @dataclass
 class Kept:
     """An eviction at length ``n``: from then on head h of layer l sees ``positions[l][h]``
-    and everything from ``tail_start`` on."""
+    and everything from ``tail_start`` on. None for a layer that this eviction left alone."""
 
     n: int
     tail_start: int
-    positions: list[list[list[int]]]
+    positions: list[list[list[int]] | None]
 
 
 @dataclass
@@ -83,7 +83,7 @@ class MaskedModel:
         seen &= torch.arange(n) <= torch.arange(start, n)[:, None]
         for eviction in life.evictions:
             row = eviction.n - start
-            for head, positions in enumerate(eviction.positions[layer]):
+            for head, positions in enumerate(eviction.positions[layer] or ()):
                 keep = torch.zeros(n, dtype=torch.bool)
                 keep[positions] = True
                 keep[eviction.tail_start :] = True

@@ -17,7 +17,11 @@ def engine(eviction: Any = "snapkv") -> SimpleNamespace:
     """What the check reads of a ``VllmConfig``."""
     additional = {"kv_eviction": eviction} if eviction else {}
     return SimpleNamespace(
-        additional_config=additional, cache_config=SimpleNamespace(block_size=32)
+        additional_config=additional,
+        cache_config=SimpleNamespace(block_size=32),
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(), get_total_num_hidden_layers=lambda: 8
+        ),
     )
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from vllm_kvevict.config import EvictionConfig, flag
 from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
+from vllm_kvevict.pyramid import Pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
-FIELDS += ["recent_share", "random_share", "seed", "allow", "max_budget"]
+FIELDS += ["recent_share", "random_share", "seed", "groups", "beta", "allow", "max_budget"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -41,6 +42,8 @@ def test_defaults() -> None:
         "recent_share": 0.5,
         "random_share": 0.67,
         "seed": 0,
+        "groups": 4,
+        "beta": 20.0,
         "allow": (),
         "max_budget": None,
     }
@@ -128,6 +131,10 @@ def test_no_room_beside_the_window(budget: Any, window: int) -> None:
         ("recent_share", -0.1, "must be greater than or equal to 0"),
         ("random_share", 1.5, "must be less than or equal to 1"),
         ("random_share", float("inf"), "must be a finite number"),
+        ("groups", 1, "must be greater than or equal to 2"),
+        ("groups", 2.0, "must be a valid integer"),
+        ("beta", 0.9, "must be greater than or equal to 1"),
+        ("beta", float("inf"), "must be a finite number"),
         ("seed", -1, "must be greater than or equal to 0"),
         ("seed", 2**63, "must be less than 9223372036854775808"),
         ("seed", 0.5, "must be a valid integer"),
@@ -163,6 +170,17 @@ def test_bad_allow(value: Any) -> None:
     assert "--kv-eviction-allow: " in complaint({"policy": "snapkv", "allow": value})
 
 
+@pytest.mark.parametrize("policy, allow", [("ada-pyramid", ""), ("snapkv", "none,pyramidkv")])
+def test_layers_have_budgets_of_their_own_where_a_request_may_ask_for_it(
+    policy: str, allow: str
+) -> None:
+    config = parse(policy=policy, allow=allow, groups=3, beta=10.0)
+    places = [timeline.pyramid for timeline in config.timelines(32, 6)]
+    assert places == [Pyramid(i, i + 2, 6, 10.0) for i in (0, 2, 4) for _ in range(2)]
+    flat = parse(allow="ada-snapkv,none", groups=3)
+    assert flat.timelines(32, 6) == (flat.timeline(32),) * 6
+
+
 def test_max_budget() -> None:
     assert parse(max_budget="2048").max_budget == 2048
     assert parse(max_budget="50%", budget=512).max_budget == "50%"
@@ -179,7 +197,7 @@ def test_max_budget() -> None:
 def test_unknown_policy_names_the_valid_ones(policy: Any) -> None:
     message = complaint({"policy": policy})
     assert f"--kv-eviction: unknown policy {policy!r}" in message
-    assert "choose from ada-snapkv, snapkv, ada-h2o, h2o" in message
+    assert "choose from ada-snapkv, snapkv, ada-h2o, h2o, ada-pyramid, pyramidkv" in message
 
 
 def test_missing_policy() -> None:

@@ -27,6 +27,8 @@ DEFAULTS = {
     "recent_share": 0.5,
     "random_share": 0.67,
     "seed": 0,
+    "groups": 4,
+    "beta": 20.0,
     "allow": [],
     "max_budget": None,
 }
@@ -125,6 +127,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-recent-share": "0.25",
         "--kv-eviction-random-share": "0.5",
         "--kv-eviction-seed": "7",
+        "--kv-eviction-groups": "2",
+        "--kv-eviction-beta": "8",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
         "--kv-eviction-max-budget": "50%",
     }
@@ -140,6 +144,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "recent_share": 0.25,
         "random_share": 0.5,
         "seed": 7,
+        "groups": 2,
+        "beta": 8.0,
         "allow": ["ada-snapkv", "streaming-llm"],
         "max_budget": "50%",
     }
@@ -231,7 +237,7 @@ def test_bench_throughput() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--kv-eviction", "nope"], "choose from ada-snapkv, snapkv, ada-h2o, h2o"),
+        (["--kv-eviction", "nope"], "choose from ada-snapkv, snapkv, ada-h2o, h2o, ada-pyramid"),
         (["--kv-eviction", "snapkv", "--kv-eviction-window", "x"],
          "--kv-eviction-window: must be a valid integer, not 'x'"),
         (["--kv-eviction", "snapkv", "--kv-eviction-floor", "low"],

@@ -20,9 +20,13 @@ def server(**settings: Any) -> EvictionConfig:
     return config
 
 
+def rules(config: EvictionConfig) -> tuple[Timeline, ...]:
+    return config.timelines(BLOCK, layers=8)
+
+
 def parse(prompt_len: int = 1000, config: EvictionConfig | None = None, **given: Any) -> Any:
     extra_args = {f"kv_eviction{'_' if key else ''}{key}": value for key, value in given.items()}
-    return parse_options(config or server(), extra_args, prompt_len, BLOCK)
+    return parse_options(config or server(), extra_args, prompt_len, rules(config or server()))
 
 
 def complaint(prompt_len: int = 1000, config: EvictionConfig | None = None, **given: Any) -> str:
@@ -42,7 +46,7 @@ def policy(value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"kv_transfer_params": {"a": 1}}])
 def test_a_request_that_says_nothing_gets_the_servers_settings(extra):
     assert not asks(extra)
-    options = parse_options(server(), extra, 5, BLOCK)
+    options = parse_options(server(), extra, 5, rules(server()))
     assert options == RequestOptions("snapkv")
     rule = server().timeline(BLOCK)
     assert options.timeline(rule) is rule
@@ -167,9 +171,48 @@ def test_a_cap_cannot_be_evaded_by_an_early_point_on_a_server_that_evicts_once()
 def test_unknown_keys_name_the_known_ones(key):
     assert asks({key: 1})
     with pytest.raises(ValueError, match=r"unknown key") as caught:
-        parse_options(server(), {key: 1}, 100, BLOCK)
+        parse_options(server(), {key: 1}, 100, rules(server()))
     for known in KEYS:
         assert known in str(caught.value)
+
+
+def pyramid_server(**settings: Any) -> EvictionConfig:
+    return server(policy="ada-pyramid", budget=1056, allow="snapkv", **settings)
+
+
+def test_a_group_has_its_part_of_what_the_request_asks_for():
+    config = pyramid_server()
+    first, last = rules(config)[0], rules(config)[-1]
+    assert (first.budget(9000), last.budget(9000)) == (32 + 1857, 32 + 190)
+    assert parse(9000, config).timeline(first) is first
+    half = parse(9000, config, budget=544)
+    assert [half.timeline(rule).budget(9000) for rule in (first, last)] == [32 + 928, 32 + 95]
+    share = parse(9000, config, budget="25%")
+    means = [share.timeline(rule).budget(9000) for rule in rules(config)]
+    assert sum(means) == pytest.approx(8 * 2250, abs=8)
+    assert means == sorted(means, reverse=True) and len(set(means)) == 4
+
+
+def test_under_another_policy_every_group_has_the_whole_budget():
+    config = pyramid_server()
+    options = parse(9000, config, **policy("snapkv"))
+    assert {options.timeline(rule) for rule in rules(config)} == {config.timeline(BLOCK)}
+
+
+def test_protected_tokens_must_fit_the_deepest_layers():
+    config = pyramid_server()
+    assert parse(9000, config, protect_first=160).protect_first == 160
+    message = complaint(9000, config, protect_first=161)
+    assert "at most the 160 tokens" in message and "in the deepest layers" in message
+    flat = parse(9000, config, protect_first=1024, **policy("snapkv"))
+    assert flat.protect_first == 1024
+
+
+def test_a_cap_is_one_of_the_mean_over_all_layers():
+    config = pyramid_server(max_budget=1056)
+    assert parse(9000, config, budget=1056).budget == 1056
+    message = complaint(9000, config, budget=1057)
+    assert "is 1057 tokens here" in message and "here 1056 tokens" in message
 
 
 VALUES = st.one_of(
@@ -193,7 +236,7 @@ VALUES = st.one_of(
 def test_accepts_what_the_timeline_can_follow_or_complains_in_one_line(given, prompt_len, cap):
     config = server(allow="streaming-llm", max_budget=cap)
     try:
-        options = parse_options(config, given, prompt_len, BLOCK)
+        options = parse_options(config, given, prompt_len, rules(config))
     except ValueError as error:
         message = str(error)
         assert message.startswith("KV eviction: ") and len(message.splitlines()) == 1

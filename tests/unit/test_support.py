@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_kvevict.support import REFUSALS
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.support import PYRAMID_REFUSALS, REFUSALS
 
 COMMON: dict[str, Any] = dict(
     vocab_size=128,
@@ -257,6 +258,19 @@ def test_refuses_setting(build: Build, path: str, value: Any, what: str) -> None
     assert what in str(caught.value).split(", because ")[0]
 
 
+def test_refuses_pyramids_where_layers_cannot_be_grouped(build: Build) -> None:
+    config = build()
+    _check(config, "pyramidkv")
+    object.__setattr__(config.parallel_config, "pipeline_parallel_size", 2)
+    _check(config)
+    with pytest.raises(ValueError, match="with pipeline parallelism, because") as caught:
+        _check(config, "ada-pyramid")
+    assert_sentence(str(caught.value))
+    with pytest.raises(ValueError, match="fewer than two layers with full attention") as caught:
+        _check(build("Gemma3ForCausalLM"), "ada-pyramid")
+    assert_sentence(str(caught.value))
+
+
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
@@ -281,12 +295,12 @@ def test_accepts_head_major_layout(
     build()
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", REFUSALS + PYRAMID_REFUSALS, ids=lambda row: row.what)
 def test_every_row_is_one_sentence(row: Any) -> None:
     assert_sentence(row.sentence())
 
 
-def _check(config: Any) -> None:
+def _check(config: Any, policy: str = "snapkv") -> None:
     from vllm_kvevict.support import check
 
-    check(config, None)  # type: ignore[arg-type]
+    check(config, EvictionConfig(policy=policy))

@@ -102,9 +102,8 @@ class EvictionMixin(Scheduler):
             sampling = request.sampling_params
             extra = sampling.extra_args if sampling is not None else None
             try:
-                options = parse_options(
-                    self._config, extra, request.num_prompt_tokens, self.block_size
-                )
+                rules = list(self._ledger.rules.values())
+                options = parse_options(self._config, extra, request.num_prompt_tokens, rules)
             except ValueError as error:
                 # Refused at the front door; only a client of the engine core gets here.
                 logger.warning("%s: the server's settings apply (%s)", request.request_id, error)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.requests import RequestOptions
 from vllm_kvevict.timeline import RequestTimeline, Timeline, blocks_for
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class EvictingGroup(Group):
 
 
 def groups_of(
-    vllm_config: "VllmConfig", specs: Sequence["KVCacheSpec"], prompt: int, evict: bool
+    vllm_config: "VllmConfig", specs: Sequence["KVCacheSpec"], prompt: int, policy: str
 ) -> list[Group]:
     """The groups of a request, with or without eviction.
 
@@ -135,7 +136,7 @@ def groups_of(
         vllm_config: Bounds what a sliding window holds.
         specs: One of each KV-cache group.
         prompt: Tokens of the prompt.
-        evict: Whether evictable groups evict.
+        policy: What the request evicts by, or "none".
 
     """
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
@@ -143,9 +144,11 @@ def groups_of(
     from vllm_kvevict.engine.spec import EvictableAttentionSpec
 
     groups: list[Group] = []
+    options = RequestOptions(policy)
     for spec in specs:
-        if evict and isinstance(spec, EvictableAttentionSpec) and spec.timeline is not None:
-            groups.append(EvictingGroup(spec.timeline, prompt))
+        evictable = isinstance(spec, EvictableAttentionSpec) and options.evicts
+        if evictable and spec.timeline is not None:
+            groups.append(EvictingGroup(options.timeline(spec.timeline), prompt))
         elif isinstance(spec, SlidingWindowSpec):
             cap = spec.max_admission_blocks_per_request(
                 vllm_config.max_in_flight_tokens, vllm_config.model_config.max_model_len

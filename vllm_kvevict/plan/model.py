@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.timeline import Timeline
 
 UNEVEN = ("block_configs", "global_head_dim", "num_global_key_value_heads")
 """Fields of configurations whose layers differ in heads or head size."""
@@ -29,12 +30,13 @@ def rank_specs(
 
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     kinds = _kinds(vllm_config)
+    evictable = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    timelines = config.timelines(vllm_config.cache_config.block_size, len(evictable))
+    rules = dict(zip(evictable, timelines, strict=True))
     found = []
     for stage in range(stages):
         start, end = get_pp_indices(model.get_total_num_hidden_layers(), stage, stages)
-        found.append(
-            {f"layers.{i}": _spec(vllm_config, config, kinds[i]) for i in range(start, end)}
-        )
+        found.append({f"layers.{i}": _spec(vllm_config, rules.get(i)) for i in range(start, end)})
     return found
 
 
@@ -61,19 +63,18 @@ def _kinds(vllm_config: "VllmConfig") -> list[str]:
     return list(kinds)
 
 
-def _spec(vllm_config: "VllmConfig", config: "EvictionConfig", kind: str) -> "KVCacheSpec":
+def _spec(vllm_config: "VllmConfig", timeline: "Timeline | None") -> "KVCacheSpec":
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     from vllm_kvevict.engine.spec import EvictableAttentionSpec
 
     model = vllm_config.model_config
-    block_size = vllm_config.cache_config.block_size
     shape = dict(
-        block_size=block_size,
+        block_size=vllm_config.cache_config.block_size,
         num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
         head_size=model.get_head_size(),
         dtype=model.dtype,
     )
-    if kind == "sliding_attention":
+    if timeline is None:
         return SlidingWindowSpec(**shape, sliding_window=model.get_sliding_window())
-    return EvictableAttentionSpec.of(FullAttentionSpec(**shape), config.timeline(block_size))
+    return EvictableAttentionSpec.of(FullAttentionSpec(**shape), timeline)

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvevict.config import NONE
 from vllm_kvevict.plan.life import Life, groups_of, life
 from vllm_kvevict.plan.memory import Memory, plan_memory
 from vllm_kvevict.plan.model import rank_specs
@@ -36,8 +37,8 @@ class Plan:
         memory = plan_memory(options, vllm_config, config, rank_specs(vllm_config, config))
         load = options.prompt, options.output
         without, evicting = (
-            life(groups_of(vllm_config, memory.specs, options.prompt, evict), *load)
-            for evict in (False, True)
+            life(groups_of(vllm_config, memory.specs, options.prompt, policy), *load)
+            for policy in (NONE, config.policy)
         )
         return cls(options, vllm_config, config, memory, without, evicting)
 

@@ -22,12 +22,17 @@ class Entry(NamedTuple):
         summary: One line for ``--help``.
         adaptive: Whether scores of different heads compare, so that :data:`ADA` may stand
             before the name.
+        pyramid: Whether budgets fall with the depth of a layer.
+        ada: Name with the heads of a layer sharing the budget, where the paper has another one
+            than :data:`ADA` and the name.
 
     """
 
     module: str
     summary: str
     adaptive: bool
+    pyramid: bool = False
+    ada: str = ""
 
 
 TABLE = {
@@ -35,6 +40,13 @@ TABLE = {
         "snapkv", "attention of the last queries, pooled; every head keeps as much", True
     ),
     "h2o": Entry("h2o", "attention of all queries so far (heavy hitters), and recent tokens", True),
+    "pyramidkv": Entry(
+        "snapkv",
+        "scores of snapkv; shallow layers keep more than deep ones",
+        True,
+        pyramid=True,
+        ada="ada-pyramid",
+    ),
     "streaming-llm": Entry("streaming_llm", "the first tokens and the most recent ones", False),
     "scissorhands": Entry(
         "scissorhands", "how seldom the last queries gave a token less than the mean", True
@@ -52,7 +64,7 @@ def _names() -> dict[str, tuple[str, str]]:
     for name, entry in TABLE.items():
         if entry.adaptive:
             summary = f"scores of {name}; the heads of a layer share the budget (Ada-KV)"
-            lines[ADA + name] = (entry.module, summary)
+            lines[entry.ada or ADA + name] = (entry.module, summary)
         lines[name] = (entry.module, entry.summary)
     return lines
 
@@ -61,6 +73,14 @@ POLICIES = _names()
 """Module and one line for ``--help`` of everything that ``--kv-eviction`` may name."""
 
 POLICY_NAMES = tuple(POLICIES)
+
+PYRAMIDS = frozenset(
+    name
+    for plain, entry in TABLE.items()
+    if entry.pyramid
+    for name in (plain, entry.ada or ADA + plain)
+)
+"""Policies under which layers have budgets of their own."""
 
 
 def build_policy(config: "EvictionConfig") -> "Policy":

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -17,7 +18,12 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable, register_spec
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.sizing import beside_page_values, page_channels, ring_slots
+from vllm_kvevict.sizing import (
+    beside_page_values,
+    evictable_layers,
+    page_channels,
+    ring_slots,
+)
 from vllm_kvevict.worker.binding import GroupBinding
 from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
 from vllm_kvevict.worker.meter import attach
@@ -62,11 +68,7 @@ class EvictionWorkerMixin(Worker, ABC):
         """
         specs = super().get_kv_cache_spec()
         _check_specs(specs, getattr(self.model_runner, "shared_kv_cache_layers", {}))
-        for name, spec in specs.items():
-            if is_evictable(spec):
-                timeline = self.eviction_config.timeline(spec.block_size)
-                specs[name] = EvictableAttentionSpec.of(spec, timeline)
-        evictable = [n for n, s in specs.items() if isinstance(s, EvictableAttentionSpec)]
+        evictable = [name for name, spec in specs.items() if is_evictable(spec)]
         if not evictable:
             raise ValueError(
                 "KV eviction needs layers with full attention, and this model has none on this "
@@ -74,9 +76,32 @@ class EvictionWorkerMixin(Worker, ABC):
             )
         for name in evictable:
             _check_layer(name, self._layer(name))
+        self._give_timelines(specs, evictable)
         self._evictable_layers = evictable
         self._evictable_specs = [specs[name] for name in evictable]
         return specs
+
+    def _give_timelines(self, specs: dict[str, Any], evictable: list[str]) -> None:
+        """Make the specs of the named layers evictable, in place.
+
+        Raises:
+            ValueError: Budgets differ by layer, and the model's configuration has other layers.
+
+        """
+        by_depth = evictable
+        if self.eviction_config.has_pyramid:
+            by_depth = sorted(evictable, key=extract_layer_index)
+            expected = evictable_layers(self.vllm_config)
+            if len(evictable) != expected:
+                raise ValueError(
+                    "KV eviction cannot give this model's layers budgets of their own, because "
+                    f"{len(evictable)} of them evict and its configuration counts {expected}; "
+                    "serve it without pyramidkv and ada-pyramid."
+                )
+        block_size = specs[by_depth[0]].block_size
+        timelines = self.eviction_config.timelines(block_size, len(by_depth))
+        for name, timeline in zip(by_depth, timelines, strict=True):
+            specs[name] = EvictableAttentionSpec.of(specs[name], timeline)
 
     def determine_available_memory(self) -> int:
         """Reserve the rings first, and a share for page values, so that vLLM sizes around them.

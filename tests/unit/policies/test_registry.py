@@ -11,9 +11,13 @@ import vllm_kvevict.policies
 from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.policies import registry
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
-from vllm_kvevict.policies.registry import POLICIES, POLICY_NAMES, TABLE, build_policy
+from vllm_kvevict.policies.registry import POLICIES, POLICY_NAMES, PYRAMIDS, TABLE, build_policy
 
 ADAPTIVE = [name for name, entry in TABLE.items() if entry.adaptive]
+
+
+def ada(name: str) -> str:
+    return "ada-pyramid" if name == "pyramidkv" else f"ada-{name}"
 
 
 def build(name: str, **settings):
@@ -21,7 +25,8 @@ def build(name: str, **settings):
 
 
 def test_every_name_once_with_a_line_of_its_own():
-    assert set(POLICY_NAMES) == set(TABLE) | {f"ada-{name}" for name in ADAPTIVE}
+    assert set(POLICY_NAMES) == set(TABLE) | {ada(name) for name in ADAPTIVE}
+    assert {"pyramidkv", "ada-pyramid"} == PYRAMIDS
     summaries = [summary for _, summary in POLICIES.values()]
     assert len(set(summaries)) == len(summaries)
     assert all(summary and "\n" not in summary for summary in summaries)
@@ -30,10 +35,10 @@ def test_every_name_once_with_a_line_of_its_own():
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_ada_changes_the_allocator_and_nothing_else(name):
     settings = dict(floor=0.35, pool_kernel=3, pool="avg")
-    plain, adaptive = build(name, **settings), build(f"ada-{name}", **settings)
+    plain, adaptive = build(name, **settings), build(ada(name), **settings)
     assert adaptive.scorer == plain.scorer.per_head()
     assert (plain.allocator, adaptive.allocator) == (Uniform(), Adaptive(0.35))
-    assert (plain.name, adaptive.name) == (name, f"ada-{name}")
+    assert (plain.name, adaptive.name) == (name, ada(name))
     assert plain.needs_window == adaptive.needs_window
 
 
