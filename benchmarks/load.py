@@ -1,12 +1,20 @@
 """One measured load on a server: `vllm bench serve`, with peak sequences and preemptions."""
 
 import json
+import os
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.server import VLLM, Server, Watch
+
+
+class BenchArguments(Protocol):
+    """A dataset and how it is sent, as ``vllm bench serve`` is told."""
+
+    def args(self) -> list[str]: ...
 
 
 @dataclass
@@ -31,12 +39,12 @@ class Load:
         ]  # fmt: skip
 
 
-def measure(server: Server, model: Path, load: Load) -> dict[str, float]:
+def measure(server: Server, model: Path, load: BenchArguments) -> dict[str, float]:
     """Run a load.
 
     Returns:
-        Output tokens per second, median TTFT, TPOT and p99 TTFT, ITL in ms, peak running sequences,
-        preemptions, failed requests.
+        Output tokens per second, median TTFT, TPOT, ITL and p99 TTFT, ITL in ms, peak running
+        sequences, preemptions, completed and failed requests.
 
     Raises:
         RuntimeError: ``vllm bench serve`` failed.
@@ -51,7 +59,9 @@ def measure(server: Server, model: Path, load: Load) -> dict[str, float]:
             "--save-result", "--result-filename", str(result),
             "--percentile-metrics", "ttft,tpot,itl",
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+        # vLLM makes the tokens of a trace from Python's hash of its numbers.
+        env = os.environ | {"PYTHONHASHSEED": "0"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
         if done.returncode or not result.exists():
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         data = json.loads(result.read_text())
@@ -60,8 +70,10 @@ def measure(server: Server, model: Path, load: Load) -> dict[str, float]:
         "ttft_ms_median": data["median_ttft_ms"],
         "ttft_ms_p99": data["p99_ttft_ms"],
         "tpot_ms_median": data["median_tpot_ms"],
+        "itl_ms_median": data["median_itl_ms"],
         "itl_ms_p99": data["p99_itl_ms"],
         "peak_running": watch.peak_running,
         "preemptions": server.metric("vllm:num_preemptions_total") - preempted,
+        "completed": data["completed"],
         "failed": data["failed"],
     }

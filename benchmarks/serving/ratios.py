@@ -1,6 +1,6 @@
 """Serving ratios against the same vLLM without eviction, in one run.
 
-    python -m benchmarks.serving [--repeats 3] [--output benchmarks/results/serving_cpu.json]
+    python -m benchmarks.serving.ratios [--repeats 3] [--output benchmarks/results/serving_cpu.json]
 
 Two questions, each asked with alternating servers:
 

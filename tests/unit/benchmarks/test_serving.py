@@ -1,0 +1,99 @@
+"""The serving sweep without a server: its trace, its grid, its tables and figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serving.datasets import CHUNK, Trace
+from benchmarks.serving.options import DATASETS, Options
+from benchmarks.serving.plots import plot
+from benchmarks.serving.report import COLUMNS, markdown, write_json
+from benchmarks.serving.sweep import Row, datasets, kv_bytes, server_args, settings
+
+ORIGIN = dict(command="c", date="d", commit="e", machine="m", versions={"vllm": "0.32.0"})
+
+
+def rows() -> list[Row]:
+    return [
+        Row(setting, memory, memory << 20, dataset, {key: place + memory for _, key, _ in COLUMNS})
+        for dataset in DATASETS
+        for memory in (2, 4)
+        for place, setting in enumerate(("stock vLLM", "ada-snapkv 25%"))
+    ]
+
+
+def test_trace_is_what_vllm_replays(tmp_path):
+    """vLLM's own reader makes prompts of the lengths that the trace names, shared where it says."""
+    from transformers import AutoTokenizer
+    from vllm.benchmarks.datasets.datasets import TimedTrace
+
+    trace = Trace(512, 64, 40, 5.0, tmp_path / "trace.jsonl")
+    trace.write()
+    text = trace.path.read_text()
+    trace.write()
+    assert trace.path.read_text() == text
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert 3 < lines[-1]["timestamp"] < 25, "40 requests at 5 a second"
+    assert [x["timestamp"] for x in lines] == sorted(x["timestamp"] for x in lines)
+
+    given = dict(zip(trace.args()[::2], trace.args()[1::2], strict=True))
+    reader = TimedTrace(
+        dataset_path=given["--dataset-path"],
+        random_seed=0,
+        timed_trace_chunk_hash_size=given["--timed-trace-chunk-hash-size"],
+        timed_trace_label_timestamp="timestamp",
+        timed_trace_label_input_length="input_length",
+        timed_trace_label_output_length="output_length",
+        timed_trace_label_hash_ids="hash_ids",
+    )
+    model = Options.model_fields["model"].default
+    requests = reader.sample(AutoTokenizer.from_pretrained(model), 40)
+    assert [r.prompt_len for r in requests] == [line["input_length"] for line in lines]
+    assert all(128 <= r.prompt_len <= 512 and 16 <= r.expected_output_len <= 64 for r in requests)
+    first = [tuple(r.prompt[:CHUNK]) for r in requests]
+    assert 3 <= len(first) - len(set(first)) <= 30, "some share a beginning, most do not"
+
+
+def test_grid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = Options.from_args(["--policies", "snapkv,tova", "--budgets", "64", "--memory", "3"])
+    assert [s.label for s in settings(options)] == ["stock vLLM", "snapkv 64", "tova 64"]
+    assert settings(options)[0].args() == []
+    assert [d.name for d in datasets(options)] == list(DATASETS)
+    assert all(d.longest <= 1024 + 96 for d in datasets(options))
+    blocks = 3 * 35 + 1
+    shipped = 4 * 4 * 32 * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, bytes
+    assert kv_bytes(options, 3) == blocks * shipped
+    assert str(blocks * shipped) in server_args(options, 3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--policies", "snapkv,snap", "unknown 'snap'"),
+        ("--datasets", "sharegpt", "choose from random, shared-prefix, timed-trace"),
+        ("--budgets", "lots", "give tokens"),
+        ("--memory", "0", "give numbers of full requests"),
+        ("--prompt", "x", "--prompt"),
+    ],
+)
+def test_bad_options(flag, value, reason, capsys):
+    with pytest.raises(SystemExit):
+        Options.from_args([flag, value])
+    assert reason in capsys.readouterr().err
+
+
+def test_report_and_figures(tmp_path: Path):
+    path = tmp_path / "serving.json"
+    write_json(path, Options(), rows(), ORIGIN)
+    content = json.loads(path.read_text())
+    assert len(content["rows"]) == 12 and content["commit"] == "e"
+    table = markdown(Options(), rows(), ORIGIN)
+    assert table.count("\n| 2 | 2.0 | stock vLLM | 2 | ") == 3
+    assert table.count("\n| 4 | 4.0 | ada-snapkv 25% | **5** | ") == 3
+    images = plot(rows(), path)
+    assert [image.name for image in images] == [f"serving_{name}.png" for name in DATASETS]
+    first = images[0].read_bytes()
+    (again,) = plot(rows()[:4], path)
+    assert again == images[0] and again.read_bytes() == first
