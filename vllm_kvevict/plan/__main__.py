@@ -7,9 +7,6 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Print the plan. Returns the exit status; errors are one sentence on stderr."""
-    # vLLM reads these when it is imported; the plan has stdout for itself.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_kvevict.plan.options import PlanError, parse
 
     try:
@@ -25,4 +22,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # vLLM reads these when it is imported; the plan has stdout for itself.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     sys.exit(main(sys.argv[1:]))

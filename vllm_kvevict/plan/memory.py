@@ -34,7 +34,11 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. ``weights`` and ``activations`` are None where they play no part."""
+    """Bytes of one rank. ``weights`` and ``activations`` are None where they play no part.
+
+    ``capacity_tokens`` and ``concurrency`` (sequences of the longest length) are what vLLM's
+    start-up logs; they know nothing of eviction.
+    """
 
     weights: int | None
     weights_from: str
@@ -42,6 +46,8 @@ class Memory:
     buffers: Buffers
     kv_cache: int
     kv_cache_config: "KVCacheConfig"
+    capacity_tokens: int
+    concurrency: float
 
     @property
     def blocks(self) -> int:
@@ -75,7 +81,7 @@ def plan_memory(
         PlanError: The memory does not suffice.
 
     """
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 
     register_spec()
     vllm_config.cache_config.kv_cache_layout = LAYOUT
@@ -117,6 +123,7 @@ def plan_memory(
         Buffers(rings, slots, tables, values),
         kv_cache,
         configs[0],
+        *get_kv_cache_capacity(vllm_config, configs[0]),
     )
 
 

@@ -48,6 +48,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
 
     register()
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
     from vllm_kvevict.config import KEY, EvictionConfig
 
@@ -64,7 +65,10 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     with tempfile.TemporaryDirectory() as folder:
         args.model = _model(args.model_config, Path(folder))
         try:
-            vllm_config = EngineArgs.from_cli_args(args).create_engine_config()
+            vllm_config = EngineArgs.from_cli_args(args).create_engine_config(
+                # A server's defaults differ from those of ``LLM``.
+                usage_context=UsageContext.OPENAI_API_SERVER
+            )
         except SystemExit as error:
             raise PlanError(str(error.code).removeprefix("error: ")) from None
         except (OSError, ValueError) as error:

@@ -92,6 +92,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
             kv_cache=memory.kv_cache,
             blocks=memory.blocks,
             block_bytes=memory.block_bytes,
+            capacity_tokens=memory.capacity_tokens,
+            concurrency=memory.concurrency,
             **{f"eviction_{name}": value for name, value in asdict(memory.buffers).items()},
         ),
         prompt=plan.options.prompt,
@@ -118,6 +120,8 @@ def as_text(plan: Plan) -> str:
         "",
         f"KV cache: {memory.blocks} blocks of {block_size} tokens "
         f"({memory.block_bytes} bytes each), one of them vLLM's own",
+        f"vLLM's start-up says: {memory.capacity_tokens:,} tokens, "
+        f"{memory.concurrency:.2f}x for {model['max_model_len']:,} tokens per request",
         "",
         f"{f'request of {plan.options.prompt} + {plan.options.output} tokens':44}"
         f"{'stock':>10}{'eviction':>10}",

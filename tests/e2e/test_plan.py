@@ -1,0 +1,90 @@
+"""The sizing command says beforehand what a real start-up then logs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.architectures import architecture
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from vllm_kvevict.plan.options import parse
+from vllm_kvevict.plan.report import Plan, as_json
+
+MODEL = Path(__file__).parents[2] / "benchmarks" / "quality" / "model"
+
+SIZES = re.compile(r"memory on this rank: (\d+) bytes [^,]*, (\d+) bytes [^,]*, (\d+) bytes")
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """What the worker logs; vLLM drops the handlers of its loggers whenever it configures them."""
+    from vllm_kvevict.worker.mixin import logger
+
+    found: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda message, *args: found.append(message % args))
+    return found
+
+
+COMMON = [
+    "--dtype", "float32", "--block-size", "32", "--max-num-seqs", "24",
+    "--max-num-batched-tokens", "2048",
+]  # fmt: skip
+
+
+def plan(model, *arguments: str) -> dict:
+    return as_json(Plan.of(*parse([str(model), *COMMON, *arguments])))
+
+
+@pytest.mark.parametrize(
+    "policy, budget", [("ada-snapkv", 256), ("h2o", 256), ("streaming-llm", "25%")]
+)
+def test_the_shipped_model(policy, budget, said):
+    load = ["--prompt", "1500", "--output", "100"]
+    memory = ["--kv-cache-memory-bytes", "32M", "--max-model-len", "2048"]
+    asked = ["--kv-eviction", policy, "--budget", str(budget)]
+    planned = plan(MODEL, *load, *memory, *asked)
+    settings = dict(policy=policy, budget=budget)
+    options = dict(kv_cache_memory_bytes=32 << 20, max_model_len=2048)
+    check_start_up(planned, said, MODEL, settings, **options)
+
+
+def test_layers_with_sliding_windows(said, tmp_path):
+    path = architecture("Gemma2", tmp_path)
+    planned = plan(
+        path, "--prompt", "600", "--output", "100", "--kv-cache-memory-bytes", "16M",
+        "--budget", "128",
+    )  # fmt: skip
+    settings = dict(policy="ada-snapkv", budget=128)
+    check_start_up(planned, said, path, settings, kv_cache_memory_bytes=16 << 20)
+
+
+def check_start_up(planned, said, model, settings, **options) -> None:
+    """Start the engine; compare with what it says and holds, and serve the planned load."""
+    # Whose defaults are those of ``LLM``, not of a server.
+    sizes = dict(max_num_seqs=24, max_num_batched_tokens=2048)
+    with engine(model, settings, **sizes, **options) as run:
+        memory = planned["memory"]
+        (logged,) = [found for line in said if (found := SIZES.search(line))]
+        assert [int(size) for size in logged.groups()] == [
+            memory["eviction_rings"],
+            memory["eviction_tables"],
+            memory["eviction_page_values"],
+        ]
+        config = run.core.vllm_config
+        cache = config.cache_config
+        assert cache.num_gpu_blocks == memory["blocks"]
+        # vLLM logs these two, but equal lines only once a process.
+        assert cache.kv_cache_size_tokens == memory["capacity_tokens"]
+        assert cache.kv_cache_max_concurrency == memory["concurrency"]
+        assert config.scheduler_config.max_num_seqs == planned["max_num_seqs"]
+        rings = run.scheduler._ledger.rings
+        assert (rings.count if rings else 0) == memory["eviction_ring_slots"]
+        caches = {
+            storage.data_ptr(): storage.nbytes()
+            for layer in config.compilation_config.static_forward_context.values()
+            for storage in [layer.kv_cache.untyped_storage()]
+        }
+        assert sum(caches.values()) == memory["kv_cache"]
+        run.generate([random_prompt(planned["prompt"], seed=1)], planned["output"])
+        assert run.counters.evictions == planned["with_eviction"]["evictions"] >= 1
