@@ -27,7 +27,7 @@ constexpr int kAllocateThreads = 512;
 constexpr int kMaxHeads = 1024;
 
 // A block sums the pages of one head.
-static __global__ void gain_kernel(Allocate work) {
+static __global__ void gain_kernel(const __grid_constant__ Allocate work) {
   const int bs = work.block_size, pages = work.caps[blockIdx.x];
   const int64_t start = work.start[blockIdx.x];
   const int store_blocks = work.store_blocks[blockIdx.x / work.num_heads];
@@ -53,7 +53,7 @@ struct AllocateShared {
 };
 
 // A block shares the pages of one layer.
-static __global__ void allocate_kernel(Allocate work) {
+static __global__ void allocate_kernel(const __grid_constant__ Allocate work) {
   AllocateShared& shared = *reinterpret_cast<AllocateShared*>(shared_memory());
   const int heads = work.num_heads, bs = work.block_size;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * heads;

@@ -31,6 +31,17 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "allocate(Tensor(a!) pages, Tensor(b!) keys, Tensor(c!) other, Tensor(d!) gains, "
       "Tensor scores, Tensor start, Tensor length, Tensor caps, Tensor store_blocks, "
       "int block_size, float floor) -> ()");
+  module.def(
+      "window_lse(Tensor(a!) lse, Tensor(b!) partial, Tensor[] caches, Tensor[] rings, "
+      "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
+      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "column_sums(Tensor(a!) sums, Tensor lse, Tensor[] caches, Tensor[] rings, "
+      "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
+      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "pool(Tensor(a!) scores, Tensor sums, Tensor requests, Tensor head_indptr, int block_size, "
+      "int window, int max_columns, float factor, int kernel, bool average) -> ()");
 }
 
 KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
@@ -39,4 +50,7 @@ KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
   module.impl("compact", TORCH_BOX(&kvevict::compact));
   module.impl("select", TORCH_BOX(&kvevict::select));
   module.impl("allocate", TORCH_BOX(&kvevict::allocate));
+  module.impl("window_lse", TORCH_BOX(&kvevict::window_lse));
+  module.impl("column_sums", TORCH_BOX(&kvevict::column_sums));
+  module.impl("pool", TORCH_BOX(&kvevict::pool));
 }

@@ -8,25 +8,33 @@
 
 namespace kvevict {
 
+// Without the blocks: how many candidates there are, not where.
+inline Candidates check_split(const Tensor& requests, const Tensor& head_indptr, int64_t layers,
+                              int64_t heads, int64_t block_size, const Tensor& first) {
+  check_block_size(block_size);
+  STD_TORCH_CHECK(heads >= 1, "head_indptr must have H + 1 columns, not ", heads + 1);
+  check(requests, "requests", ScalarType::Long, {kAny, kRequestFields}, first);
+  check(head_indptr, "head_indptr", ScalarType::Int, {layers, kAny, heads + 1}, first);
+  Candidates tables{};
+  tables.requests = in<Request>(requests);
+  tables.head_indptr = in<int32_t>(head_indptr);
+  tables.num_rows = narrow(head_indptr.size(1), "rows");
+  tables.num_heads = narrow(heads, "KV heads");
+  tables.block_size = narrow(block_size, "block size");
+  return tables;
+}
+
 inline Candidates check_candidates(const Tensor& requests, const Tensor& head_indptr,
                                    const Tensor& old_store, const Tensor& positional,
                                    int64_t layers, int64_t heads, int64_t block_size,
                                    const Tensor& first) {
-  check_block_size(block_size);
-  check(requests, "requests", ScalarType::Long, {kAny, kRequestFields}, first);
-  check(head_indptr, "head_indptr", ScalarType::Int, {layers, kAny, heads + 1}, first);
+  Candidates tables = check_split(requests, head_indptr, layers, heads, block_size, first);
   check_rows(old_store, "old_store", ScalarType::Int, {head_indptr.size(1), kAny}, first);
   check(positional, "positional", ScalarType::Int, {requests.size(0), kAny}, first);
-  Candidates tables;
-  tables.requests = in<Request>(requests);
-  tables.head_indptr = in<int32_t>(head_indptr);
   tables.store = in<int32_t>(old_store);
   tables.positional = in<int32_t>(positional);
   tables.store_stride = old_store.stride(0);
-  tables.num_rows = narrow(head_indptr.size(1), "rows");
-  tables.num_heads = narrow(heads, "KV heads");
   tables.positional_width = narrow(positional.size(1), "positional blocks");
-  tables.block_size = narrow(block_size, "block size");
   return tables;
 }
 

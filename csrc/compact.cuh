@@ -25,7 +25,7 @@ constexpr int kCompactUnroll = 4;
 
 // A block fills one page of one layer: the tokens of a page belong to one head.
 template <typename Unit>
-__global__ void compact_kernel(Compact work) {
+__global__ void compact_kernel(const __grid_constant__ Compact work) {
   const int heads = work.candidates.num_heads, bs = work.candidates.block_size;
   const int flats = work.store_width * heads;
   const int flat = blockIdx.x % flats;

@@ -28,4 +28,18 @@ void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, cons
               const Tensor& scores, const Tensor& start, const Tensor& length, const Tensor& caps,
               const Tensor& store_blocks, int64_t block_size, double floor);
 
+void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> caches,
+                std::vector<Tensor> rings, std::vector<double> scales, double softcap,
+                int64_t window, int64_t max_columns, const Tensor& requests,
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+
+void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
+                 std::vector<Tensor> rings, std::vector<double> scales, double softcap,
+                 int64_t window, int64_t max_columns, const Tensor& requests,
+                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+
+void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
+          const Tensor& head_indptr, int64_t block_size, int64_t window, int64_t max_columns,
+          double factor, int64_t kernel, bool average);
+
 }  // namespace kvevict

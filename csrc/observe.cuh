@@ -21,7 +21,7 @@ struct Observe {
 constexpr int kObserveThreads = 128;
 
 // A block copies one query of one request; `queries` blocks a request.
-static __global__ void observe_kernel(Observe work) {
+static __global__ void observe_kernel(const __grid_constant__ Observe work) {
   const int request = blockIdx.x / work.queries;
   const int slot = work.ring[request];
   if (slot < 0) return;

@@ -25,7 +25,7 @@ struct PageTable {
 constexpr int kPageTableThreads = 128;
 
 // A block writes one row of the table.
-static __global__ void page_table_kernel(PageTable work) {
+static __global__ void page_table_kernel(const __grid_constant__ PageTable work) {
   const int heads = work.num_heads;
   const int sequence = blockIdx.x % (work.num_requests * heads);
   const int layer = blockIdx.x / (work.num_requests * heads);

@@ -28,7 +28,7 @@ struct SelectShared {
   unsigned warps[kSelectThreads / kWarp];
 };
 
-static __global__ void select_kernel(Select work) {
+static __global__ void select_kernel(const __grid_constant__ Select work) {
   SelectShared& shared = *reinterpret_cast<SelectShared*>(shared_memory());
   const int head = blockIdx.x % work.num_heads, group = blockIdx.x / work.num_heads;
   const int32_t* pages = work.pages + static_cast<int64_t>(group) * work.num_heads;

@@ -91,7 +91,7 @@ __device__ void sort_pass(SortShared& shared, unsigned* next, int shift, int len
   }
 }
 
-static __global__ void sort_kernel(Sort work) {
+static __global__ void sort_kernel(const __grid_constant__ Sort work) {
   SortShared& shared = *reinterpret_cast<SortShared*>(shared_memory());
   const int length = work.length[blockIdx.x];
   const int64_t start = work.start[blockIdx.x];

@@ -2,7 +2,16 @@
 
 import torch
 
-OPERATIONS = ("observe", "head_page_table", "compact", "select", "allocate")
+OPERATIONS = (
+    "observe",
+    "head_page_table",
+    "window_lse",
+    "column_sums",
+    "pool",
+    "allocate",
+    "select",
+    "compact",
+)
 
 
 def register_fakes(namespace: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels import choose, observe, pages
+from tests.kernels import choose, observe, pages, score
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -36,3 +36,21 @@ def test_allocate_and_select_a_batch(floor):
 def test_select_among_131072_tokens():
     """As many as a request has; a page of 16 is kept, so that the emulation writes little."""
     choose.check_padded("cpu", 1, 131072 // 16, 16, 1, 0.2, "attention")
+
+
+@pytest.mark.parametrize("case", score.CASES, ids=range(len(score.CASES)))
+def test_window_scores(case):
+    score.check_scores("cpu", case)
+
+
+def test_a_key_that_is_not_a_number():
+    score.check_not_a_number("cpu", score.CASES[0])
+
+
+@pytest.mark.parametrize("case", [score.CASES[0], score.CASES[7]], ids=["half", "float"])
+def test_column_sums_of_a_given_lse(case):
+    score.check_column_sums("cpu", case)
+
+
+def test_an_eviction_from_queries_to_store():
+    score.check_eviction("cpu", score.EVICTION)

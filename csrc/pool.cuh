@@ -1,0 +1,59 @@
+// pool: column sums to scores. Adds the query groups, averages, smooths along each head's columns.
+//
+// ops/reference/score.py, pool, and the protection of first tokens (policies/base.py).
+#pragma once
+
+#include "candidates.h"
+#include "device.h"
+
+namespace kvevict {
+
+struct Pool {
+  float* scores;      // flat, candidates only
+  const float* sums;  // [query groups, num_sums]
+  Candidates candidates;
+  int64_t num_scores, num_sums;
+  float factor;
+  int query_groups, num_layers, window, kernel, chunks;
+  bool average;
+};
+
+constexpr int kPoolThreads = 256;
+constexpr int kPoolChunk = 1024;
+constexpr float kProtected = 1e30f;
+
+static __global__ void pool_kernel(const __grid_constant__ Pool work) {
+  const int heads = work.candidates.num_heads;
+  const int chunk = blockIdx.x % work.chunks;
+  const int64_t row = blockIdx.x / work.chunks;
+  const int layer = row / heads % work.num_layers, request = row / heads / work.num_layers;
+  const Head head = find_head(work.candidates, request, layer, row % heads, work.window);
+  const int columns = head.columns - work.window, candidates = head.candidates();
+  const int64_t protect = work.candidates.requests[request].protect_first;
+  KVEVICT_ASSERT(head.first_sum + columns <= work.num_sums);
+  KVEVICT_ASSERT(head.first_column + candidates <= work.num_scores);
+  KVEVICT_ASSERT(candidates <= work.chunks * kPoolChunk);
+  const float* sums = work.sums + head.first_sum;
+  const int end = (chunk + 1) * kPoolChunk < candidates ? (chunk + 1) * kPoolChunk : candidates;
+  for (int column = chunk * kPoolChunk + threadIdx.x; column < end; column += blockDim.x) {
+    float pooled = work.average ? 0.0f : -INFINITY;
+    for (int near = column - work.kernel / 2; near <= column + work.kernel / 2; ++near) {
+      if (near < 0 || near >= columns) continue;
+      float sum = 0;
+      for (int i = 0; i < work.query_groups; ++i) sum += sums[i * work.num_sums + near];
+      if (work.average) {
+        pooled += sum;
+      } else if (sum > pooled || sum != sum) {
+        pooled = sum;
+      }
+    }
+    pooled *= work.average ? work.factor / work.kernel : work.factor;
+    work.scores[head.first_column + column] = column < protect ? kProtected : pooled;
+  }
+}
+
+inline void launch_pool(const Pool& work, int64_t heads, Stream stream) {
+  launch(pool_kernel, heads * work.chunks, 1, kPoolThreads, 0, stream, work);
+}
+
+}  // namespace kvevict

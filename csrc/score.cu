@@ -1,0 +1,113 @@
+#include "candidates_check.h"
+#include "launchers.h"
+#include "score_dispatch.h"
+
+namespace kvevict {
+
+namespace {
+
+Stored stored_as(const Tensor& cache, const Tensor& ring) {
+  const ScalarType dtype = cache.scalar_type();
+  if (dtype == ScalarType::Float8_e4m3fn) return Stored::kE4M3;
+  if (dtype == ScalarType::Float8_e5m2) return Stored::kE5M2;
+  STD_TORCH_CHECK(dtype == ring.scalar_type(), "caches must have the dtype of the rings (",
+                  torch::headeronly::toString(ring.scalar_type()),
+                  "), float8_e4m3fn or float8_e5m2, not ", torch::headeronly::toString(dtype));
+  return Stored::kAsQueries;
+}
+
+// What both passes share. `sizes` is a tensor on the launch's device.
+Score check_score(const std::vector<Tensor>& caches, const std::vector<Tensor>& rings,
+                  const std::vector<double>& scales, double softcap, int64_t window,
+                  int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
+                  const Tensor& old_store, const Tensor& positional) {
+  Score work{};
+  work.caches = check_caches(caches, requests);
+  const int64_t layers = caches.size(), heads = caches[0].size(1), block_size = caches[0].size(2);
+  STD_TORCH_CHECK(rings.size() == caches.size() && scales.size() == caches.size(),
+                  "caches, rings and scales must be of as many layers, not ", caches.size(), ", ",
+                  rings.size(), " and ", scales.size());
+  STD_TORCH_CHECK(window >= 1, "window must be at least 1, not ", window);
+  const Tensor& ring = rings[0];
+  check_sizes(ring, "rings", {kAny, kAny, kAny});
+  const int64_t head_size = ring.size(2);
+  STD_TORCH_CHECK(head_size == 64 || head_size == 80 || head_size == 96 || head_size == 128 ||
+                      head_size == 256,
+                  "head size must be 64, 80, 96, 128 or 256, not ", head_size);
+  STD_TORCH_CHECK(ring.size(1) % heads == 0 && ring.size(1) >= heads, "query heads (", ring.size(1),
+                  ") must be a multiple of KV heads (", heads, ")");
+  STD_TORCH_CHECK(ring.size(0) % window == 0, "rings must hold whole slots of ", window, " queries");
+  for (size_t i = 0; i < rings.size(); ++i) {
+    check(rings[i], "rings", ring.scalar_type(), {ring.size(0), ring.size(1), head_size}, requests);
+    check_aligned(rings[i], "rings", 16);
+    work.rings.at[i] = const_cast<void*>(rings[i].const_data_ptr());
+    work.scales[i] = static_cast<float>(scales[i]);
+  }
+  const int64_t slot = caches[0].size(3) * caches[0].element_size();
+  STD_TORCH_CHECK(caches[0].size(3) >= head_size && slot % 16 == 0,
+                  "a slot of a head must be a multiple of 16 bytes and hold a key, not ", slot,
+                  " bytes");
+  work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
+                                     block_size, requests);
+  work.stored = stored_as(caches[0], ring);
+  work.softcap = static_cast<float>(softcap);
+  work.num_layers = narrow(layers, "layers");
+  work.group = narrow(ring.size(1) / heads, "query heads of a KV head");
+  work.window = narrow(window, "window");
+  work.slot_bytes = narrow(slot, "bytes of a slot");
+  work.chunks = (narrow(max_columns, "columns") + kChunk - 1) / kChunk;
+  return work;
+}
+
+void run(const Score& work, Pass pass, const Tensor& ring, int64_t heads, Stream stream) {
+  const int head_size = narrow(ring.size(2), "head size");
+  switch (ring.scalar_type()) {
+    case ScalarType::Half: return launch_score<Half>(work, pass, head_size, heads, stream);
+    case ScalarType::BFloat16: return launch_score<BFloat16>(work, pass, head_size, heads, stream);
+    case ScalarType::Float: return launch_score<float>(work, pass, head_size, heads, stream);
+    default:
+      STD_TORCH_CHECK(false, "rings must be float16, bfloat16 or float32, not ",
+                      torch::headeronly::toString(ring.scalar_type()));
+  }
+}
+
+}  // namespace
+
+void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> caches,
+                std::vector<Tensor> rings, std::vector<double> scales, double softcap,
+                int64_t window, int64_t max_columns, const Tensor& requests,
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+  const Launch launch(lse);
+  Score work = check_score(caches, rings, scales, softcap, window, max_columns, requests,
+                           head_indptr, old_store, positional);
+  const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
+  const int64_t rows = static_cast<int64_t>(work.group) * work.window;
+  check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
+  check(partial, "partial", ScalarType::Float, {due * layers * heads, work.chunks, rows, 2},
+        requests);
+  work.lse = out<float>(lse);
+  work.partial = out<float2>(partial);
+  run(work, Pass::kLse, rings[0], due * layers * heads, launch.stream());
+  launch.check();
+}
+
+void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
+                 std::vector<Tensor> rings, std::vector<double> scales, double softcap,
+                 int64_t window, int64_t max_columns, const Tensor& requests,
+                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+  const Launch launch(sums);
+  Score work = check_score(caches, rings, scales, softcap, window, max_columns, requests,
+                           head_indptr, old_store, positional);
+  const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
+  const int64_t rows = static_cast<int64_t>(work.group) * work.window;
+  const int groups = query_groups(narrow(rows, "rows"), narrow(rings[0].size(2), "head size"));
+  check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
+  check(sums, "sums", ScalarType::Float, {groups, kAny}, requests);
+  work.lse = const_cast<float*>(in<float>(lse));
+  work.sums = out<float>(sums);
+  work.num_sums = sums.size(1);
+  run(work, Pass::kColumns, rings[0], due * layers * heads, launch.stream());
+  launch.check();
+}
+
+}  // namespace kvevict

@@ -1,0 +1,9 @@
+#include <type_traits>
+
+#include "score_dispatch.h"
+
+namespace kvevict {
+
+KVEVICT_SCORE(float)
+
+}  // namespace kvevict

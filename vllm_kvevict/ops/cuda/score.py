@@ -1,0 +1,167 @@
+"""score on CUDA: attention of the observation window over the cached tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm_kvevict.ops.cuda.batch import EvictionBatch
+from vllm_kvevict.ops.cuda.extension import operations
+
+CHUNK = 1024
+"""Columns of a block; the maxima and sums of each are merged in order."""
+
+
+@dataclass(frozen=True)
+class WindowLayers:
+    """What the window's attention reads in every layer of a group.
+
+    Args:
+        caches: [blocks, H, block_size, slot] contiguous each; a slot begins with the key. The
+            dtype is that of the rings, float8_e4m3fn or float8_e5m2.
+        rings: [slots * w, query heads, D] contiguous each, float16, bfloat16 or float32; D is 64,
+            80, 96, 128 or 256.
+        scales: Softmax scale of each layer, times the key scale of a quantised cache.
+        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
+        old_store: [rows, S] int32: the stores before this eviction; rows may lie apart.
+        softcap: Logit soft cap, 0 for none.
+
+    """
+
+    caches: Sequence[torch.Tensor]
+    rings: Sequence[torch.Tensor]
+    scales: Sequence[float]
+    head_indptr: torch.Tensor
+    old_store: torch.Tensor
+    softcap: float = 0.0
+
+    def query_rows(self, batch: EvictionBatch) -> int:
+        """G * w rows of a KV head: row r is query head ``r // w`` of its group, query ``r % w``."""
+        return self.rings[0].shape[1] // batch.num_heads * batch.window
+
+
+def window_lse(batch: EvictionBatch, layers: WindowLayers) -> torch.Tensor:
+    """Log-sum-exp of every window query over what it sees. Reads each key once.
+
+    Returns:
+        [E, L, H, G * w] float32, natural logarithm.
+
+    Raises:
+        RuntimeError: A shape, dtype, stride or device is not as :class:`WindowLayers` says.
+
+    """
+    rows, count = layers.query_rows(batch), len(batch.due)
+    device = batch.requests.device
+    heads = (count, batch.num_layers, batch.num_heads)
+    lse = torch.empty(*heads, rows, device=device)
+    chunks = -(-batch.max_columns // CHUNK)
+    partial = torch.empty(lse.numel() // rows, chunks, rows, 2, device=device)
+    operations(batch.requests).window_lse(lse, partial, *_arguments(batch, layers))
+    return lse
+
+
+def column_sums(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -> torch.Tensor:
+    """Sum over the window's queries of the weight that each gives a token. Reads each key once.
+
+    NACL's Algorithm 2: ``sum_r exp(q_r . k * scale - lse_r)``. For tokens before the window.
+
+    Args:
+        batch: The due evictions.
+        layers: Caches, rings and tables.
+        lse: [E, L, H, G * w] float32, natural logarithm, in the row order of
+            :meth:`WindowLayers.query_rows`: of :func:`window_lse`, or of an attention kernel.
+
+    Returns:
+        [groups, batch.sums] float32: partial sums of groups of queries, one unless a KV head has
+        more than 256 query rows (128 with a head size of 256).
+
+    Raises:
+        RuntimeError: A shape, dtype, stride or device is not as above.
+
+    """
+    head_size = layers.rings[0].shape[2]
+    groups = -(-layers.query_rows(batch) // (256 if head_size <= 128 else 128))
+    sums = torch.empty(groups, batch.sums, device=batch.requests.device)
+    operations(sums).column_sums(sums, lse, *_arguments(batch, layers))
+    return sums
+
+
+def pool(
+    batch: EvictionBatch,
+    sums: torch.Tensor,
+    head_indptr: torch.Tensor,
+    factor: float,
+    kernel: int,
+    kind: Literal["max", "avg"],
+) -> torch.Tensor:
+    """The reference's ``pool``, on column sums; protects the first tokens of who asks for it.
+
+    Args:
+        batch: The due evictions.
+        sums: [groups, batch.sums] float32, of :func:`column_sums`.
+        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
+        factor: Multiplies every sum; ``1 / (G * w)`` for the mean.
+        kernel: Width in tokens, odd; 1 for none.
+        kind: "max" or "avg".
+
+    Returns:
+        [batch.columns] float32: scores of the candidates.
+
+    Raises:
+        ValueError: The kind is unknown.
+        RuntimeError: The kernel is even, or a shape, dtype or device is not as above.
+
+    """
+    if kind not in ("max", "avg"):
+        raise ValueError(f"pooling must be max or avg, not {kind!r}")
+    scores = torch.empty(batch.columns, device=sums.device)
+    operations(sums).pool(
+        scores,
+        sums,
+        batch.requests,
+        head_indptr,
+        batch.block_size,
+        batch.window,
+        batch.max_columns,
+        factor,
+        kernel,
+        kind == "avg",
+    )
+    return scores
+
+
+def window_scores(
+    batch: EvictionBatch, layers: WindowLayers, kernel: int = 7, kind: Literal["max", "avg"] = "max"
+) -> torch.Tensor:
+    """SnapKV's scores of due evictions: the reference's ``pool`` of ``window_attention``.
+
+    Ada-KV sections 3.4 and 3.5. Reads each key twice.
+
+    Args:
+        batch: The due evictions.
+        layers: Caches, rings and tables.
+        kernel: Width of the pooling in tokens, odd; 1 for none.
+        kind: "max" or "avg".
+
+    Returns:
+        [batch.columns] float32, protected tokens at 1e30.
+
+    """
+    sums = column_sums(batch, layers, window_lse(batch, layers))
+    return pool(batch, sums, layers.head_indptr, 1 / layers.query_rows(batch), kernel, kind)
+
+
+def _arguments(batch: EvictionBatch, layers: WindowLayers) -> tuple[object, ...]:
+    return (
+        list(layers.caches),
+        list(layers.rings),
+        list(layers.scales),
+        layers.softcap,
+        batch.window,
+        batch.max_columns,
+        batch.requests,
+        layers.head_indptr,
+        layers.old_store,
+        batch.positional,
+    )
