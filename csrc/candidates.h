@@ -15,12 +15,13 @@ struct Candidates {
   const int32_t* positional;  // [E, positional_width] block ids from the old tail start on
   int64_t store_stride;
   int num_rows, num_heads, positional_width, block_size;
+  int block_shift;            // block_size == 1 << block_shift
 };
 
 struct Head {
   const int32_t* store;
   const int32_t* positional;
-  int num_heads, head, store_pages, tail_pages, block_size;
+  int num_heads, head, store_pages, tail_pages, block_size, block_shift;
   int first_page;  // flat store page
   int columns;     // cached tokens
   int64_t first_column, first_sum;
@@ -32,6 +33,11 @@ struct Head {
     }
     const int flat = first_page + index;
     return static_cast<int64_t>(store[flat / num_heads]) * num_heads + flat % num_heads;
+  }
+
+  // Where a column lies, in slots of the cache.
+  __device__ int64_t slot(int column) const {
+    return page(column >> block_shift) << block_shift | (column & (block_size - 1));
   }
 
   __device__ int candidates() const { return (store_pages + tail_pages) * block_size; }
@@ -46,6 +52,7 @@ __device__ inline Head find_head(const Candidates& tables, int request, int laye
   found.num_heads = tables.num_heads;
   found.head = head;
   found.block_size = tables.block_size;
+  found.block_shift = tables.block_shift;
   found.store = tables.store + due.row * tables.store_stride;
   found.positional = tables.positional + static_cast<int64_t>(request) * tables.positional_width;
   found.first_page = found.store_pages = 0;

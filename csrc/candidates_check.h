@@ -21,6 +21,7 @@ inline Candidates check_split(const Tensor& requests, const Tensor& head_indptr,
   tables.num_rows = narrow(head_indptr.size(1), "rows");
   tables.num_heads = narrow(heads, "KV heads");
   tables.block_size = narrow(block_size, "block size");
+  while (1 << tables.block_shift < tables.block_size) ++tables.block_shift;
   return tables;
 }
 

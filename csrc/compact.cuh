@@ -59,10 +59,9 @@ __global__ void compact_kernel(const __grid_constant__ Compact work) {
       if (at < total) {
         const int column = columns[at / units];
         KVEVICT_ASSERT(column >= 0 && column < head.candidates());
-        const int64_t page = head.page(column / bs);
+        const int64_t slot = head.slot(column), page = slot >> head.block_shift;
         KVEVICT_ASSERT(page >= 0 && page < work.num_pages && page != target_page);
-        const unsigned char* slot = cache + (page * bs + column % bs) * work.slot_bytes;
-        moved[i] = reinterpret_cast<const Unit*>(slot)[at % units];
+        moved[i] = reinterpret_cast<const Unit*>(cache + slot * work.slot_bytes)[at % units];
       }
     }
 #pragma unroll

@@ -31,8 +31,7 @@ struct Keys {
   Stored stored;
 
   __device__ const unsigned char* at(int column) const {
-    const int bs = head.block_size;
-    return cache + (head.page(column / bs) * bs + column % bs) * slot_bytes;
+    return cache + head.slot(column) * slot_bytes;
   }
 };
 

@@ -1,0 +1,58 @@
+"""torch.library.opcheck on every operation: schemas, mutation, fake tensors, functionalisation."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.kernels.scene import Lengths, Scene, Shape
+from vllm_kvevict.ops.cuda import fakes
+
+
+def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Name and arguments of one small call of each operation."""
+    shape = Shape(1, 2, 16, 64, 8, (Lengths(0, 0, 2, 45, 1),), torch.float32)
+    scene = Scene(shape, device)
+    batch, indptr, stores = scene.batch, scene.head_indptr, scene.stores
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def floats(*sizes: int) -> torch.Tensor:
+        return torch.rand(sizes, device=device)
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    rings = [floats(3 * 8, 2, 64)]
+    starts = torch.tensor([[0, 32]], device=device)
+    tables = (batch.requests, indptr, stores, batch.positional)
+    window = ([0.1], 0.0, 8, batch.max_columns, *tables)
+    yield "observe", (floats(8, 2, 64), floats(3, 2, 64), ints(0, 3), ints(3), ints(0), 8, 3)
+    state = (scene.tail_start, ints(scene.due[0].row), ints(45), batch.positional, 16)
+    yield "head_page_table", (empty(1, 2, 4), empty(1, 2), indptr, stores, *state)
+    partial = empty(2, 1, 8, 2, dtype=torch.float32)
+    yield "window_lse", (floats(1, 1, 2, 8), partial, scene.caches, rings, *window)
+    yield "column_sums", (floats(1, batch.sums), floats(1, 1, 2, 8), scene.caches, rings, *window)
+    sums = floats(1, batch.sums)
+    pooling = (batch.requests, indptr, 16, 8, batch.max_columns, 0.1, 7, True)
+    yield "pool", (floats(batch.columns), sums, *pooling)
+    length = ints(32, 32).view(1, 2)
+    work = (empty(64), empty(64), empty(4, dtype=torch.int64))
+    caps = ints(2, 2).view(1, 2)
+    yield "allocate", (empty(1, 2), *work, floats(64), starts, length, caps, ints(1), 16, 0.2)
+    first = empty(1, dtype=torch.int64)
+    pages = ints(1, 1).view(1, 2)
+    yield "select", (empty(32), floats(64), starts, length, pages, first, 16)
+    columns = torch.arange(16, device=device).repeat(2).int()
+    yield "compact", (scene.caches, columns, pages[None], batch.store, *tables)
+
+
+def check(device: str, namespace: str) -> None:
+    """Every operation, and none forgotten."""
+    checked = []
+    for name, values in arguments(device):
+        operation = getattr(getattr(torch.ops, namespace), name).default
+        torch.library.opcheck(operation, values)
+        checked.append(name)
+    assert sorted(checked) == sorted(fakes.OPERATIONS)

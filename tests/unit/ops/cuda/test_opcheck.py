@@ -1,0 +1,12 @@
+"""torch.library.opcheck on the emulated operations."""
+
+import pytest
+
+from tests.emulation.build import NAMESPACE
+from tests.kernels import opcheck
+
+pytestmark = pytest.mark.usefixtures("emulation")
+
+
+def test_opcheck():
+    opcheck.check("cpu", NAMESPACE)

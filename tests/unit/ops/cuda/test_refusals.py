@@ -1,0 +1,206 @@
+"""What a launcher refuses: each error names the tensor or setting and what is valid."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels import score
+from tests.kernels.scene import Lengths, Scene, Shape
+from vllm_kvevict.ops.cuda import extension
+from vllm_kvevict.ops.cuda.allocate import adaptive_pages, batch_pages
+from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
+from vllm_kvevict.ops.cuda.observe import observe
+from vllm_kvevict.ops.cuda.pages import compact, head_page_table
+from vllm_kvevict.ops.cuda.score import pool, window_scores
+from vllm_kvevict.ops.cuda.select import select_tokens
+
+pytestmark = pytest.mark.usefixtures("emulation")
+
+CASE = score.CASES[3]
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene(CASE.shape, "cpu")
+
+
+def observe_arguments() -> dict:
+    return dict(
+        rings=torch.zeros(8, 2, 8),
+        query=torch.zeros(3, 2, 8),
+        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([3], dtype=torch.int32),
+        ring=torch.tensor([0], dtype=torch.int32),
+        window=4,
+        max_query_len=3,
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(query=torch.zeros(3, 2, 8).half()), "rings must be Half, not Float"),
+        (dict(query=torch.zeros(3, 2, 4)), r"rings must have shape \[any, 2, 4\]"),
+        (dict(query=torch.zeros(3, 8, 2).mT), "heads of a query must be contiguous"),
+        (dict(query=torch.zeros(3, 1, 3), rings=torch.zeros(8, 1, 3)), "multiple of 16 bytes"),
+        (dict(ring=torch.tensor([0])), "ring must be Int, not Long"),
+        (dict(ring=torch.tensor([0, 1], dtype=torch.int32)), "seq_lens must have shape"),
+        (dict(window=3), "whole slots of 3"),
+        (dict(window=0), "window must be at least 1"),
+        (dict(ring=torch.tensor([2], dtype=torch.int32)), "assertion slot < work.slots"),
+        (dict(max_query_len=1), "assertion count <= work.queries"),
+        (dict(query=torch.zeros(2, 2, 8)), "assertion .*token < work.num_tokens"),
+        (dict(rings=torch.zeros(8, 2, 8, device="meta")), "take CUDA tensors, not meta"),
+    ],
+)
+def test_observe(change, message):
+    observe(**observe_arguments())
+    with pytest.raises(RuntimeError, match=message):
+        observe(**observe_arguments() | change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(block_size=24), "block size must be 16, 32, 64 or 128, not 24"),
+        (dict(tail_start=torch.zeros(3, dtype=torch.int32)), r"tail_start must have shape \[2\]"),
+        (dict(rows=torch.tensor([2], dtype=torch.int32)), "assertion row < work.num_rows"),
+        (dict(table=torch.zeros(1, 2, 1, dtype=torch.int32)), "assertion used <= work.width"),
+        (dict(seq_lens=torch.tensor([90], dtype=torch.int32)), "assertion used <= work.width"),
+        (dict(store=torch.zeros(2, 4, dtype=torch.int32).T[:2]), "store must have contiguous rows"),
+    ],
+)
+def test_head_page_table(change, message):
+    arguments = dict(
+        table=torch.zeros(1, 2, 4, dtype=torch.int32),
+        lengths=torch.zeros(1, 2, dtype=torch.int32),
+        head_indptr=torch.tensor([[[0, 1, 2], [0, 2, 4]]], dtype=torch.int32),
+        store=torch.zeros(2, 2, dtype=torch.int32),
+        tail_start=torch.tensor([16, 32], dtype=torch.int32),
+        rows=torch.tensor([1], dtype=torch.int32),
+        seq_lens=torch.tensor([50], dtype=torch.int32),
+        block_table=torch.zeros(1, 4, dtype=torch.int32),
+        block_size=16,
+    )
+    head_page_table(**arguments)
+    with pytest.raises(RuntimeError, match=message):
+        head_page_table(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(rings=[torch.zeros(32, 4, 128)]), "caches, rings and scales must be of as many"),
+        (dict(rings=[torch.zeros(32, 4, 72)] * 2), "64, 80, 96, 128 or 256, not 72"),
+        (dict(rings=[torch.zeros(32, 3, 128)] * 2), "must be a multiple of KV heads"),
+        (
+            dict(rings=[torch.zeros(32, 4, 128).half()] * 2),
+            "caches must have the dtype of the rings",
+        ),
+        (dict(rings=[torch.zeros(32, 4, 128).double()] * 2), "caches must have the dtype"),
+        (dict(rings=[torch.zeros(40, 4, 128)] * 2), "whole slots of 32"),
+        (dict(scales=[1.0]), "of as many layers, not 2, 2 and 1"),
+        (dict(caches=[]), "1 to 128 layers, not 0"),
+    ],
+)
+def test_score(scene, change, message):
+    layers = score.layers_of(scene, CASE)
+    with pytest.raises(RuntimeError, match=message):
+        window_scores(scene.batch, replace(layers, **change))
+
+
+def test_caches(scene):
+    layers = score.layers_of(scene, CASE)
+    strided = [
+        torch.zeros(cache.shape[0], 4, 16, 256, dtype=cache.dtype)[:, ::2] for cache in scene.caches
+    ]
+    with pytest.raises(RuntimeError, match="caches must be contiguous"):
+        window_scores(scene.batch, replace(layers, caches=strided))
+    short = [cache[..., :64].contiguous() for cache in scene.caches]
+    with pytest.raises(RuntimeError, match=r"must .* hold a key"):
+        window_scores(scene.batch, replace(layers, caches=short))
+
+
+def test_pool(scene):
+    sums = torch.zeros(1, scene.batch.sums)
+    with pytest.raises(RuntimeError, match="odd and at least 1, not 4"):
+        pool(scene.batch, sums, scene.head_indptr, 1.0, 4, "max")
+    with pytest.raises(ValueError, match="max or avg, not 'median'"):
+        pool(scene.batch, sums, scene.head_indptr, 1.0, 3, "median")
+    with pytest.raises(RuntimeError, match=r"assertion head\.first_sum"):
+        pool(scene.batch, sums[:, :-1].contiguous(), scene.head_indptr, 1.0, 3, "max")
+
+
+def test_what_only_the_device_sees():
+    scores, caps = torch.ones(1, 2, 64), torch.tensor([[1, 2]])
+    with pytest.raises(RuntimeError, match="assertion total >= 1 && total <= pages"):
+        adaptive_pages(scores, caps, 2, 16, 0.2)
+    with pytest.raises(RuntimeError, match="assertion kept >= 0 && kept <= length"):
+        select_tokens(scores, torch.tensor([[5, 1]]), 16, 3)
+    with pytest.raises(RuntimeError, match="assertion last > ordered"):
+        padded = scores.index_fill(2, torch.arange(17), float("-inf"))
+        select_tokens(padded, torch.tensor([[3, 3]]), 16, 3)
+
+
+def test_compact_refuses_columns_and_pages_that_do_not_exist(scene):
+    kept, shape = scene.batch.kept_columns, CASE.shape
+    pages = torch.ones(3, shape.layers, shape.heads, dtype=torch.int32)
+    columns = torch.full((kept,), 10**6, dtype=torch.int32)
+    tables = (scene.batch, scene.head_indptr, scene.stores)
+    with pytest.raises(RuntimeError, match="assertion column >= 0"):
+        compact(scene.caches, columns, pages, *tables)
+    with pytest.raises(RuntimeError, match="assertion flat < before"):
+        compact(scene.caches, columns * 0, pages * 0, *tables)
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1.1])
+def test_floor(scene, floor):
+    with pytest.raises(ValueError):
+        adaptive_pages(torch.ones(1, 1, 16), torch.ones(1, 1, dtype=torch.int64), 1, 16, floor)
+    with pytest.raises(RuntimeError, match=r"floor must be in \[0, 1\]"):
+        batch_pages(scene.batch, torch.ones(scene.batch.columns), scene.head_indptr, floor)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(tail_start=40),
+        dict(tail_start=16, old_tail_start=48),
+        dict(num_tokens=50),
+        dict(old_store_blocks=1),
+        dict(positional=[1, 2, 3]),
+        dict(store=[]),
+        dict(store=[4, 5, 6, 7]),
+        dict(row=-1),
+        dict(protect_first=-1),
+    ],
+)
+def test_a_request_that_contradicts_itself(change):
+    good = Due(0, 0, 60, 0, 48, 0, [0, 1, 2, 3], [4, 5])
+    EvictionBatch.build([good], 1, 1, 16, 8, torch.device("cpu"))
+    with pytest.raises(ValueError):
+        EvictionBatch.build([replace(good, **change)], 1, 1, 16, 8, torch.device("cpu"))
+
+
+def test_an_empty_batch():
+    with pytest.raises(ValueError, match="at least one"):
+        EvictionBatch.build([], 1, 1, 16, 8, torch.device("cpu"))
+
+
+def test_a_cuda_tensor_without_the_extension(monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "LIBRARY", tmp_path / "_C.abi3.so")
+    extension._load_installed.cache_clear()
+    with pytest.raises(RuntimeError, match="installed without its CUDA extension"):
+        extension._load_installed()
+    extension._load_installed.cache_clear()
+
+
+def test_a_batch_bounds_what_it_does_not_know():
+    """No head of any request has more columns than the batch says."""
+    for seed in range(5):
+        shape = Shape(2, 4, 16, 16, 3, (Lengths(3, 4, 6, 120, 2), Lengths(0, 0, 2, 40, 1)))
+        scene = Scene(shape, "cpu", seed)
+        for due in scene.due:
+            most = int(scene.indptr(due).diff(dim=-1).max()) * 16
+            assert most + due.num_tokens - due.old_tail_start <= scene.batch.max_columns
