@@ -139,7 +139,38 @@ class EvictionConfig(BaseModel):
         ge=0,
         lt=2**63,
         strict=True,
-        description="Seed of the draws of nacl; a run with the same seed and prompts repeats.",
+        description=(
+            "Seed of the draws of nacl and subgen-stream; a run with the same seed and prompts "
+            "repeats."
+        ),
+    )
+    radius: float = Field(
+        default=0.0,
+        ge=0,
+        strict=True,
+        allow_inf_nan=False,
+        description=(
+            "Radius of subgen-stream's clusters of keys, which grows where they outgrow their "
+            "slots; 0 starts with a cluster for every key."
+        ),
+    )
+    cluster_samples: int = Field(
+        default=4,
+        ge=1,
+        le=16,
+        strict=True,
+        description="Samples that subgen-stream draws from every cluster of keys.",
+    )
+    value_share: float = Field(
+        default=0.25,
+        gt=0,
+        lt=1,
+        strict=True,
+        allow_inf_nan=False,
+        description=(
+            "Share of the slots beside the window that subgen-stream draws by the norm of the "
+            "values; clusters and recent tokens get the rest."
+        ),
     )
     groups: int = Field(
         default=4,
@@ -257,6 +288,10 @@ class EvictionConfig(BaseModel):
     def budget_share(self) -> float | None:
         """Budget as a share of the prompt in (0, 1], or None where it is in tokens."""
         return budget_share(self.budget)
+
+    def least_slots(self, policy: str) -> int:
+        """Tokens that a head must keep beside protected ones under ``policy``."""
+        return self.cluster_samples + 2 if policy == "subgen-stream" else 0
 
     def timeline(self, block_size: int) -> Timeline:
         """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""

@@ -193,11 +193,14 @@ def _check_store(
                 f"prompt on a server that evicts once, the {prompt_len - length} behind the point "
                 f"included, and this server allows at most {most} tokens"
             )
-    room = min(options.timeline(r).store_blocks(length) for r in set(rules)) * block_size
+    least = config.least_slots(options.policy)
+    stores = [options.timeline(one).store_blocks(length) for one in set(rules)]
+    room = min(stores) * block_size - least
     if options.protect_first > room:
+        beside = f" and the {least} slots that {options.policy} needs" if least else ""
         where = " in the deepest layers" if options.policy in PYRAMIDS else ""
         raise ValueError(
             f"KV eviction: {PROTECT} must be at most the {room} tokens that the budget of "
-            f"{options.budget or config.budget} keeps beside the window{where}, in whole blocks of "
-            f"{block_size}, not {options.protect_first}"
+            f"{options.budget or config.budget} keeps beside the window{beside}{where}, in whole "
+            f"blocks of {block_size}, not {options.protect_first}"
         )

@@ -19,14 +19,15 @@ from tests.models import random_prompt, random_text
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 
-SETTINGS = dict(policy="snapkv", budget=96, interval=32, allow="streaming-llm")
+SETTINGS = dict(policy="snapkv", budget=96, interval=32, allow="streaming-llm,subgen-stream")
 PROMPT = random_prompt(400, seed=11)
 CASES = [{}, asks(at=300, interval=0), asks("streaming-llm", at="-20"), asks(budget="50%")]
+CASES += [asks("subgen-stream")]
 MESSAGES = [dict(role="user", content=random_text(120, seed=3))]
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    (asks("none"), "(snapkv, streaming-llm), not 'none'"),
-    (asks("ada-snapkv"), "(snapkv, streaming-llm), not 'ada-snapkv'"),
+    (asks("none"), "(snapkv, streaming-llm, subgen-stream), not 'none'"),
+    (asks("ada-snapkv"), "(snapkv, streaming-llm, subgen-stream), not 'ada-snapkv'"),
     (asks(budget=32), "leaves no room beside the observation window of 32 tokens"),
     (asks(budget="half"), "give tokens (1024) or a share of the prompt (25%)"),
     (asks(interval=-1), "kv_eviction_interval must be at least 0"),
@@ -57,7 +58,7 @@ def server(tiny_model, truth, tmp_path_factory) -> Iterator[Server]:
     arguments = [
         *BASE, "--served-model-name", "tiny", "--api-server-count", "2",
         "--kv-eviction", "snapkv", "--kv-eviction-budget", "96", "--kv-eviction-interval", "32",
-        "--kv-eviction-allow", "streaming-llm",
+        "--kv-eviction-allow", "streaming-llm,subgen-stream",
     ]  # fmt: skip
     with Server(tiny_model, arguments, tmp_path_factory.mktemp("server") / "log") as server:
         yield server

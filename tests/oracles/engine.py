@@ -40,15 +40,21 @@ class Recorder:
             earlier = [e.positions[layer] for e in life.evictions[:-1] if e.positions[layer]]
             assert bool(earlier) == bool(group.old_store)
             columns = record.columns[row].tolist()
-            heads, start = [], 0
+            heads, mine_of_heads, start = [], [], 0
             for head, count in enumerate(record.pages[row].tolist()):
                 former = earlier[-1][head] if earlier else []
                 candidates = [*former, *range(group.old_tail_start, group.tail_start)]
                 padding = int(record.padding[row, head])
                 mine = columns[start : start + count * bs]
                 heads.append([candidates[column - padding] for column in mine])
+                if record.log_weights is not None:
+                    log_weights = record.log_weights[row, start : start + count * bs]
+                    mine_of_heads.append(log_weights.tolist())
                 start += count * bs
             kept.positions[layer] = heads
+            if record.log_weights is not None:
+                kept.weights = kept.weights or [None] * len(kept.positions)
+                kept.weights[layer] = mine_of_heads
 
 
 def layers_by_depth(states: dict[int, Any]) -> dict[int, list[int]]:

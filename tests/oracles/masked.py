@@ -12,11 +12,14 @@ import torch
 @dataclass
 class Kept:
     """An eviction at length ``n``: from then on head h of layer l sees ``positions[l][h]``
-    and everything from ``tail_start`` on. None for a layer that this eviction left alone."""
+    and everything from ``tail_start`` on. ``weights[l][h]`` are the log-weights of these
+    positions in the numerator and the denominator, None where each counts for itself. None for a
+    layer that this eviction left alone."""
 
     n: int
     tail_start: int
     positions: list[list[list[int]] | None]
+    weights: list[list[list[list[float]]]] | None = None
 
 
 @dataclass
@@ -36,14 +39,33 @@ class Life:
         return min([self.prefill_end, *(eviction.n for eviction in self.evictions)])
 
 
+def two_biases(module, query, key, value, attention_mask, scaling, **kwargs):
+    """transformers' eager attention with a bias [1, heads, q, n] on the products, or with two,
+    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    products = query @ key.mT * scaling
+    if attention_mask is None or len(attention_mask) == 1:
+        bias = 0.0 if attention_mask is None else attention_mask
+        result = (products + bias).softmax(-1) @ value
+    else:
+        products = products.double() - products.double().amax(-1, keepdim=True)
+        above, below = (products + bias.double() for bias in attention_mask[:, None])
+        result = above.exp() @ value.double() / below.exp().sum(-1, keepdim=True)
+    return result.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
 class MaskedModel:
     """Teacher-forced greedy decoding of a Llama checkpoint under per-head masks."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import LlamaForCausalLM
+        from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+        from transformers.masking_utils import eager_mask
 
+        AttentionInterface.register("two_biases", two_biases)
+        AttentionMaskInterface.register("two_biases", eager_mask)
         self.model = LlamaForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
+            path, dtype=torch.float32, attn_implementation="two_biases"
         ).eval()
         self.heads = self.model.config.num_attention_heads
         self.group = self.heads // self.model.config.num_key_value_heads
@@ -90,7 +112,23 @@ class MaskedModel:
                 causal = torch.arange(n) <= torch.arange(start + row, n)[:, None]
                 seen[head, row:] = causal & keep
         seen = seen.repeat_interleave(self.group, dim=0)
+        if any(eviction.weights is not None for eviction in life.evictions):
+            biases = self._weights(layer, start, n, life).repeat_interleave(self.group, dim=1)
+            return biases.masked_fill(~seen, float("-inf"))
         return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None]
+
+    def _weights(self, layer: int, start: int, n: int, life: Life) -> torch.Tensor:
+        """[2, KV heads, n - start, n] log-weights as the last eviction before each row has them."""
+        biases = torch.zeros(2, self.heads // self.group, n - start, n)
+        for eviction in life.evictions:
+            if eviction.positions[layer] is None:
+                continue
+            assert eviction.weights is not None
+            biases[:, :, eviction.n - start :] = 0.0
+            for head, positions in enumerate(eviction.positions[layer]):
+                mine = torch.tensor(eviction.weights[layer][head]).T[:, None]
+                biases[:, head, eviction.n - start :, positions] = mine
+        return biases
 
 
 def check_tokens(

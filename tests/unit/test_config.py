@@ -12,7 +12,8 @@ from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
 from vllm_kvevict.pyramid import Pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
-FIELDS += ["recent_share", "random_share", "seed", "groups", "beta", "allow", "max_budget"]
+FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
+FIELDS += ["groups", "beta", "allow", "max_budget"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -42,6 +43,9 @@ def test_defaults() -> None:
         "recent_share": 0.5,
         "random_share": 0.67,
         "seed": 0,
+        "radius": 0.0,
+        "cluster_samples": 4,
+        "value_share": 0.25,
         "groups": 4,
         "beta": 20.0,
         "allow": (),

@@ -125,6 +125,14 @@ def test_protected_tokens_must_fit_the_store():
     assert parse(**policy("none"), protect_first=10**6).policy == "none"
 
 
+def test_subgen_stream_needs_slots_beside_protected_tokens():
+    config = server(policy="subgen-stream")
+    assert parse(config=config, protect_first=90).protect_first == 90
+    message = complaint(config=config, protect_first=91)
+    assert "at most the 90 tokens that the budget of 128 keeps beside the window and" in message
+    assert "the 6 slots that subgen-stream needs" in message
+
+
 def test_a_cap_compares_tokens_of_this_prompt():
     config = server(allow="streaming-llm", max_budget=256)
     assert parse(config=config, budget=256).budget == 256

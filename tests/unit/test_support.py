@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_kvevict import support
 from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.support import PYRAMID_REFUSALS, REFUSALS
 
@@ -219,6 +220,18 @@ def test_refuses_other_platforms(build: Build, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(ValueError, match="vLLM's CPU build only; use the CPU build") as caught:
         _check(config)
+    assert_sentence(str(caught.value))
+
+
+def test_refuses_weights_where_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    allowed = EvictionConfig(policy="snapkv", allow="subgen-stream")
+    support._check_policies(allowed)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    support._check_policies(EvictionConfig(policy="snapkv", allow="tova,none"))
+    with pytest.raises(ValueError, match="the policy subgen-stream on this platform") as caught:
+        support._check_policies(allowed)
     assert_sentence(str(caught.value))
 
 

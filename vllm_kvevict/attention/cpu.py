@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvevict.attention.accumulation import Accumulation
 from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.attention.weighted import WeightedBatch
 from vllm_kvevict.ops.reference.observe import observe
 from vllm_kvevict.worker.binding import GroupBinding, Observation
 
@@ -25,13 +26,15 @@ class EvictingCPUMetadata(CPUAttentionMetadata):
     """A step with evicted, observed or accumulating requests.
 
     ``stock`` is vLLM's metadata of the requests that are not evicted, ``stock_tokens`` their
-    tokens in the batch (None where those are all tokens).
+    tokens in the batch (None where those are all tokens). ``weighted`` are evicted requests
+    whose kept tokens stand for others.
     """
 
     binding: GroupBinding | None = None
     observation: Observation | None = None
     accumulation: Accumulation | None = None
     heads: PerHeadBatch | None = None
+    weighted: WeightedBatch | None = None
     stock: CPUAttentionMetadata | None = None
     stock_tokens: torch.Tensor | None = None
 
@@ -74,10 +77,15 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
 
         stock: CPUAttentionMetadata | None = None
-        stock_tokens, heads = None, None
+        stock_tokens, heads, weighted = None, None, None
         if any_evicted:
-            requests = evicted.nonzero().flatten()
-            heads = PerHeadBatch.build(common, self.binding.state, rows[requests], requests)
+            weighs = self.binding.state.weighted[rows]
+            requests = (evicted & ~weighs).nonzero().flatten()
+            if len(requests):
+                heads = PerHeadBatch.build(common, self.binding.state, rows[requests], requests)
+            requests = (evicted & weighs).nonzero().flatten()
+            if len(requests):
+                weighted = WeightedBatch.build(common, self.binding.state, rows[requests], requests)
             others = (~evicted).nonzero().flatten()
             if len(others):
                 subset, stock_tokens = _subset(common, others)
@@ -91,6 +99,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             observation=observation,
             accumulation=accumulation,
             heads=heads,
+            weighted=weighted,
             stock=stock,
             stock_tokens=stock_tokens,
         )
@@ -142,6 +151,8 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             metadata.binding.accumulate(name, query, metadata.accumulation)
         if metadata.stock is not None:
             self._stock(layer, query, key, value, kv_cache, metadata, output)
+        if metadata.weighted is not None:
+            metadata.binding.attend_weighted(name, query, metadata.weighted, output)
         if metadata.heads is not None:
             index = metadata.binding.state.layer_index[name]
             self._per_head(layer, query, kv_cache, metadata.heads, index, output)

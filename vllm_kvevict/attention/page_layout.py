@@ -83,6 +83,11 @@ class PageLayout:
         strided = self._views[0].of(pages)
         return pages[index][..., self.keys] if strided is None else strided[index]
 
+    def read_values(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages, as :meth:`read_keys`."""
+        strided = self._views[1].of(pages)
+        return pages[index][..., self.values] if strided is None else strided[index]
+
     def copy(
         self,
         pages: torch.Tensor,

@@ -8,7 +8,7 @@ that heads with fewer cached tokens are padded on the left (``valid`` is False t
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -37,6 +37,9 @@ class Candidates:
         accumulated: [H, N + w + r] float32: softmax weight that each cached token got from every
             query so far, averaged over the query heads of a group; anything where ``valid`` is
             False. None for a policy with ``needs_accumulated = False``.
+        values: [H, N + w + r, D] float32: values of all cached tokens, or None for a policy with
+            ``needs_values = False``.
+        protected: The first tokens that :func:`protect` keeps.
 
     """
 
@@ -53,6 +56,8 @@ class Candidates:
     layer: int = 0
     first_head: int = 0
     accumulated: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    protected: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -94,6 +99,8 @@ class Scorer(ABC):
     needs_accumulated: ClassVar[bool] = False
     """Whether the attention of every query is added up, in channel 0 of the page values."""
 
+    needs_values: ClassVar[bool] = False
+
     page_channels: ClassVar[int] = 0
     """float32 numbers beside every cached token of every head; the worker moves them with it."""
 
@@ -113,6 +120,62 @@ class Scorer(ABC):
         A scorer that mixes the heads of a layer overrides it.
         """
         return self
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a :class:`WeightedScorer` makes of one layer's candidates.
+
+    Args:
+        scores: [H, num_candidates] float32, as :meth:`Scorer.scores` has them.
+        log_weights: [H, num_candidates, 2] float32: what each token counts for in the numerator
+            and in the denominator of attention; -inf for no part in it, 0 for itself alone.
+        memory: What the next eviction of this layer gets; tokens in it are named by column.
+
+    """
+
+    scores: torch.Tensor
+    log_weights: torch.Tensor
+    memory: Any
+
+
+class WeightedScorer(Scorer):
+    """A scorer whose kept tokens stand for others, too: attention weighs those it has evicted.
+
+    Every head keeps the same number of tokens. Log-weights lie in the page values, the
+    numerator's in channel 0.
+    """
+
+    page_channels: ClassVar[int] = 2
+
+    @property
+    @abstractmethod
+    def least_slots(self) -> int:
+        """Tokens that a head must keep beside protected ones."""
+
+    @abstractmethod
+    def summarize(self, candidates: Candidates, memory: Any | None) -> Summary:
+        """Score the candidates, and say what each of the best ``keep`` counts for.
+
+        Args:
+            candidates: One layer of one request. At a later eviction the first ``keep`` columns
+                are what the one before it kept.
+            memory: What :meth:`moved` made of the last summary's; None at the first eviction.
+
+        """
+
+    @abstractmethod
+    def moved(self, memory: Any, columns: torch.Tensor) -> Any:
+        """A summary's memory, with tokens named by their slots in the store.
+
+        Args:
+            memory: :attr:`Summary.memory`.
+            columns: [H, keep] int64 ascending: the column that went to each slot.
+
+        """
+
+    def scores(self, candidates: Candidates) -> torch.Tensor:
+        return self.summarize(candidates, None).scores
 
 
 class Allocator(ABC):

@@ -53,6 +53,9 @@ TABLE = {
     ),
     "tova": Entry("tova", "attention of the last query alone (TOVA, MSRNN)", True),
     "subgen": Entry("subgen", "keys that leave no other key far away (greedy k-center)", False),
+    "subgen-stream": Entry(
+        "subgen_stream", "samples of all tokens, which attention weighs (SubGen Algorithm 1)", False
+    ),
     "nacl": Entry(
         "nacl", "attention of the last tokens (proxies), and a random sample of the others", False
     ),

@@ -6,6 +6,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.accumulation import Accumulation
+from vllm_kvevict.attention.weighted import WeightedBatch
 from vllm_kvevict.ops.reference.observe import observe_index
 from vllm_kvevict.worker.state import GroupState
 
@@ -57,6 +58,20 @@ class GroupBinding:
             self._worker.cache(layer_name),
             query,
             self.state.layer_index[layer_name],
+        )
+
+    def attend_weighted(
+        self, layer_name: str, query: torch.Tensor, batch: WeightedBatch, output: torch.Tensor
+    ) -> None:
+        """Attention of a step's queries [T, query heads, D] whose requests weigh their tokens."""
+        values = self._worker.page_values
+        assert values is not None
+        batch.attend(
+            self._worker.cache(layer_name),
+            values.layer(layer_name),
+            query,
+            self.state.layer_index[layer_name],
+            output,
         )
 
     def rings(self, layer_name: str) -> torch.Tensor:

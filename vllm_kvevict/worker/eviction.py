@@ -1,6 +1,6 @@
 """The worker's side of eviction: follows the scheduler's plan and moves the survivors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -12,8 +12,9 @@ from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
-from vllm_kvevict.policies.base import Candidates, Policy, protect
+from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.worker.memories import Memories
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.prompts import PromptDigests
@@ -39,7 +40,9 @@ class EvictionRecord:
 
     ``columns`` [L, S * H * block_size] index each head's candidates, heads concatenated;
     candidates are the head's former store and then the tail, behind ``padding`` [L, H]
-    padding columns. ``pages`` [L, H] are the pages each head kept.
+    padding columns. ``pages`` [L, H] are the pages each head kept. ``log_weights``
+    [L, S * H * block_size, 2] are what each kept token counts for in the numerator and the
+    denominator of attention, None where it counts for itself.
     """
 
     eviction: Eviction
@@ -47,6 +50,7 @@ class EvictionRecord:
     columns: torch.Tensor
     pages: torch.Tensor
     padding: torch.Tensor
+    log_weights: torch.Tensor | None = None
 
 
 class WorkerEviction:
@@ -78,6 +82,7 @@ class WorkerEviction:
         self.listeners: list[Callable[[EvictionRecord], None]] = []
         self.evictions = 0
         self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
+        self.memories = Memories()
         self._caches = caches
         self._rows = rows
         self._plan: StepPlan | None = None
@@ -90,6 +95,7 @@ class WorkerEviction:
         cleared = self._rows.begin_step(scheduler_output)
         for state in self.states.values():
             state.clear(cleared)
+        self.memories.clear(cleared)
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
         self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
@@ -150,12 +156,19 @@ class WorkerEviction:
         store = torch.tensor(group.store)
         tail_blocks = (group.tail_start - group.old_tail_start) // bs
         candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
-        scores = torch.stack(
-            [
-                self._score(name, grid[index], padding[index], candidate_pages, eviction, group)
-                for index, name in enumerate(state.layer_names)
-            ]
-        )
+        scorer = self.policies[eviction.policy].scorer
+        found, summaries = [], []
+        for index, name in enumerate(state.layer_names):
+            candidates = self._candidates(
+                name, grid[index], padding[index], candidate_pages, eviction, group
+            )
+            if isinstance(scorer, WeightedScorer):
+                summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
+                raw = summaries[-1].scores
+            else:
+                raw = scorer.scores(candidates)
+            found.append(protect(raw, candidates.valid, eviction.protect_first))
+        scores = torch.stack(found)
         allocator = self.policies[eviction.policy].allocator
         pages = allocator.pages(scores, candidate_pages - padding, len(group.store), bs)
         columns = select_tokens(scores, pages, bs)
@@ -164,15 +177,40 @@ class WorkerEviction:
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
             cache.layout.copy(cache.pages, *source, target_page)
-            if self.policies[eviction.policy].scorer.page_channels:
+            if scorer.page_channels:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
-        state.record(row, group.tail_start, store, pages)
+        log_weights = None
+        if isinstance(scorer, WeightedScorer):
+            log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
+        state.record(row, group.tail_start, store, pages, weighted=log_weights is not None)
         self.meter.pages(pages)
         for listener in self.listeners:
-            listener(EvictionRecord(eviction, group, columns, pages, padding * bs))
+            listener(EvictionRecord(eviction, group, columns, pages, padding * bs, log_weights))
 
-    def _score(
+    def _weigh(
+        self,
+        scorer: WeightedScorer,
+        summaries: Sequence[Summary],
+        columns: torch.Tensor,
+        state: GroupState,
+        row: int,
+        target_page: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the log-weights [L, S * H * block_size, 2] of what was kept, and remember."""
+        assert self.page_values is not None
+        kept = columns.unflatten(1, (state.num_heads, -1))
+        layers = []
+        for index, name in enumerate(state.layer_names):
+            summary, mine = summaries[index], kept[index]
+            weights = summary.log_weights.gather(1, mine[..., None].expand(-1, -1, 2))
+            pages = self.page_values.layer(name)
+            pages[target_page, :, :2] = weights.view(-1, state.timeline.block_size, 2)
+            self.memories.keep(row, name, scorer.moved(summary.memory, mine))
+            layers.append(weights.flatten(0, 1))
+        return torch.stack(layers)
+
+    def _candidates(
         self,
         layer_name: str,
         grid: torch.Tensor,
@@ -180,8 +218,8 @@ class WorkerEviction:
         candidate_pages: int,
         eviction: Eviction,
         group: GroupEviction,
-    ) -> torch.Tensor:
-        """[H, candidate columns] scores of one layer."""
+    ) -> Candidates:
+        """One layer of the request, with what its policy reads."""
         cache = self._caches[layer_name]
         state = self.states[group.group_id]
         bs, window = state.timeline.block_size, state.timeline.window
@@ -199,9 +237,12 @@ class WorkerEviction:
         accumulated = None
         if policy.needs_accumulated:
             assert self.page_values is not None
-            values = self.page_values.layer(layer_name)[grid, :, 0]
-            accumulated = values.flatten(1)[:, :columns]
-        candidates = Candidates(
+            sums = self.page_values.layer(layer_name)[grid, :, 0]
+            accumulated = sums.flatten(1)[:, :columns]
+        values = None
+        if policy.scorer.needs_values:
+            values = cache.layout.read_values(cache.pages, grid).flatten(1, 2)[:, :columns].float()
+        return Candidates(
             keys=keys.float(),
             valid=torch.arange(columns) >= (padding * bs)[:, None],
             queries=queries,
@@ -215,9 +256,9 @@ class WorkerEviction:
             layer=crc32(layer_name.encode()),
             first_head=first_head(state.num_heads),
             accumulated=accumulated,
+            values=values,
+            protected=eviction.protect_first,
         )
-        scores = policy.scorer.scores(candidates)
-        return protect(scores, candidates.valid, eviction.protect_first)
 
     def _seed(self, eviction: Eviction) -> tuple[int, ...]:
         if self._prompts is None:

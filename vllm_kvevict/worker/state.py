@@ -45,6 +45,8 @@ class GroupState:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tail_start = table(num_rows)
+        self.weighted = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        """[rows] whether page values weigh the store; means something where evicted."""
         self._stores = table(num_rows, widest)
         self.store = self._stores[:, :1]
         """[rows, S] block ids, as wide as the widest store so far."""
@@ -69,7 +71,14 @@ class GroupState:
         split = self.head_indptr[:, row]
         return split if int(self.tail_start[row]) else torch.zeros_like(split)
 
-    def record(self, row: int, tail_start: int, store: torch.Tensor, pages: torch.Tensor) -> None:
+    def record(
+        self,
+        row: int,
+        tail_start: int,
+        store: torch.Tensor,
+        pages: torch.Tensor,
+        weighted: bool = False,
+    ) -> None:
         """Enter an eviction.
 
         Args:
@@ -77,6 +86,7 @@ class GroupState:
             tail_start: T in tokens.
             store: [S] int: block ids.
             pages: [L, H] int64, each row summing to S * H.
+            weighted: Whether page values hold log-weights of the store's tokens.
 
         """
         blocks = store.shape[0]
@@ -86,3 +96,4 @@ class GroupState:
         self.head_indptr[:, row, 0] = 0
         self.head_indptr[:, row, 1:] = pages.cumsum(-1)
         self.tail_start[row] = tail_start
+        self.weighted[row] = weighted

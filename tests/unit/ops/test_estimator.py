@@ -64,15 +64,15 @@ class Algorithm1:
             return
         self.clusters.append((name, [name] * self.t, 1))
         if len(self.clusters) > self.most:
-            self.double(keys)
+            self.widen(keys)
 
-    def double(self, keys: list) -> None:
+    def widen(self, keys: list) -> None:
         gaps = [
             math.dist(keys[a[0]], keys[b[0]])
             for i, a in enumerate(self.clusters)
             for b in self.clusters[:i]
         ]
-        self.radius = max(2 * self.radius, min(gaps))
+        self.radius = max(1.1 * self.radius, min(gaps))
         kept = []
         for x, samples, n in self.clusters:
             away = [math.dist(keys[x], keys[y]) for y, _, _ in kept]
@@ -159,7 +159,7 @@ def test_algorithm_1(data):
         )
 
 
-@pytest.mark.parametrize("radius, most", [(1.0, ANY), (0.0, 24)], ids=["paper", "doubling"])
+@pytest.mark.parametrize("radius, most", [(1.0, ANY), (0.0, 24)], ids=["paper", "bounded"])
 def test_error_of_equation_3(radius, most):
     """At s = 9 d / eps^2 and t with the variance inside a cluster: at least 0.99 of queries."""
     size, epsilon = 8, 0.5
@@ -178,7 +178,7 @@ def test_error_of_equation_3(radius, most):
     assert bad <= 0.01 * total
 
 
-@pytest.mark.parametrize("radius, most", [(1.0, ANY), (0.0, 9)], ids=["paper", "doubling"])
+@pytest.mark.parametrize("radius, most", [(1.0, ANY), (0.0, 9)], ids=["paper", "bounded"])
 def test_numerator_and_denominator_are_unbiased(radius, most):
     """Over seeds both sums average to the exact ones, within four standard errors."""
     keys, values, _ = blobs(100, 6, 4, 1)
@@ -228,7 +228,7 @@ def test_memory_grows_with_clusters_and_not_with_length():
     assert held[20, 8000] - held[10, 8000] > 35
 
 
-def test_every_key_is_near_its_representative_after_doubling():
+def test_every_key_is_near_its_representative_after_merges():
     keys, values, _ = blobs(600, 600, 5, 7)
     mine = Estimator.empty(0.0, 1, 1, (0,))
     mine.add(finite(keys), squared_norms(values), 0, 600, 17)
@@ -236,7 +236,7 @@ def test_every_key_is_near_its_representative_after_doubling():
     assert 1 < len(centers) <= 17 and int(mine.clusters.counts.sum()) == 600
     gaps = torch.cdist(centers, centers).fill_diagonal_(math.inf)
     assert gaps.min() > mine.clusters.radius > 0
-    assert torch.cdist(keys.double(), centers).amin(-1).max() <= 2 * mine.clusters.radius
+    assert torch.cdist(keys.double(), centers).amin(-1).max() <= 11 * mine.clusters.radius
 
 
 def test_names_move_with_the_columns():

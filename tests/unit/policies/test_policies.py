@@ -26,6 +26,7 @@ def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.
         scale=8**-0.5,
         softcap=softcap,
         keep=12,
+        values=torch.randn(len(padding), columns, 8, generator=generator),
     )
 
 

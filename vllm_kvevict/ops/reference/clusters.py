@@ -10,6 +10,9 @@ from torch.nn import functional
 EXACT = "donot_use_mm_for_euclid_dist"
 """How ``cdist`` makes equal points exactly 0 apart."""
 
+GROWTH = 1.1
+"""What the radius is multiplied by, at least, where clusters outgrow their room."""
+
 
 @dataclass
 class Clusters:
@@ -17,10 +20,12 @@ class Clusters:
 
     A key joins the cluster of the nearest representative, or opens one where that is farther
     than the radius. Tokens are named by column. Unlike the paper's, the set is bounded: where
-    it would outgrow its room, the radius becomes the larger of twice itself and the smallest
-    distance between two representatives, and clusters whose representatives are that near
-    become one (the doubling algorithm of Charikar et al. 2004). A key is then at most twice the
-    radius from its representative; samples stay uniform and independent of each other.
+    it would outgrow its room, the radius becomes the larger of :data:`GROWTH` times itself and
+    the smallest distance between two representatives, and clusters whose representatives are
+    that near become one. Samples stay uniform and independent of each other. A key stays within
+    ``1 / (1 - 1 / GROWTH)`` = 11 radii of its representative. The doubling algorithm of
+    Charikar et al. (2004) is the same with a growth of 2, which keeps within 2 radii, but leaves
+    most of the room empty where keys are about equally far from each other.
 
     Args:
         radius: delta, in the units of the keys; 0 gives every distinct key a cluster.
@@ -120,7 +125,7 @@ class Clusters:
         """Raise the radius, and merge each cluster into the nearest earlier one within it."""
         own = points[self.centers]
         gaps = torch.cdist(own, own, compute_mode=EXACT).fill_diagonal_(math.inf)
-        self.radius = max(2 * self.radius, float(gaps.min()))
+        self.radius = max(GROWTH * self.radius, float(gaps.min()))
         kept: list[int] = []
         for index, row in enumerate(gaps):
             distance, place = row[kept].min(0) if kept else (math.inf, 0)

@@ -1,0 +1,114 @@
+"""Requests whose kept tokens stand for evicted ones: attention with log-weights."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.ops.reference.estimator import weighted_attention
+from vllm_kvevict.timeline import blocks_for
+from vllm_kvevict.worker.state import GroupState
+
+if TYPE_CHECKING:
+    from vllm_kvevict.worker.eviction import LayerCache
+
+
+@dataclass
+class WeightedBatch:
+    """R evicted requests of a step under a policy that weighs what it keeps.
+
+    Args:
+        heads: The requests as sequences of one KV head each.
+        counts: [R] queries of each request in this step.
+        in_store: [L, R * H] int64: cached tokens of each sequence that lie in its store; those
+            behind them count for themselves.
+
+    """
+
+    heads: PerHeadBatch
+    counts: list[int]
+    in_store: torch.Tensor
+
+    @classmethod
+    def build(
+        cls,
+        common: CommonAttentionMetadata,
+        state: GroupState,
+        rows: torch.Tensor,
+        requests: torch.Tensor,
+    ) -> "WeightedBatch":
+        """Lay out some evicted requests of a batch.
+
+        Args:
+            common: vLLM's metadata of the whole batch.
+            state: The group's state.
+            rows: [R] int64 state rows of these requests.
+            requests: [R] int64 their places in the batch.
+
+        """
+        heads = PerHeadBatch.build(common, state, rows, requests)
+        counts = common.query_start_loc.diff()[requests]
+        tail = (common.seq_lens[requests] - state.tail_start[rows]).long()
+        in_store = heads.seq_lens.long() - tail.repeat_interleave(state.num_heads)
+        return cls(heads, counts.tolist(), in_store)
+
+    def attend(
+        self,
+        cache: "LayerCache",
+        page_values: torch.Tensor,
+        query: torch.Tensor,
+        layer: int,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of this step's queries, in float32, one request after another.
+
+        Args:
+            cache: The layer's cache, this step's tokens included.
+            page_values: [num_pages, block_size, 2 or more] float32: log-weights of the store.
+            query: [T, query heads, D] of the whole batch.
+            layer: Index of the layer in its group.
+            output: [T, query heads, D], written in place at these requests' tokens.
+
+        """
+        num_heads, num_tokens = self.heads.num_heads, self.heads.num_tokens
+        queries = self.heads.take(query[:num_tokens])
+        result = torch.empty_like(queries)
+        begin = 0
+        for request, count in enumerate(self.counts):
+            sequences = slice(request * num_heads, (request + 1) * num_heads)
+            end = begin + count * num_heads
+            mine = queries[begin:end].unflatten(0, (num_heads, count)).float()
+            attended = self._request(cache, page_values, mine, layer, sequences)
+            result[begin:end] = attended.flatten(0, 1).to(result.dtype)
+            begin = end
+        self.heads.put(output[:num_tokens], result)
+
+    def _request(
+        self,
+        cache: "LayerCache",
+        page_values: torch.Tensor,
+        queries: torch.Tensor,
+        layer: int,
+        sequences: slice,
+    ) -> torch.Tensor:
+        """[H, q, G, D] float32 attention of ``queries`` [H, q, G, D] of one request."""
+        count, bs = queries.shape[1], page_values.shape[1]
+        lengths = self.heads.seq_lens[layer, sequences].long()[:, None]
+        pages = self.heads.table[layer, sequences, : blocks_for(int(lengths.max()), bs)].long()
+        column = torch.arange(pages.shape[1] * bs)
+        keys = cache.layout.read_keys(cache.pages, pages).flatten(1, 2).float()
+        values = cache.layout.read_values(cache.pages, pages).flatten(1, 2).float()
+        # Behind the last token lies what former requests left, which may be no number.
+        values = values.masked_fill((column >= lengths)[..., None], 0.0)
+        log_weights = page_values[pages][..., :2].flatten(1, 2)
+        tail = column >= self.in_store[layer, sequences, None]
+        log_weights = log_weights.masked_fill(tail[..., None], 0.0)
+
+        logits = torch.einsum("hqgd,hnd->hqgn", queries, keys) * cache.scale
+        if cache.softcap:
+            logits = torch.tanh(logits / cache.softcap) * cache.softcap
+        seen = column < (lengths - count + 1 + torch.arange(count))[..., None]
+        logits = logits.masked_fill(~seen[:, :, None], float("-inf")).flatten(1, 2)
+        return weighted_attention(logits, values, log_weights).view_as(queries)

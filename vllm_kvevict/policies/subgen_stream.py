@@ -1,0 +1,125 @@
+"""SubGen's Algorithm 1: samples of the evicted tokens, which attention weighs."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from vllm_kvevict.ops.reference.estimator import PAGE, Estimator, finite, squared_norms
+from vllm_kvevict.policies.base import Candidates, Scorer, Summary, WeightedScorer
+
+if TYPE_CHECKING:
+    from vllm_kvevict.config import EvictionConfig
+
+HELD, RECENT, FIRST = 1.0, 2.0, 3.0
+"""Scores of samples and representatives, of tokens not streamed yet, of protected tokens."""
+
+
+@dataclass(frozen=True)
+class HeadStream:
+    """One head between two evictions: its stream so far, and how many of its newest tokens in
+    the store are still to come."""
+
+    estimator: Estimator
+    waiting: int
+
+
+@dataclass(frozen=True)
+class SubGenStream(WeightedScorer):
+    """SubGen (arXiv:2402.06082), Algorithm 1, per KV head, in a cache of K tokens.
+
+    Tokens leave for the stream oldest first, and no more of them than make what is left fit:
+    ``K - p`` slots, beside p protected tokens, hold the stream's samples and representatives and
+    the newest tokens, which count as themselves until their turn comes. Of the slots the share
+    ``value_share`` bounds the draws by value norm (s); t samples and a representative of each
+    cluster share the others, which bounds the clusters.
+
+    Args:
+        radius: delta, as far as the clusters fit; 0 starts with a cluster for every key.
+        cluster_samples: t.
+        value_share: ``s / (K - p)``, in (0, 1).
+        seed: Repeats the draws, together with :attr:`Candidates.seed`, layer and head.
+
+    """
+
+    needs_window: ClassVar[bool] = False
+    needs_values: ClassVar[bool] = True
+    random: ClassVar[bool] = True
+
+    radius: float = 0.0
+    cluster_samples: int = 4
+    value_share: float = 0.25
+    seed: int = 0
+
+    @property
+    def least_slots(self) -> int:
+        """A draw by value, and one cluster."""
+        return self.cluster_samples + 2
+
+    def summarize(self, candidates: Candidates, memory: Any | None) -> Summary:
+        """As :meth:`WeightedScorer.summarize`; ``memory`` is a list of :class:`HeadStream`.
+
+        Raises:
+            ValueError: There are no values, or no room beside the protected tokens.
+
+        """
+        if candidates.values is None:
+            raise ValueError("subgen-stream needs the values of the cached tokens")
+        columns = candidates.num_candidates
+        valid = candidates.valid[:, :columns]
+        points = finite(candidates.keys[:, :columns])
+        norms = squared_norms(candidates.values[:, :columns])
+        scores = torch.zeros(valid.shape, dtype=torch.float32)
+        log_weights = torch.full((*valid.shape, 2), float("-inf"))
+        streams = []
+        for head in range(candidates.num_heads):
+            begin = columns - int(valid[head].sum())
+            first = min(begin + candidates.protected, columns)
+            room = candidates.keep - (first - begin)
+            if memory is None:
+                where = (*candidates.seed, candidates.layer, candidates.first_head + head)
+                stream, at = self._start(room, (self.seed, *where)), first
+            else:
+                assert begin == 0, "a head that keeps as much as any other has no padding"
+                stream = memory[head].estimator
+                at = candidates.keep - memory[head].waiting
+            # It stops between pages of the stream only, so that pieces end as the whole does.
+            while at < columns and (
+                stream.length % PAGE or len(stream.columns) + columns - at > room
+            ):
+                count = min(PAGE - stream.length % PAGE, columns - at)
+                stream.add(points[head], norms[head], at, count, self._most(room))
+                at += count
+            mine = stream.log_weights(norms[head])
+            scores[head, stream.columns] = HELD
+            scores[head, at:], mine[at:] = RECENT, 0.0
+            scores[head, begin:first], mine[begin:first] = FIRST, 0.0
+            log_weights[head] = mine
+            streams.append(HeadStream(stream, columns - at))
+        return Summary(scores.masked_fill(~valid, float("-inf")), log_weights, streams)
+
+    def moved(self, memory: Any, columns: torch.Tensor) -> list[HeadStream]:
+        return [
+            HeadStream(stream.estimator.moved(kept), stream.waiting)
+            for stream, kept in zip(memory, columns, strict=True)
+        ]
+
+    def _start(self, room: int, seed: tuple[int, ...]) -> Estimator:
+        if room < self.least_slots:
+            raise ValueError(
+                f"subgen-stream needs {self.least_slots} slots beside protected tokens, not {room}"
+            )
+        return Estimator.empty(self.radius, self.cluster_samples, self._by_value(room), seed)
+
+    def _by_value(self, room: int) -> int:
+        """s."""
+        return max(1, min(int(self.value_share * room), room - self.cluster_samples - 1))
+
+    def _most(self, room: int) -> int:
+        """Clusters that always fit."""
+        return (room - self._by_value(room)) // (self.cluster_samples + 1)
+
+
+def build(config: "EvictionConfig") -> Scorer:
+    """Scorer of the policy ``subgen-stream``."""
+    return SubGenStream(config.radius, config.cluster_samples, config.value_share, config.seed)
