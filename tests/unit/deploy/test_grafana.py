@@ -1,0 +1,195 @@
+"""The dashboard and the alerts ask for what a server publishes, and Prometheus understands them.
+
+What a server publishes is taken from vLLM's own manager of stat loggers, eviction on.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from benchmarks.server import free_port
+from vllm_kvevict.metrics import prometheus
+from vllm_kvevict.metrics.report import KEY, Report
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "deploy" / "grafana"
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+VARIABLES = [v["definition"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+SCRAPED = {"instance", "job"}
+"""Labels that Prometheus adds to what it scrapes."""
+
+
+def needs(program: str) -> Any:
+    return pytest.mark.skipif(
+        shutil.which(program) is None, reason=f"{program} is not installed (Debian: prometheus)"
+    )
+
+
+@pytest.fixture
+def manager(build) -> Iterator[StatLoggerManager]:
+    yield StatLoggerManager(build("ada-snapkv", served_model_name="m"))
+    while prometheus._registered:
+        REGISTRY.unregister(prometheus._registered.pop())
+
+
+def work(manager: StatLoggerManager) -> None:
+    """One step in which a little of everything happened."""
+    report = Report(
+        {"ada-snapkv": [1, 2]}, tokens_evicted=9, blocks_freed=9, store_blocks_allocated=3,
+        postponed=1, prefix_hits_capped=1, kept_share=[0.3], seconds=[0.02], head_spread=[1.4],
+        blocks_saved=6,
+    )  # fmt: skip
+    stats = SchedulerStats(1, 1, kv_cache_usage=0.5, kv_connector_stats={KEY: vars(report)})
+    stats.prefix_cache_stats.requests = stats.prefix_cache_stats.queries = 4
+    iteration = IterationStats()
+    iteration.num_generation_tokens = 5
+    iteration.time_to_first_tokens_iter, iteration.inter_token_latencies_iter = [0.1], [0.02]
+    manager.record(stats, iteration)
+
+
+def published() -> dict[str, set[str]]:
+    """Labels of every sample name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for sample in (sample for family in REGISTRY.collect() for sample in family.samples):
+        found[sample.name] |= sample.labels.keys()
+    return found
+
+
+def asked(expression: str) -> Iterator[tuple[str, set[str]]]:
+    """Every metric of an expression, with the labels it is selected by."""
+    for name, labels in re.findall(r"(vllm\w*:\w+)(?:\{(.*?)\})?", expression):
+        yield name, set(re.findall(r"(\w+)\s*=", labels))
+
+
+def test_metrics_and_labels_exist(manager):
+    work(manager)
+    names, grouped = published(), 0
+    for expression in [*QUERIES, *VARIABLES, *(rule["expr"] for rule in RULES)]:
+        metrics = list(asked(expression))
+        assert metrics, expression
+        for name, labels in metrics:
+            assert name in names, f"no server publishes {name}"
+            assert labels <= names[name] | SCRAPED, expression
+        for labels in re.findall(r"(?:by|on) \((.*?)\)", expression):
+            grouped += 1
+            wanted = {label.strip() for label in labels.split(",")}
+            assert all(wanted <= names[name] | SCRAPED for name, _ in metrics), expression
+    assert grouped > 10
+
+
+def test_every_metric_of_ours_is_shown_and_documented(manager):
+    ours = {n for n in published() if n.startswith("vllm_kvevict:") and not n.endswith("_created")}
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    shown = " ".join(QUERIES)
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in ours}
+    assert len(families) == 11
+    for family in families:
+        assert family in shown, f"no panel shows {family}"
+        assert f"`{family}`" in table, f"docs/metrics.md leaves out {family}"
+    assert set(re.findall(r"`(vllm_kvevict:\w+)`", table)) == families
+
+
+def test_panels_lie_side_by_side():
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        grid = panel["gridPos"]
+        cells = {(grid["x"] + i, grid["y"] + j) for i in range(grid["w"]) for j in range(grid["h"])}
+        assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
+    for panel in PANELS:
+        assert panel["description"] and panel["datasource"]["uid"] == "${datasource}"
+
+
+@needs("promtool")
+def test_alerts_fire_when_they_should():
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(
+            ["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    tested = (FOLDER / "alerts_test.yml").read_text()
+    assert all(f"alertname: {rule['alert']}" in tested for rule in RULES)
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """/metrics as vLLM's API server answers it: the plain format, whatever is asked for."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(generate_latest())
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@needs("prometheus")
+def test_prometheus_answers_every_query(manager, tmp_path):
+    metrics, port = free_port(), free_port()
+    server = ThreadingHTTPServer(("127.0.0.1", metrics), Metrics)
+    Thread(target=server.serve_forever, daemon=True).start()
+    config = tmp_path / "prometheus.yml"
+    target = {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{metrics}"]}]}
+    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [target]}))
+    process = subprocess.Popen(
+        ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}",
+         f"--web.listen-address=127.0.0.1:{port}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def ask(expression: str) -> list[Any]:
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}") as answer:
+            return json.load(answer)["data"]["result"]
+
+    def scrapes() -> int:
+        try:
+            seen = ask("vllm_kvevict:blocks_saved[1m]")
+        except OSError:
+            return 0
+        return len(seen[0]["values"]) if seen else 0
+
+    try:
+        deadline = time.monotonic() + 60
+        while scrapes() < 4:
+            assert time.monotonic() < deadline, "Prometheus did not scrape"
+            work(manager)
+            time.sleep(0.3)
+        for expression in QUERIES:
+            for variable, value in {
+                "$__rate_interval": "30s", "$model_name": "m", "$instance": ".*", "$engine": ".*",
+            }.items():  # fmt: skip
+                expression = expression.replace(variable, value)
+            result = ask(expression)
+            assert result, f"no answer to {expression}"
+            assert all(point["value"][1] != "NaN" for point in result), expression
+        for rule in RULES:
+            ask(rule["expr"])
+    finally:
+        process.terminate()
+        process.wait(30)
+        server.shutdown()
+        server.server_close()
