@@ -37,7 +37,8 @@ def plan(model, *arguments: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "policy, budget", [("ada-snapkv", 256), ("h2o", 256), ("streaming-llm", "25%")]
+    "policy, budget",
+    [("ada-snapkv", 256), ("h2o", 256), ("streaming-llm", "25%"), ("ada-pyramid", 256)],
 )
 def test_the_shipped_model(policy, budget, said):
     load = ["--prompt", "1500", "--output", "100"]

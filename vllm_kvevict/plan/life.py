@@ -22,7 +22,7 @@ class Life:
         replace: Most that an eviction takes in addition: the new store, and the block that a
             step in flight adds before the old ones are free.
         mean: Over its decode steps.
-        evictions: In its whole life, over all groups.
+        evictions: In its whole life; groups that evict in the same step count once.
 
     """
 
@@ -67,7 +67,7 @@ def life(groups: Sequence["Group"], prompt: int, output: int) -> Life:
         decode=max(blocks for blocks, _ in decode),
         replace=max(more for _, more in decode),
         mean=sum(blocks for blocks, _ in decode) / len(decode),
-        evictions=sum(group.evictions for group in groups),
+        evictions=sum(more > 0 for _, more in steps),
     )
 
 
@@ -83,7 +83,7 @@ class Group:
     def __init__(self, block_size: int, cap: int | None = None) -> None:
         self.block_size = block_size
         self.cap = cap
-        self.held = self.replacing = self.evictions = 0
+        self.held = self.replacing = 0
 
     def step(self, n: int, last: int) -> int:
         """Blocks held in the step after which ``n`` tokens are cached.
@@ -117,7 +117,6 @@ class EvictingGroup(Group):
         if request.is_due(n) and n < last:
             self.replacing = request.store_blocks + 1
             request.evict(n)
-            self.evictions += 1
         self.held = self._blocks(n)
         return during
 

@@ -1,15 +1,16 @@
 """The layers of a model and their KV-cache specs, from its configuration alone."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.plan.options import PlanError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_kvevict.config import EvictionConfig
-    from vllm_kvevict.timeline import Timeline
 
 UNEVEN = ("block_configs", "global_head_dim", "num_global_key_value_heads")
 """Fields of configurations whose layers differ in heads or head size."""
@@ -28,15 +29,21 @@ def rank_specs(
     """
     from vllm.distributed.utils import get_pp_indices
 
-    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    block_size = vllm_config.cache_config.block_size
     kinds = _kinds(vllm_config)
-    evictable = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-    timelines = config.timelines(vllm_config.cache_config.block_size, len(evictable))
-    rules = dict(zip(evictable, timelines, strict=True))
+    if config.has_pyramid and stages > 1:
+        raise PlanError("layers have budgets of their own only without pipeline parallelism")
+    timelines = iter(config.timelines(block_size, kinds.count("full_attention")))
+    specs: list[KVCacheSpec] = []
+    for kind in kinds:
+        spec = _spec(vllm_config, kind)
+        evicts = isinstance(spec, FullAttentionSpec)
+        specs.append(EvictableAttentionSpec.of(spec, next(timelines)) if evicts else spec)
     found = []
     for stage in range(stages):
-        start, end = get_pp_indices(model.get_total_num_hidden_layers(), stage, stages)
-        found.append({f"layers.{i}": _spec(vllm_config, rules.get(i)) for i in range(start, end)})
+        start, end = get_pp_indices(len(kinds), stage, stages)
+        found.append({f"layers.{index}": specs[index] for index in range(start, end)})
     return found
 
 
@@ -63,18 +70,14 @@ def _kinds(vllm_config: "VllmConfig") -> list[str]:
     return list(kinds)
 
 
-def _spec(vllm_config: "VllmConfig", timeline: "Timeline | None") -> "KVCacheSpec":
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    from vllm_kvevict.engine.spec import EvictableAttentionSpec
-
+def _spec(vllm_config: "VllmConfig", kind: str) -> "FullAttentionSpec | SlidingWindowSpec":
     model = vllm_config.model_config
-    shape = dict(
+    shape: dict[str, Any] = dict(
         block_size=vllm_config.cache_config.block_size,
         num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
         head_size=model.get_head_size(),
         dtype=model.dtype,
     )
-    if timeline is None:
+    if kind == "sliding_attention":
         return SlidingWindowSpec(**shape, sliding_window=model.get_sliding_window())
-    return EvictableAttentionSpec.of(FullAttentionSpec(**shape), timeline)
+    return FullAttentionSpec(**shape)
