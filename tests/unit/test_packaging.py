@@ -136,14 +136,16 @@ def build_wheel(folder: Path) -> set[str]:
     """File names of a wheel built from a copy of the sources, so that the tree stays clean."""
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
-    skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "vllm_kvevict", source / "vllm_kvevict", ignore=skip)
+    skip = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("vllm_kvevict", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=skip)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    environment = os.environ | {"KVEVICT_CUDA": "0"}
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())

@@ -1,0 +1,93 @@
+"""nvcc compiles csrc/ for one GPU (all with KVEVICT_TEST_ALL_ARCHS=1), the result loads beside a
+CPU build of torch, and setup.py says why it leaves the extension out."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from csrc.build import ARCHITECTURES, architectures, compile_extension, find_nvcc
+from vllm_kvevict.ops.cuda.fakes import OPERATIONS
+
+ROOT = Path(__file__).parents[2]
+ALL = os.environ.get("KVEVICT_TEST_ALL_ARCHS") == "1"
+LOADED = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+names = [n for n in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")]
+print(*sorted(n.split("::")[1] for n in names if n.startswith("vllm_kvevict::")))
+tensors = [torch.zeros(1)] * 6
+try:
+    torch.ops.vllm_kvevict.select(*tensors, 16)
+except NotImplementedError as error:
+    print("refused:", str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc on the PATH or in CUDA_HOME")
+def test_nvcc_compiles_what_torch_loads(tmp_path: Path) -> None:
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    chosen = ARCHITECTURES if ALL else ("90",)
+    library = tmp_path / "_C.abi3.so"
+    compile_extension(nvcc, library, tmp_path / "objects", chosen)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(library)], capture_output=True, text=True, check=True
+    )
+    registered, refused = done.stdout.splitlines()
+    assert registered.split() == sorted(OPERATIONS)
+    assert "vllm_kvevict::select" in refused and "'CPU' backend" in refused
+    cuobjdump = Path(nvcc).resolve().parent / "cuobjdump"
+    tool = str(cuobjdump) if cuobjdump.is_file() else shutil.which("cuobjdump")
+    if tool:
+        listed = subprocess.run([tool, "--list-elf", str(library)], capture_output=True, text=True)
+        assert all(f"sm_{arch}." in listed.stdout for arch in chosen)
+
+
+def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``setup.py build_ext`` on a machine whose PATH is empty but for what is given."""
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder / "lib")],
+        cwd=ROOT,
+        env={"PATH": str(folder)} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_without_nvcc_one_line_says_so(tmp_path: Path) -> None:
+    done = run_setup(tmp_path)
+    assert done.returncode == 0
+    said = [line for line in done.stderr.splitlines() if "CUDA extension" in line]
+    assert said == ["vllm-kvevict: the CUDA extension is not built: nvcc was not found"]
+    assert not (tmp_path / "lib").exists()
+
+
+def test_demanded_but_impossible_is_an_error(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, KVEVICT_CUDA="1")
+    assert done.returncode != 0
+    assert "KVEVICT_CUDA=1, but nvcc was not found" in done.stderr
+
+
+def test_a_cpu_build_of_torch_is_a_reason(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built with CUDA")
+    (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    done = run_setup(tmp_path)
+    assert done.returncode == 0
+    assert f"torch {torch.__version__} is built without CUDA" in done.stderr
+
+
+def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVEVICT_CUDA_ARCHS", raising=False)
+    assert architectures() == ARCHITECTURES
+    monkeypatch.setenv("KVEVICT_CUDA_ARCHS", "90, 100")
+    assert architectures() == ("90", "100")
+    monkeypatch.setenv("KVEVICT_CUDA_ARCHS", "90,75")
+    with pytest.raises(ValueError, match=r"KVEVICT_CUDA_ARCHS: 75 is not among 80, 86"):
+        architectures()
