@@ -266,17 +266,17 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
 
 
 def _check_policies(config: "EvictionConfig") -> None:
-    """Refuse policies that need an attention path which this platform does not have."""
+    """Refuse policies whose attention path this platform does not have."""
     from vllm.platforms import current_platform
 
-    from vllm_kvevict.policies.base import WeightedScorer
     from vllm_kvevict.policies.registry import build_policies
 
     if current_platform.is_cpu():
         return
     for name, policy in build_policies(config).items():
-        if isinstance(policy.scorer, WeightedScorer):
+        if policy.scorer.page_channels:
             raise ValueError(
                 f"KV eviction does not support the policy {name} on this platform, because only "
-                "its CPU attention backend weighs tokens; choose another policy."
+                "its CPU attention backend keeps numbers beside the cached tokens; choose another "
+                "policy."
             )

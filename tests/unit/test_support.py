@@ -223,14 +223,17 @@ def test_refuses_other_platforms(build: Build, monkeypatch: pytest.MonkeyPatch) 
     assert_sentence(str(caught.value))
 
 
-def test_refuses_weights_where_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["subgen-stream", "h2o", "ada-h2o"])
+def test_refuses_numbers_beside_the_cache_where_no_backend_keeps_them(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.platforms import current_platform
 
-    allowed = EvictionConfig(policy="snapkv", allow="subgen-stream")
+    allowed = EvictionConfig(policy="snapkv", allow=policy)
     support._check_policies(allowed)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     support._check_policies(EvictionConfig(policy="snapkv", allow="tova,none"))
-    with pytest.raises(ValueError, match="the policy subgen-stream on this platform") as caught:
+    with pytest.raises(ValueError, match=f"the policy {policy} on this platform") as caught:
         support._check_policies(allowed)
     assert_sentence(str(caught.value))
 
