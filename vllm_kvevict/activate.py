@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_kvevict import admission
+from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.registry import PYRAMIDS
@@ -47,6 +48,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
 
     """
     check(vllm_config, config)
+    arrange(vllm_config, config)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     worker_cls = _worker(parallel.worker_cls)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, bool(scheduler.async_scheduling))

@@ -206,6 +206,14 @@ class EvictionConfig(BaseModel):
         ),
     )
 
+    attention: Literal["auto", "flash", "triton"] = Field(
+        default="auto",
+        description=(
+            "Attention of evicted requests on a GPU: flash (FlashAttention), triton (a decode "
+            "kernel that reads the eviction state), or auto: flash where it runs, else triton."
+        ),
+    )
+
     @field_validator("policy", mode="before")
     @classmethod
     def _known_policy(cls, value: Any) -> str:

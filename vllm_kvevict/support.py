@@ -31,7 +31,13 @@ class Refusal(NamedTuple):
 def _platform(vllm_config: "VllmConfig") -> bool:
     from vllm.platforms import current_platform
 
-    return not current_platform.is_cpu()
+    return not (current_platform.is_cpu() or current_platform.is_cuda())
+
+
+def _block_size(vllm_config: "VllmConfig") -> bool:
+    from vllm.platforms import current_platform
+
+    return vllm_config.cache_config.block_size % (32 if current_platform.is_cpu() else 16) != 0
 
 
 def _quantised(vllm_config: "VllmConfig") -> bool:
@@ -69,8 +75,8 @@ def _bidirectional(vllm_config: "VllmConfig") -> bool:
 REFUSALS = (
     Refusal(
         "this platform",
-        "this release has an attention backend for vLLM's CPU build only",
-        "use the CPU build of vLLM or serve without --kv-eviction",
+        "this release has attention backends for vLLM's CPU and CUDA builds only",
+        "use one of these builds or serve without --kv-eviction",
         _platform,
     ),
     # Models.
@@ -213,9 +219,9 @@ REFUSALS = (
     ),
     Refusal(
         "this block size",
-        "the CPU kernel takes multiples of 32 tokens",
+        "the CPU kernel takes multiples of 32 tokens and the CUDA kernels multiples of 16",
         "set --block-size to a multiple of 32",
-        lambda c: c.cache_config.block_size % 32 != 0,
+        _block_size,
     ),
     Refusal(
         "prefix-cache hits inside a block",

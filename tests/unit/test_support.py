@@ -218,7 +218,7 @@ def test_refuses_other_platforms(build: Build, monkeypatch: pytest.MonkeyPatch) 
 
     config = build()
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    with pytest.raises(ValueError, match="vLLM's CPU build only; use the CPU build") as caught:
+    with pytest.raises(ValueError, match="CPU and CUDA builds only; use one of these") as caught:
         _check(config)
     assert_sentence(str(caught.value))
 

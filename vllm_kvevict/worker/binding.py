@@ -30,6 +30,15 @@ class GroupBinding:
         """[R] int64 state rows in batch order; None outside a scheduled step."""
         return self._worker.batch_rows(common)
 
+    @property
+    def records(self) -> bool:
+        """Whether a policy that may be chosen needs the observation rings."""
+        return self._worker.rings is not None
+
+    def ring_slots(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[R] int64 ring slots on the host, -1 for none; None where all have none."""
+        return self._worker.batch_rings(common)
+
     def observation(self, common: CommonAttentionMetadata) -> Observation | None:
         """Tokens to record in this step and their ring entries; None where there are none."""
         ring = self._worker.batch_rings(common)

@@ -2,16 +2,104 @@
 
 from typing import Any
 
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_kvevict.attention.choice import choose
+from vllm_kvevict.attention.page_layout import PageLayout
+from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.worker.eviction import LayerCache
+from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
+
+logger = init_logger("vllm.kv_eviction.worker")
+
+BACKENDS = {
+    "FLASH_ATTN": "vllm_kvevict.attention.flash.EvictingFlashBackend",
+    "TRITON_ATTN": "vllm_kvevict.attention.triton.EvictingTritonBackend",
+}
 
 
 class EvictingWorker(EvictionWorkerMixin):
-    """One CUDA rank. Refused at start-up until an attention backend for CUDA exists."""
+    """One CUDA rank."""
+
+    _scratch: Scratch | None = None
 
     def _register_backend(self) -> None:
-        raise ValueError("KV eviction has no attention backend for CUDA yet: use the CPU build.")
+        _, name = choose(self.vllm_config, self.eviction_config)
+        register_backend(AttentionBackendEnum[name], BACKENDS[name])
+        # An engine without eviction may have run in this process and chosen vLLM's backend.
+        selector._cached_get_attn_backend.cache_clear()
+
+    def _kernel(self) -> Kernel:
+        return choose(self.vllm_config, self.eviction_config)[0]
+
+    def determine_available_memory(self) -> int:
+        """Reserve attention's buffers too, so that vLLM sizes its cache around them."""
+        self._allocate_scratch()
+        return super().determine_available_memory()
+
+    def _allocate_scratch(self) -> Scratch:
+        if self._scratch is None:
+            impls = [self._layer(name).impl for name in self._evictable_layers]
+            shapes = {
+                (impl.num_kv_heads, impl.num_heads // impl.num_kv_heads, impl.head_size)
+                for impl in impls
+            }
+            sizes = {spec.block_size for spec in self._evictable_specs}
+            if len(shapes) > 1 or len(sizes) > 1:
+                raise ValueError(
+                    "KV eviction on CUDA needs the same KV heads, query heads, head size and block "
+                    f"size in every full-attention layer, and this model has {sorted(shapes)} with "
+                    f"blocks of {sorted(sizes)} tokens."
+                )
+            shape = Shape(
+                *shapes.pop(),
+                block_size=sizes.pop(),
+                max_requests=self.scheduler_config.max_num_seqs,
+                max_model_len=self.model_config.max_model_len,
+            )
+            self._scratch = Scratch(self._kernel(), shape, self.device)
+        return self._scratch
+
+    def _bind(self, worker: WorkerEviction) -> None:
+        super()._bind(worker)
+        scratch, small = self._allocate_scratch(), 0
+        for group_id, state in worker.states.items():
+            buffers = GroupBuffers(state, scratch, self.device)
+            small += buffers.num_bytes
+            for attn_group in self.model_runner.attn_groups[group_id]:
+                for builder in attn_group.metadata_builders:
+                    builder.buffers = buffers
+        logger.info(
+            "KV eviction attention on this rank: %s kernel, %d bytes of scratch, %d bytes of "
+            "lengths and splits",
+            scratch.kernel,
+            scratch.num_bytes,
+            small,
+        )
 
     def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
-        raise ValueError("KV eviction has no attention backend for CUDA yet: use the CPU build.")
+        cache: torch.Tensor = layer.kv_cache
+        if not cache.is_contiguous():
+            raise ValueError(
+                "KV eviction needs head pages that lie behind one another; this model's KV "
+                "cache is padded or interleaved."
+            )
+        size = spec.block_size * (spec.head_size + spec.head_size_v)
+        return LayerCache(
+            pages=cache.view(-1, size),
+            layout=interleaved(spec.block_size, spec.head_size),
+            scale=layer.impl.scale,
+            softcap=layer.impl.logits_soft_cap,
+        )
+
+
+def interleaved(block_size: int, head_size: int) -> PageLayout:
+    """A token's key, then its value, token after token: what vLLM's GPU kernels write."""
+    tokens = torch.arange(block_size)[:, None] * 2 * head_size
+    keys = tokens + torch.arange(head_size)
+    return PageLayout(keys, keys + head_size)

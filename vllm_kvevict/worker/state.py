@@ -45,12 +45,19 @@ class GroupState:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tail_start = table(num_rows)
+        self.evicted = torch.zeros(num_rows, dtype=torch.bool)
+        """[rows] on the host: whether ``tail_start`` is above 0, known without asking the device."""
         self.weighted = torch.zeros(num_rows, dtype=torch.bool, device=device)
         """[rows] whether page values weigh the store; means something where evicted."""
         self._stores = table(num_rows, widest)
         self.store = self._stores[:, :1]
         """[rows, S] block ids, as wide as the widest store so far."""
         self.head_indptr = table(len(layer_names), num_rows, num_heads + 1)
+
+    @property
+    def stores(self) -> torch.Tensor:
+        """[rows, longest store] block ids, at a fixed address."""
+        return self._stores
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +67,9 @@ class GroupState:
     def clear(self, rows: Sequence[int]) -> None:
         """Forget the evictions of these rows."""
         if len(rows):
-            self.tail_start[torch.as_tensor(rows, device=self.tail_start.device)] = 0
+            cleared = torch.as_tensor(rows, dtype=torch.int64)
+            self.evicted[cleared] = False
+            self.tail_start[cleared.to(self.tail_start.device)] = 0
 
     def splits(self, rows: torch.Tensor) -> torch.Tensor:
         """[L, R, H + 1] int32 head splits of ``rows`` [R]; zeros where one is not evicted."""
@@ -69,7 +78,7 @@ class GroupState:
     def indptr(self, row: int) -> torch.Tensor:
         """[L, H + 1] int32 head split of a row; zeros if it is not evicted."""
         split = self.head_indptr[:, row]
-        return split if int(self.tail_start[row]) else torch.zeros_like(split)
+        return split if bool(self.evicted[row]) else torch.zeros_like(split)
 
     def record(
         self,
@@ -96,4 +105,5 @@ class GroupState:
         self.head_indptr[:, row, 0] = 0
         self.head_indptr[:, row, 1:] = pages.cumsum(-1)
         self.tail_start[row] = tail_start
+        self.evicted[row] = tail_start > 0
         self.weighted[row] = weighted

@@ -1,0 +1,101 @@
+"""Builders and implementations of our GPU backends without an engine around them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+
+from tests.e2e.gpu_on_cpu import flash_attn_varlen_func
+from tests.ragged import Ragged
+from vllm_kvevict.attention.flash import EvictingFlashImpl, EvictingFlashMetadataBuilder
+from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.scratch import Scratch, Shape
+from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.worker.state import GroupState
+
+WINDOW, SLOTS, LONGEST = 4, 3, 1024
+
+
+def state_of(batch: Ragged) -> GroupState:
+    """The batch's evictions, entered as the worker enters them; stale splits stay behind."""
+    rows = batch.tail_start.shape[0]
+    names = [f"layer.{index}" for index in range(batch.num_layers)]
+    timeline = Timeline(batch.block_size, WINDOW, 0, budget_tokens=WINDOW + batch.block_size)
+    state = GroupState(0, names, timeline, batch.num_heads, rows, LONGEST, torch.device("cpu"))
+    state.head_indptr.copy_(batch.head_indptr)
+    for row in range(rows):
+        if tail := int(batch.tail_start[row]):
+            pages = batch.head_indptr[:, row].diff(dim=-1).long()
+            state.record(row, tail, batch.stores[row], pages)
+    return state
+
+
+class Backend:
+    """Builder, implementation and caches over one group's state."""
+
+    def __init__(self, kernel: Any, batch: Ragged, group: int, max_requests: int) -> None:
+        flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
+        self.state = state_of(batch)
+        dim = batch.cache.shape[3] // 2
+        shape = Shape(batch.num_heads, group, dim, batch.block_size, max_requests, LONGEST)
+        self.builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
+        scratch = Scratch(kernel, shape, torch.device("cpu"))
+        self.builder.buffers = GroupBuffers(self.state, scratch, torch.device("cpu"))
+        self.builder.use_full_cuda_graph, self.builder.max_cudagraph_size = False, None
+        self.builder.aot_schedule, self.builder.aot_sliding_window = False, (-1, -1)
+        self.builder.rswa_window = self.builder.mm_prefix_query_ranges_np = None
+        self.builder.dcp_world_size, self.builder.max_num_splits = 1, 0
+        self.rings = torch.zeros(batch.num_layers, SLOTS * WINDOW, batch.num_heads * group, dim)
+        self.step: dict[str, Any] = dict(rows=None, slots=None)
+        self.builder.binding = SimpleNamespace(
+            rows=lambda common: self.step["rows"],
+            ring_slots=lambda common: self.step["slots"],
+            rings=lambda name: self.rings[self.state.layer_index[name]],
+            records=True,
+        )
+        self.impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
+        for name, value in dict(
+            num_heads=batch.num_heads * group,
+            num_kv_heads=batch.num_heads,
+            num_queries_per_kv=group,
+            head_size=dim,
+            scale=dim**-0.5,
+            logits_soft_cap=0.0,
+            attn_type="decoder",
+            alibi_slopes=None,
+            sliding_window=(-1, -1),
+            kv_cache_dtype="auto",
+            vllm_flash_attn_version=2,
+            fa4_hd256=False,
+            dcp_world_size=1,
+            supports_quant_query_input=False,
+            sinks=None,
+        ).items():
+            setattr(self.impl, name, value)
+
+    def forward(
+        self, layer: int, query: torch.Tensor, cache: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        module = SimpleNamespace(
+            layer_name=f"layer.{layer}", _k_scale=torch.ones(1), _v_scale=torch.ones(1)
+        )
+        out = torch.full_like(query, float("nan"))
+        return self.impl.forward(module, query, query, query, cache, metadata, out)
+
+
+def common_of(batch: Ragged, counts: list[int], longest: int = LONGEST) -> CommonAttentionMetadata:
+    """vLLM's metadata of the batch with ``counts`` query tokens per request."""
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=batch.seq_lens,
+        num_reqs=len(counts),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(counts),
+        max_seq_len=longest,
+        block_table_tensor=batch.block_table,
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+    )

@@ -1,0 +1,141 @@
+"""Our GPU backends' builders and forward passes, with a PyTorch FlashAttention under them."""
+
+import pytest
+import torch
+
+from tests.interpreted.fakes import LONGEST, WINDOW, Backend, common_of
+from tests.ragged import Ragged, random_ragged
+
+GROUP = 2
+
+
+def queries(count: int, batch: Ragged) -> torch.Tensor:
+    dim = batch.cache.shape[3] // 2
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, batch.num_heads * GROUP, dim, generator=generator)
+
+
+def expected_at(batch: Ragged, layer: int, query: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """One query at a time: a token sees all but the tokens behind it."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    start = 0
+    for request, count in enumerate(counts):
+        for within in range(count):
+            part = Ragged(**vars(batch))
+            part.rows = batch.rows[request : request + 1]
+            part.seq_lens = batch.seq_lens[request : request + 1] - (count - 1 - within)
+            part.block_table = batch.block_table[request : request + 1]
+            token = start + within
+            out[token] = part.attention(layer, query[token : token + 1], query.shape[2] ** -0.5, 0)
+        start += count
+    return out
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "triton"])
+def test_a_replayed_decode_step(kernel):
+    """What was laid out for a dummy batch serves later batches whose requests are fewer."""
+    size = 4
+    small = dict(heads=2, layers=2, block_size=16, requests=3, padding=1, longest_tail=40)
+    batches = [random_ragged(seed, **small) for seed in (1, 2)]
+    # vLLM's own buffers, which its graphs read, and the cache.
+    live = Ragged(**vars(batches[0]))
+    live.seq_lens = torch.ones(size, dtype=torch.int32)
+    width = max(batch.block_table.shape[1] for batch in batches)
+    live.block_table = torch.zeros(size, width, dtype=torch.int32)
+    backend = Backend(kernel, live, GROUP, size)
+    captured = backend.builder.build_for_cudagraph_capture(common_of(live, [1] * size))
+    assert captured.stock is None and captured.extend is None
+    for batch in batches:
+        for row in range(len(batch.tail_start)):
+            backend.state.clear([row])
+            if tail := int(batch.tail_start[row]):
+                pages = batch.head_indptr[:, row].diff(dim=-1).long()
+                backend.state.record(row, tail, batch.stores[row], pages)
+        live.seq_lens.copy_(batch.seq_lens)
+        live.block_table[:, : batch.block_table.shape[1]] = batch.block_table
+        slots = torch.tensor([-1, 2, 0])
+        backend.step.update(rows=batch.rows[:3].long(), slots=slots)
+        backend.builder.build(0, common_of(live, [1] * size))
+        query = queries(size, batch)
+        for layer in range(2):
+            backend.rings.fill_(float("nan"))
+            out = backend.forward(layer, query, batch.cache, captured)
+            close(out, batch.attention(layer, query, query.shape[2] ** -0.5, 0))
+            written = backend.rings[layer].isnan().logical_not().flatten(1).all(1)
+            entries = {
+                int(slots[place]) * WINDOW + (int(batch.seq_lens[place]) - 1) % WINDOW: place
+                for place in (1, 2)
+            }
+            assert written.nonzero().flatten().tolist() == sorted(entries)
+            for entry, place in entries.items():
+                assert torch.equal(backend.rings[layer, entry], query[place])
+
+
+@pytest.mark.parametrize("kernel", ["flash", "triton"])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_mixed_step(kernel, seed):
+    """Prefills, questions over an evicted context, and decodes, evicted and not, together."""
+    batch = random_ragged(seed, requests=6, longest_tail=60, heads=2, layers=2, evicted_share=0.6)
+    evicted = batch.tail_start[batch.rows.long()] > 0
+    assert evicted.any() and not evicted.all()
+    rand = torch.Generator().manual_seed(seed)
+    tails = batch.seq_lens - batch.tail_start[batch.rows.long()]
+    counts = [1 + int(torch.randint(min(int(n), 9), (1,), generator=rand)) for n in tails]
+    counts[int(evicted.nonzero()[0])] = 1
+    counts[-1] = int(tails[-1])
+    assert max(counts) > 1
+    backend = Backend(kernel, batch, GROUP, 6)
+    slots = torch.tensor([-1, 1, -1, -1, 2, -1])
+    backend.step.update(rows=batch.rows.long(), slots=slots)
+    metadata = backend.builder.build(0, common_of(batch, counts))
+    single = bool((evicted & (torch.tensor(counts) == 1)).any())
+    assert (metadata.decode is not None) == (kernel == "triton" and single)
+    assert metadata.stock is not None
+    query = queries(sum(counts), batch)
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    for layer in range(2):
+        backend.rings.fill_(float("nan"))
+        out = backend.forward(layer, query, batch.cache, metadata)
+        close(out, expected_at(batch, layer, query, counts))
+        for place in (1, 4):
+            for back in range(1, min(counts[place], WINDOW) + 1):
+                position = int(batch.seq_lens[place]) - back
+                entry = int(slots[place]) * WINDOW + position % WINDOW
+                token = query[starts[place + 1] - back]
+                assert torch.equal(backend.rings[layer, entry], token)
+        recorded = sum(min(counts[place], WINDOW) for place in (1, 4))
+        assert int((~backend.rings[layer].isnan()).flatten(1).all(1).sum()) == recorded
+
+
+@pytest.mark.parametrize("kernel", ["flash", "triton"])
+def test_only_evicted_requests(kernel):
+    batch = random_ragged(8, requests=2, evicted_share=1.0, longest_tail=40)
+    counts = [min(3, int(batch.seq_lens[0] - batch.tail_start[batch.rows[0]])), 1]
+    assert counts[0] == 3
+    backend = Backend(kernel, batch, GROUP, 2)
+    backend.step.update(rows=batch.rows.long(), slots=None)
+    metadata = backend.builder.build(0, common_of(batch, counts))
+    assert metadata.stock is None and metadata.recording is None
+    query = queries(sum(counts), batch)
+    out = backend.forward(0, query, batch.cache, metadata)
+    close(out, expected_at(batch, 0, query, counts))
+
+
+def test_outside_a_step_no_request_is_evicted():
+    """Profiling and warm-up carry no requests, whatever rows of the state say."""
+    batch = random_ragged(9, requests=3, evicted_share=1.0, longest_tail=30)
+    backend = Backend("flash", batch, GROUP, 3)
+    dummy = Ragged(**vars(batch))
+    dummy.rows = torch.full((3,), -1, dtype=torch.int32)
+    dummy.seq_lens = torch.tensor([5, 1, 9], dtype=torch.int32)
+    dummy.block_table = torch.randint(1, len(batch.cache), batch.block_table.shape).int()
+    dummy.cache = torch.randn_like(batch.cache)
+    metadata = backend.builder.build(0, common_of(dummy, [1, 1, 1]))
+    query = queries(3, batch)
+    out = backend.forward(1, query, dummy.cache, metadata)
+    close(out, dummy.attention(1, query, query.shape[2] ** -0.5, 0))
+    assert backend.builder.build(0, common_of(dummy, [5, 1, 9])).max_seq_len == LONGEST

@@ -1,0 +1,79 @@
+"""Which attention runs evicted requests on a GPU, and what the flag refuses."""
+
+from typing import Any
+
+import pytest
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_kvevict.attention.choice import arrange, choose
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.worker.gpu import BACKENDS
+
+
+def config(attention: str = "auto") -> EvictionConfig:
+    return EvictionConfig(policy="snapkv", attention=attention)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm.platforms import current_platform
+
+    def set_capability(*capability: int) -> None:
+        found = DeviceCapability(*capability)
+        monkeypatch.setattr(current_platform, "get_device_capability", lambda: found)
+        monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+        monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+
+    return set_capability
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "attention", "expected"),
+    [
+        ((9, 0), "bfloat16", "auto", ("flash", "FLASH_ATTN")),
+        ((8, 0), "float16", "flash", ("flash", "FLASH_ATTN")),
+        ((9, 0), "bfloat16", "triton", ("triton", "FLASH_ATTN")),
+        ((7, 5), "float16", "auto", ("triton", "TRITON_ATTN")),
+        ((9, 0), "float32", "auto", ("triton", "TRITON_ATTN")),
+    ],
+)
+def test_kernel_and_stock_backend(build, gpu, capability, dtype, attention, expected):
+    vllm_config = build(dtype=dtype)
+    gpu(*capability)
+    assert choose(vllm_config, config(attention)) == expected
+    arrange(vllm_config, config(attention))
+    assert vllm_config.attention_config.backend is AttentionBackendEnum[expected[1]]
+    assert expected[1] in BACKENDS
+    arrange(vllm_config, config(attention))  # again, as further engines of a process do
+
+
+def test_flash_where_it_cannot_run(build, gpu):
+    vllm_config = build(dtype="float32")
+    gpu(9, 0)
+    with pytest.raises(ValueError, match="--kv-eviction-attention flash does not work here"):
+        arrange(vllm_config, config("flash"))
+    vllm_config = build(dtype="float16")
+    gpu(7, 5)
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.0"):
+        arrange(vllm_config, config("flash"))
+
+
+def test_another_attention_backend(build, gpu):
+    vllm_config = build(dtype="bfloat16")
+    gpu(9, 0)
+    vllm_config.attention_config.backend = AttentionBackendEnum.FLASHINFER
+    with pytest.raises(ValueError, match="cannot use --attention-backend FLASHINFER: remove"):
+        arrange(vllm_config, config())
+
+
+def test_the_flag_on_the_cpu_build(build):
+    for attention in ("flash", "triton"):
+        with pytest.raises(ValueError, match=f"--kv-eviction-attention {attention} needs a GPU"):
+            build({"policy": "snapkv", "attention": attention})
+    build({"policy": "snapkv", "attention": "auto"})
+
+
+def test_unknown_value():
+    with pytest.raises(ValueError, match="--kv-eviction-attention: must be 'auto', 'flash' or"):
+        EvictionConfig.parse({"policy": "snapkv", "attention": "xformers"})

@@ -1,0 +1,78 @@
+"""Which attention runs evicted requests, decided before workers start."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvevict.attention.scratch import Kernel
+    from vllm_kvevict.config import EvictionConfig
+
+FLAG = "--kv-eviction-attention"
+
+
+def flash_problem(vllm_config: "VllmConfig") -> str | None:
+    """Why FlashAttention cannot serve this model on this GPU; None where it can."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    if capability is None or capability < (8, 0):
+        return "FlashAttention needs compute capability 8.0"
+    model = vllm_config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in ("float16", "bfloat16"):
+        return f"FlashAttention has no kernel for {dtype}"
+    size = model.get_head_size()
+    if size % 8 or size > 256 or (size == 256 and capability.major in (10, 11)):
+        return f"FlashAttention has no kernel for head size {size} and these pages on this GPU"
+    return None
+
+
+def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel", str]:
+    """The kernel of evicted requests on CUDA, and vLLM's backend for the others.
+
+    Returns:
+        ``flash`` or ``triton``, and the name of vLLM's backend that ours derives from.
+
+    Raises:
+        ValueError: In one sentence, why the flag's value cannot be served.
+
+    """
+    problem = flash_problem(vllm_config)
+    if config.attention == "flash" and problem:
+        raise ValueError(f"KV eviction: {FLAG} flash does not work here, because {problem}.")
+    kernel: Kernel = "triton" if config.attention == "triton" or problem else "flash"
+    return kernel, "TRITON_ATTN" if problem else "FLASH_ATTN"
+
+
+def arrange(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
+    """Make vLLM select the backend that ours takes the place of.
+
+    Args:
+        vllm_config: Changed in place, on CUDA.
+        config: The settings of eviction.
+
+    Raises:
+        ValueError: In one sentence, which flag does not fit this platform or model.
+
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        if config.attention != "auto":
+            raise ValueError(
+                f"KV eviction: {FLAG} {config.attention} needs a GPU; on the CPU build remove "
+                "the flag or give auto."
+            )
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    _, name = choose(vllm_config, config)
+    backend = AttentionBackendEnum[name]
+    asked = vllm_config.attention_config.backend
+    if asked not in (None, backend):
+        raise ValueError(
+            f"KV eviction runs on top of {name} here and cannot use --attention-backend "
+            f"{asked.name}: remove that flag; {FLAG} chooses the kernel of evicted requests."
+        )
+    vllm_config.attention_config.backend = backend

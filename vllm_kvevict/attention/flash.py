@@ -1,0 +1,81 @@
+"""The CUDA attention backend: FlashAttention, per KV head for requests that were evicted."""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_kvevict.attention.evicting import (
+    EvictingBackendMixin,
+    EvictingBuilderMixin,
+    EvictingImplMixin,
+)
+
+
+class EvictingFlashBackend(EvictingBackendMixin, FlashAttentionBackend):
+    """Registered over ``FLASH_ATTN``."""
+
+    @staticmethod
+    def get_impl_cls() -> type["EvictingFlashImpl"]:
+        return EvictingFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["EvictingFlashMetadataBuilder"]:
+        return EvictingFlashMetadataBuilder
+
+
+class EvictingFlashMetadataBuilder(EvictingBuilderMixin, FlashAttentionMetadataBuilder):
+    """Stock requests keep FlashAttention 3's ahead-of-time schedule.
+
+    Per-head sequences have other lengths in every layer, so no schedule serves two layers: the
+    kernel makes its own.
+    """
+
+    def num_splits(self, common: CommonAttentionMetadata) -> int:
+        """As vLLM bounds them: a graph must allocate for the most splits."""
+        in_graphs = self.use_full_cuda_graph and self.max_cudagraph_size is not None
+        if in_graphs and common.num_actual_tokens <= self.max_cudagraph_size:
+            return self.max_num_splits
+        return 0
+
+
+class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
+    """FlashAttention; evicted requests run as one sequence per (request, KV head)."""
+
+    def attend_pages(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        lengths: torch.Tensor,
+        table: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        num_splits: int,
+    ) -> None:
+        flash_attn.flash_attn_varlen_func(
+            q=query,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=query_start_loc,
+            max_seqlen_q=max_query_len,
+            seqused_k=lengths,
+            max_seqlen_k=max_seq_len,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=[-1, -1],
+            block_table=table,
+            softcap=self.logits_soft_cap,
+            fa_version=self.vllm_flash_attn_version,
+            num_splits=num_splits,
+        )

@@ -1,0 +1,260 @@
+"""A step's requests on a GPU as (request, KV head) sequences, whose layout never leaves it.
+
+Which requests are evicted is known on the host; how long each head is, is not. So lengths,
+splits and page tables are made by kernels, and a decode step writes them to buffers that a
+captured graph reads again: a replay runs no Python.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
+from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
+from vllm_kvevict.worker.state import GroupState
+
+
+@dataclass
+class Recording:
+    """K tokens whose queries go to the observation rings.
+
+    ``tokens``, ``places`` (in the batch), ``back`` (tokens to the request's end, itself
+    included) and ``slots`` (ring slot, -1 for none) are [K] int32, ``seq_lens`` [batch] int32.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    back: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+@dataclass
+class Decode:
+    """R requests with one query token each, evicted or not.
+
+    ``rows``, ``places`` and ``tokens`` are [R] int32; ``lengths`` [L, >= R * H] int32;
+    ``query_start_loc`` [R * H + 1] int32 counts up by one.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    tokens: torch.Tensor
+    in_order: bool
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+
+
+@dataclass
+class Extend:
+    """R evicted requests, some with several query tokens.
+
+    ``order`` [queries] int64 numbers (token, KV head) pairs of the batch as
+    ``token * H + head``, sequence by sequence; ``table`` [R * H, V] int32 is written layer by
+    layer.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    order: torch.Tensor
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    query_start_loc: torch.Tensor
+    table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class GroupBuffers:
+    """Buffers of one KV-cache group that decode steps rewrite in place.
+
+    Args:
+        state: The group's eviction state.
+        scratch: The worker's scratch.
+        device: Where attention runs.
+
+    """
+
+    def __init__(self, state: GroupState, scratch: Scratch, device: torch.device) -> None:
+        self.state = state
+        self.scratch = scratch
+        self.device = device
+        requests, layers = scratch.shape.max_requests, len(state.layer_names)
+        sequences = requests * state.num_heads
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._rows_and_slots = torch.full_like(numbers(2, requests), -1)
+        self._ones = torch.ones_like(numbers(requests))
+        self._count = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        self.lengths = numbers(layers, sequences)
+        self.size = numbers(layers)
+        self.starts = numbers(layers, sequences + 1)
+        splits = scratch.max_splits if scratch.kernel == "triton" else 0
+        self.owners = numbers(layers, splits)
+
+    @property
+    def num_bytes(self) -> int:
+        buffers = (self.lengths, self.size, self.starts, self.owners, self._count)
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def decode(
+        self,
+        common: CommonAttentionMetadata,
+        rows: torch.Tensor | None,
+        slots: torch.Tensor | None,
+    ) -> tuple[Decode, Recording]:
+        """A step in which every request has one query token.
+
+        Args:
+            common: vLLM's metadata, perhaps padded to the requests of a graph.
+            rows: [<= R] int64 state rows on the host; None outside a scheduled step.
+            slots: [<= R] int64 ring slots on the host, -1 for none; None where all have none.
+
+        Returns:
+            Views of the buffers, the same ones for the same number of requests.
+
+        """
+        requests = common.num_reqs
+        staged = torch.full((2, requests), -1, dtype=torch.int32)
+        for line, values in enumerate((rows, slots)):
+            if values is not None:
+                staged[line, : len(values)] = values
+        numbers = self._rows_and_slots[:, :requests]
+        numbers.copy_(async_tensor_h2d(staged, device=self.device), non_blocking=True)
+        places = self._count[:requests]
+        decode = Decode(
+            rows=numbers[0],
+            places=places,
+            tokens=places,
+            in_order=True,
+            block_table=common.block_table_tensor,
+            lengths=self.lengths,
+            query_start_loc=self._count[: requests * self.state.num_heads + 1],
+            max_seq_len=common.max_seq_len,
+        )
+        self.measure(decode, common.seq_lens)
+        recording = Recording(places, places, self._ones[:requests], numbers[1], common.seq_lens)
+        return decode, recording
+
+    def some_decode(
+        self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
+    ) -> Decode:
+        """The requests at ``places`` [R] of a mixed batch, one query token each; host tensors."""
+        tokens = common.query_start_loc_cpu[places]
+        on_device = self._upload(rows, places, tokens)
+        sequences = len(rows) * self.state.num_heads
+        decode = Decode(
+            rows=on_device[0],
+            places=on_device[1],
+            tokens=on_device[2],
+            in_order=False,
+            block_table=common.block_table_tensor,
+            lengths=self.lengths,
+            query_start_loc=self._count[: sequences + 1],
+            max_seq_len=common.max_seq_len,
+        )
+        self.measure(decode, common.seq_lens)
+        return decode
+
+    def extend(
+        self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
+    ) -> Extend:
+        """The evicted requests at ``places`` [R] of a mixed batch; host tensors."""
+        heads, layers = self.state.num_heads, len(self.state.layer_names)
+        starts = common.query_start_loc_cpu[places].long()
+        counts = common.query_start_loc_cpu[places + 1].long() - starts
+        per_sequence = counts.repeat_interleave(heads)
+        ends = per_sequence.cumsum(0)
+        within = torch.arange(int(ends[-1])) - (ends - per_sequence).repeat_interleave(per_sequence)
+        token = within + starts.repeat_interleave(heads).repeat_interleave(per_sequence)
+        head = torch.arange(heads).repeat(len(rows)).repeat_interleave(per_sequence)
+        query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        on_device = self._upload(rows, places, query_start_loc)
+        pages = -(-common.max_seq_len // self.state.timeline.block_size)
+        sequences = len(rows) * heads
+        lengths = torch.empty(layers, sequences, dtype=torch.int32, device=self.device)
+        head_lengths(
+            on_device[0],
+            on_device[1],
+            common.seq_lens,
+            self.state.tail_start,
+            self.state.head_indptr,
+            lengths,
+            self.state.timeline.block_size,
+        )
+        return Extend(
+            rows=on_device[0],
+            places=on_device[1],
+            order=async_tensor_h2d(token * heads + head, device=self.device),
+            block_table=common.block_table_tensor,
+            lengths=lengths,
+            query_start_loc=on_device[2],
+            table=torch.zeros(sequences, pages, dtype=torch.int32, device=self.device),
+            max_query_len=int(counts.max()),
+            max_seq_len=common.max_seq_len,
+        )
+
+    def measure(self, decode: Decode, seq_lens: torch.Tensor) -> None:
+        """Lengths of all layers and, for the Triton kernel, their splits."""
+        head_lengths(
+            decode.rows,
+            decode.places,
+            seq_lens,
+            self.state.tail_start,
+            self.state.head_indptr,
+            self.lengths,
+            self.state.timeline.block_size,
+        )
+        if self.scratch.kernel == "triton":
+            split_keys(
+                self.lengths,
+                len(decode.rows) * self.state.num_heads,
+                self.scratch.target,
+                SMALLEST_SPLIT,
+                self.size,
+                self.starts,
+                self.owners,
+            )
+
+    def hide(self, seq_lens: torch.Tensor, evicted: torch.Tensor) -> torch.Tensor:
+        """``seq_lens`` [R] with 0 where ``evicted`` [R] (on the host) is set."""
+        return seq_lens * async_tensor_h2d((~evicted).to(torch.int32), device=self.device)
+
+    def recording(
+        self, common: CommonAttentionMetadata, slots: torch.Tensor, window: int
+    ) -> Recording:
+        """The last ``window`` tokens, at most, of requests of a mixed batch with a ring slot.
+
+        Args:
+            common: vLLM's metadata.
+            slots: [R] int64 ring slots on the host, -1 for none.
+            window: Queries in a slot.
+
+        """
+        holders = (slots >= 0).nonzero().flatten()
+        ends = common.query_start_loc_cpu[1:][holders].long()
+        counts = (ends - common.query_start_loc_cpu[:-1][holders].long()).clamp(max=window)
+        last = counts.cumsum(0).repeat_interleave(counts)
+        back = last - torch.arange(int(counts.sum()))
+        tokens = ends.repeat_interleave(counts) - back
+        places = holders.repeat_interleave(counts)
+        on_device = self._upload(tokens, places, back, slots[places])
+        return Recording(
+            tokens=on_device[0],
+            places=on_device[1],
+            back=on_device[2],
+            slots=on_device[3],
+            seq_lens=common.seq_lens,
+        )
+
+    def _upload(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """int32 copies on the device, in one transfer."""
+        joined = torch.cat([part.to(torch.int32) for part in parts])
+        moved = async_tensor_h2d(joined, device=self.device)
+        return moved.split([len(part) for part in parts])

@@ -1,0 +1,70 @@
+"""The backend for GPUs and types that FlashAttention does not serve: vLLM's Triton attention."""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends import triton_attn
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_kvevict.attention.evicting import (
+    EvictingBackendMixin,
+    EvictingBuilderMixin,
+    EvictingImplMixin,
+)
+
+
+class EvictingTritonBackend(EvictingBackendMixin, TritonAttentionBackend):
+    """Registered over ``TRITON_ATTN``."""
+
+    @staticmethod
+    def get_impl_cls() -> type["EvictingTritonImpl"]:
+        return EvictingTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["EvictingTritonMetadataBuilder"]:
+        return EvictingTritonMetadataBuilder
+
+
+class EvictingTritonMetadataBuilder(EvictingBuilderMixin, TritonAttentionMetadataBuilder):
+    """Nothing of its own: decode steps run our kernel, the others vLLM's."""
+
+
+class EvictingTritonImpl(EvictingImplMixin, TritonAttentionImpl):
+    """vLLM's Triton attention; several query tokens of an evicted request run through it too."""
+
+    def attend_pages(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        lengths: torch.Tensor,
+        table: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        num_splits: int,
+    ) -> None:
+        triton_attn.unified_attention(
+            q=query,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=query_start_loc,
+            max_seqlen_q=max_query_len,
+            seqused_k=lengths,
+            max_seqlen_k=max_seq_len,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=table,
+            softcap=self.logits_soft_cap,
+            q_descale=None,
+            k_descale=layer._k_scale.expand(len(lengths), 1),
+            v_descale=layer._v_scale.expand(len(lengths), 1),
+        )
