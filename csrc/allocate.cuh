@@ -1,30 +1,15 @@
-// allocate: the S * H pages of each layer with the highest sums of scores, whichever head they are in.
-//
-// ops/reference/allocate.py, adaptive_pages (Ada-KV Theorem 3.3 in whole pages), on sorted scores.
-// Every head's first max(1, floor * S) pages are taken; ties go to the lower head, then the lower page.
+// The kernels of allocate.h.
 #pragma once
 
+#include "allocate.h"
 #include "device.h"
 #include "digits.cuh"
 #include "ordered.h"
 
 namespace kvevict {
 
-struct Allocate {
-  int32_t* pages;               // [groups, H]
-  uint64_t* gains;              // flat, one a page of scores: ordered sums
-  const uint32_t* keys;         // flat: sorted scores (sort.cuh)
-  const int64_t* start;         // [groups, H] first score, whole pages
-  const int32_t* length;        // [groups, H] scores, whole pages
-  const int32_t* caps;          // [groups, H] pages that a head may keep
-  const int32_t* store_blocks;  // [groups] S
-  double floor;
-  int num_groups, num_heads, block_size;
-};
-
 constexpr int kGainThreads = 256;
 constexpr int kAllocateThreads = 512;
-constexpr int kMaxHeads = 1024;
 
 // A block sums the pages of one head.
 static __global__ void gain_kernel(const __grid_constant__ Allocate work) {
@@ -103,7 +88,7 @@ static __global__ void allocate_kernel(const __grid_constant__ Allocate work) {
   }
 }
 
-inline void launch_allocate(const Allocate& work, Stream stream) {
+void launch_allocate(const Allocate& work, Stream stream) {
   const int64_t rows = static_cast<int64_t>(work.num_groups) * work.num_heads;
   launch(gain_kernel, rows, 1, kGainThreads, 0, stream, work);
   launch(allocate_kernel, work.num_groups, 1, kAllocateThreads, sizeof(AllocateShared), stream, work);

@@ -78,7 +78,7 @@ def compile_extension(
         _run([*common, *device, "-c", str(source), "-o", str(compiled)])
         return compiled
 
-    sources = [*sorted(HERE.glob("*.cu")), HERE / "binding.cpp"]
+    sources = sorted([*HERE.glob("*.cu"), *HERE.glob("*.cpp")], reverse=True)
     jobs = jobs or int(os.environ.get("KVEVICT_JOBS", 0)) or os.cpu_count() or 1
     with ThreadPoolExecutor(jobs) as pool:
         objects = list(pool.map(compile_one, sources))

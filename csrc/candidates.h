@@ -3,7 +3,7 @@
 // no padding: S_old * H store pages and H times the tail's pages, a number that the host knows.
 #pragma once
 
-#include "device.h"
+#include "cuda_types.h"
 #include "request.h"
 
 namespace kvevict {
@@ -17,63 +17,5 @@ struct Candidates {
   int num_rows, num_heads, positional_width, block_size;
   int block_shift;            // block_size == 1 << block_shift
 };
-
-struct Head {
-  const int32_t* store;
-  const int32_t* positional;
-  int num_heads, head, store_pages, tail_pages, block_size, block_shift;
-  int first_page;  // flat store page
-  int columns;     // cached tokens
-  int64_t first_column, first_sum;
-
-  // Physical page of the index-th page of the head.
-  __device__ int64_t page(int index) const {
-    if (index >= store_pages) {
-      return static_cast<int64_t>(positional[index - store_pages]) * num_heads + head;
-    }
-    const int flat = first_page + index;
-    return static_cast<int64_t>(store[flat / num_heads]) * num_heads + flat % num_heads;
-  }
-
-  // Where a column lies, in slots of the cache.
-  __device__ int64_t slot(int column) const {
-    return page(column >> block_shift) << block_shift | (column & (block_size - 1));
-  }
-
-  __device__ int candidates() const { return (store_pages + tail_pages) * block_size; }
-};
-
-// `window` is 0 where column sums play no part.
-__device__ inline Head find_head(const Candidates& tables, int request, int layer, int head,
-                                 int window = 0) {
-  const Request& due = tables.requests[request];
-  KVEVICT_ASSERT(due.row >= 0 && due.row < tables.num_rows);
-  Head found;
-  found.num_heads = tables.num_heads;
-  found.head = head;
-  found.block_size = tables.block_size;
-  found.block_shift = tables.block_shift;
-  found.store = tables.store + due.row * tables.store_stride;
-  found.positional = tables.positional + static_cast<int64_t>(request) * tables.positional_width;
-  found.first_page = found.store_pages = 0;
-  if (due.old_store_blocks > 0) {
-    const int32_t* split =
-        tables.head_indptr +
-        (static_cast<int64_t>(layer) * tables.num_rows + due.row) * (tables.num_heads + 1);
-    KVEVICT_ASSERT(split[tables.num_heads] == due.old_store_blocks * tables.num_heads);
-    found.first_page = split[head];
-    found.store_pages = split[head + 1] - split[head];
-  }
-  const int bs = tables.block_size, heads = tables.num_heads;
-  found.tail_pages = static_cast<int>((due.tail_start - due.old_tail_start) / bs);
-  found.columns = static_cast<int>(found.store_pages * bs + due.num_tokens - due.old_tail_start);
-  const int64_t layer_pages = (due.old_store_blocks + found.tail_pages) * heads;
-  const int64_t pages_before = found.first_page + static_cast<int64_t>(head) * found.tail_pages;
-  const int64_t columns_before = (layer * layer_pages + pages_before) * bs;
-  const int64_t rest = due.num_tokens - window - due.tail_start;
-  found.first_column = due.first_column + columns_before;
-  found.first_sum = due.first_sum + columns_before + (layer * static_cast<int64_t>(heads) + head) * rest;
-  return found;
-}
 
 }  // namespace kvevict

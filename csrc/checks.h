@@ -10,7 +10,7 @@
 #include <limits>
 #include <string>
 
-#include "device.h"
+#include "cuda_types.h"
 #include "layers.h"
 #include "stream.h"
 

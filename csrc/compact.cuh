@@ -1,24 +1,11 @@
-// compact: survivors of every layer and request to the new store. Bytes are copied, so any KV dtype
-// moves as it is, with whatever scales lie inside a slot.
-//
-// ops/reference/pages.py, compact_index, and the copy. Sources and targets share no block.
+// The kernel of compact.h.
 #pragma once
 
-#include "candidates.h"
+#include "compact.h"
 #include "device.h"
-#include "layers.h"
+#include "head.cuh"
 
 namespace kvevict {
-
-struct Compact {
-  Layers caches;               // [blocks, H, block_size, slot] each
-  Candidates candidates;
-  const int32_t* columns;      // kept columns of each head, ascending; the heads of a layer in order
-  const int32_t* pages;        // [E, L, H] pages each head keeps
-  const int32_t* store;        // [E, store_width] blocks to fill
-  int64_t num_pages;           // of a cache
-  int slot_bytes, num_layers, store_width;
-};
 
 constexpr int kCompactThreads = 256;
 constexpr int kCompactUnroll = 4;
@@ -72,7 +59,7 @@ __global__ void compact_kernel(const __grid_constant__ Compact work) {
   }
 }
 
-inline void launch_compact(const Compact& work, int num_requests, Stream stream) {
+void launch_compact(const Compact& work, int num_requests, Stream stream) {
   const int64_t blocks = static_cast<int64_t>(num_requests) * work.num_layers * work.store_width *
                          work.candidates.num_heads;
   const auto run = [&](auto kernel) {

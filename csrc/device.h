@@ -1,18 +1,14 @@
 // What kernels are written against: CUDA, or the emulation of a block's threads that tests use.
 #pragma once
 
-#include <cstdint>
+#include "cuda_types.h"
 
-#ifdef KVEVICT_EMULATE
-#include "cuda_emulation.h"
-#else
+#ifndef KVEVICT_EMULATE
 #include <cuda_runtime.h>
 
 #include "ptx.h"
 
 namespace kvevict {
-
-using Stream = cudaStream_t;
 
 // Dynamic shared memory of the block; every kernel carves its own from it.
 inline __device__ unsigned char* shared_memory() {

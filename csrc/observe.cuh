@@ -1,22 +1,10 @@
-// observe: the last queries of requests with a ring slot, to their rings. One layer a launch.
-//
-// The query of position p goes to entry p % window of its slot. All sizes come from tensors at fixed
-// addresses, so a CUDA graph can record the launch: a request without a slot has ring -1.
+// The kernel of observe.h.
 #pragma once
 
 #include "device.h"
+#include "observe.h"
 
 namespace kvevict {
-
-struct Observe {
-  unsigned char* rings;             // [slots * window, bytes]
-  const unsigned char* query;       // [T, bytes], token_bytes apart
-  const int32_t* query_start_loc;   // [R + 1]
-  const int32_t* seq_lens;          // [R]
-  const int32_t* ring;              // [R]
-  int64_t token_bytes, num_tokens, slots;
-  int bytes, window, num_requests, queries;
-};
 
 constexpr int kObserveThreads = 128;
 
@@ -43,7 +31,7 @@ static __global__ void observe_kernel(const __grid_constant__ Observe work) {
   }
 }
 
-inline void launch_observe(const Observe& work, Stream stream) {
+void launch_observe(const Observe& work, Stream stream) {
   const int64_t blocks = static_cast<int64_t>(work.num_requests) * work.queries;
   launch(observe_kernel, blocks, 1, kObserveThreads, 0, stream, work);
 }

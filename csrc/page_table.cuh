@@ -1,26 +1,10 @@
-// page table: one sequence per (request, KV head), all layers in one launch.
-//
-// ops/reference/pages.py, head_page_table, on rows of the state tables. Graph-safe: every size but the
-// bounds comes from tensors at fixed addresses. A request with tail start 0 is not evicted and has
-// its positional blocks alone; a row of -1 is padding and has no tokens.
+// The kernel of page_table.h.
 #pragma once
 
 #include "device.h"
+#include "page_table.h"
 
 namespace kvevict {
-
-struct PageTable {
-  int32_t* table;              // [L, R * H, width]
-  int32_t* lengths;            // [L, R * H]
-  const int32_t* head_indptr;  // [L, rows, H + 1]
-  const int32_t* store;        // [rows, store_width], rows store_stride apart
-  const int32_t* tail_start;   // [rows]
-  const int32_t* rows;         // [R]
-  const int32_t* seq_lens;     // [R]
-  const int32_t* block_table;  // [R, blocks], rows block_stride apart
-  int64_t store_stride, block_stride;
-  int num_rows, num_layers, num_requests, num_heads, store_width, num_blocks, width, block_size;
-};
 
 constexpr int kPageTableThreads = 128;
 
@@ -64,7 +48,7 @@ static __global__ void page_table_kernel(const __grid_constant__ PageTable work)
   if (threadIdx.x == 0) work.lengths[blockIdx.x] = pages * work.block_size + tail_tokens;
 }
 
-inline void launch_page_table(const PageTable& work, Stream stream) {
+void launch_page_table(const PageTable& work, Stream stream) {
   const int64_t blocks = static_cast<int64_t>(work.num_layers) * work.num_requests * work.num_heads;
   launch(page_table_kernel, blocks, 1, kPageTableThreads, 0, stream, work);
 }

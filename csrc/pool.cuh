@@ -1,25 +1,13 @@
-// pool: column sums to scores. Adds the query groups, averages, smooths along each head's columns.
-//
-// ops/reference/score.py, pool, and the protection of first tokens (policies/base.py).
+// The kernel of pool.h.
 #pragma once
 
-#include "candidates.h"
 #include "device.h"
+#include "head.cuh"
+#include "pool.h"
 
 namespace kvevict {
 
-struct Pool {
-  float* scores;      // flat, candidates only
-  const float* sums;  // [query groups, num_sums]
-  Candidates candidates;
-  int64_t num_scores, num_sums;
-  float factor;
-  int query_groups, num_layers, window, kernel, chunks;
-  bool average;
-};
-
 constexpr int kPoolThreads = 256;
-constexpr int kPoolChunk = 1024;
 constexpr float kProtected = 1e30f;
 
 static __global__ void pool_kernel(const __grid_constant__ Pool work) {
@@ -52,7 +40,7 @@ static __global__ void pool_kernel(const __grid_constant__ Pool work) {
   }
 }
 
-inline void launch_pool(const Pool& work, int64_t heads, Stream stream) {
+void launch_pool(const Pool& work, int64_t heads, Stream stream) {
   launch(pool_kernel, heads * work.chunks, 1, kPoolThreads, 0, stream, work);
 }
 

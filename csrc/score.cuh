@@ -1,36 +1,16 @@
-// score: attention of the observation window over everything a KV head has cached.
-//
-// ops/reference/score.py, window_attention (Ada-KV sections 3.4 and 3.5), in two passes over the keys:
-// the log-sum-exp of every query row, then the column sums of exp(logit - lse). Where the caller has the
-// log-sum-exp already, the second pass alone is NACL's Algorithm 2. A block takes kChunk columns of a
-// (request, layer, KV head), so results do not depend on what else is in the batch. Softmax is in
-// float32, in powers of two.
+// The kernels of score.h.
 #pragma once
 
-#include "candidates.h"
+#include <type_traits>
+
 #include "device.h"
-#include "layers.h"
+#include "head.cuh"
 #include "queries.cuh"
+#include "score.h"
 #include "tile.cuh"
 
 namespace kvevict {
 
-struct Score {
-  Layers caches;            // [blocks, H, block_size, slot] each, keys first in a slot
-  Layers rings;             // [slots * w, query heads, D] each
-  float scales[kMaxLayers]; // of the logits, a quantised cache's key scale included
-  Candidates candidates;
-  float2* partial;          // [E * L * H, chunks, rows]: maximum and sum of powers of a chunk
-  float* lse;               // [E * L * H, rows]
-  float* sums;              // [query groups, columns of all requests before the windows]
-  int64_t num_sums;
-  Stored stored;
-  float softcap;            // 0 for none
-  int num_layers, group, window, slot_bytes, chunks;
-};
-
-constexpr int kChunk = 1024;
-constexpr int kScoreWarps = 8;
 constexpr float kLog2E = 1.4426950408889634f;
 
 // What one block works on.
@@ -290,5 +270,27 @@ void launch_columns(const Score& work, int64_t heads, Stream stream) {
   launch(column_kernel<T, D>, heads * work.chunks, shape.groups, shape.warps * kWarp, shape.shared,
          stream, work);
 }
+
+// The head sizes that score is compiled for. One dtype a file: they compile side by side.
+#define KVEVICT_SCORE(T)                                                                        \
+  template <>                                                                                   \
+  void launch_score<T>(const Score& work, Pass pass, int head_size, int64_t heads,              \
+                       Stream stream) {                                                         \
+    const auto run = [&](auto size) {                                                           \
+      constexpr int D = decltype(size)::value;                                                  \
+      if (pass == Pass::kLse) {                                                                 \
+        launch_lse<T, D>(work, heads, stream);                                                  \
+      } else {                                                                                  \
+        launch_columns<T, D>(work, heads, stream);                                              \
+      }                                                                                         \
+    };                                                                                          \
+    switch (head_size) {                                                                        \
+      case 64: return run(std::integral_constant<int, 64>{});                                   \
+      case 80: return run(std::integral_constant<int, 80>{});                                   \
+      case 96: return run(std::integral_constant<int, 96>{});                                   \
+      case 128: return run(std::integral_constant<int, 128>{});                                 \
+      case 256: return run(std::integral_constant<int, 256>{});                                 \
+    }                                                                                           \
+  }
 
 }  // namespace kvevict

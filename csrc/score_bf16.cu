@@ -1,6 +1,4 @@
-#include <type_traits>
-
-#include "score_dispatch.h"
+#include "score.cuh"
 
 namespace kvevict {
 

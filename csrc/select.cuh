@@ -1,25 +1,12 @@
-// select: columns of the best scores of each head, ascending; ties to the lower column.
-//
-// ops/reference/select.py. A block works on one head: four passes find the score of the last kept
-// token, a fifth writes the columns. Nothing depends on the order in which threads run.
+// The kernel of select.h.
 #pragma once
 
 #include "device.h"
 #include "digits.cuh"
 #include "ordered.h"
+#include "select.h"
 
 namespace kvevict {
-
-struct Select {
-  int32_t* columns;           // kept columns, flat
-  const float* scores;        // flat
-  const int64_t* start;       // [groups * H] first score of each head
-  const int32_t* length;      // [groups * H] scores of each head
-  const int32_t* pages;       // [groups * H] pages each head keeps
-  const int64_t* first_kept;  // [groups] where each group's kept columns begin
-  int64_t num_scores, num_columns;
-  int num_groups, num_heads, block_size;
-};
 
 constexpr int kSelectThreads = 512;
 
@@ -78,7 +65,7 @@ static __global__ void select_kernel(const __grid_constant__ Select work) {
   }
 }
 
-inline void launch_select(const Select& work, Stream stream) {
+void launch_select(const Select& work, Stream stream) {
   const int64_t blocks = static_cast<int64_t>(work.num_groups) * work.num_heads;
   launch(select_kernel, blocks, 1, kSelectThreads, sizeof(SelectShared), stream, work);
 }

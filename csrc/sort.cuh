@@ -1,23 +1,12 @@
-// sort: each head's scores, highest first. One block a head, least significant byte first.
-//
-// A pass moves keys in order, so it is stable, and every position follows from counts alone.
+// The kernel of sort.h.
 #pragma once
 
 #include "device.h"
 #include "digits.cuh"
 #include "ordered.h"
+#include "sort.h"
 
 namespace kvevict {
-
-struct Sort {
-  uint32_t* keys;         // flat, as scores: the sorted keys (csrc/ordered.h)
-  uint32_t* other;        // flat: for keys on the way
-  const float* scores;    // flat
-  const int64_t* start;   // [rows] first score of each head
-  const int32_t* length;  // [rows] scores of each head
-  int64_t num_scores;
-  int num_rows;
-};
 
 constexpr int kSortThreads = 512;
 constexpr int kSortWarps = kSortThreads / kWarp;
@@ -118,7 +107,7 @@ static __global__ void sort_kernel(const __grid_constant__ Sort work) {
   sort_pass(shared, shared.digits[3], 24, length, keys, [&](int i) { return other[i]; });
 }
 
-inline void launch_sort(const Sort& work, Stream stream) {
+void launch_sort(const Sort& work, Stream stream) {
   launch(sort_kernel, work.num_rows, 1, kSortThreads, sizeof(SortShared), stream, work);
 }
 

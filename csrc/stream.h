@@ -3,12 +3,13 @@
 
 #ifndef KVEVICT_EMULATE
 
-#include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+
+#include "cuda_types.h"
 
 namespace kvevict {
 

@@ -1,9 +1,9 @@
 // A tile of keys in shared memory, gathered from head pages.
 #pragma once
 
-#include "candidates.h"
 #include "device.h"
-#include "numbers.h"
+#include "fp8.cuh"
+#include "head.cuh"
 
 namespace kvevict {
 

@@ -1,4 +1,4 @@
-#include "pool.cuh"
+#include "pool.h"
 
 #include "candidates_check.h"
 #include "launchers.h"

@@ -1,8 +1,8 @@
-#include "allocate.cuh"
+#include "allocate.h"
 
 #include "checks.h"
 #include "launchers.h"
-#include "sort.cuh"
+#include "sort.h"
 
 namespace kvevict {
 

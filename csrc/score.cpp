@@ -1,6 +1,6 @@
 #include "candidates_check.h"
 #include "launchers.h"
-#include "score_dispatch.h"
+#include "score.h"
 
 namespace kvevict {
 

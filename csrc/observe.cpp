@@ -1,4 +1,4 @@
-#include "observe.cuh"
+#include "observe.h"
 
 #include "checks.h"
 #include "launchers.h"

@@ -1,4 +1,4 @@
-#include "compact.cuh"
+#include "compact.h"
 
 #include "candidates_check.h"
 #include "launchers.h"

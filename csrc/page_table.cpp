@@ -1,4 +1,4 @@
-#include "page_table.cuh"
+#include "page_table.h"
 
 #include "checks.h"
 #include "launchers.h"

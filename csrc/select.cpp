@@ -1,4 +1,4 @@
-#include "select.cuh"
+#include "select.h"
 
 #include "checks.h"
 #include "launchers.h"

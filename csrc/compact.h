@@ -1,0 +1,25 @@
+// compact: survivors of every layer and request to the new store. Bytes are copied, so any KV dtype
+// moves as it is, with whatever scales lie inside a slot.
+//
+// ops/reference/pages.py, compact_index, and the copy. Sources and targets share no block.
+#pragma once
+
+#include "candidates.h"
+#include "cuda_types.h"
+#include "layers.h"
+
+namespace kvevict {
+
+struct Compact {
+  Layers caches;               // [blocks, H, block_size, slot] each
+  Candidates candidates;
+  const int32_t* columns;      // kept columns of each head, ascending; the heads of a layer in order
+  const int32_t* pages;        // [E, L, H] pages each head keeps
+  const int32_t* store;        // [E, store_width] blocks to fill
+  int64_t num_pages;           // of a cache
+  int slot_bytes, num_layers, store_width;
+};
+
+void launch_compact(const Compact& work, int num_requests, Stream stream);
+
+}  // namespace kvevict

@@ -1,0 +1,49 @@
+// score: attention of the observation window over everything a KV head has cached.
+//
+// ops/reference/score.py, window_attention (Ada-KV sections 3.4 and 3.5), in two passes over the keys:
+// the log-sum-exp of every query row, then the column sums of exp(logit - lse). Where the caller has the
+// log-sum-exp already, the second pass alone is NACL's Algorithm 2. A block takes kChunk columns of a
+// (request, layer, KV head), so results do not depend on what else is in the batch. Softmax is in
+// float32, in powers of two.
+#pragma once
+
+#include "candidates.h"
+#include "cuda_types.h"
+#include "layers.h"
+#include "numbers.h"
+
+namespace kvevict {
+
+constexpr int kChunk = 1024;
+constexpr int kScoreWarps = 8;
+
+struct Score {
+  Layers caches;            // [blocks, H, block_size, slot] each, keys first in a slot
+  Layers rings;             // [slots * w, query heads, D] each
+  float scales[kMaxLayers]; // of the logits, a quantised cache's key scale included
+  Candidates candidates;
+  float2* partial;          // [E * L * H, chunks, rows]: maximum and sum of powers of a chunk
+  float* lse;               // [E * L * H, rows]
+  float* sums;              // [query groups, columns of all requests before the windows]
+  int64_t num_sums;
+  Stored stored;
+  float softcap;            // 0 for none
+  int num_layers, group, window, slot_bytes, chunks;
+};
+
+enum class Pass { kLse, kColumns };
+
+template <typename T>
+void launch_score(const Score& work, Pass pass, int head_size, int64_t heads, Stream stream);
+
+// Query groups of a launch: rows of `sums`.
+inline int query_groups(int rows, int head_size) {
+  const int most = kScoreWarps * (head_size <= 128 ? 32 : 16);
+  return (rows + most - 1) / most;
+}
+
+template <> void launch_score<Half>(const Score&, Pass, int, int64_t, Stream);
+template <> void launch_score<BFloat16>(const Score&, Pass, int, int64_t, Stream);
+template <> void launch_score<float>(const Score&, Pass, int, int64_t, Stream);
+
+}  // namespace kvevict
