@@ -1,4 +1,7 @@
-"""Builders and implementations of our GPU backends without an engine around them."""
+"""Builders and implementations of our GPU backends without an engine around them.
+
+On a CPU a PyTorch FlashAttention stands under them, on a GPU vLLM's own.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +10,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
-from tests.e2e.gpu_on_cpu import flash_attn_varlen_func
+from tests.e2e.paged import flash_attn_varlen_func
 from tests.ragged import Ragged
 from vllm_kvevict.attention.flash import EvictingFlashImpl, EvictingFlashMetadataBuilder
 from vllm_kvevict.attention.ragged import GroupBuffers
@@ -23,7 +26,8 @@ def state_of(batch: Ragged) -> GroupState:
     rows = batch.tail_start.shape[0]
     names = [f"layer.{index}" for index in range(batch.num_layers)]
     timeline = Timeline(batch.block_size, WINDOW, 0, budget_tokens=WINDOW + batch.block_size)
-    state = GroupState(0, names, timeline, batch.num_heads, rows, LONGEST, torch.device("cpu"))
+    device = batch.cache.device
+    state = GroupState(0, names, timeline, batch.num_heads, rows, LONGEST, device)
     state.head_indptr.copy_(batch.head_indptr)
     for row in range(rows):
         if tail := int(batch.tail_start[row]):
@@ -36,18 +40,23 @@ class Backend:
     """Builder, implementation and caches over one group's state."""
 
     def __init__(self, kernel: Any, batch: Ragged, group: int, max_requests: int) -> None:
-        flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
+        version, device = 2, batch.cache.device
+        if device.type == "cpu":
+            flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
+        else:
+            version = flash_attn.get_flash_attn_version()
         self.state = state_of(batch)
         dim = batch.cache.shape[3] // 2
         shape = Shape(batch.num_heads, group, dim, batch.block_size, max_requests, LONGEST)
         self.builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
-        scratch = Scratch(kernel, shape, torch.device("cpu"))
-        self.builder.buffers = GroupBuffers(self.state, scratch, torch.device("cpu"))
+        scratch = Scratch(kernel, shape, device)
+        self.builder.buffers = GroupBuffers(self.state, scratch, device)
         self.builder.use_full_cuda_graph, self.builder.max_cudagraph_size = False, None
         self.builder.aot_schedule, self.builder.aot_sliding_window = False, (-1, -1)
         self.builder.rswa_window = self.builder.mm_prefix_query_ranges_np = None
         self.builder.dcp_world_size, self.builder.max_num_splits = 1, 0
-        self.rings = torch.zeros(batch.num_layers, SLOTS * WINDOW, batch.num_heads * group, dim)
+        rings = (batch.num_layers, SLOTS * WINDOW, batch.num_heads * group, dim)
+        self.rings = torch.zeros(rings, dtype=batch.cache.dtype, device=device)
         self.step: dict[str, Any] = dict(rows=None, slots=None)
         self.builder.binding = SimpleNamespace(
             rows=lambda common: self.step["rows"],
@@ -67,7 +76,7 @@ class Backend:
             alibi_slopes=None,
             sliding_window=(-1, -1),
             kv_cache_dtype="auto",
-            vllm_flash_attn_version=2,
+            vllm_flash_attn_version=version,
             fa4_hd256=False,
             dcp_world_size=1,
             supports_quant_query_input=False,
@@ -79,7 +88,9 @@ class Backend:
         self, layer: int, query: torch.Tensor, cache: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
         module = SimpleNamespace(
-            layer_name=f"layer.{layer}", _k_scale=torch.ones(1), _v_scale=torch.ones(1)
+            layer_name=f"layer.{layer}",
+            _k_scale=torch.ones(1, device=query.device),
+            _v_scale=torch.ones(1, device=query.device),
         )
         out = torch.full_like(query, float("nan"))
         return self.impl.forward(module, query, query, query, cache, metadata, out)
@@ -89,7 +100,7 @@ def common_of(batch: Ragged, counts: list[int], longest: int = LONGEST) -> Commo
     """vLLM's metadata of the batch with ``counts`` query tokens per request."""
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
     return CommonAttentionMetadata(
-        query_start_loc=starts,
+        query_start_loc=starts.to(batch.cache.device),
         query_start_loc_cpu=starts,
         seq_lens=batch.seq_lens,
         num_reqs=len(counts),
@@ -97,5 +108,5 @@ def common_of(batch: Ragged, counts: list[int], longest: int = LONGEST) -> Commo
         max_query_len=max(counts),
         max_seq_len=longest,
         block_table_tensor=batch.block_table,
-        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64, device=batch.cache.device),
     )

@@ -53,7 +53,7 @@ class NACL(Scorer):
 
     def _noise(self, candidates: Candidates, valid: torch.Tensor) -> torch.Tensor:
         """[H, num_candidates] float32: the i-th draw of a head belongs to its i-th token."""
-        noise = torch.zeros(valid.shape, dtype=torch.float32)
+        noise = torch.zeros(valid.shape, dtype=torch.float32, device="cpu")
         counts = valid.sum(-1).tolist()
         for head, count in enumerate(counts):
             where = (*candidates.seed, candidates.layer, candidates.first_head + head)

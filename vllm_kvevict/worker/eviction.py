@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from zlib import crc32
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -124,8 +126,9 @@ class WorkerEviction:
         batch = self.batch_rows(common)
         assert batch is not None
         rows = torch.from_numpy(self._rows.rows(self._plan.rings))
-        slots = torch.full((int(max(batch.max(), rows.max())) + 1,), -1, dtype=torch.int64)
-        slots[rows] = torch.tensor(list(self._plan.rings.values()))
+        most = int(max(batch.max(), rows.max())) + 1
+        slots = torch.full((most,), -1, dtype=torch.int64, device="cpu")
+        slots[rows] = torch.tensor(list(self._plan.rings.values()), device="cpu")
         return slots[batch]
 
     def batch_accumulating(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
@@ -150,10 +153,12 @@ class WorkerEviction:
     def _evict_group(self, eviction: Eviction, group: GroupEviction, row: int) -> None:
         state = self.states[group.group_id]
         bs = state.timeline.block_size
+        # Pinned and asynchronous: a plain copy would wait for the forward pass.
+        upload = partial(async_tensor_h2d, device=state.head_indptr.device, dtype=torch.int64)
         grid, padding = candidate_grid(
-            state.indptr(row), torch.tensor(group.old_store), torch.tensor(group.positional)
+            state.indptr(row), upload(group.old_store), upload(group.positional)
         )
-        store = torch.tensor(group.store)
+        store = upload(group.store)
         tail_blocks = (group.tail_start - group.old_tail_start) // bs
         candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
         scorer = self.policies[eviction.policy].scorer
@@ -244,7 +249,7 @@ class WorkerEviction:
             values = cache.layout.read_values(cache.pages, grid).flatten(1, 2)[:, :columns].float()
         return Candidates(
             keys=keys.float(),
-            valid=torch.arange(columns) >= (padding * bs)[:, None],
+            valid=torch.arange(columns, device=keys.device) >= (padding * bs)[:, None],
             queries=queries,
             window=window,
             num_candidates=candidate_pages * bs,

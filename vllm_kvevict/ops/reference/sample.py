@@ -30,5 +30,6 @@ def gumbel(seed: int, count: int) -> torch.Tensor:
 
     """
     generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(count, dtype=torch.float64, generator=generator) + HALF_STEP
+    uniform = torch.rand(count, dtype=torch.float64, generator=generator, device="cpu")
+    uniform += HALF_STEP
     return -(-uniform.log()).log()

@@ -1,0 +1,57 @@
+"""Plain PyTorch in the place of FlashAttention's kernel and of vLLM's cache writers."""
+
+from typing import Any
+
+import torch
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    block_table: torch.Tensor,
+    softcap: float = 0.0,
+    window_size: Any = None,
+    **ignored: Any,
+) -> None:
+    """Causal paged attention, the mask aligned to the end; rows without a key become 0."""
+    assert causal and q.shape[0] == out.shape[0] == int(cu_seqlens_q[-1])
+    assert window_size in (None, [-1, -1])
+    starts = cu_seqlens_q.tolist()
+    page, group = k.shape[1], q.shape[1] // k.shape[2]
+    for index, length in enumerate(seqused_k.tolist()):
+        first, last = starts[index], starts[index + 1]
+        assert last - first <= max_seqlen_q and length <= max_seqlen_k
+        pages = block_table[index, : -(-length // page)].long()
+        keys, values = (x[pages].flatten(0, 1)[:length].double() for x in (k, v))
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        logits = torch.einsum("qhd,khd->hqk", q[first:last].double(), keys) * softmax_scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        position = torch.arange(last - first)[:, None] + length - (last - first)
+        logits = logits.masked_fill(torch.arange(length) > position, float("-inf"))
+        weights = logits.softmax(-1).nan_to_num(0.0)
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *ignored: Any,
+) -> None:
+    """Write keys and values [T, H, D] to caches [blocks, block_size, H, D]."""
+    used = slot_mapping >= 0
+    slots = slot_mapping[used]
+    page = key_cache.shape[1]
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache[slots // page, slots % page] = new[: len(slot_mapping)][used]

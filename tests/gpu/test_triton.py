@@ -1,0 +1,46 @@
+"""Triton's kernels compiled, on the cases of the interpreter and in the types it cannot do."""
+
+import pytest
+import torch
+
+from tests.triton_cases import (
+    check_decode,
+    check_lengths_and_splits,
+    check_observe,
+    check_page_table,
+)
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+def test_decode(dtype, softcap, dim):
+    options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8)
+    check_decode("cuda", dtype, seed=dim, softcap=softcap, dim=dim, target=7, programs=6, **options)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_decode_blocks_and_groups(block_size, group):
+    options = dict(requests=40, heads=8, block_size=block_size, longest_tail=500, layers=1)
+    check_decode(
+        "cuda", torch.float16, seed=group, group=group, target=500, programs=132, **options
+    )
+
+
+@pytest.mark.parametrize("target", [1, 100, 5000])
+def test_lengths_and_splits(target):
+    check_lengths_and_splits("cuda", target, 64, seed=target, requests=256, longest_tail=900)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_page_table(block_size):
+    check_page_table("cuda", seed=4, block_size=block_size, heads=3, padding=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_observe(dtype):
+    check_observe("cuda", dtype)

@@ -1,0 +1,91 @@
+"""The eviction pass makes every tensor where the cache is.
+
+Under a default device on which nothing can be computed with the cache's tensors, a tensor made
+without naming its device shows.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
+from vllm_kvevict.step_plan import Eviction, GroupEviction
+from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.worker import eviction as eviction_pass
+from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.rings import ObservationRings
+from vllm_kvevict.worker.state import GroupState
+
+BLOCK, HEADS, GROUP, SIZE, WINDOW = 16, 2, 3, 8, 4
+NAMES = ["layer.0", "layer.1"]
+CPU = torch.device("cpu")
+ON_CUDA = [
+    name
+    for name in POLICY_NAMES
+    if not build_policies(EvictionConfig(policy=name))[name].scorer.page_channels
+]
+
+
+def worker(policy: str) -> WorkerEviction:
+    torch.manual_seed(0)
+    config = EvictionConfig(policy=policy, window=WINDOW, budget=WINDOW + 2 * BLOCK)
+    timeline = Timeline(BLOCK, WINDOW, 2 * BLOCK, budget_tokens=WINDOW + 2 * BLOCK)
+    state = GroupState(0, NAMES, timeline, HEADS, 3, 512, CPU)
+    layout = interleaved(BLOCK, SIZE)
+    assert layout._views  # offsets are read on the host, once
+    caches = {
+        name: LayerCache(torch.randn(40 * HEADS, 2 * BLOCK * SIZE), layout, SIZE**-0.5, 0.0)
+        for name in NAMES
+    }
+    rings = ObservationRings(NAMES, 2, WINDOW, HEADS * GROUP, SIZE, torch.float32, CPU)
+    rings._queries.normal_()
+    rows = SimpleNamespace(rows=lambda ids: np.array([1]))
+    made = WorkerEviction(build_policies(config), {0: state}, caches, rings, None, rows)
+    if made._prompts is not None:
+        made._prompts = SimpleNamespace(of=lambda request_id: 5)
+    return made
+
+
+def evictions(policy: str) -> list[Eviction]:
+    """After a prefill of 6 blocks and some tokens, then after 3 more blocks."""
+    first = GroupEviction(
+        group_id=0,
+        old_tail_start=0,
+        tail_start=96,
+        old_store=[],
+        store=[30, 31],
+        positional=list(range(1, 8)),
+    )
+    later = GroupEviction(
+        group_id=0,
+        old_tail_start=96,
+        tail_start=144,
+        old_store=[30, 31],
+        store=[32, 33],
+        positional=[7, 8, 9, 10],
+    )
+    common = dict(request_id="a", ring=1, policy=policy, protect_first=2)
+    return [
+        Eviction(num_tokens=102, groups=(first,), **common),
+        Eviction(num_tokens=150, groups=(later,), **common),
+    ]
+
+
+@pytest.mark.parametrize("policy", ON_CUDA)
+def test_no_tensor_is_made_elsewhere(policy, monkeypatch):
+    monkeypatch.setattr(eviction_pass, "first_head", lambda num_heads: 0)
+    monkeypatch.setattr(eviction_pass, "mean_of_ranks", lambda scores: scores)
+    plain, watched = worker(policy), worker(policy)
+    for eviction in evictions(policy):
+        plain._evict(eviction)
+        with torch.device("meta"):
+            watched._evict(eviction)
+    assert watched.evictions == 2
+    for name in NAMES:
+        assert torch.equal(watched._caches[name].pages, plain._caches[name].pages)
+    assert torch.equal(watched.states[0].head_indptr, plain.states[0].head_indptr)
+    assert int(watched.states[0].tail_start[1]) == 144
