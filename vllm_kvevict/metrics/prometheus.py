@@ -127,9 +127,11 @@ class EvictionMetrics:
         """Add what an engine reports."""
         for policy, counts in report.evictions.items():
             for reason, count in zip(REASONS, counts, strict=True):
-                self._evictions[policy, reason][engine].inc(count)
+                if count:
+                    self._evictions[policy, reason][engine].inc(count)
         for name, counter in self._counters.items():
-            counter[engine].inc(getattr(report, name))
+            if count := getattr(report, name):
+                counter[engine].inc(count)
         for name, histogram in self._histograms.items():
             for value in getattr(report, name):
                 histogram[engine].observe(value)
