@@ -18,7 +18,7 @@ AT = {"kv_eviction_at": 130, "kv_eviction": "streaming-llm"}
 def main(model: Path) -> None:
     activate.WORKERS["vllm.v1.worker.cpu_worker.CPUWorker"] = "tests.e2e.gpu_on_cpu.Worker"
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    options = dict(max_num_batched_tokens=128, max_model_len=256, max_num_seqs=4)
+    options = dict(max_num_batched_tokens=128, max_model_len=320, max_num_seqs=4)
     settings = dict(policy="ada-snapkv", budget=96, interval=32, allow="streaming-llm")
     with engine(model, settings, **options) as run:
         free = run.free_blocks()
@@ -40,6 +40,7 @@ def main(model: Path) -> None:
             full_attention_agreed=full,
             evictions_at_point=run.lives()[3][0].evictions[0].n == 130,
             evictions=run.counters.evictions,
+            evictions_decode=run.counters.evictions_decode,
             evictions_on_worker=run.worker.kv_eviction.evictions,
             blocks_leaked=free - run.free_blocks(),
         )

@@ -39,4 +39,5 @@ def test_tokens_equal_the_oracle(tiny_model):
     assert result["full_attention_agreed"] < result["total"]
     assert result["evictions_at_point"]
     assert result["evictions_on_worker"] == result["evictions"] >= 4
+    assert result["evictions_decode"] >= 1
     assert result["blocks_leaked"] == 0

@@ -1,0 +1,121 @@
+"""Part 1: decode attention with uneven heads, against FlashAttention with equal lengths.
+
+``python -m benchmarks.gpu.attention --help``. On a CPU (``--device cpu``, tiny sizes, under
+TRITON_INTERPRET=1) it tries the script; FlashAttention is left out there.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.clock import copy_bandwidth, describe, milliseconds, spread
+from benchmarks.gpu.heads import Step
+from benchmarks.provenance import provenance
+from vllm_kvevict.attention.evicting import head_pages
+from vllm_kvevict.attention.scratch import Shape
+
+RESULTS = Path("benchmarks/results/gpu")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def flash(step: Step, per_head: bool) -> Any:
+    """A call of vLLM's FlashAttention on the step: one sequence per head, or stock."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    heads = step.shape.num_heads
+    common = dict(
+        max_seqlen_q=1, softmax_scale=step.scale, causal=True, window_size=[-1, -1],
+        fa_version=get_flash_attn_version(),
+    )  # fmt: skip
+    if per_head:
+        sequences = step.requests * heads
+        size = step.shape.head_size
+        common |= dict(
+            q=step.query.view(sequences, -1, size), out=step.out.view(sequences, -1, size),
+            cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=step.device),
+            seqused_k=step.lengths[0], max_seqlen_k=int(step.lengths.max()),
+        )  # fmt: skip
+        common |= dict(zip("kv", head_pages(step.cache), strict=True))
+        return lambda: flash_attn_varlen_func(block_table=step.write_table(), **common)
+    length = step.budget + step.tail
+    keys, values = step.cache.transpose(1, 2).split(step.shape.head_size, dim=-1)
+    common |= dict(
+        q=step.query, out=step.out, k=keys, v=values, block_table=step.equal_table,
+        cu_seqlens_q=torch.arange(step.requests + 1, dtype=torch.int32, device=step.device),
+        seqused_k=torch.full_like(step.seq_lens, length), max_seqlen_k=length,
+    )  # fmt: skip
+    return lambda: flash_attn_varlen_func(**common)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(args.device)
+    dtype = getattr(torch, args.dtype)
+    bandwidth = copy_bandwidth(device, args.copy_bytes)
+    rows = []
+    for requests in args.batches:
+        for budget in args.budgets:
+            longest = 8 * budget + args.tail
+            shape = Shape(
+                args.heads, args.group, args.head_size, args.block_size, requests, longest
+            )
+            step = Step(requests, budget, args.tail, shape, dtype, device)
+            step.measure()
+            step.split()
+            runs: dict[str, Any] = {
+                "triton": step.run_triton,
+                "lengths, all layers of a step": step.measure,
+                "splits, all layers of a step": step.split,
+            }
+            if device.type == "cuda":
+                runs["flash per head"] = flash(step, True)
+                runs["flash, equal lengths"] = flash(step, False)
+            row: dict[str, Any] = {
+                "requests": requests,
+                "budget": budget,
+                "bytes": step.num_bytes,
+                "floor_ms": step.num_bytes / bandwidth * 1000,
+            }
+            for name, run in runs.items():
+                row[name] = spread(milliseconds(run, device, args.repeats))
+            rows.append(row)
+            del step
+    return {
+        "part": "attention",
+        "device": describe(device),
+        "copy_bytes_per_s": bandwidth,
+        "settings": {key: str(value) for key, value in vars(args).items()},
+        "rows": rows,
+        "provenance": provenance(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=numbers, default=[1, 16, 128])
+    parser.add_argument("--budgets", type=numbers, default=[512, 1024, 4096])
+    parser.add_argument("--tail", type=int, default=96, help="tokens behind the tail start")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads")
+    parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--copy-bytes", type=int, default=4 * 2**30)
+    parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
+    args = parser.parse_args()
+    result = measure(args)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()

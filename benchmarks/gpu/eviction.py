@@ -1,0 +1,177 @@
+"""Part 2: one request's eviction pass, kernel by kernel, with the shapes of Llama-3.1-8B.
+
+``python -m benchmarks.gpu.eviction --help``. The CUDA kernels need the extension. ``--device cpu``
+runs only the worker's pass, to try the script.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.attention import RESULTS, numbers
+from benchmarks.gpu.clock import copy_bandwidth, describe, milliseconds, spread
+from benchmarks.provenance import provenance
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.ops.cuda.allocate import batch_pages
+from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
+from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
+from vllm_kvevict.ops.cuda.select import batch_columns
+from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.step_plan import Eviction, GroupEviction
+from vllm_kvevict.worker import eviction as eviction_pass
+from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.rings import ObservationRings
+from vllm_kvevict.worker.state import GroupState
+
+
+class Pass:
+    """The tensors of an eviction after the prefill of ``prompt`` tokens."""
+
+    def __init__(self, prompt: int, args: argparse.Namespace, device: torch.device) -> None:
+        page = args.block_size
+        self.args, self.device = args, device
+        self.store_blocks = (args.budget - args.window) // page
+        self.tail_start = (prompt - args.window) // page * page
+        positional = -(-prompt // page)
+        blocks = positional + self.store_blocks + 1
+        ids = (torch.randperm(blocks - 1) + 1).tolist()
+        dtype = getattr(torch, args.dtype)
+        cache = (blocks, args.heads, page, 2 * args.head_size)
+        self.caches = [torch.randn(cache, dtype=dtype, device=device) for _ in range(args.layers)]
+        query = (args.window, args.heads * args.group, args.head_size)
+        self.rings = [torch.randn(query, dtype=dtype, device=device) for _ in self.caches]
+        self.due = Due(
+            row=0, ring=0, num_tokens=prompt, old_tail_start=0, tail_start=self.tail_start,
+            old_store_blocks=0, positional=ids[:positional], store=ids[positional:],
+        )  # fmt: skip
+        self.indptr = torch.zeros(args.layers, 1, args.heads + 1, dtype=torch.int32, device=device)
+        self.old_store = torch.zeros(1, 1, dtype=torch.int32, device=device)
+
+    @property
+    def key_bytes(self) -> int:
+        """Keys of the candidates and of the window, all layers."""
+        tokens = self.due.num_tokens * self.args.layers * self.args.heads
+        return tokens * self.args.head_size * self.caches[0].element_size()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Survivors, read and written."""
+        tokens = self.store_blocks * self.args.block_size * self.args.layers * self.args.heads
+        return 2 * tokens * 2 * self.args.head_size * self.caches[0].element_size()
+
+    def kernels(self) -> dict[str, Callable[[], object]]:
+        """Operations on CUDA; each after the first takes the results of those before."""
+        args = self.args
+        batch = EvictionBatch.build(
+            [self.due], args.layers, args.heads, args.block_size, args.window, self.device
+        )
+        scale = args.head_size**-0.5
+        layers = WindowLayers(
+            self.caches, self.rings, [scale] * args.layers, self.indptr, self.old_store
+        )
+        scores = window_scores(batch, layers)
+        pages = batch_pages(batch, scores, self.indptr, 0.2)
+        columns = batch_columns(batch, scores, pages, self.indptr)
+        return {
+            "score": lambda: window_scores(batch, layers),
+            "allocate": lambda: batch_pages(batch, scores, self.indptr, 0.2),
+            "select": lambda: batch_columns(batch, scores, pages, self.indptr),
+            "compact": lambda: compact(
+                self.caches, columns, pages, batch, self.indptr, self.old_store
+            ),
+        }
+
+    def worker(self) -> Callable[[], object]:
+        """The whole pass as the worker runs it, under ada-snapkv."""
+        args, names = self.args, [f"layer.{index}" for index in range(self.args.layers)]
+        config = EvictionConfig(policy="ada-snapkv", budget=args.budget, window=args.window)
+        state = GroupState(
+            0, names, config.timeline(args.block_size), args.heads, 1, self.due.num_tokens,
+            self.device,
+        )  # fmt: skip
+        layout = interleaved(args.block_size, args.head_size)
+        size, scale = 2 * args.block_size * args.head_size, args.head_size**-0.5
+        caches = {
+            name: LayerCache(cache.view(-1, size), layout, scale, 0.0)
+            for name, cache in zip(names, self.caches, strict=True)
+        }
+        queries = (args.heads * args.group, args.head_size, self.rings[0].dtype, self.device)
+        rings = ObservationRings(names, 1, args.window, *queries)
+        for name, ring in zip(names, self.rings, strict=True):
+            rings.layer(name).copy_(ring)
+        # One rank: vLLM's tensor-parallel group, which nobody has made, is not asked.
+        eviction_pass.first_head = lambda num_heads: 0
+        rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))
+        made = WorkerEviction(build_policies(config), {0: state}, caches, rings, None, rows)
+        due = self.due
+        group = GroupEviction(0, 0, due.tail_start, [], list(due.positional), list(due.store))
+        eviction = Eviction("a", due.num_tokens, 0, [group], config.policy)
+
+        def run() -> None:
+            state.clear([0])
+            made._evict(eviction)
+
+        return run
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(args.device)
+    bandwidth = copy_bandwidth(device, args.copy_bytes)
+    rows = []
+    for prompt in args.prompts:
+        case = Pass(prompt, args, device)
+        moved = case.key_bytes + case.copied_bytes
+        row: dict[str, Any] = {
+            "prompt": prompt,
+            "bytes": moved,
+            "floor_ms": moved / bandwidth * 1000,
+        }
+        runs: dict[str, Callable[[], object]] = {"the worker's pass": case.worker()}
+        if device.type == "cuda":
+            runs |= case.kernels()
+        for name, run in runs.items():
+            row[name] = spread(milliseconds(run, device, args.repeats))
+        rows.append(row)
+        del case
+    return {
+        "part": "eviction",
+        "device": describe(device),
+        "copy_bytes_per_s": bandwidth,
+        "settings": {key: str(value) for key, value in vars(args).items()},
+        "rows": rows,
+        "provenance": provenance(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=numbers, default=[4096, 32768, 131072])
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--window", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=8, help="KV heads")
+    parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--copy-bytes", type=int, default=4 * 2**30)
+    parser.add_argument("--output", type=Path, default=RESULTS / "eviction.json")
+    args = parser.parse_args()
+    result = measure(args)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()

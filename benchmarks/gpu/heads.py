@@ -1,0 +1,125 @@
+"""A decode step of evicted requests with uneven heads, as tensors of one layer."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch, Shape
+from vllm_kvevict.ops.triton.decode import decode_attention
+from vllm_kvevict.ops.triton.page_table import write_page_table
+from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
+
+
+@dataclass
+class Step:
+    """R requests, each with a store of S blocks and a tail; one query token each.
+
+    Args:
+        requests: R.
+        budget: Tokens per head in the store, on average; a multiple of the block size.
+        tail: Tokens behind the tail start.
+        shape: KV heads, query heads per KV head, head size, block size.
+        dtype: Of queries and cache.
+        device: Where.
+        equal: Give every head as many pages.
+
+    """
+
+    requests: int
+    budget: int
+    tail: int
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    equal: bool = False
+
+    def __post_init__(self) -> None:
+        heads, page = self.shape.num_heads, self.shape.block_size
+        if self.budget % page:
+            raise ValueError(f"a budget of {self.budget} is no multiple of {page} tokens")
+        self.store_blocks = self.budget // page
+        self.tail_blocks = -(-self.tail // page)
+        per_request = self.store_blocks + self.tail_blocks
+        blocks = self.requests * per_request + 1
+        content = 2 * self.shape.head_size
+        self.cache = torch.randn(blocks, heads, page, content, dtype=self.dtype, device=self.device)
+        rand = torch.Generator().manual_seed(0)
+        ids = torch.randperm(blocks - 1, generator=rand).view(self.requests, per_request) + 1
+        numbers = dict(dtype=torch.int32, device=self.device)
+        self.stores = ids[:, : self.store_blocks].to(**numbers).contiguous()
+        tail_start = 4 * self.budget
+        self.tail_start = torch.full((self.requests,), tail_start, **numbers)
+        self.seq_lens = self.tail_start + self.tail
+        first = tail_start // page
+        self.block_table = torch.zeros(self.requests, first + self.tail_blocks, **numbers)
+        self.block_table[:, first:] = ids[:, self.store_blocks :].to(**numbers)
+        self.head_indptr = self._split(rand).to(**numbers)[None]
+        self.rows = torch.arange(self.requests, **numbers)
+        self.lengths = torch.zeros(1, self.requests * heads, **numbers)
+        self.equal_table = ids.to(**numbers)
+        query_heads = heads * self.shape.group
+        query = (self.requests, query_heads, self.shape.head_size)
+        self.query = torch.randn(query, dtype=self.dtype, device=self.device)
+        self.out = torch.empty_like(self.query)
+        self.flash = Scratch("flash", self.shape, self.device)
+        self.triton = Scratch("triton", self.shape, self.device)
+        self.size = torch.zeros(1, **numbers)
+        self.starts = torch.zeros(1, self.requests * heads + 1, **numbers)
+        self.owners = torch.zeros(1, self.triton.max_splits, **numbers)
+
+    def _split(self, rand: torch.Generator) -> torch.Tensor:
+        """[R, H + 1] pages: log-normal shares, at least one each, as adaptive budgets look."""
+        heads, total = self.shape.num_heads, self.store_blocks * self.shape.num_heads
+        if self.equal:
+            pages = torch.full((self.requests, heads), self.store_blocks)
+        else:
+            share = torch.randn(self.requests, heads, generator=rand).exp()
+            share = share / share.sum(1, keepdim=True) * (total - heads)
+            pages = 1 + share.long()
+            pages[:, 0] += total - pages.sum(1)
+        indptr = torch.zeros(self.requests, heads + 1, dtype=torch.int64)
+        indptr[:, 1:] = pages.cumsum(1)
+        return indptr
+
+    @property
+    def num_bytes(self) -> int:
+        """Keys and values that the step must read."""
+        tokens = self.requests * self.shape.num_heads * (self.budget + self.tail)
+        return tokens * 2 * self.shape.head_size * self.dtype.itemsize
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_size**-0.5
+
+    def measure(self) -> None:
+        """Lengths of all heads, once a step for all layers."""
+        head_lengths(
+            self.rows, self.rows, self.seq_lens, self.tail_start, self.head_indptr, self.lengths,
+            self.shape.block_size,
+        )  # fmt: skip
+
+    def split(self) -> None:
+        """Splits of the Triton kernel, once a step for all layers."""
+        sequences = self.requests * self.shape.num_heads
+        split_keys(
+            self.lengths, sequences, self.triton.target, SMALLEST_SPLIT, self.size, self.starts,
+            self.owners,
+        )  # fmt: skip
+
+    def run_triton(self) -> None:
+        """Our decode kernel, once a layer."""
+        decode_attention(
+            self.query, self.cache, self.out, self.rows, self.rows, self.rows, self.tail_start,
+            self.stores, self.head_indptr[0], self.block_table, self.lengths[0], self.size,
+            self.starts[0], self.owners[0], self.triton.partial, self.triton.weights, self.scale,
+            0.0, self.triton.programs,
+        )  # fmt: skip
+
+    def write_table(self) -> torch.Tensor:
+        """The page table of a layer, for FlashAttention per head."""
+        table = self.flash.table[: self.requests * self.shape.num_heads]
+        write_page_table(
+            self.rows, self.rows, self.tail_start, self.stores, self.head_indptr[0],
+            self.block_table, self.lengths[0], table, self.shape.block_size,
+        )  # fmt: skip
+        return table
