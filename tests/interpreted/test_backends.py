@@ -1,10 +1,15 @@
 """Our GPU backends' builders and forward passes, with a PyTorch FlashAttention under them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tests.e2e.paged import flash_attn_varlen_func
 from tests.interpreted.fakes import LONGEST, WINDOW, Backend, common_of
 from tests.ragged import Ragged, random_ragged
+from vllm_kvevict.attention.evicting import head_pages
+from vllm_kvevict.attention.triton import EvictingTritonImpl
 
 GROUP = 2
 
@@ -139,3 +144,24 @@ def test_outside_a_step_no_request_is_evicted():
     out = backend.forward(1, query, dummy.cache, metadata)
     close(out, dummy.attention(1, query, query.shape[2] ** -0.5, 0))
     assert backend.builder.build(0, common_of(dummy, [5, 1, 9])).max_seq_len == LONGEST
+
+
+def test_several_queries_through_vllms_triton_attention():
+    """What the backend for GPUs without FlashAttention makes of a question over evicted pages."""
+    torch.manual_seed(0)
+    page, dim, lengths, counts = 16, 32, [37, 16], [3, 1]
+    cache = torch.randn(6, 2, page, 2 * dim)
+    keys, values = head_pages(cache)
+    table = torch.tensor([[7, 2, 9], [4, 0, 0]], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+    query = torch.randn(4, GROUP, dim)
+    impl = EvictingTritonImpl.__new__(EvictingTritonImpl)
+    impl.scale, impl.logits_soft_cap = dim**-0.5, 0.0
+    layer = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    seqused = torch.tensor(lengths, dtype=torch.int32)
+    out, expected = torch.full_like(query, float("nan")), torch.empty_like(query)
+    impl.attend_pages(layer, query, keys, values, out, starts, seqused, table, 3, 64, 0)
+    flash_attn_varlen_func(
+        query, keys, values, expected, starts, max(counts), seqused, 64, dim**-0.5, True, table
+    )
+    close(out, expected.double())

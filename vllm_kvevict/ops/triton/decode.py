@@ -270,7 +270,8 @@ def decode_attention(
         SOFTCAP=softcap > 0,
         LOG2E=_LOG2E,
         num_warps=4,
-        num_stages=3 if dim <= 128 else 2,
+        # Tiles in flight must fit into the 99 KiB of shared memory of the smaller GPUs.
+        num_stages={0: 3, 1: 3, 2: 2}.get(shape["DIM_PAD"] * cache.element_size() // 256, 1),
     )
     _merge_kernel[(num_sequences,)](
         out,

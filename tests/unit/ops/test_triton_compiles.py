@@ -1,0 +1,52 @@
+"""Triton's kernels compile for a GPU, where there is none: to machine code for a named target."""
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_kvevict.ops.triton import decode, observe, page_table, splits
+
+HEADS = dict(HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128)
+ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, LOG2E=1.44)
+FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
+FLOATS |= dict(weights="*fp32", scale="fp32", softcap="fp32")
+NUMBERS = (
+    "num_sequences page_tokens indptr_layer lengths_layer starts_layer owners_layer query_token "
+    "query_head out_token out_head stores_row table_row block_row window"
+).split()
+KERNELS = [
+    (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
+    (decode._merge_kernel, HEADS, {}),
+    (splits._lengths_kernel, dict(HEADS=8, BLOCK=256), {}),
+    (splits._starts_kernel, dict(TARGET=1056, SMALLEST=64, TILE=64, BLOCK=256), {}),
+    (splits._owners_kernel, dict(BLOCK=32), {}),
+    (page_table._page_table_kernel, dict(HEADS=8, PAGE=16, BLOCK=128), {}),
+    (observe._observe_kernel, dict(HEADS=32, DIM=128, BLOCK=1024), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "options"), KERNELS, ids=lambda part: getattr(part, "__name__", "")
+)
+def test_compiles(kernel, constants, options):
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else FLOATS.get(name, "i32" if name in NUMBERS else "*i32")
+        for name in names
+    }
+    # As at run time: addresses and strides are multiples of 16.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name] not in ("constexpr", "fp32")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"]
+    if kernel is decode._attend_kernel:
+        # Keys and values of later tiles are on their way while a tile is multiplied.
+        assert compiled.asm["ptx"].count("cp.async") > 16
+        assert "mma.sync" in compiled.asm["ptx"]
