@@ -24,9 +24,12 @@ FIRST_MIX = {"echo": 60, "recite": 20, "many": 8, "lines": 12}
 FIRST_LENGTH = 128
 
 
-def dialogue(rng: random.Random, tokens: int) -> Dialogue:
-    """One dialogue of about ``tokens`` tokens, of a random kind and density."""
-    write = Writer(rng, evaluation=False)
+def dialogue(rng: random.Random, tokens: int, twins: float = 0.0) -> Dialogue:
+    """One dialogue of about ``tokens`` tokens, of a random kind and density.
+
+    ``twins`` is the share of name sets in which several names end in the same noun.
+    """
+    write = Writer(rng, evaluation=False, twins=twins)
     mix = MIX if tokens > FIRST_LENGTH else FIRST_MIX
     (kind,) = rng.choices(list(mix), list(mix.values()))
     turns = max(2, tokens // 36)
@@ -88,13 +91,17 @@ def encode(
 
 
 def batch(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, size: int, tokens: int
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    size: int,
+    tokens: int,
+    twins: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [size, tokens] int64 (padded) and answer mask [size, tokens] bool."""
     ids = torch.full((size, tokens), tokenizer.pad_token_id)
     answer = torch.zeros((size, tokens), dtype=torch.bool)
     for row in range(size):
-        row_ids, row_answer = encode(tokenizer, dialogue(rng, tokens), tokens)
+        row_ids, row_answer = encode(tokenizer, dialogue(rng, tokens, twins), tokens)
         ids[row, : len(row_ids)] = torch.tensor(row_ids)
         answer[row, : len(row_ids)] = torch.tensor(row_answer)
     return ids, answer

@@ -53,12 +53,14 @@ class Writer:
     Args:
         rng: Source of all randomness.
         evaluation: True draws what is held out, False everything else.
+        twins: Share of the sets of names in which few nouns have many adjectives each.
 
     """
 
-    def __init__(self, rng: random.Random, evaluation: bool) -> None:
+    def __init__(self, rng: random.Random, evaluation: bool, twins: float = 0.0) -> None:
         self.rng = rng
         self.evaluation = evaluation
+        self.twins = twins
 
     def _draw(self, make: Callable[[], tuple[str, ...]], kind: str) -> tuple[str, ...]:
         while held_out(kind, *(drawn := make())) != self.evaluation:
@@ -73,9 +75,11 @@ class Writer:
 
     def names(self, count: int) -> list[str]:
         """Distinct names such as ``silent harbor``."""
-        pick = self.rng.choice
+        pick, nouns = self.rng.choice, NOUNS
+        if self.twins and self.rng.random() < self.twins:
+            nouns = self.rng.sample(NOUNS, max(2, count // 4))
         return self._unique(
-            lambda: " ".join(self._draw(lambda: (pick(ADJECTIVES), pick(NOUNS)), "name")), count
+            lambda: " ".join(self._draw(lambda: (pick(ADJECTIVES), pick(nouns)), "name")), count
         )
 
     def values(self, count: int) -> list[str]:

@@ -119,3 +119,12 @@ def test_training_and_serving_see_the_same_prompt(tokenizer):
     reply = [i for i, right in zip(ids, answer, strict=True) if right]
     assert reply[-1] == tokenizer.eos_token_id
     assert sample.score(tokenizer.decode(reply[:-1])) == 1
+
+
+def test_twins_are_names_that_share_a_noun():
+    def nouns(twins: float) -> set[str]:
+        write = tasks.Writer(random.Random(1), evaluation=False, twins=twins)
+        return {name.split()[1] for name in write.names(40)}
+
+    assert len(nouns(1.0)) <= 10
+    assert len(nouns(0.0)) > 30

@@ -74,6 +74,8 @@ def test_the_shipped_model_is_what_the_readme_says():
 def test_stages_read_and_write_the_same_text():
     assert str(Stage.parse("64x32:900")) == "64x32:900"
     assert Stage.parse("64x32:900") == Stage(64, 32, 900)
+    assert Stage.parse("256x16:600@2e-3+0.6") == Stage(256, 16, 600, 2e-3, 0.6)
+    assert str(Stage(256, 16, 600, 2e-3, 0.6)) == "256x16:600@0.002+0.6"
     with pytest.raises(ValueError):
         Stage.parse("64")
 
