@@ -34,7 +34,8 @@ def answers_by_reading(task: str, context: str, question: str) -> list[str]:
     if task in ("cwe", "fwe"):
         return [word for word, _ in Counter(context.split()).most_common(5 if task == "cwe" else 3)]
     asked = re.findall(r"\w+ \w+", question.split(" for ")[1].replace(" and ", ", "))
-    return [v for name in asked for key, v in NEEDLE.findall(context) if key == name]
+    pairs = [(name, v) for name in asked for key, v in NEEDLE.findall(context) if key == name]
+    return [f"{name} {v}" if len(asked) > 1 else v for name, v in pairs]
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
