@@ -2,7 +2,6 @@
 CPU build of torch, and setup.py says why it leaves the extension out."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,11 +39,6 @@ def test_nvcc_compiles_what_torch_loads(tmp_path: Path) -> None:
     registered, refused = done.stdout.splitlines()
     assert registered.split() == sorted(OPERATIONS)
     assert "vllm_kvevict::select" in refused and "'CPU' backend" in refused
-    cuobjdump = Path(nvcc).resolve().parent / "cuobjdump"
-    tool = str(cuobjdump) if cuobjdump.is_file() else shutil.which("cuobjdump")
-    if tool:
-        listed = subprocess.run([tool, "--list-elf", str(library)], capture_output=True, text=True)
-        assert all(f"sm_{arch}." in listed.stdout for arch in chosen)
 
 
 def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
