@@ -214,13 +214,16 @@ def test_priority_scheduling(tiny_model, oracle):
 
 
 def test_inert_until_asked(tiny_model, stock):
-    """No line of ours and vLLM's own tokens; then asked for eviction in the same process."""
+    """vLLM's own log, tokens and metrics; then asked for eviction in the same process."""
     result, log = run_stock(tiny_model, "then-evict")
     assert len(messages(log)) > 10
     assert messages(log) <= messages(stock["log"])
     assert result["tokens"] == stock["tokens"]
     assert result["prompt_logprobs"] == stock["prompt_logprobs"]
-    assert result["evictions"] >= 4
+    assert result["metrics"].keys() == stock["metrics"].keys()
+    assert result["metrics"]["vllm:generation_tokens_total"] > 100
+    assert not any("kvevict" in name for name in result["metrics"])
+    assert result["evictions"] == result["metrics_then"]["vllm_kvevict:evictions_total"] >= 4
     assert result["agreed"] == [100, 100]
 
 

@@ -1,13 +1,16 @@
 """A real `vllm serve` with eviction: what clients see equals the engine in this process."""
 
 import json
+import re
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
 from benchmarks.server import Server
@@ -62,6 +65,8 @@ def truth(tiny_model, chat_prompt) -> list[Any]:
             assert len(lives[0].evictions) >= 2
             tokens = list(answers[index].token_ids)
             assert check_tokens(oracle, prompts[index], tokens, lives) == (NEW_TOKENS, NEW_TOKENS)
+        for answer, lives in zip(answers, run.lives(), strict=True):
+            answer.evictions = sum(len(life.evictions) for life in lives)
     return answers
 
 
@@ -198,24 +203,75 @@ def test_a_client_that_leaves_frees_everything(server):
             next(stream)
     assert server.metric("vllm:num_requests_running") == 4
     assert server.metric("vllm:kv_cache_usage_perc") > 0
+    assert server.metric("vllm_kvevict:blocks_saved") > 0
     for stream in streams:
         stream.close()
     wait_for(server, "vllm:num_requests_running", 0)
     wait_for(server, "vllm:kv_cache_usage_perc", 0)
 
 
-def test_several_api_servers(tiny_model, truth, tmp_path):
-    arguments = [*BASE, *EVICTION, "--served-model-name", "tiny", "--api-server-count", "2"]
+def metrics(server: Server, **labels: str) -> dict[str, float]:
+    """Our samples of /metrics that have these labels, summed over their other labels."""
+    found: dict[str, float] = defaultdict(float)
+    with urllib.request.urlopen(server.url + "/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.name.startswith("vllm_kvevict:") and labels.items() <= sample.labels.items():
+                found[sample.name.removeprefix("vllm_kvevict:")] += sample.value
+    return found
+
+
+def logged(server: Server, engine: int) -> dict[str, int]:
+    """The last totals that the core of one engine logged."""
+    log = server.log.read_text()
+    # A single engine core has no number.
+    line = re.findall(rf"EngineCore(?:_DP{engine})? .*KV eviction: (evictions=.*)", log)[-1]
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", line)}
+
+
+def check_metrics(server: Server, engine: int = 0) -> dict[str, float]:
+    """/metrics says what the engine core says in its log; returns our samples of the engine."""
+    totals, mine = logged(server, engine), dict(model_name="tiny", engine=str(engine))
+    found = metrics(server, **mine)
+    for reason in ("prefill", "decode"):
+        by_policy = metrics(server, **mine, policy="ada-snapkv", reason=reason)
+        assert by_policy["evictions_total"] == totals[f"evictions_{reason}"] > 0
+    assert found["evictions_total"] == found["eviction_seconds_count"] == totals["evictions"]
+    assert found["evicted_tokens_total"] == totals["tokens_evicted"] > 0
+    assert found["freed_blocks_total"] == totals["blocks_freed"] > 0
+    assert found["store_blocks_total"] == totals["store_blocks_allocated"] > 0
+    assert found["postponed_evictions_total"] == totals["postponed"] == 0
+    assert found["capped_prefix_hits_total"] == totals["prefix_hits_capped"]
+    assert 0 < found["request_kept_share_sum"] < 0.8 * found["request_kept_share_count"]
+    assert found["eviction_seconds_sum"] > 0
+    samples = found["head_budget_spread_count"]
+    assert samples == -(-totals["evictions"] // 16)
+    assert samples <= found["head_budget_spread_sum"] <= 2 * samples, "two KV heads"
+    assert found["blocks_saved"] == 0
+    assert metrics(server, **mine, policy="ada-snapkv", budget="96")["config_info"] == 1
+    return found
+
+
+def test_several_api_servers_and_engines(tiny_model, truth, tmp_path):
+    """Two of each: every report reaches one API server, and /metrics adds up over both."""
+    several = ["--api-server-count", "2", "--data-parallel-size", "2"]
+    arguments = [*BASE, *EVICTION, "--served-model-name", "tiny", *several]
     log_file = tmp_path / "log"
-    with Server(tiny_model, arguments, log_file) as server, ThreadPoolExecutor(8) as threads:
+    with (
+        Server(tiny_model, arguments, log_file, timeout_s=600) as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
         answers = list(threads.map(lambda prompt: complete(server, prompt)[0], PROMPTS[:8]))
+        # The other API server may hear of the last request a moment later.
+        wait_for(server, "vllm_kvevict:request_kept_share_count", 8)
+        engines = [check_metrics(server, engine) for engine in (0, 1)]
     for answer, expected in zip(answers, truth, strict=False):
         assert answer["token_ids"] == list(expected.token_ids)
+    caused = sum(expected.evictions for expected in truth[:8])
+    assert sum(found["evictions_total"] for found in engines) == caused >= 16
     log = log_file.read_text()
     assert "(ApiServer_0 " in log and "(ApiServer_1 " in log
     assert log.count("KV eviction is on") == 1
-    totals = server.evictions()
-    assert totals["evictions_prefill"] >= 8 and totals["evictions_decode"] >= 8
 
 
 def test_totals_in_the_log(server, truth):
@@ -228,6 +284,9 @@ def test_totals_in_the_log(server, truth):
         assert time.monotonic() < deadline, "no totals when the engine became idle"
         time.sleep(0.1)
     totals = server.evictions()
+    wait_for(server, "vllm_kvevict:blocks_saved", 0)
+    ended = check_metrics(server)["request_kept_share_count"]
+    assert ended >= server.metric("vllm:request_success_total") > 0, "clients that left, too"
     assert server.stop() == 0
     assert server.evictions() == totals
     assert totals["evictions_prefill"] >= 1 and totals["evictions_decode"] >= 1
