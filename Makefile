@@ -3,13 +3,14 @@ PYTHON_VENV := .venv/bin/python
 PYTEST_ARGS ?=
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress lint format test demo wheel clean
+.PHONY: help setup setup-kvpress lint format test demo wheel vllm-source clean
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
 	@echo "make demo     serve the same load without and with eviction; print one table"
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
+	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff fix what it can"
 	@echo "make clean    remove build outputs and caches; the environments stay"
@@ -37,6 +38,9 @@ demo: setup
 
 wheel: setup
 	@packaging/build_wheel.sh
+
+vllm-source:
+	@packaging/fetch_vllm_source.sh
 
 clean:
 	rm -rf build dist *.egg-info packaging/vllm-cpu-metadata/build packaging/vllm-cpu-metadata/*.egg-info

@@ -7,8 +7,10 @@ configuration the wrapped methods do what vLLM's do.
 import argparse
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 TITLE = "KV-Eviction"
@@ -160,17 +162,26 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
     config = EvictionConfig.parse(engine_args.additional_config[KEY])
     if config is None:
         return original(engine_args, *args, **kwargs)
-    _check_version()
+    with _sentence(engine_args):
+        _check_version()
+        _check_hooks()
     vllm_config = original(engine_args, *args, **kwargs)
     from vllm_kvevict.activate import activate
 
-    try:
+    with _sentence(engine_args):
         activate(vllm_config, config)
+    return vllm_config
+
+
+@contextmanager
+def _sentence(engine_args: Any) -> Iterator[None]:
+    """On the command line a refusal is one sentence, without a traceback."""
+    try:
+        yield
     except ValueError as error:
         if getattr(engine_args, _FROM_FLAGS, False):
             raise SystemExit(f"error: {error}") from None
         raise
-    return vllm_config
 
 
 def _warn(why: str) -> None:
@@ -185,6 +196,14 @@ def _check_version() -> None:
 
     if problem := check_vllm(vllm.__version__):
         raise ValueError(problem)
+
+
+def _check_hooks() -> None:
+    import vllm
+
+    from vllm_kvevict.hooks.check import check_hooks
+
+    check_hooks(vllm.__version__, Path(vllm.__file__).parent)
 
 
 def _mark(function: Callable[..., Any]) -> Callable[..., Any]:

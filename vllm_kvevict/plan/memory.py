@@ -24,12 +24,16 @@ LAYOUT = "LBHNC"
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of eviction's own buffers on the rank that has most, and the slots of the rings."""
+    """Bytes of eviction's own buffers on the rank that has most, and the slots of the rings.
+
+    ``attention`` is what per-head attention works in on CUDA; the CPU build needs none.
+    """
 
     rings: int
     ring_slots: int
     tables: int
     page_values: int
+    attention: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def plan_memory(
     vllm_config.cache_config.kv_cache_layout = LAYOUT
     slots = ring_slots(vllm_config, config)
     rings = max(_rings(vllm_config, config, slots, specs) for specs in ranks)
+    attention = max(_attention(vllm_config, config, specs) for specs in ranks)
     weights = activations = None
     weights_from = ""
     available = vllm_config.cache_config.kv_cache_memory_bytes
@@ -96,12 +101,12 @@ def plan_memory(
         if activations is None:
             activations = assumed_activations(vllm_config)
         share = int(options.gpu_memory * vllm_config.cache_config.gpu_memory_utilization)
-        available = share - weights - activations - rings
+        available = share - weights - activations - rings - attention
         if available <= 0:
             raise PlanError(
                 f"{share} bytes (--gpu-memory times --gpu-memory-utilization) leave no room for "
                 f"a KV cache beside {weights} bytes of weights, {activations} of activations and "
-                f"{rings} of observation rings"
+                f"{rings + attention} of eviction's buffers"
             )
     assert available is not None
     channels = page_channels(config)
@@ -120,7 +125,7 @@ def plan_memory(
         weights,
         weights_from,
         activations,
-        Buffers(rings, slots, tables, values),
+        Buffers(rings, slots, tables, values, attention),
         kv_cache,
         configs[0],
         *get_kv_cache_capacity(vllm_config, configs[0]),
@@ -147,6 +152,32 @@ def _rings(
         model.dtype,
         torch.device("meta"),
     ).num_bytes
+
+
+def _attention(
+    vllm_config: "VllmConfig", config: "EvictionConfig", specs: "dict[str, KVCacheSpec]"
+) -> int:
+    from vllm.platforms import current_platform
+
+    evictable = _evictable(specs)
+    if not (current_platform.is_cuda() and evictable):
+        return 0
+    from vllm_kvevict.attention.choice import choose
+    from vllm_kvevict.attention.scratch import Scratch, Shape
+
+    kernel = choose(vllm_config, config)[0]
+    spec, parallel = evictable[0], vllm_config.parallel_config
+    shape = Shape(
+        spec.num_kv_heads,
+        vllm_config.model_config.get_num_attention_heads(parallel) // spec.num_kv_heads,
+        spec.head_size,
+        spec.block_size,
+        vllm_config.scheduler_config.max_num_seqs,
+        vllm_config.model_config.max_model_len,
+    )
+    # Triton's partial sums, a few megabytes, grow with the GPU.
+    device = torch.device("meta" if kernel == "flash" else "cuda")
+    return Scratch(kernel, shape, device).num_bytes
 
 
 def _tables(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:

@@ -47,6 +47,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     from vllm_kvevict.plugin import register
 
     register()
+    _check_vllm()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -112,6 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--json", action="store_true", help="The plan as JSON.")
     EngineArgs.add_cli_args(parser)
     return parser
+
+
+def _check_vllm() -> None:
+    import vllm
+
+    from vllm_kvevict.hooks.check import check_hooks
+
+    try:
+        check_hooks(vllm.__version__, Path(vllm.__file__).parent, tool="plan")
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def _check(options: Options, kv_cache_memory: int | None) -> None:

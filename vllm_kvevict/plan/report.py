@@ -158,6 +158,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
     slots = f"{buffers.ring_slots} slots" if buffers.ring_slots else "this policy needs none"
     rows += [
         ("observation rings", buffers.rings, slots),
+        *([("per-head attention", buffers.attention, "")] if buffers.attention else []),
         ("KV cache", memory.kv_cache, ""),
         ("numbers beside the KV cache", buffers.page_values, ""),
         ("tables of the requests", buffers.tables, ""),

@@ -1,0 +1,110 @@
+"""The self-check at start-up, with a vLLM from which one hook was taken."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import vllm
+
+import vllm_kvevict
+from vllm_kvevict.hooks.check import check_hooks, missing
+from vllm_kvevict.hooks.listing import HOOKS
+from vllm_kvevict.hooks.source import Source
+
+ROOT = Path(vllm.__file__).parent
+OURS = Path(vllm_kvevict.__file__).parent
+DOCS = OURS.parent / "docs" / "vllm-hooks.md"
+SOURCES = OURS.parent / ".cache" / "vllm-source"
+"""What `make vllm-source` unpacks: one folder a version."""
+
+TAKEN = [
+    ("v1/core/sched/scheduler.py", "_get_local_prefix_cache_hit", "Scheduler"),
+    ("v1/core/sched/scheduler.py", "need_mamba_block_aligned_split", "Scheduler"),
+    ("v1/core/kv_cache_coordinator.py", "group_block_sizes", "KVCacheCoordinator"),
+    ("v1/attention/backend.py", "block_table_tensor", "CommonAttentionMetadata"),
+    ("v1/worker/gpu_worker.py", "determine_available_memory", "Worker"),
+    ("v1/engine/__init__.py", "resumable", "EngineCoreRequest"),
+    ("config/parallel.py", "worker_cls", "ParallelConfig"),
+]
+
+
+@pytest.fixture
+def without(tmp_path):
+    """A tree of links to vLLM's files in which one name of one file is spelled differently."""
+
+    def take(file: str, name: str) -> Path:
+        tree = tmp_path / "vllm"
+        links, folder = tree, ROOT
+        for part in Path(file).parts:
+            links.mkdir()
+            for entry in folder.iterdir():
+                if entry.name != part:
+                    (links / entry.name).symlink_to(entry)
+            links, folder = links / part, folder / part
+        text = folder.read_text()
+        links.write_text(re.sub(rf"\b{name}\b", f"{name}_renamed", text))
+        return tree
+
+    return take
+
+
+@pytest.mark.parametrize("file, name, owner", TAKEN)
+def test_names_the_missing_hook(without, file, name, owner):
+    tree = without(file, name)
+    found = missing(Source(tree))
+    assert found and all(hook.name == f"{owner}.{name}" for hook in found)
+    with pytest.raises(ValueError) as error:
+        check_hooks("0.33.9", tree)
+    sentence = str(error.value)
+    assert f"{owner}.{name}" in sentence and "vLLM 0.33.9" in sentence
+    assert "supports vLLM >=0.32,<0.34" in sentence and sentence.count(". ") == 0
+
+
+def test_a_parameter_is_missed(without):
+    tree = without("v1/metrics/loggers.py", "custom_stat_loggers")
+    assert [hook.name for hook in missing(Source(tree))] == ["StatLoggerManager.__init__"]
+
+
+def test_start_up_refuses_only_with_eviction(build, without, monkeypatch):
+    tree = without("v1/core/sched/scheduler.py", "_free_request")
+    monkeypatch.setattr(vllm, "__file__", str(tree / "__init__.py"))
+    with pytest.raises(ValueError, match=r"engine/scheduler.py\) hooks into .*_free_request"):
+        build(dict(policy="ada-snapkv"))
+    assert build() is not None
+
+
+def test_a_command_needs_more_than_a_server(without):
+    tree = without("v1/core/kv_cache_utils.py", "get_kv_cache_configs")
+    check_hooks(vllm.__version__, tree)
+    with pytest.raises(ValueError, match=r"plan/memory.py\) hooks into .*get_kv_cache_configs"):
+        check_hooks(vllm.__version__, tree, tool="plan")
+
+
+def test_the_installed_vllm_has_every_hook():
+    assert missing(Source(ROOT)) == []
+
+
+def test_every_file_is_documented():
+    rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)}
+    assert set(HOOKS) <= documented
+    assert all((OURS / user).is_file() for user in HOOKS)
+
+
+@pytest.mark.parametrize("version", ["0.33.0"])
+def test_another_version_has_every_hook(version):
+    root = SOURCES / version / "vllm"
+    if not root.is_dir():
+        pytest.skip(f"no source of vLLM {version} in {SOURCES}: `make vllm-source` fetches it")
+    source = Source(root)
+    assert [hook for hook in missing(source) if hook.tool is None] == []
+    for file in sorted(OURS.rglob("*.py")):
+        if file.relative_to(OURS).parts[0] in ("plan", "inspect"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                for alias in node.names:
+                    module = f"{node.module}.{alias.name}"
+                    known = source.has(node.module, alias.name) or source._file(module)
+                    assert known, f"{file.name} imports {module}"

@@ -1,0 +1,66 @@
+"""The self-check at start-up: names the hook that this vLLM does not have."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_kvevict import __version__
+from vllm_kvevict.hooks.listing import HOOKS
+from vllm_kvevict.hooks.source import Source
+from vllm_kvevict.versions import SUPPORTED_VLLM
+
+
+class Hook(NamedTuple):
+    """One name of vLLM's. ``user`` is the file of ours that needs it."""
+
+    user: str
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+    @property
+    def tool(self) -> str | None:
+        """The command that alone needs it, or None where every server does."""
+        folder = self.user.split("/")[0]
+        return folder if folder in ("plan", "inspect") else None
+
+    def __str__(self) -> str:
+        takes = f"({', '.join(self.parameters)})" if self.parameters else ""
+        return f"{self.module}.{self.name}{takes}"
+
+
+def hooks() -> list[Hook]:
+    """Every hook, as :data:`~vllm_kvevict.hooks.listing.HOOKS` spells them."""
+    return [
+        Hook(user, module, name, tuple(filter(None, parameters.split(","))))
+        for user, modules in HOOKS.items()
+        for module, names in modules.items()
+        # A list of parameters may go on in the next line.
+        for word in re.sub(r",\s+", ",", names).split()
+        for name, _, parameters in [word.rstrip(")").partition("(")]
+    ]
+
+
+def missing(source: Source) -> list[Hook]:
+    """The hooks that a vLLM does not have."""
+    return [hook for hook in hooks() if not source.has(hook.module, hook.name, hook.parameters)]
+
+
+def check_hooks(version: str, root: Path, tool: str | None = None) -> None:
+    """Refuse a vLLM without a name that a server with eviction hooks into.
+
+    Args:
+        version: What ``vllm.__version__`` says.
+        root: The folder of the package ``vllm``.
+        tool: ``plan`` or ``inspect``: check what this command needs instead.
+
+    Raises:
+        ValueError: In one sentence: the hook, this version, and the supported ones.
+
+    """
+    for hook in missing(Source(root)):
+        if hook.tool == tool:
+            raise ValueError(
+                f"KV eviction (vllm-kvevict {__version__}, {hook.user}) hooks into {hook}, which "
+                f"this vLLM {version} does not have; it supports vLLM {SUPPORTED_VLLM} as released."
+            )

@@ -1,0 +1,226 @@
+"""Every name of vLLM's that the plugin touches: docs/vllm-hooks.md says why, file by file.
+
+By our file, then by vLLM's module. ``Class.member`` may be inherited or assigned to ``self``;
+parentheses hold parameters that we pass by name or override.
+"""
+
+HOOKS = {
+    "plugin.py": {
+        "vllm.engine.arg_utils": """
+            EngineArgs.add_cli_args(parser) EngineArgs.from_cli_args(args)
+            EngineArgs.create_engine_config EngineArgs.additional_config
+            AsyncEngineArgs.add_cli_args
+        """,
+        "vllm.plugins": "load_general_plugins",
+    },
+    "activate.py": {
+        "vllm.config": """
+            VllmConfig.additional_config VllmConfig.parallel_config VllmConfig.scheduler_config
+            VllmConfig.model_config VllmConfig.cache_config ParallelConfig.worker_cls
+            ParallelConfig._api_process_count ParallelConfig._api_process_rank
+            SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling
+        """,
+    },
+    "admission.py": {
+        "vllm.v1.engine.input_processor": "InputProcessor.process_inputs",
+        "vllm.v1.engine.async_llm": "AsyncLLM.generate(prompt,sampling_params)",
+        "vllm.entrypoints.openai.responses.serving": """
+            OpenAIServingResponses._generate_with_builtin_tools
+        """,
+        "vllm.v1.engine": "EngineCoreRequest.resumable",
+        "vllm.utils": "length_from_prompt_token_ids_or_embeds",
+    },
+    "support.py": {
+        "vllm.config": """
+            ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
+            ModelConfig.is_attention_free ModelConfig.is_hybrid ModelConfig.use_mla
+            ModelConfig.rswa_window ModelConfig.is_mm_prefix_lm ModelConfig.uses_alibi
+            ModelConfig.hf_text_config ModelConfig.get_sliding_window
+            ModelConfig.attention_chunk_size CacheConfig.cache_dtype CacheConfig.sliding_window
+            CacheConfig.block_size CacheConfig.kv_sharing_fast_prefill
+            CacheConfig.prefix_match_unit VllmConfig.speculative_config
+            VllmConfig.kv_transfer_config VllmConfig.ec_transfer_config
+            VllmConfig.diffusion_config VllmConfig.attention_config
+            ParallelConfig.decode_context_parallel_size
+            ParallelConfig.prefill_context_parallel_size ParallelConfig.use_ubatching
+            ParallelConfig.enable_elastic_ep ParallelConfig.enable_fault_tolerance
+            AttentionConfig.use_non_causal AttentionConfig.hisparse_config
+            SchedulerConfig.disable_hybrid_kv_cache_manager
+        """,
+    },
+    "sizing.py": {
+        "vllm.config": """
+            ModelConfig.get_total_num_hidden_layers ModelConfig.get_head_size
+            ModelConfig.get_num_attention_heads(parallel_config)
+        """,
+    },
+    "engine/spec.py": {
+        "vllm.v1.kv_cache_interface": """
+            FullAttentionSpec.merge(specs) KVCacheSpec replace_as
+            FullAttentionSpec.is_uniform_with_collection FullAttentionSpec.sliding_window
+            AttentionSpec.num_kv_heads FullAttentionSpec.attention_chunk_size
+            AttentionSpec.head_size
+        """,
+        "vllm.v1.kv_cache_spec_registry": """
+            KVCacheSpecRegistry.register(uniform_type_base_spec)
+            KVCacheSpecRegistry._ensure_registered
+        """,
+    },
+    "engine/manager.py": {
+        "vllm.v1.core.single_type_kv_cache_manager": """
+            FullAttentionManager.req_to_blocks
+            FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
+              new_computed_blocks,total_computed_tokens)
+            FullAttentionManager.allocate_new_blocks(request_id,num_tokens,num_tokens_main_model)
+            FullAttentionManager.pop_blocks_for_free(request_id)
+            FullAttentionManager._remove_blocks_in_range FullAttentionManager.kv_cache_group_id
+        """,
+        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_id",
+        "vllm.v1.core.block_pool": "BlockPool.get_new_blocks BlockPool.free_blocks",
+    },
+    "engine/scheduler.py": {
+        "vllm.v1.core.sched.scheduler": """
+            Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
+            Scheduler.update_from_output(scheduler_output,model_runner_output)
+            Scheduler.make_stats Scheduler.add_request(request)
+            Scheduler.finish_requests(request_ids,finished_status)
+            Scheduler._free_request(request) Scheduler._get_local_prefix_cache_hit(request)
+            Scheduler._mamba_block_aligned_split(request,num_new_tokens)
+            Scheduler.need_mamba_block_aligned_split Scheduler.running Scheduler.requests
+            Scheduler.block_size Scheduler.max_num_scheduled_tokens Scheduler.kv_cache_manager
+        """,
+        "vllm.v1.core.sched.async_scheduler": """
+            AsyncScheduler._update_after_schedule(scheduler_output)
+        """,
+        "vllm.v1.core.kv_cache_manager": """
+            KVCacheManager.coordinator KVCacheManager.block_pool
+            KVCacheManager.create_kv_cache_blocks
+        """,
+        "vllm.v1.core.kv_cache_coordinator": """
+            KVCacheCoordinator.cache_blocks(request,num_computed_tokens)
+            KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
+            KVCacheCoordinator.single_type_managers KVCacheCoordinator.group_block_sizes
+        """,
+    },
+    "engine/ledger.py": {
+        "vllm.v1.request": """
+            Request.is_prefill_chunk Request.num_computed_tokens Request.num_tokens
+            Request.num_prompt_tokens Request.max_tokens Request.resumable Request.pooling_params
+            Request.sampling_params Request.block_hashes
+        """,
+        "vllm.v1.core.single_type_kv_cache_manager": """
+            SingleTypeKVCacheManager.max_admission_blocks_per_request
+        """,
+        "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks BlockPool.num_gpu_blocks",
+    },
+    "metrics/report.py": {
+        "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
+        "vllm.v1.engine": "EngineCoreOutputs.scheduler_stats",
+    },
+    "metrics/logger.py": {
+        "vllm.v1.metrics.loggers": """
+            StatLoggerManager.__init__(vllm_config,engine_idxs,custom_stat_loggers)
+            AggregateStatLoggerBase PrometheusStatLogger._gauge_cls
+            PrometheusStatLogger._counter_cls PrometheusStatLogger._histogram_cls
+        """,
+    },
+    "worker/meter.py": {
+        "vllm.v1.outputs": """
+            EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput AsyncModelRunnerOutput.get_output
+        """,
+    },
+    "step_plan.py": {
+        "vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens",
+    },
+    "worker/mixin.py": {
+        "vllm.v1.worker.gpu_worker": """
+            Worker.get_kv_cache_spec Worker.determine_available_memory
+            Worker.initialize_from_config(kv_cache_config) Worker.execute_model(scheduler_output)
+            Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
+        """,
+        "vllm.v1.worker.gpu_model_runner": """
+            GPUModelRunner.attn_groups GPUModelRunner.shared_kv_cache_layers
+        """,
+        "vllm.config": "CompilationConfig.static_forward_context",
+        "vllm.v1.kv_cache_interface": """
+            AttentionSpec MLAAttentionSpec KVCacheConfig.kv_cache_groups
+        """,
+        "vllm.model_executor.models.utils": "extract_layer_index",
+    },
+    "worker/cpu.py": {
+        "vllm.v1.worker.cpu_worker": "CPUWorker",
+        "vllm.v1.attention.selector": "_cached_get_attn_backend",
+        "vllm.v1.attention.backends.registry": "AttentionBackendEnum.CPU_ATTN register_backend",
+        "vllm._custom_ops": "cpu_attn_reshape_and_cache",
+    },
+    "worker/gpu.py": {
+        "vllm.v1.worker.gpu_worker": "Worker",
+        "vllm.v1.attention.backends.registry": "AttentionBackendEnum.CUSTOM",
+    },
+    "worker/runners.py": {
+        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.input_batch",
+        "vllm.v1.worker.gpu_input_batch": "InputBatch.req_ids",
+        "vllm.v1.worker.gpu.model_runner": "GPUModelRunner.req_states",
+        "vllm.v1.worker.gpu.states": "RequestState.req_id_to_index",
+        "vllm.v1.attention.backend": "CommonAttentionMetadata.req_idx",
+        "vllm.v1.core.sched.output": """
+            SchedulerOutput.finished_req_ids SchedulerOutput.preempted_req_ids
+            CachedRequestData.resumed_req_ids
+        """,
+    },
+    "worker/prompts.py": {
+        "vllm.v1.core.sched.output": """
+            SchedulerOutput.scheduled_new_reqs NewRequestData.prompt_token_ids
+        """,
+    },
+    "worker/ranks.py": {
+        "vllm.distributed": """
+            tensor_model_parallel_all_reduce get_tensor_model_parallel_rank
+            get_tensor_model_parallel_world_size
+        """,
+    },
+    "attention/evicting.py": {
+        "vllm.v1.attention.backend": """
+            AttentionBackend.supported_kv_cache_layouts AttentionBackend.supports_batch_invariance
+            AttentionMetadataBuilder.get_cudagraph_support(vllm_config,kv_cache_spec)
+            AttentionMetadataBuilder.build_for_cudagraph_capture(common_attn_metadata)
+            AttentionMetadataBuilder.build(common_prefix_len,common_attn_metadata)
+            AttentionCGSupport
+        """,
+        "vllm.v1.kv_cache_layout": "KVCacheLayout.LBHNC",
+    },
+    "attention/cpu.py": {
+        "vllm.v1.attention.backends.cpu_attn": """
+            CPUAttentionBackend CPUAttentionMetadataBuilder.build CPUAttentionBackendImpl.forward
+        """,
+        "vllm._custom_ops": "cpu_attn_get_scheduler_metadata cpu_attention_with_kv_cache",
+    },
+    "attention/flash.py": {
+        "vllm.v1.attention.backends.flash_attn": """
+            FlashAttentionBackend FlashAttentionMetadataBuilder.build FlashAttentionImpl.forward
+        """,
+    },
+    "attention/triton.py": {
+        "vllm.v1.attention.backends.triton_attn": """
+            TritonAttentionBackend TritonAttentionMetadataBuilder.build
+            TritonAttentionImpl.forward
+        """,
+    },
+    "attention/per_head.py": {
+        "vllm.v1.attention.backend": """
+            CommonAttentionMetadata.query_start_loc CommonAttentionMetadata.seq_lens
+            CommonAttentionMetadata.block_table_tensor CommonAttentionMetadata.slot_mapping
+            CommonAttentionMetadata.num_actual_tokens
+        """,
+    },
+    "plan/memory.py": {
+        "vllm.v1.core.kv_cache_utils": """
+            get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory) get_kv_cache_capacity
+        """,
+        "vllm.distributed.utils": "get_pp_indices",
+    },
+    "inspect/engine.py": {
+        "vllm.engine.arg_utils": "EngineArgs.create_model_config",
+        "vllm.tokenizers": "get_tokenizer",
+    },
+}
