@@ -1,0 +1,58 @@
+"""A Ray Serve LLM application with KV eviction. Import it only where Ray is installed.
+
+``serve deploy`` names :func:`app` as ``vllm_kvevict.ray_serve:app``; deploy/ray has examples.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve import Application
+from ray.serve.llm import LLMConfig, LLMServer, LLMServingArgs, build_openai_app
+
+from vllm_kvevict import admission
+from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.metrics import logger as stat_logger
+from vllm_kvevict.plugin import register
+
+
+class EvictingLLMServer(LLMServer):
+    """Ray's LLM server, in whose process requests are checked and metrics are kept.
+
+    Ray builds vLLM's configuration in a task of its own where there are accelerators, so what
+    the plugin arranges beside the configuration is arranged here.
+    """
+
+    # Ray awaits the constructor.
+    async def __init__(self, llm_config: LLMConfig, **options: Any) -> None:  # type: ignore[misc]
+        register()
+        admission.install()
+        stat_logger.install()
+        await super().__init__(llm_config, **options)
+
+
+def app(args: Mapping[str, Any]) -> Application:
+    """An OpenAI endpoint over models of which at least one evicts.
+
+    Args:
+        args: As for ``ray.serve.llm:build_openai_app``; a model evicts where its
+            ``engine_kwargs.additional_config.kv_eviction`` says so.
+
+    Raises:
+        ValueError: In one sentence, what is wrong with a model's settings, or that none evicts.
+
+    """
+    serving = LLMServingArgs.model_validate(dict(args))
+    evicting = [config for config in serving.llm_configs if _evicts(config)]
+    if not evicting:
+        raise ValueError(
+            "KV eviction: no model sets engine_kwargs.additional_config.kv_eviction; serve them "
+            "with ray.serve.llm:build_openai_app"
+        )
+    for config in evicting:
+        config.server_cls = EvictingLLMServer
+    return build_openai_app(serving)
+
+
+def _evicts(config: LLMConfig) -> bool:
+    asked = config.engine_kwargs.get("additional_config") or {}
+    return EvictionConfig.parse(asked.get(KEY)) is not None
