@@ -136,7 +136,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         interval=setup.interval,
         groups=max(2, setup.pyramid),
         beta=setup.beta,
-        allow="snapkv,streaming-llm,none",
+        allow="snapkv,streaming-llm,h2o,none",
     )
 
 

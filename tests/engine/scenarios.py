@@ -80,7 +80,7 @@ WISHES = st.one_of(
     st.none(),
     st.builds(
         Wish,
-        policy=st.sampled_from([None, None, "snapkv", "streaming-llm", "none"]),
+        policy=st.sampled_from([None, None, "snapkv", "streaming-llm", "h2o", "none"]),
         budget=st.one_of(st.none(), st.integers(1, 120), st.sampled_from(["5%", "40%"])),
         interval=st.sampled_from([None, 0, 4, 16, 64]),
         protect=st.sampled_from([0, 0, 0.5, 1.0]),

@@ -35,6 +35,8 @@ class Row:
     stores: list[list[int]] = field(default_factory=list)
     store_content: list[list[list[int]]] = field(default_factory=list)
     evictions: int = 0
+    counted: int = 0
+    """Tokens whose queries' attention was added up, from the first on."""
 
     def __post_init__(self) -> None:
         self.tail_start = [0] * len(self.tables)
@@ -79,6 +81,7 @@ class ShadowWorker:
         for request_id, (start, end) in spans.items():
             self._read(self.rows[request_id], start, end)
         self._record(plan, spans)
+        self._accumulate(plan, spans)
         for eviction in plan.evictions:
             self._evict(eviction, spans)
         sampled = {}
@@ -175,12 +178,21 @@ class ShadowWorker:
             for position in range(max(start, end - window), end):
                 self.rings[slot, position % window] = (self.rows[request_id].life, position)
 
+    def _accumulate(self, plan: StepPlan, spans: dict[str, tuple[int, int]]) -> None:
+        assert len(set(plan.accumulating)) == len(plan.accumulating)
+        for request_id in plan.accumulating:
+            row, (start, end) = self.rows[request_id], spans[request_id]
+            assert row.counted == start, f"{row.life}: query {row.counted} was never counted"
+            row.counted = end
+
     def _evict(self, eviction: Eviction, spans: dict[str, tuple[int, int]]) -> None:
         row, n = self.rows[eviction.request_id], eviction.num_tokens
         bs, window = self.setup.block_size, self.setup.window
         assert spans[eviction.request_id][1] == n
-        needs_window = self.setup.needs_window and eviction.policy != "streaming-llm"
+        needs_window = self.setup.needs_window and eviction.policy == "snapkv"
         assert (eviction.ring is not None) == needs_window
+        if eviction.policy == "h2o":
+            assert row.counted == n, f"{row.life}: {row.counted} of {n} queries were counted"
         if eviction.ring is not None:
             for p in range(n - window, n):
                 recorded = self.rings.get((eviction.ring, p % window))

@@ -241,3 +241,49 @@ def test_a_session_of_streaming_input_is_not_evicted_and_waits_for_nothing(setup
     core.finish()
     # Both are the other's, at 100 and at 164.
     assert (counters(core).evictions_prefill, counters(core).evictions_decode) == (1, 1)
+
+
+@BOTH
+def test_a_request_whose_queries_all_count_takes_no_hit(setup):
+    """Others may take what it computed; where nothing will be evicted it takes hits itself."""
+    core = engine(setup)
+    policy = {"kv_eviction": "h2o"}
+    core.add(tokens(160), 4, asked=policy)
+    core.finish()
+    for asked, covered in (
+        (policy, 0),
+        (policy | AT_100, 0),
+        ({"kv_eviction": "streaming-llm"}, 152),
+        (policy | {"kv_eviction_budget": 200, "kv_eviction_interval": 0}, 152),
+    ):
+        capped = counters(core).prefix_hits_capped
+        again = core.add(tokens(160), 4, asked=asked)
+        assert hit(core.step(), again) == covered
+        assert counters(core).prefix_hits_capped == capped + (covered == 0)
+        core.finish()
+    assert counters(core).evictions == 4
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "interval, counted", [(0, range(160)), (64, range(228))], ids=["once", "again"]
+)
+def test_queries_count_until_the_last_eviction(setup, interval, counted):
+    """Every token of prefill and decode once, in order, and none that no eviction will read."""
+    core = engine(replace(setup, max_batched=50))
+    request = core.add(
+        tokens(160), 72, asked={"kv_eviction": "h2o", "kv_eviction_interval": interval}
+    )
+    seen: list[int] = []
+    while core.scheduler.has_unfinished_requests():
+        start = request.num_computed_tokens
+        output = core.step()
+        plan = getattr(output, PLAN, None)
+        if plan is not None and plan.accumulating:
+            assert plan.accumulating == [request.request_id]
+            seen += range(start, start + output.num_scheduled_tokens[request.request_id])
+    core.finish()
+    assert seen[: len(counted)] == list(counted)
+    assert counters(core).evictions == 1 + (interval > 0)
+    if not interval:
+        assert len(seen) == len(counted)
