@@ -189,7 +189,7 @@ class ShadowWorker:
         row, n = self.rows[eviction.request_id], eviction.num_tokens
         bs, window = self.setup.block_size, self.setup.window
         assert spans[eviction.request_id][1] == n
-        needs_window = self.setup.needs_window and eviction.policy == "snapkv"
+        needs_window = self.setup.needs_window and eviction.policy not in ("streaming-llm", "h2o")
         assert (eviction.ring is not None) == needs_window
         if eviction.policy == "h2o":
             assert row.counted == n, f"{row.life}: {row.counted} of {n} queries were counted"
