@@ -1,6 +1,7 @@
 """The model card: what the shipped model is, and how it was made."""
 
 import json
+import re
 from pathlib import Path
 
 from benchmarks.provenance import provenance
@@ -45,14 +46,14 @@ def write_card(
     Args:
         folder: The saved model; its weights are counted.
         log: Entries of the training log, oldest first.
-        stages: ``LENGTHxSIZE:STEPS`` of each stage.
+        stages: Each stage, as ``--stages`` takes it.
         samples: Evaluation samples of each task.
         settings: The other flags of the training.
 
     """
     origin, last = provenance(), log[-1]
     config = json.loads((folder / "config.json").read_text())
-    shapes = [tuple(map(int, stage.replace(":", "x").split("x"))) for stage in stages]
+    shapes = [tuple(map(int, re.findall(r"\d+", stage)[:3])) for stage in stages]
     command = f"python -m benchmarks.quality.train {settings} --stages {' '.join(stages)}"
     text = TEMPLATE.format(
         parameters=(folder / "model.safetensors").stat().st_size / 2e6,

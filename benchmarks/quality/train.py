@@ -33,8 +33,8 @@ RECIPE = (
     "1024x4:300@2e-3+0.5",
     "2048x2:300@2e-3+0.4",
 )
-"""Stages of the shipped model. Copying heads appear near step 550, in 64 tokens. Without twins
-most wrong lines are those of another name with the same noun."""
+"""Copying heads appear near step 550, in 64 tokens. Without twins most wrong lines are those of
+another name with the same noun. The shipped model's own stages stand in its card."""
 
 
 @dataclass(frozen=True)

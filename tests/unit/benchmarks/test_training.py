@@ -24,7 +24,7 @@ def options(output: Path, stages: list[str], resume: bool) -> Namespace:
 def runs(tmp_path_factory) -> tuple[Path, Path]:
     """Four steps in one go, and the same four broken off after two."""
     whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
-    stages = ["64x2:2", "96x1:8"]
+    stages = ["64x2:2", "96x1:8@0.001+0.5"]
     train(options(whole, stages, False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.quality.train.save", stop_at_step_4(broken))
@@ -59,7 +59,7 @@ def test_the_model_loads_as_vllm_does(runs):
     assert model.dtype == torch.bfloat16
     assert len(AutoTokenizer.from_pretrained(runs[0])) == model.config.vocab_size
     card = (runs[0] / "README.md").read_text()
-    assert "python -m benchmarks.quality.train" in card and "64x2:2 96x1:8" in card
+    assert "python -m benchmarks.quality.train" in card and "64x2:2 96x1:8@0.001+0.5" in card
 
 
 def test_the_shipped_model_is_what_the_readme_says():
