@@ -1,0 +1,127 @@
+"""What deploy/ asks vLLM, Ray and pip for, as far as that can be tried without a cluster."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.versions import check_vllm
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+RAY = sorted((DEPLOY / "ray").glob("*.yaml"))
+
+
+def test_the_image_is_of_a_supported_vllm():
+    text = (DEPLOY / "Dockerfile").read_text()
+    (version,) = re.findall(r"vllm/vllm-openai:v([\d.]+)", text)
+    assert check_vllm(version) is None
+    assert "ENTRYPOINT" not in text and "CMD" not in text
+
+
+def test_what_the_image_copies_is_enough_for_a_wheel(tmp_path):
+    copied = [
+        name
+        for line in (DEPLOY / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+        for name in line.split()[1:-1]
+    ]
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in copied} <= set(ignored), "left out of the build context"
+    for name in copied:
+        source = ROOT / name
+        if source.is_dir():
+            skip = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(source, tmp_path / name, ignore=skip)
+        else:
+            shutil.copy(source, tmp_path / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+         "--wheel-dir", "wheels", "."],
+        cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "KVEVICT_CUDA": "0"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry = next(name for name in names if name.endswith("entry_points.txt"))
+        assert "vllm_kvevict.plugin:register" in archive.read(entry).decode()
+    ours = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_kvevict").rglob("*.py")}
+    assert ours <= set(names)
+
+
+def test_helm_values_give_vllm_flags_that_it_takes(parser):
+    values = yaml.safe_load((DEPLOY / "helm" / "values.yaml").read_text())
+    for model in values["servingEngineSpec"]["modelSpec"]:
+        # What the chart puts behind `vllm serve`, in its order.
+        config = model["vllmConfig"]
+        argv = [model["modelURL"], "--host", "0.0.0.0", "--port", "8000"]
+        argv += ["--enable-prefix-caching", "--max-model-len", str(config["maxModelLen"])]
+        argv += ["--gpu_memory_utilization", str(config["gpuMemoryUtilization"])]
+        assert all(isinstance(word, str) for word in config["extraArgs"])
+        args = parser.parse_args(["serve", *argv, *config["extraArgs"]][1:])
+        from vllm_kvevict.plugin import fold_flags
+
+        folded = fold_flags(args).additional_config[KEY]
+        assert EvictionConfig.parse(folded).policy == "ada-snapkv" and folded["budget"] == 1024
+        assert not model["lmcacheConfig"]["enabled"]
+
+
+def settings(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text())
+
+
+@pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
+def test_ray_files_ask_for_eviction_that_is_valid(file):
+    for application in settings(file)["applications"]:
+        assert application["import_path"] == "vllm_kvevict.ray_serve:app"
+        for model in application["args"]["llm_configs"]:
+            asked = model["engine_kwargs"]["additional_config"][KEY]
+            assert EvictionConfig.parse(asked).policy == "ada-snapkv"
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
+@pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
+def test_ray_takes_the_files(file):
+    """Ray's own schema, and the application that it would deploy; no cluster is started."""
+    from ray.serve.llm import LLMServingArgs
+    from ray.serve.schema import ServeDeploySchema
+
+    from vllm_kvevict.ray_serve import EvictingLLMServer, app
+
+    (application,) = ServeDeploySchema.model_validate(settings(file)).applications
+    serving = LLMServingArgs.model_validate(application.args)
+    built = app(application.args)
+    assert built is not None
+    assert EvictingLLMServer.__mro__[1].__name__ == "LLMServer"
+    engine = serving.llm_configs[0].get_engine_config()
+    workers = engine.tensor_parallel_degree * engine.pipeline_parallel_degree
+    assert len(engine.placement_bundles) == workers
+    assert engine.get_initialization_kwargs()["distributed_executor_backend"] == "ray"
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
+@pytest.mark.parametrize(
+    "eviction, says",
+    [
+        (None, "no model sets engine_kwargs.additional_config.kv_eviction"),
+        ({"policy": "best"}, "unknown policy 'best'"),
+        ({"policy": "ada-snapkv", "budgets": 3}, "unknown key 'budgets'"),
+    ],
+)
+def test_ray_applications_that_are_refused(eviction, says):
+    from vllm_kvevict.ray_serve import app
+
+    args = settings(RAY[0])["applications"][0]["args"]
+    args["llm_configs"][0]["engine_kwargs"]["additional_config"] = {KEY: eviction}
+    with pytest.raises(ValueError, match=says):
+        app(args)
