@@ -158,6 +158,44 @@ def test_preemption(tiny_model, oracle, policy, caching):
         assert run.free_blocks() == 45
 
 
+def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
+    """Groups that evict together and apart, preempted in a small pool, with prefix-cache hits."""
+    prompts = [random_prompt(n, seed=n) for n in (150, 500, 480, 460, 440, 420, 150 + 17)]
+    with engine(
+        tiny_model_kv4,
+        dict(policy="ada-pyramid", budget=128, interval=160, beta=8.0),
+        num_gpu_blocks_override=4 * 29 + 1,
+        max_model_len=896,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=True,
+    ) as run:
+        preempted = []
+        preempt = run.scheduler._preempt_request
+        run.scheduler._preempt_request = lambda request, *a, **k: (
+            preempted.append(request.request_id),
+            preempt(request, *a, **k),
+        )
+        assert_exact(oracle_kv4, run, prompts, 250)
+        assert preempted
+        long, short = (run.lives()[index][-1].evictions for index in (1, 0))
+        kept = [[len(head) for head in layer] for layer in long[0].positions]
+        # 96 tokens beside the window: 180, 124, 68 and 12 in layers of four heads.
+        assert [sum(layer) for layer in kept] == [4 * 32 * blocks for blocks in (5, 3, 2, 1)]
+        assert any(len(set(layer)) > 1 for layer in kept)
+        evicted = [[layer is not None for layer in each.positions] for each in short]
+        assert evicted[0] == [False, False, True, True], "all of it fits the shallow layers"
+        assert [True, True, False, False] in evicted, "which evict when they have outgrown that"
+        hits = []
+        look_up = run.scheduler._get_local_prefix_cache_hit
+        run.scheduler._get_local_prefix_cache_hit = lambda request: (
+            hits.append(look_up(request)) or hits[-1]
+        )
+        for _ in range(2):
+            assert_exact(oracle_kv4, run, prompts[:1], 20)
+        assert hits[-1][1] == 96, "the window is computed, in every group"
+        assert run.free_blocks() == 4 * 29
+
+
 def test_interval_zero_evicts_after_prefill_only(tiny_model, oracle):
     prompts = [random_prompt(n, seed=n) for n in (700, 100)]
     with engine(tiny_model, dict(policy="snapkv", budget=128, interval=0)) as run:

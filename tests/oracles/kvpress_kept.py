@@ -8,7 +8,14 @@ import json
 from pathlib import Path
 
 import torch
-from kvpress import AdaKVPress, BasePress, SnapKVPress, StreamingLLMPress, TOVAPress
+from kvpress import (
+    AdaKVPress,
+    BasePress,
+    PyramidKVPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
@@ -17,6 +24,8 @@ def make_press(options: argparse.Namespace, ratio: float) -> BasePress:
         return StreamingLLMPress(ratio, n_sink=options.sinks)
     if options.press == "tova":
         return TOVAPress(ratio)
+    if options.press == "pyramidkv":
+        return PyramidKVPress(ratio, options.window, options.kernel, beta=options.beta)
     snapkv = SnapKVPress(ratio, window_size=options.window, kernel_size=options.kernel)
     return AdaKVPress(snapkv, options.floor) if options.press == "ada-snapkv" else snapkv
 
@@ -47,18 +56,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("tokens", type=Path, help="JSON list of token ids")
-    parser.add_argument("press", choices=["snapkv", "ada-snapkv", "streaming-llm", "tova"])
+    parser.add_argument(
+        "press", choices=["snapkv", "pyramidkv", "ada-snapkv", "streaming-llm", "tova"]
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--keep", type=int, required=True, help="per head, window included")
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--kernel", type=int, default=5)
     parser.add_argument("--floor", type=float, default=0.2, help="alpha_safeguard")
     parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--beta", type=float, default=20.0, help="of pyramidkv")
     options = parser.parse_args()
 
     ids = torch.tensor([json.loads(options.tokens.read_text())])
-    # Half a token more, because kvpress rounds down what it keeps.
-    press = make_press(options, 1 - (options.keep + 0.5) / ids.shape[1])
+    # Half a token more, because kvpress rounds down what it keeps; of a pyramid's layers it rounds.
+    half = 0.5 if options.press != "pyramidkv" else 0.0
+    press = make_press(options, 1 - (options.keep + half) / ids.shape[1])
     kept: dict[int, list[list[int]]] = {}
     adaptive = isinstance(press, AdaKVPress)
     if not adaptive:

@@ -8,6 +8,10 @@ head, among them the window, whose scores it sets above all others:
 
 TOVAPress keeps no window but the last token, so for it w = 1 and the prompt is shorter.
 
+PyramidKVPress counts the window in the budgets it lets fall, we let fall what is beside it. Its
+layers run from 2 K - K / beta' to K / beta' for a mean of K tokens, ours from
+w + 2 B - B / beta to w + B / beta. They agree where K = B + w and K / beta' = w + B / beta.
+
 AdaKVPress guarantees each head its ``n_safe = int(n_kept * alpha)`` best tokens. The w best
 are the window again, so of the candidates a head is sure of ``n_safe - w``; our floor
 guarantees ``max(1, int(floor * S))`` pages, here of one token. They agree where
@@ -93,14 +97,15 @@ def kept_by_us(
             for layer_queries, layer_keys in zip(queries, keys, strict=True)
         ]
     )
-    caps = torch.full(scores.shape[:2], tail_start // block_size)
-    pages = chosen.allocator.pages(scores, caps, store, block_size)
-    columns = select_tokens(scores, pages, block_size)
     tail = list(range(tail_start, length))
-    return [
-        [head.tolist() + tail for head in row.split((layer * block_size).tolist())]
-        for row, layer in zip(columns, pages, strict=True)
-    ]
+    kept = []
+    for layer, rule in zip(scores, config.timelines(block_size, len(scores)), strict=True):
+        caps = torch.full((1, len(layer)), tail_start // block_size)
+        pages = chosen.allocator.pages(layer[None], caps, rule.store_blocks(length), block_size)
+        (columns,) = select_tokens(layer[None], pages, block_size)
+        heads = columns.split((pages[0] * block_size).tolist())
+        kept.append([head.tolist() + tail for head in heads])
+    return kept
 
 
 def kept_by_kvpress(
@@ -142,6 +147,18 @@ def test_tova(captured, tiny_model_kv4, tmp_path):
         assert kept_by_us(captured, "tova", block_size, window=1) == theirs
     apart = kept_by_us(captured, "ada-tova", 16, window=1, floor=1.0)
     assert apart != theirs, "heads apart keep other tokens"
+
+
+def test_pyramidkv(captured, tiny_model_kv4, tmp_path):
+    """Four layers, a group each: 224, 160, 96 and 32 tokens beside the window."""
+    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "pyramidkv", beta=2.5)
+    assert [{len(head) for head in layer} for layer in theirs] == [{256}, {192}, {128}, {64}]
+    settings = dict(pool_kernel=5, groups=4, beta=4.0)
+    for block_size in (16, 32):
+        assert kept_by_us(captured, "pyramidkv", block_size, **settings) == theirs
+    apart = kept_by_us(captured, "ada-pyramid", 16, **settings)
+    assert [sum(map(len, layer)) for layer in apart] == [4 * len(layer[0]) for layer in theirs]
+    assert apart != theirs, "heads share the layer's budget"
 
 
 @pytest.mark.parametrize("floor", [0.2, 0.9])
