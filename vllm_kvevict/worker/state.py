@@ -46,7 +46,7 @@ class GroupState:
 
         self.tail_start = table(num_rows)
         self.evicted = torch.zeros(num_rows, dtype=torch.bool)
-        """[rows] on the host: whether ``tail_start`` is above 0, known without asking the device."""
+        """[rows] on the host: whether ``tail_start`` is above 0."""
         self.weighted = torch.zeros(num_rows, dtype=torch.bool, device=device)
         """[rows] whether page values weigh the store; means something where evicted."""
         self._stores = table(num_rows, widest)
