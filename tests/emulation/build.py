@@ -41,7 +41,7 @@ def build() -> Path:
 
 
 def set_order(library: Path, reverse: bool) -> None:
-    """In which order the threads of a block run between two barriers."""
+    """In which order blocks run, and their threads between two barriers."""
     ctypes.CDLL(str(library)).kvevict_emulation_order(int(reverse))
 
 

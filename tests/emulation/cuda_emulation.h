@@ -2,8 +2,8 @@
 //
 // What it checks on the way: a barrier or warp operation that not all threads reach, copies that are
 // read before they were waited for, misaligned 16-byte accesses, writes past the shared memory.
-// Shared memory starts as NaN in every block. `kvevict_emulation_order` reverses the order in which
-// threads run between two barriers: a result that depends on it is a race.
+// Shared memory starts as NaN in every block. `kvevict_emulation_order` reverses the order of the
+// blocks, and of their threads between two barriers: a result that depends on it is a race.
 #pragma once
 
 #include <setjmp.h>
@@ -175,7 +175,8 @@ inline void run(int64_t blocks, int groups, int threads, size_t bytes, std::func
   blockDim = {static_cast<unsigned>(threads), 1, 1};
   gridDim = {static_cast<unsigned>(blocks), static_cast<unsigned>(groups), 1};
   for (int group = 0; group < groups; ++group) {
-    for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t block = order ? blocks - 1 - i : i;
       blockIdx = {static_cast<unsigned>(block), static_cast<unsigned>(group), 0};
       run_block();
       if (!error.empty()) throw std::runtime_error("emulated kernel: " + error);

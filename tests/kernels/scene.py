@@ -59,7 +59,9 @@ class Scene:
 
         rows = self.random.sample(range(len(shape.requests) + 2), len(shape.requests))
         widest = max(1, *(r.old_store for r in shape.requests))
-        self.head_indptr = torch.full((layers, len(rows) + 2, heads + 1), ABSURD, dtype=torch.int32)
+        # Where no store is, a split is left over: more pages than there are.
+        stale = 1000 * torch.arange(heads + 1, dtype=torch.int32)
+        self.head_indptr = stale.repeat(layers, len(rows) + 2, 1)
         stores = torch.full((len(rows) + 2, widest + 1), ABSURD, dtype=torch.int32)
         self.tail_start = torch.full((len(rows) + 2,), ABSURD, dtype=torch.int32)
         due = []

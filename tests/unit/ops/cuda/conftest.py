@@ -20,7 +20,7 @@ def emulation() -> Path:
 
 @pytest.fixture(params=["forwards", "backwards"])
 def emulated(request: pytest.FixtureRequest, emulation: Path) -> Iterator[None]:
-    """Threads of a block run in either order between barriers: results may not depend on it."""
+    """Blocks, and their threads between barriers, run in either order: it may not matter."""
     set_order(emulation, reverse=request.param == "backwards")
     yield
     set_order(emulation, reverse=False)
