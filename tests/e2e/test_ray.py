@@ -45,7 +45,7 @@ def run() -> dict[str, Any]:
                 cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {MARK: mark},
             )  # fmt: skip
             try:
-                process.wait(timeout=600)
+                process.wait(timeout=900)
                 left = [process.cmdline() for process in marked(mark)]
             finally:
                 for straggler in marked(mark):
