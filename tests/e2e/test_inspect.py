@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.models import random_text
-from tests.oracles.engine import Recorder
+from tests.oracles.engine import Recorder, layers_by_depth
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +37,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    recorder, lives = Recorder(), []
+    recorder, lives = Recorder({}), []
     set_up = WorkerEviction.__init__
 
     def listening(self: WorkerEviction, *args: Any, **kwargs: Any) -> None:
         set_up(self, *args, **kwargs)
+        recorder.layers = layers_by_depth(self.states)
 
         def listen(record: Any) -> None:
             request = record.eviction.request_id

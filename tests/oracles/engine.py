@@ -19,7 +19,7 @@ class Recorder:
 
     def __init__(self, layers: dict[int, list[int]]) -> None:
         self.lives: dict[str, list[Life]] = defaultdict(list)
-        self._layers = layers
+        self.layers = layers
         self._last: Any = None
 
     def admitted(self, request_id: str, num_tokens: int) -> None:
@@ -29,14 +29,14 @@ class Recorder:
         life = self.lives[record.eviction.request_id][-1]
         group = record.group
         if record.eviction is not self._last:
-            count = sum(map(len, self._layers.values()))
+            count = sum(map(len, self.layers.values()))
             kept = Kept(record.eviction.num_tokens, group.tail_start, [None] * count)
             life.evictions.append(kept)
             self._last = record.eviction
         kept = life.evictions[-1]
         assert kept.tail_start == group.tail_start
         bs = record.columns.shape[1] // int(record.pages[0].sum())
-        for row, layer in enumerate(self._layers[group.group_id]):
+        for row, layer in enumerate(self.layers[group.group_id]):
             earlier = [e.positions[layer] for e in life.evictions[:-1] if e.positions[layer]]
             assert bool(earlier) == bool(group.old_store)
             columns = record.columns[row].tolist()
