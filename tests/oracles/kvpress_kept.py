@@ -11,12 +11,15 @@ import torch
 from kvpress import (
     AdaKVPress,
     BasePress,
+    ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
 )
 from transformers import AutoModelForCausalLM, DynamicCache
+
+PRESSES = ["snapkv", "ada-snapkv", "streaming-llm", "tova", "pyramidkv", "observed-attention"]
 
 
 def make_press(options: argparse.Namespace, ratio: float) -> BasePress:
@@ -26,6 +29,8 @@ def make_press(options: argparse.Namespace, ratio: float) -> BasePress:
         return TOVAPress(ratio)
     if options.press == "pyramidkv":
         return PyramidKVPress(ratio, options.window, options.kernel, beta=options.beta)
+    if options.press == "observed-attention":
+        return ObservedAttentionPress(ratio)
     snapkv = SnapKVPress(ratio, window_size=options.window, kernel_size=options.kernel)
     return AdaKVPress(snapkv, options.floor) if options.press == "ada-snapkv" else snapkv
 
@@ -56,9 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("tokens", type=Path, help="JSON list of token ids")
-    parser.add_argument(
-        "press", choices=["snapkv", "pyramidkv", "ada-snapkv", "streaming-llm", "tova"]
-    )
+    parser.add_argument("press", choices=PRESSES)
     parser.add_argument("output", type=Path)
     parser.add_argument("--keep", type=int, required=True, help="per head, window included")
     parser.add_argument("--window", type=int, default=32)
@@ -74,10 +77,11 @@ def main() -> None:
     press = make_press(options, 1 - (options.keep + half) / ids.shape[1])
     kept: dict[int, list[list[int]]] = {}
     adaptive = isinstance(press, AdaKVPress)
+    attention = "eager" if options.press == "observed-attention" else "sdpa"
     if not adaptive:
         record_positions(press, kept)
     model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, attn_implementation="sdpa"
+        options.model, dtype=torch.float32, attn_implementation=attention
     ).eval()
     with torch.inference_mode(), press(model):
         model(ids, past_key_values=DynamicCache(), logits_to_keep=1)

@@ -6,6 +6,9 @@ head, among them the window, whose scores it sets above all others:
 
     n_kept = S * bs + w
 
+ObservedAttentionPress keeps no recent tokens, and divides the sums of H2O by the number of queries
+that saw a token: h2o without a recent share, on sums divided so, keeps the same.
+
 TOVAPress keeps no window but the last token, so for it w = 1 and the prompt is shorter.
 
 PyramidKVPress counts the window in the budgets it lets fall, we let fall what is beside it. Its
@@ -19,6 +22,7 @@ guarantees ``max(1, int(floor * S))`` pages, here of one token. They agree where
     int(n_kept * alpha) = w + max(1, int(floor * S))
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -29,8 +33,10 @@ import torch
 
 from tests.models import random_prompt
 from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.ops.reference.accumulate import column_sums
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.base import Candidates
+from vllm_kvevict.policies.h2o import H2O
 from vllm_kvevict.policies.registry import build_policy
 
 ROOT = Path(__file__).parents[3]
@@ -159,6 +165,40 @@ def test_pyramidkv(captured, tiny_model_kv4, tmp_path):
     apart = kept_by_us(captured, "ada-pyramid", 16, **settings)
     assert [sum(map(len, layer)) for layer in apart] == [4 * len(layer[0]) for layer in theirs]
     assert apart != theirs, "heads share the layer's budget"
+
+
+def test_h2o_and_observed_attention(captured, tiny_model_kv4, tmp_path):
+    """The sums come in chunks of queries, as from a chunked prefill."""
+    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "observed-attention")
+    assert len({tuple(head) for layer in theirs for head in layer}) == 16, "every head differs"
+    queries, keys, scale = captured
+    length = len(PROMPT)
+    for layer, (layer_queries, layer_keys) in enumerate(zip(queries, keys, strict=True)):
+        heads = len(layer_keys)
+        sums = torch.zeros(heads, length)
+        for start in range(0, length, 100):
+            end = min(length, start + 100)
+            chunk, seen = layer_queries[:, :, start:end], torch.full((heads,), end)
+            sums[:, :end] += column_sums(chunk, layer_keys[:, :end], seen, scale)
+        candidates = Candidates(
+            keys=layer_keys,
+            valid=torch.ones(heads, length, dtype=torch.bool),
+            queries=None,
+            window=0,
+            num_candidates=length,
+            scale=scale,
+            keep=STORE_TOKENS + WINDOW,
+            accumulated=sums / torch.arange(length, 0, -1),
+        )
+
+        def kept(candidates, share: float):
+            scores = H2O(share).scores(candidates)[None]
+            pages = torch.full(scores.shape[:2], candidates.keep)
+            return select_tokens(scores, pages, 1)[0].view(-1, candidates.keep).tolist()
+
+        assert kept(candidates, 0.0) == theirs[layer]
+        assert kept(dataclasses.replace(candidates, accumulated=sums), 0.0) != theirs[layer]
+        assert kept(candidates, 0.5) != theirs[layer]
 
 
 @pytest.mark.parametrize("floor", [0.2, 0.9])
