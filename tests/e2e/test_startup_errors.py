@@ -40,7 +40,8 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
         (
             ["--kv-eviction", "snapkv", "--block-size", "16"],
             "error: KV eviction does not support this block size, because the CPU kernel takes "
-            "multiples of 32 tokens; set --block-size to a multiple of 32.",
+            "multiples of 32 tokens and the CUDA kernels multiples of 16; set --block-size to a "
+            "multiple of 32.",
         ),
     ],
 )
