@@ -144,7 +144,7 @@ class Invariants:
             if asked.policy == "none":
                 assert request_id not in evicted and request_id not in plan.rings
                 self.tally.switched_off += 1
-            if asked.policy == "streaming-llm":
+            if asked.policy in ("streaming-llm", "h2o"):
                 assert request_id not in plan.rings, "a ring for a policy without a window"
             if request_id in evicted:
                 assert not still_due
