@@ -13,7 +13,7 @@ from vllm_kvevict.pyramid import Pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
-FIELDS += ["groups", "beta", "allow", "max_budget"]
+FIELDS += ["groups", "beta", "allow", "max_budget", "attention"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -50,6 +50,7 @@ def test_defaults() -> None:
         "beta": 20.0,
         "allow": (),
         "max_budget": None,
+        "attention": "auto",
     }
 
 

@@ -27,10 +27,14 @@ DEFAULTS = {
     "recent_share": 0.5,
     "random_share": 0.67,
     "seed": 0,
+    "radius": 0.0,
+    "cluster_samples": 4,
+    "value_share": 0.25,
     "groups": 4,
     "beta": 20.0,
     "allow": [],
     "max_budget": None,
+    "attention": "auto",
 }
 
 
@@ -127,10 +131,14 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-recent-share": "0.25",
         "--kv-eviction-random-share": "0.5",
         "--kv-eviction-seed": "7",
+        "--kv-eviction-radius": "1.5",
+        "--kv-eviction-cluster-samples": "2",
+        "--kv-eviction-value-share": "0.5",
         "--kv-eviction-groups": "2",
         "--kv-eviction-beta": "8",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
         "--kv-eviction-max-budget": "50%",
+        "--kv-eviction-attention": "triton",
     }
     expected = {
         "policy": "snapkv",
@@ -144,10 +152,14 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "recent_share": 0.25,
         "random_share": 0.5,
         "seed": 7,
+        "radius": 1.5,
+        "cluster_samples": 2,
+        "value_share": 0.5,
         "groups": 2,
         "beta": 8.0,
         "allow": ["ada-snapkv", "streaming-llm"],
         "max_budget": "50%",
+        "attention": "triton",
     }
     assert set(expected) == set(EvictionConfig.model_fields)
     assert settings(parser, *[part for pair in flags.items() for part in pair]) == expected
@@ -270,7 +282,7 @@ def test_help_shows_the_group(
     with pytest.raises(SystemExit) as caught:
         parser.parse_args(["--help=kv-eviction"])
     assert caught.value.code == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for name, field in EvictionConfig.model_fields.items():
         flag = "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
         assert f"{flag} {name.upper()}" in text
