@@ -143,8 +143,18 @@ def main(folder: str) -> None:
     processes = psutil.Process().children(recursive=True)
     serve.shutdown()
     ray.shutdown()
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    found |= dict(processes=len(processes), left=[process.cmdline() for process in alive])
+
+    def running(process: psutil.Process) -> bool:
+        # Who adopted a process may leave it unreaped: it has ended all the same.
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + 60
+    while (left := list(filter(running, processes))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    found |= dict(processes=len(processes), left=[str(process) for process in left])
     print(RESULT + json.dumps(found))
 
 
