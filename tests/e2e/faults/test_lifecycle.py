@@ -1,0 +1,122 @@
+"""A worker is killed under load; servers start and stop, idle and under load, and leave nothing."""
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+
+import pytest
+
+from benchmarks.server import Server
+from tests.e2e.faults.conftest import AMPLE_BLOCKS, AMPLE_LEN, EVICTION, PATIENCE_S, arguments
+from tests.e2e.faults.processes import group, shared_memory, worker
+from tests.e2e.faults.sizes import UNPROVEN, size
+from tests.e2e.test_server import GREEDY, complete
+from tests.models import random_prompt
+
+pytestmark = UNPROVEN
+
+PROMPTS = [random_prompt(200 + 20 * n, seed=n) for n in range(6)]
+ARGUMENTS = [
+    *arguments(AMPLE_BLOCKS, AMPLE_LEN), *EVICTION, "--distributed-executor-backend", "mp",
+]  # fmt: skip
+
+
+class Stream(threading.Thread):
+    """A client of a long stream; ``ready`` once it has passed evictions in decode."""
+
+    def __init__(self, server: Server, prompt: list[int]) -> None:
+        super().__init__(daemon=True)
+        body = dict(model="tiny", prompt=prompt, stream=True) | GREEDY | dict(max_tokens=1600)
+        self._request = urllib.request.Request(
+            server.url + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        self.ready = threading.Event()
+        self.lines: list[bytes] = []
+        self.broken = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with urllib.request.urlopen(self._request, timeout=300) as answer:
+                for line in answer:
+                    self.lines.append(line)
+                    if len(self.lines) == 150:  # every other line is empty
+                        self.ready.set()
+        except (OSError, HTTPException):
+            self.broken = True
+
+    def told(self) -> bool:
+        """Whether the client can tell that its answer is not whole."""
+        assert not self.is_alive()
+        return self.broken or any(b'"error"' in line for line in self.lines[-4:])
+
+
+def streams(server: Server) -> list[Stream]:
+    """Clients under way, past evictions in decode."""
+    clients = [Stream(server, prompt) for prompt in PROMPTS]
+    assert all(client.ready.wait(300) for client in clients)
+    return clients
+
+
+@pytest.mark.timeout(7200)
+def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    env = dict(TMPDIR=str(tmp_path / "tmp"))
+    with Server(tiny_model, ARGUMENTS, tmp_path / "killed", PATIENCE_S, env) as server:
+        expected = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
+        clients = streams(server)
+        mapped = shared_memory(server)
+        worker(server).kill()
+        for client in clients:
+            client.join(60)
+            assert client.told()
+        code = server.process.wait(60)
+        ended(server)
+    log = server.log.read_text()
+    assert "EngineDeadError" in log and "died unexpectedly" in log
+    print(f"exit status {code}")
+    assert_gone(server, mapped)
+
+    for cycle in range(size(2, 20)):
+        log_file = tmp_path / f"log-{cycle}"
+        with Server(tiny_model, ARGUMENTS, log_file, PATIENCE_S, env) as server:
+            answers = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
+            assert answers == expected
+            under_load = cycle % 2 == 1
+            clients = streams(server) if under_load else []
+            mapped = shared_memory(server)
+            assert server.stop() == 0
+        for client in clients:
+            client.join(60)
+        totals = server.evictions()
+        assert totals["evictions_prefill"] >= 2 and totals["evictions_decode"] >= 2
+        assert totals["postponed"] == 0
+        assert under_load or "Traceback" not in log_file.read_text()
+        assert_gone(server, mapped)
+        assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def ended(server: Server) -> None:
+    """Wait for the last process, which tidies up what the others left."""
+    deadline = time.monotonic() + 60
+    while group(server):
+        assert time.monotonic() < deadline, group(server)
+        time.sleep(0.1)
+
+
+def assert_gone(server: Server, mapped: set[Path]) -> None:
+    """No process, no shared memory, nobody who listens."""
+    ended(server)
+    assert [path for path in mapped if path.exists()] == []
+    with socket.socket() as sock:
+        sock.settimeout(5)
+        assert sock.connect_ex(("127.0.0.1", server.port)) != 0
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(server.url + "/health", timeout=5)

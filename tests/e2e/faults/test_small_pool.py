@@ -1,0 +1,101 @@
+"""A pool far too small for its load: a storm of requests leaves nothing behind, and requests
+that are preempted again and again finish with the tokens they have alone."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.faults.conftest import SMALL_LEN
+from tests.e2e.faults.processes import Held
+from tests.e2e.faults.sizes import UNPROVEN, size
+from tests.e2e.faults.storm import Storm
+from tests.e2e.test_own_settings import asks
+from tests.e2e.test_server import complete, wait_for
+from tests.models import random_prompt
+
+pytestmark = UNPROVEN
+
+NEW = 240
+GROWTH = 32 * 2**20
+"""Bytes that all processes together may grow by, over a storm of any size."""
+
+
+def settled(server, files: int | None = None) -> Held:
+    """What the idle server holds, once it has closed what its clients left open."""
+    for metric in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        wait_for(server, f"vllm:{metric}", 0)
+    deadline = time.monotonic() + 60
+    held = Held.of(server)
+    while files is not None and held.files != files:
+        assert time.monotonic() < deadline, f"{held.files} open files, {files} before"
+        time.sleep(0.2)
+        held = Held.of(server)
+    return held
+
+
+@pytest.mark.timeout(7200)
+def test_a_storm_leaves_nothing_behind(small_pool):
+    probe = random_prompt(300, seed=1)
+    # Fills pools, caches and allocators, which stay.
+    Storm(small_pool, longest=900, limit=SMALL_LEN, seed=1).run(size(120, 1000), concurrency=40)
+    alone = complete(small_pool, probe)[0]["token_ids"]
+    before = settled(small_pool)
+    counted = small_pool.evictions()
+    preempted = small_pool.metric("vllm:num_preemptions_total")
+
+    storm = Storm(small_pool, longest=900, limit=SMALL_LEN, seed=2)
+    storm.run(size(400, 10000), concurrency=40)
+    print(f"\n{dict(storm.done)}")
+    assert storm.wrong == []
+
+    after = settled(small_pool, before.files)
+    print(f"before {before}\nafter  {after}")
+    assert (after.threads, after.processes) == (before.threads, before.processes)
+    assert after.resident - before.resident < GROWTH
+    assert storm.done["finished by abort"] > 10
+    assert small_pool.metric("vllm:num_preemptions_total") > preempted
+    assert small_pool.evictions()["evictions_decode"] > counted["evictions_decode"]
+    assert small_pool.evictions()["evictions_prefill"] > counted["evictions_prefill"] + 30
+    assert complete(small_pool, probe)[0]["token_ids"] == alone
+    log = small_pool.log.read_text()
+    assert "Traceback" not in log and "the server's settings apply" not in log
+    print(small_pool.evictions())
+
+
+def test_preempted_again_and_again(small_pool):
+    """Exact where a request evicts at a point of its own or never: it replays to the same cache.
+
+    What evicts in decode evicts anew at another length after a preemption. Its tokens are compared
+    with the oracle in ``test_tokens.py``; here it is the load, and must finish.
+    """
+    asked: list[dict[str, Any]] = [
+        asks("none"), asks("none"), asks(at=135, interval=0), {}, asks("none"),
+        asks("streaming-llm", at=-4, interval=0),
+    ] * 3  # fmt: skip
+    # What is never evicted starts small and grows, so that many begin who cannot all go on.
+    prompts = [
+        random_prompt(40 if mine == asks("none") else 140 + n, seed=100 + n)
+        for n, mine in enumerate(asked)
+    ]
+
+    def answer(pair: tuple[list[int], dict[str, Any]]) -> list[int]:
+        prompt, mine = pair
+        return complete(small_pool, prompt, vllm_xargs=mine, max_tokens=NEW)[0]["token_ids"]
+
+    load = list(zip(prompts, asked, strict=True))
+    before = small_pool.metric("vllm:num_preemptions_total")
+    alone = [answer(pair) for pair in load]
+    assert small_pool.metric("vllm:num_preemptions_total") == before, "alone, all fit"
+    counted = small_pool.evictions()["evictions"]
+    with ThreadPoolExecutor(len(load)) as threads:
+        together = list(threads.map(answer, load))
+    preempted = small_pool.metric("vllm:num_preemptions_total") - before
+    print(f"\n{preempted:.0f} preemptions of {len(load)} requests")
+    assert preempted >= len(load)
+    settled(small_pool)
+    assert small_pool.evictions()["evictions"] - counted > 6
+    for (_, mine), first, second in zip(load, alone, together, strict=True):
+        assert len(second) == NEW
+        assert first == second or not mine
