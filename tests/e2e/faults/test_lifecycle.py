@@ -25,6 +25,9 @@ ARGUMENTS = [
     *arguments(AMPLE_BLOCKS, AMPLE_LEN), *EVICTION, "--distributed-executor-backend", "mp",
 ]  # fmt: skip
 
+LEFT = 8
+"""Temporary files that vLLM leaves without eviction too, each time: 7 sockets, one rendezvous."""
+
 
 class Stream(threading.Thread):
     """A client of a long stream; ``ready`` once it has passed evictions in decode."""
@@ -69,7 +72,8 @@ def streams(server: Server) -> list[Stream]:
 def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path):
     (tmp_path / "tmp").mkdir()
     env = dict(TMPDIR=str(tmp_path / "tmp"))
-    with Server(tiny_model, ARGUMENTS, tmp_path / "killed", PATIENCE_S, env) as server:
+    several = [*ARGUMENTS, "--api-server-count", "2"]
+    with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, env) as server:
         expected = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
         clients = streams(server)
         mapped = shared_memory(server)
@@ -81,7 +85,8 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path):
         ended(server)
     log = server.log.read_text()
     assert "EngineDeadError" in log and "died unexpectedly" in log
-    print(f"exit status {code}")
+    # With one API server vLLM ends with 0 here, with and without eviction.
+    assert code != 0
     assert_gone(server, mapped)
 
     for cycle in range(size(2, 20)):
@@ -100,7 +105,9 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path):
         assert totals["postponed"] == 0
         assert under_load or "Traceback" not in log_file.read_text()
         assert_gone(server, mapped)
-        assert list((tmp_path / "tmp").iterdir()) == []
+        left = list((tmp_path / "tmp").iterdir())
+        assert all(path.is_socket() or path.name.startswith("vllm_dist_") for path in left)
+        assert len(left) <= LEFT * (cycle + 2)
 
 
 def ended(server: Server) -> None:
