@@ -27,6 +27,7 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.state import GroupState
@@ -89,8 +90,8 @@ class Pass:
             ),
         }
 
-    def worker(self) -> Callable[[], object]:
-        """The whole pass as the worker runs it, under ada-snapkv."""
+    def worker(self, fused: bool) -> Callable[[], object]:
+        """The whole pass as the worker runs it, under ada-snapkv, with or without the kernels."""
         args, names = self.args, [f"layer.{index}" for index in range(self.args.layers)]
         config = EvictionConfig(policy="ada-snapkv", budget=args.budget, window=args.window)
         state = GroupState(
@@ -110,14 +111,21 @@ class Pass:
         # One rank: vLLM's tensor-parallel group, which nobody has made, is not asked.
         eviction_pass.first_head = lambda num_heads: 0
         rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))
-        made = WorkerEviction(build_policies(config), {0: state}, caches, rings, None, rows)
+        policies, states = build_policies(config), {0: state}
+        kernels = (
+            FusedEvictions(policies, states, caches, rings, self.due.num_tokens) if fused else None
+        )
+        made = WorkerEviction(policies, states, caches, rings, None, rows, kernels)
         due = self.due
         group = GroupEviction(0, 0, due.tail_start, [], list(due.positional), list(due.store))
         eviction = Eviction("a", due.num_tokens, 0, [group], config.policy)
 
         def run() -> None:
             state.clear([0])
-            made._evict(eviction)
+            if fused:
+                made._evict_fused(config.policy, [eviction])
+            else:
+                made._evict(eviction)
 
         return run
 
@@ -134,9 +142,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "bytes": moved,
             "floor_ms": moved / bandwidth * 1000,
         }
-        runs: dict[str, Callable[[], object]] = {"the worker's pass": case.worker()}
+        runs: dict[str, Callable[[], object]] = {"PyTorch pass": case.worker(fused=False)}
         if device.type == "cuda":
-            runs |= case.kernels()
+            runs |= {"the worker's pass": case.worker(fused=True)} | case.kernels()
         for name, run in runs.items():
             row[name] = spread(milliseconds(run, device, args.repeats))
         rows.append(row)

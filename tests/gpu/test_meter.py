@@ -16,7 +16,7 @@ def test_values_arrive_without_a_wait():
     meter = EvictionMeter(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with meter.eviction():
+        with meter.evictions(1):
             torch.cuda._sleep(10**9)
             meter.pages(pages)
         assert meter.take() is None, "the device has not come so far"

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, register_spec
+from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.plan.options import Options, PlanError
 from vllm_kvevict.plan.weights import assumed_activations, rank_weights
 from vllm_kvevict.sizing import beside_page_values, page_channels, ring_slots
+from vllm_kvevict.worker.fused import workspace_bytes
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.state import GroupState
 
@@ -26,7 +28,8 @@ LAYOUT = "LBHNC"
 class Buffers:
     """Bytes of eviction's own buffers on the rank that has most, and the slots of the rings.
 
-    ``attention`` is what per-head attention works in on CUDA; the CPU build needs none.
+    ``attention`` is what per-head attention works in on CUDA, ``workspace`` what eviction does;
+    the CPU build needs none.
     """
 
     rings: int
@@ -34,6 +37,7 @@ class Buffers:
     tables: int
     page_values: int
     attention: int
+    workspace: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def plan_memory(
     slots = ring_slots(vllm_config, config)
     rings = max(_rings(vllm_config, config, slots, specs) for specs in ranks)
     attention = max(_attention(vllm_config, config, specs) for specs in ranks)
+    workspace = max(_workspace(vllm_config, config, specs) for specs in ranks) if slots else 0
     weights = activations = None
     weights_from = ""
     available = vllm_config.cache_config.kv_cache_memory_bytes
@@ -101,12 +106,12 @@ def plan_memory(
         if activations is None:
             activations = assumed_activations(vllm_config)
         share = int(options.gpu_memory * vllm_config.cache_config.gpu_memory_utilization)
-        available = share - weights - activations - rings - attention
+        available = share - weights - activations - rings - attention - workspace
         if available <= 0:
             raise PlanError(
                 f"{share} bytes (--gpu-memory times --gpu-memory-utilization) leave no room for "
                 f"a KV cache beside {weights} bytes of weights, {activations} of activations and "
-                f"{rings + attention} of eviction's buffers"
+                f"{rings + attention + workspace} of eviction's buffers"
             )
     assert available is not None
     channels = page_channels(config)
@@ -125,7 +130,7 @@ def plan_memory(
         weights,
         weights_from,
         activations,
-        Buffers(rings, slots, tables, values, attention),
+        Buffers(rings, slots, tables, values, attention, workspace),
         kv_cache,
         configs[0],
         *get_kv_cache_capacity(vllm_config, configs[0]),
@@ -178,6 +183,25 @@ def _attention(
     # Triton's partial sums, a few megabytes, grow with the GPU.
     device = torch.device("meta" if kernel == "flash" else "cuda")
     return Scratch(kernel, shape, device).num_bytes
+
+
+def _workspace(
+    vllm_config: "VllmConfig", config: "EvictionConfig", specs: "dict[str, KVCacheSpec]"
+) -> int:
+    from vllm.platforms import current_platform
+
+    evictable = _evictable(specs)
+    if not (current_platform.is_cuda() and evictable and is_built()):
+        return 0
+    heads = evictable[0].num_kv_heads
+    query_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    return workspace_bytes(
+        len(evictable),
+        heads,
+        query_heads // heads * config.window,
+        evictable[0].block_size,
+        vllm_config.model_config.max_model_len,
+    )
 
 
 def _tables(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:

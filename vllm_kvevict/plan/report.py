@@ -159,6 +159,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
     rows += [
         ("observation rings", buffers.rings, slots),
         *([("per-head attention", buffers.attention, "")] if buffers.attention else []),
+        *([("eviction's workspace", buffers.workspace, "")] if buffers.workspace else []),
         ("KV cache", memory.kv_cache, ""),
         ("numbers beside the KV cache", buffers.page_values, ""),
         ("tables of the requests", buffers.tables, ""),

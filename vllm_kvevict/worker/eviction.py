@@ -16,6 +16,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.memories import Memories
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.page_values import PageValues
@@ -65,6 +66,8 @@ class WorkerEviction:
         rings: Observation rings, or None where no policy needs them.
         page_values: Numbers beside the cached tokens, or None where no policy needs them.
         rows: Adapter of the model runner.
+        fused: What runs the evictions of some policies in the place of the PyTorch operations;
+            not while somebody listens.
 
     """
 
@@ -76,6 +79,7 @@ class WorkerEviction:
         rings: ObservationRings | None,
         page_values: PageValues | None,
         rows: RunnerRows,
+        fused: FusedEvictions | None = None,
     ) -> None:
         self.policies = policies
         self.states = states
@@ -87,6 +91,7 @@ class WorkerEviction:
         self.memories = Memories()
         self._caches = caches
         self._rows = rows
+        self._fused = fused
         self._plan: StepPlan | None = None
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
@@ -106,10 +111,17 @@ class WorkerEviction:
     def end_step(self, run: bool = True) -> None:
         """Run the step's evictions after its forward pass."""
         plan, self._plan, self._batch = self._plan, None, None
-        if run and plan is not None:
-            for eviction in plan.evictions:
-                with self.meter.eviction():
-                    self._evict(eviction)
+        if not run or plan is None:
+            return
+        fused: dict[str, list[Eviction]] = {}
+        for eviction in plan.evictions:
+            if self._fused and self._fused.takes(eviction.policy) and not self.listeners:
+                fused.setdefault(eviction.policy, []).append(eviction)
+                continue
+            with self.meter.evictions(1):
+                self._evict(eviction)
+        for policy, evictions in fused.items():
+            self._evict_fused(policy, evictions)
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """[R] int64 rows of the batch under way; None outside a scheduled step."""
@@ -143,6 +155,14 @@ class WorkerEviction:
     def cache(self, layer_name: str) -> LayerCache:
         """The cache of an evictable layer."""
         return self._caches[layer_name]
+
+    def _evict_fused(self, policy: str, evictions: Sequence[Eviction]) -> None:
+        assert self._fused is not None
+        rows = self._rows.rows([eviction.request_id for eviction in evictions])
+        with self.meter.evictions(len(evictions)):
+            for pages in self._fused.run(policy, evictions, rows):
+                self.meter.pages(pages)
+        self.evictions += len(evictions)
 
     def _evict(self, eviction: Eviction) -> None:
         row = int(self._rows.rows([eviction.request_id])[0])

@@ -12,8 +12,12 @@ from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
+from vllm_kvevict.ops.cuda.extension import is_built
+from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
+from vllm_kvevict.worker.state import GroupState
 
 logger = init_logger("vllm.kv_eviction.worker")
 
@@ -38,9 +42,49 @@ class EvictingWorker(EvictionWorkerMixin):
         return choose(self.vllm_config, self.eviction_config)[0]
 
     def determine_available_memory(self) -> int:
-        """Reserve attention's buffers too, so that vLLM sizes its cache around them."""
+        """Reserve attention's buffers too, so that vLLM sizes its cache around them.
+
+        The eviction kernels' workspace is left free, unless ``--kv-cache-memory-bytes`` says how
+        large the cache is.
+        """
         self._allocate_scratch()
-        return super().determine_available_memory()
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:
+            return available
+        return available - self._workspace_bytes()
+
+    def _workspace_bytes(self) -> int:
+        if self._rings is None or not is_built():
+            return 0
+        impl = self._layer(self._evictable_layers[0]).impl
+        return workspace_bytes(
+            layers=len(self._evictable_layers),
+            heads=impl.num_kv_heads,
+            query_rows=impl.num_heads // impl.num_kv_heads * self.eviction_config.window,
+            block_size=self._evictable_specs[0].block_size,
+            longest=self.model_config.max_model_len,
+        )
+
+    def _fused(
+        self, states: dict[int, GroupState], caches: dict[str, LayerCache]
+    ) -> FusedEvictions | None:
+        if self._rings is None:
+            return None
+        problem = obstacle(states, caches, self._rings)
+        if not is_built():
+            problem = "this installation has no CUDA extension (docs/kernels.md, Building)"
+        if problem is not None:
+            logger.warning("KV eviction runs its PyTorch operations, which are slower: %s", problem)
+            return None
+        longest = self.model_config.max_model_len
+        policies = build_policies(self.eviction_config)
+        fused = FusedEvictions(policies, states, caches, self._rings, longest)
+        logger.info(
+            "KV eviction runs CUDA kernels for %s; at most %d bytes of workspace on this rank",
+            ", ".join(filter(fused.takes, policies)) or "none of the policies",
+            self._workspace_bytes(),
+        )
+        return fused
 
     def _allocate_scratch(self) -> Scratch:
         if self._scratch is None:

@@ -22,7 +22,7 @@ def head_spread(pages: torch.Tensor) -> torch.Tensor:
     """How uneven the heads are: the largest head's pages over the mean, averaged over layers.
 
     Args:
-        pages: [L, H] int64 pages of every KV head of this rank.
+        pages: [L, H] int pages of every KV head of this rank.
 
     Returns:
         Scalar float64: 1 for equal heads, H where one head has nearly everything.
@@ -47,19 +47,19 @@ class EvictionMeter:
         self._cuda = device.type == "cuda"
         self._evictions = 0
         self._sampled: list[torch.Tensor] | None = None
-        self._pending: deque[tuple[Callable[[], float | None], list[torch.Tensor]]] = deque()
+        self._pending: deque[tuple[Callable[[], float | None], int, list[torch.Tensor]]] = deque()
 
     @contextmanager
-    def eviction(self) -> Iterator[None]:
-        """Time the eviction of one request: all its groups and layers."""
-        self._sampled = [] if self._evictions % SAMPLE_EVERY == 0 else None
-        self._evictions += 1
+    def evictions(self, count: int) -> Iterator[None]:
+        """Time evictions of ``count`` requests, all groups and layers; each has an equal share."""
+        self._sampled = [] if -self._evictions % SAMPLE_EVERY < count else None
+        self._evictions += count
         stop = _device_watch() if self._cuda else _host_watch()
         yield
-        self._pending.append((stop(), self._sampled or []))
+        self._pending.append((stop(), count, self._sampled or []))
 
     def pages(self, pages: torch.Tensor) -> None:
-        """Look at the split of one group's eviction, [L, H] int64, if it is one of the sample."""
+        """Look at the split of one group's eviction, [L, H] int, if it is one of the sample."""
         if self._sampled is None:
             return
         spread = head_spread(pages)
@@ -75,9 +75,10 @@ class EvictionMeter:
         seconds: list[float] = []
         spreads: list[float] = []
         while self._pending and (taken := self._pending[0][0]()) is not None:
-            seconds.append(taken)
-            # Groups of one eviction count as one: their mean.
-            if sampled := self._pending.popleft()[1]:
+            _, count, sampled = self._pending.popleft()
+            seconds += [taken / count] * count
+            # Groups of one eviction, and evictions of one launch, count as one: their mean.
+            if sampled:
                 spreads.append(sum(map(float, sampled)) / len(sampled))
         return {"seconds": seconds, "head_spread": spreads} if seconds else None
 

@@ -26,6 +26,7 @@ from vllm_kvevict.sizing import (
 )
 from vllm_kvevict.worker.binding import GroupBinding
 from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.rings import ObservationRings
@@ -159,7 +160,13 @@ class EvictionWorkerMixin(Worker, ABC):
         channels = page_channels(self.eviction_config)
         values = PageValues(caches, heads, channels) if channels else None
         self.kv_eviction = WorkerEviction(
-            build_policies(self.eviction_config), states, caches, self._rings, values, self._rows()
+            build_policies(self.eviction_config),
+            states,
+            caches,
+            self._rings,
+            values,
+            self._rows(),
+            self._fused(states, caches),
         )
         self._bind(self.kv_eviction)
         logger.info(
@@ -169,6 +176,12 @@ class EvictionWorkerMixin(Worker, ABC):
             sum(state.num_bytes for state in states.values()),
             values.num_bytes if values is not None else 0,
         )
+
+    def _fused(
+        self, states: dict[int, GroupState], caches: dict[str, LayerCache]
+    ) -> FusedEvictions | None:
+        """What runs evictions in the place of the PyTorch operations, where there is something."""
+        return None
 
     def _rows(self) -> RunnerRows:
         if self.use_v2_model_runner:

@@ -25,7 +25,7 @@ def test_seconds_of_every_eviction_and_a_sample_of_heads(monkeypatch):
     meter = EvictionMeter(torch.device("cpu"))
     assert meter.take() is None
     for index in range(2 * SAMPLE_EVERY + 1):
-        with meter.eviction():
+        with meter.evictions(1):
             meter.pages(torch.tensor([[1, 3]]))  # two groups: 1.5 and 1 on average
             meter.pages(torch.tensor([[2, 2]]))
         if index == 0:

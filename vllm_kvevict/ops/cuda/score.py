@@ -12,6 +12,9 @@ from vllm_kvevict.ops.cuda.extension import operations
 CHUNK = 1024
 """Columns of a block; the maxima and sums of each are merged in order."""
 
+FEWEST_ROWS, MOST_ROWS = 128, 256
+"""Query rows that see a key at once, with a head size of 256 and below."""
+
 
 @dataclass(frozen=True)
 class WindowLayers:
@@ -81,7 +84,8 @@ def column_sums(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -
 
     """
     head_size = layers.rings[0].shape[2]
-    groups = -(-layers.query_rows(batch) // (256 if head_size <= 128 else 128))
+    together = MOST_ROWS if head_size <= 128 else FEWEST_ROWS
+    groups = -(-layers.query_rows(batch) // together)
     sums = torch.empty(groups, batch.sums, device=batch.requests.device)
     operations(sums).column_sums(sums, lse, *_arguments(batch, layers))
     return sums

@@ -131,7 +131,11 @@ def compact_index(
     """
     num_layers, num_heads, _ = grid.shape
     heads = torch.arange(num_heads, device=grid.device).expand(num_layers, -1)
-    owner = heads.flatten().repeat_interleave((pages * block_size).flatten()).view_as(columns)
+    # Without the output size repeat_interleave asks the device for it, and waits.
+    owner = heads.flatten().repeat_interleave(
+        (pages * block_size).flatten(), output_size=columns.numel()
+    )
+    owner = owner.view_as(columns)
     width = grid.shape[-1]
     source = grid.flatten(1).gather(1, owner * width + columns // block_size)
     flat = torch.arange(store.shape[0] * num_heads, device=grid.device)

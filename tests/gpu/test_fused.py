@@ -1,0 +1,29 @@
+"""Evictions by the CUDA kernels on a GPU, against the PyTorch operations on the CPU."""
+
+import pytest
+import torch
+
+from tests.kernels.evict import FUSED, assert_same, run, steps, worker
+from vllm_kvevict.ops.cuda.extension import is_built
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not is_built(), reason="needs the extension: docs/kernels.md, Building"),
+]
+
+
+@pytest.mark.parametrize("policy", FUSED)
+def test_same_caches_and_tables_without_waiting(policy):
+    plain = worker(policy, fused=False)
+    fused = worker(policy, fused=True, device="cuda")
+    plans = steps(policy)
+    run(plain, plans)
+    run(worker(policy, fused=True, device="cuda"), plans)  # loads the extension
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(fused, plans)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert fused.evictions == plain.evictions == 4
+    assert_same(fused, plain)

@@ -1,0 +1,101 @@
+"""Workers with due evictions over random caches, for the emulated kernels and for a GPU alike."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.fused import FusedEvictions
+from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.rings import ObservationRings
+from vllm_kvevict.worker.state import GroupState
+
+BLOCK, HEADS, GROUP, SIZE, WINDOW, ROWS, BLOCKS = 16, 3, 2, 64, 8, 4, 120
+GROUPS = {0: ["layer.0", "layer.2"], 1: ["layer.1"]}
+NAMES = ["layer.0", "layer.1", "layer.2"]
+FUSED = ["snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid"]
+
+
+def worker(
+    policy: str, fused: bool, head_size: int = SIZE, longest: int = 512, device: str = "cpu"
+) -> WorkerEviction:
+    """A worker of three layers in two groups; the same numbers in each."""
+    torch.manual_seed(0)
+    where = torch.device(device)
+    config = EvictionConfig(policy=policy, window=WINDOW, budget=WINDOW + 4 * BLOCK)
+    timeline = Timeline(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)
+    states = {
+        id_: GroupState(id_, names, timeline, HEADS, ROWS, 512, where)
+        for id_, names in GROUPS.items()
+    }
+    for state in states.values():
+        state.head_indptr.fill_(777)  # what another request left behind
+    layout = interleaved(BLOCK, head_size)
+    caches = {
+        name: LayerCache(
+            torch.randn(BLOCKS * HEADS, 2 * BLOCK * head_size).to(where),
+            layout,
+            head_size**-0.5,
+            0.0,
+        )
+        for name in NAMES
+    }
+    rings = ObservationRings(NAMES, 3, WINDOW, HEADS * GROUP, head_size, torch.float32, where)
+    rings._queries.copy_(torch.randn(rings._queries.shape))
+    rows = SimpleNamespace(
+        rows=lambda ids: np.array([ROWS - 1 - "abc".index(i) for i in ids]),
+        begin_step=lambda output: [],
+    )
+    policies = build_policies(config)
+    kernels = FusedEvictions(policies, states, caches, rings, longest) if fused else None
+    return WorkerEviction(policies, states, caches, rings, None, rows, kernels)
+
+
+def due(old: list[int], fresh: list[int], start: int, end: int, first: int) -> GroupEviction:
+    """An eviction over positional blocks from ``start`` to ``end`` (in blocks), and a window."""
+    return GroupEviction(
+        group_id=0,
+        old_tail_start=start * BLOCK,
+        tail_start=end * BLOCK,
+        old_store=old,
+        positional=list(range(first, first + end - start + 2)),
+        store=fresh,
+    )
+
+
+def steps(policy: str) -> list[StepPlan]:
+    """Two requests after their prefill in one step, then one again beside a third."""
+
+    def both(request, tokens, ring, group, other, protect=0):
+        other.group_id = 1
+        return Eviction(request, tokens, ring, [group, other], policy, protect)
+
+    a = both("a", 102, 1, due([], [60, 61], 0, 5, 1), due([], [62], 0, 5, 8), protect=3)
+    b = both("b", 230, 0, due([], [63, 64, 65], 0, 13, 15), due([], [66, 67], 0, 13, 30))
+    again = both(
+        "a", 150, 2, due([60, 61], [68, 69, 70], 5, 8, 45), due([62], [71, 72], 5, 8, 50), protect=3
+    )
+    c = both("c", 75, 0, due([], [73], 0, 4, 80), due([], [74, 75], 0, 4, 86))
+    return [StepPlan(evictions=[a, b]), StepPlan(evictions=[again, c])]
+
+
+def run(made: WorkerEviction, plans: list[StepPlan]) -> None:
+    """The steps, with no forward pass in them."""
+    for plan in plans:
+        made.begin_step(SimpleNamespace(**{PLAN: plan}))
+        made.end_step()
+
+
+def assert_same(mine: WorkerEviction, other: WorkerEviction) -> None:
+    """Both workers hold the same caches and tables."""
+    for name in NAMES:
+        assert torch.equal(mine.cache(name).pages.cpu(), other.cache(name).pages.cpu())
+    for id_, state in mine.states.items():
+        for table in ("tail_start", "stores", "head_indptr", "evicted", "store"):
+            ours, theirs = getattr(state, table), getattr(other.states[id_], table)
+            assert torch.equal(ours.cpu(), theirs.cpu()), table

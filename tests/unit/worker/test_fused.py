@@ -1,0 +1,108 @@
+"""Evictions by the CUDA operations, emulated on the CPU, against those of PyTorch operations."""
+
+import random
+
+import pytest
+import torch
+
+from tests.kernels.evict import BLOCK, FUSED, GROUP, HEADS, WINDOW, assert_same, run, steps, worker
+from vllm_kvevict.ops.cuda.batch import Due
+from vllm_kvevict.policies.registry import POLICY_NAMES
+from vllm_kvevict.worker import eviction as eviction_pass
+from vllm_kvevict.worker import fused as fused_pass
+from vllm_kvevict.worker.eviction import LayerCache
+from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(eviction_pass, "first_head", lambda num_heads: 0)
+    monkeypatch.setattr(eviction_pass, "mean_of_ranks", lambda scores: scores)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("longest", [512, 1], ids=["together", "one by one"])
+@pytest.mark.parametrize("policy", FUSED)
+def test_same_caches_and_tables_as_the_reference(policy, longest, monkeypatch):
+    plain, fused = worker(policy, fused=False), worker(policy, fused=True, longest=longest)
+
+    def never(*arguments):
+        raise AssertionError("this eviction should have been fused")
+
+    monkeypatch.setattr(fused, "_evict", never)
+    plans = steps(policy)
+    run(plain, plans)
+    run(fused, plans)
+    assert fused.evictions == plain.evictions == 4
+    assert_same(fused, plain)
+    splits = [state.head_indptr[:, 1:].diff(dim=-1) for state in fused.states.values()]
+    uneven = any(bool((split[..., :1] != split).any()) for split in splits)
+    assert uneven == policy.startswith("ada-")
+    measured = fused.meter.take()
+    assert len(measured["seconds"]) == 4 and len(measured["head_spread"]) == 1
+
+
+@pytest.mark.usefixtures("emulated")
+def test_other_policies_and_listeners_take_the_pytorch_operations(monkeypatch):
+    for policy in sorted(set(POLICY_NAMES) - set(FUSED)):
+        assert not worker(policy, fused=True)._fused.takes(policy)
+    made, records = worker("snapkv", fused=True), []
+    made.listeners.append(records.append)
+    run(made, steps("snapkv"))
+    assert len(records) == 8 and made.evictions == 4
+
+
+@pytest.mark.usefixtures("emulated")
+def test_workspace_is_no_larger_than_said(monkeypatch):
+    """Everything that a launch allocates, which is more than is alive at once."""
+    longest, sizes = 230, []
+    made = worker("ada-snapkv", fused=True, longest=longest)
+    plain_empty = torch.empty
+
+    def counted(*arguments, **options):
+        tensor = plain_empty(*arguments, **options)
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", counted)
+    monkeypatch.setattr(torch, "empty_like", lambda like, **o: counted(
+        like.shape, dtype=o.get("dtype", like.dtype)))  # fmt: skip
+    for launch in (["a"], ["b"]):
+        for eviction in steps("ada-snapkv")[0].evictions:
+            if eviction.request_id in launch:
+                sizes.clear()
+                eviction.groups = eviction.groups[:1]
+                made._fused.run("ada-snapkv", [eviction], [0])
+                assert sum(sizes) <= workspace_bytes(2, HEADS, GROUP * WINDOW, BLOCK, longest)
+    assert sum(sizes) > workspace_bytes(2, HEADS, GROUP * WINDOW, BLOCK, longest) / 2
+
+
+def test_launches_hold_no_more_than_one_long_request():
+    draw = random.Random(0)
+    tokens = [draw.randint(1, 40) for _ in range(200)]
+    made = [Due(0, 0, n, 0, 0, 0, [], []) for n in tokens]
+    found = list(launches(made, 100))
+    assert [one for launch in found for one in launch] == made
+    for launch in found:
+        assert len(launch) == 1 or len(launch) * max(one.num_tokens for one in launch) <= 100
+    assert max(map(len, found)) > 2
+    assert list(launches(made, 1)) == [[one] for one in made]
+
+
+def test_what_the_kernels_do_not_serve_is_named(monkeypatch):
+    made = worker("snapkv", fused=False, head_size=48)
+    problem = obstacle(made.states, made._caches, made.rings)
+    assert "head size 48" in problem
+    with pytest.raises(ValueError, match="head size 48"):
+        worker("snapkv", fused=True, head_size=48)
+    good = worker("snapkv", fused=False)
+    assert obstacle(good.states, good._caches, good.rings) is None
+    half = {n: LayerCache(c.pages.half(), c.layout, c.scale, 0) for n, c in good._caches.items()}
+    assert "another dtype" in obstacle(good.states, half, good.rings)
+    capped = dict(good._caches)
+    capped["layer.2"] = LayerCache(
+        capped["layer.2"].pages, capped["layer.2"].layout, capped["layer.2"].scale, 30.0
+    )
+    assert "soft caps" in obstacle(good.states, capped, good.rings)
+    monkeypatch.setattr(fused_pass, "MOST_LAYERS", 1)
+    assert "2 layers" in obstacle(good.states, good._caches, good.rings)

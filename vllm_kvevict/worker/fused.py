@@ -1,0 +1,211 @@
+"""The due evictions of a step in a few launches of the CUDA operations: the host never waits."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvevict.ops.cuda.allocate import batch_pages
+from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
+from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.score import CHUNK, FEWEST_ROWS, WindowLayers, window_scores
+from vllm_kvevict.ops.cuda.select import batch_columns
+from vllm_kvevict.policies.allocators import Adaptive
+from vllm_kvevict.policies.base import Policy
+from vllm_kvevict.policies.snapkv import SnapKV
+from vllm_kvevict.step_plan import Eviction, GroupEviction
+from vllm_kvevict.timeline import blocks_for
+from vllm_kvevict.worker.rings import ObservationRings
+from vllm_kvevict.worker.state import GroupState
+
+if TYPE_CHECKING:
+    from vllm_kvevict.worker.eviction import LayerCache
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_SIZES = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+MOST_LAYERS = 128
+
+
+@dataclass(frozen=True)
+class _Group:
+    state: GroupState
+    caches: list[torch.Tensor]
+    rings: list[torch.Tensor]
+    scales: list[float]
+    softcap: float
+
+
+class FusedEvictions:
+    """Evictions of policies that pool the window's attention: SnapKV, PyramidKV and their Ada-KV.
+
+    Scores, allocation, selection and compaction take one launch each for all layers of a group
+    and as many due requests as fit its workspace.
+
+    Args:
+        policies: Scorer and allocator of every policy that an eviction may name.
+        states: Device state of every group that evicts, by group id.
+        caches: The caches of evictable layers by name.
+        rings: Observation rings.
+        longest: Longest sequence in tokens. Requests share a launch while each, counted as long
+            as the longest of them, adds up to no more.
+
+    Raises:
+        ValueError: What :func:`obstacle` says.
+
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy],
+        states: Mapping[int, GroupState],
+        caches: "Mapping[str, LayerCache]",
+        rings: ObservationRings,
+        longest: int,
+    ) -> None:
+        problem = obstacle(states, caches, rings)
+        if problem is not None:
+            raise ValueError(problem)
+        self._policies = policies
+        self._longest = longest
+        self._groups = {id_: _group(state, caches, rings) for id_, state in states.items()}
+
+    def takes(self, policy: str) -> bool:
+        """Whether the kernels know a policy's scores."""
+        return isinstance(self._policies[policy].scorer, SnapKV)
+
+    def run(
+        self, policy: str, evictions: Sequence[Eviction], rows: Iterable[int]
+    ) -> list[torch.Tensor]:
+        """Run evictions under one policy, each of another request, in the row given for it.
+
+        Returns:
+            [L, H] int32 pages that every head kept, of each request and group.
+
+        """
+        by_group: dict[int, list[Due]] = {}
+        for eviction, row in zip(evictions, rows, strict=True):
+            for group in eviction.groups:
+                by_group.setdefault(group.group_id, []).append(_due(eviction, group, int(row)))
+        kept: list[torch.Tensor] = []
+        for group_id, due in by_group.items():
+            for launch in launches(due, self._longest):
+                kept += self._launch(self._policies[policy], self._groups[group_id], launch)
+        return kept
+
+    def _launch(self, policy: Policy, group: _Group, due: Sequence[Due]) -> list[torch.Tensor]:
+        state, scorer = group.state, policy.scorer
+        assert isinstance(scorer, SnapKV)
+        bs, window, split = state.timeline.block_size, state.timeline.window, state.head_indptr
+        layers = WindowLayers(
+            group.caches, group.rings, group.scales, split, state.stores, group.softcap
+        )
+        batch = EvictionBatch.build(
+            due, len(group.caches), state.num_heads, bs, window, split.device
+        )
+        scores = window_scores(batch, layers, scorer.kernel, scorer.kind)
+        if isinstance(policy.allocator, Adaptive):
+            pages = batch_pages(batch, scores, split, policy.allocator.floor)
+        else:
+            equal = batch.store_blocks()[:, None, None]
+            pages = equal.expand(-1, len(group.caches), state.num_heads).contiguous()
+        columns = batch_columns(batch, scores, pages, split)
+        compact(group.caches, columns, pages, batch, split, state.stores)
+        for index, one in enumerate(due):
+            store = batch.store[index, : len(one.store)]
+            state.record(one.row, one.tail_start, store, pages[index])
+        return list(pages)
+
+
+def obstacle(
+    states: Mapping[int, GroupState],
+    caches: "Mapping[str, LayerCache]",
+    rings: ObservationRings,
+) -> str | None:
+    """Why the kernels cannot serve these layers, in one sentence; None where they can."""
+    for state in states.values():
+        names = state.layer_names
+        ring = rings.layer(names[0])
+        found = {
+            f"{len(names)} layers in a group, and not up to {MOST_LAYERS}": (
+                len(names) > MOST_LAYERS
+            ),
+            f"blocks of {state.timeline.block_size} tokens, and not {BLOCK_SIZES}": (
+                state.timeline.block_size not in BLOCK_SIZES
+            ),
+            f"head size {ring.shape[-1]}, and not {HEAD_SIZES}": ring.shape[-1] not in HEAD_SIZES,
+            f"{ring.dtype}, and not float16, bfloat16 or float32": ring.dtype not in DTYPES,
+            "a KV cache of another dtype than the model": (
+                any(caches[name].pages.dtype != ring.dtype for name in names)
+            ),
+            "values of another size than keys": (
+                any(caches[name].layout.values.shape[-1] != ring.shape[-1] for name in names)
+            ),
+            "logit soft caps that differ between layers": (
+                len({caches[name].softcap for name in names}) > 1
+            ),
+        }
+        for problem, here in found.items():
+            if here:
+                return f"the CUDA kernels do not serve {problem}"
+    return None
+
+
+def workspace_bytes(layers: int, heads: int, query_rows: int, block_size: int, longest: int) -> int:
+    """Most bytes that a launch works in.
+
+    Args:
+        layers: Evictable layers on this rank.
+        heads: KV heads on this rank.
+        query_rows: Query heads of a KV head, times the window.
+        block_size: Tokens in a page.
+        longest: Longest sequence in tokens.
+
+    """
+    groups = blocks_for(query_rows, FEWEST_ROWS)
+    scores_and_sort = 4 * groups + 4 + 2 * 4 + blocks_for(8, block_size)
+    kept_columns = 4
+    lse = 4 * query_rows * (1 + 2 * blocks_for(longest, CHUNK))
+    return layers * heads * (longest * (scores_and_sort + kept_columns) + lse)
+
+
+def launches(due: Sequence[Due], longest: int) -> Iterator[list[Due]]:
+    """Split evictions into launches with no more workspace than one of ``longest`` tokens has."""
+    launch: list[Due] = []
+    for one in due:
+        most = max(other.num_tokens for other in [*launch, one])
+        if launch and most * (len(launch) + 1) > longest:
+            yield launch
+            launch = []
+        launch.append(one)
+    if launch:
+        yield launch
+
+
+def _group(
+    state: GroupState, caches: "Mapping[str, LayerCache]", rings: ObservationRings
+) -> _Group:
+    names = state.layer_names
+    shape = (-1, state.num_heads, state.timeline.block_size)
+    return _Group(
+        state=state,
+        caches=[caches[name].pages.view(*shape, 2 * rings.layer(name).shape[-1]) for name in names],
+        rings=[rings.layer(name) for name in names],
+        scales=[caches[name].scale for name in names],
+        softcap=caches[names[0]].softcap,
+    )
+
+
+def _due(eviction: Eviction, group: GroupEviction, row: int) -> Due:
+    return Due(
+        row=row,
+        ring=eviction.ring or 0,
+        num_tokens=eviction.num_tokens,
+        old_tail_start=group.old_tail_start,
+        tail_start=group.tail_start,
+        old_store_blocks=len(group.old_store),
+        positional=group.positional,
+        store=group.store,
+        protect_first=eviction.protect_first,
+    )
