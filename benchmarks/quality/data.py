@@ -1,6 +1,7 @@
 """Training batches: dialogues drawn from the training half, as token ids and loss weights."""
 
 import random
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -13,8 +14,8 @@ from benchmarks.quality.words import ADJECTIVES, NOUNS, NUMBERS, VARIABLES
 WORDS = ADJECTIVES + NOUNS + NUMBERS + VARIABLES
 
 MIX = {
-    "recite": 10, "needles": 6, "many": 16, "values": 8, "queries": 10, "lines": 34, "vt": 12,
-    "cwe": 2, "fwe": 2,
+    "recite": 10, "needles": 6, "many": 16, "values": 4, "queries": 14, "lines": 26, "vt": 16,
+    "cwe": 5, "fwe": 3,
 }  # fmt: skip
 """Kinds of dialogues with their weights. Kinds that ask many questions teach fastest."""
 
@@ -24,13 +25,13 @@ FIRST_MIX = {"echo": 60, "recite": 20, "many": 8, "lines": 12}
 FIRST_LENGTH = 128
 
 
-def dialogue(rng: random.Random, tokens: int, twins: float = 0.0) -> Dialogue:
+def dialogue(rng: random.Random, tokens: int, mix: Mapping[str, float] = MIX) -> Dialogue:
     """One dialogue of about ``tokens`` tokens, of a random kind and density.
 
-    ``twins`` is the share of name sets in which several names end in the same noun.
+    ``mix`` weighs the kinds of those longer than :data:`FIRST_LENGTH`.
     """
-    write = Writer(rng, evaluation=False, twins=twins)
-    mix = MIX if tokens > FIRST_LENGTH else FIRST_MIX
+    write = Writer(rng, evaluation=False)
+    mix = mix if tokens > FIRST_LENGTH else FIRST_MIX
     (kind,) = rng.choices(list(mix), list(mix.values()))
     turns = max(2, tokens // 36)
     words = tokens - turns * 15 - 2
@@ -67,7 +68,7 @@ def dialogue(rng: random.Random, tokens: int, twins: float = 0.0) -> Dialogue:
     else:
         found = tasks.frequent_words(write, tokens - 20)
     # Nobody asks twice: a repeated question would be answered from its first answer.
-    return Dialogue(found.context, list(dict.fromkeys(found.turns)))
+    return Dialogue(found.context, list(dict.fromkeys(found.turns)), found.separator)
 
 
 def encode(
@@ -76,7 +77,7 @@ def encode(
     """Token ids of a dialogue and which of them are answers; cut at ``tokens`` whole turns."""
     pieces = [found.context]
     for question, answers in found.turns:
-        pieces += [question, ", ".join(answers)]
+        pieces += [question, found.separator.join(answers)]
     parts = tokenizer(pieces, add_special_tokens=False)["input_ids"]
     user, assistant, end = tokenizer.convert_tokens_to_ids([USER, ASSISTANT, END])
     ids, answer = [user, *parts[0]], [False] * (len(parts[0]) + 1)
@@ -95,13 +96,13 @@ def batch(
     rng: random.Random,
     size: int,
     tokens: int,
-    twins: float = 0.0,
+    mix: Mapping[str, float] = MIX,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [size, tokens] int64 (padded) and answer mask [size, tokens] bool."""
     ids = torch.full((size, tokens), tokenizer.pad_token_id)
     answer = torch.zeros((size, tokens), dtype=torch.bool)
     for row in range(size):
-        row_ids, row_answer = encode(tokenizer, dialogue(rng, tokens, twins), tokens)
+        row_ids, row_answer = encode(tokenizer, dialogue(rng, tokens, mix), tokens)
         ids[row, : len(row_ids)] = torch.tensor(row_ids)
         answer[row, : len(row_ids)] = torch.tensor(row_answer)
     return ids, answer

@@ -4,6 +4,7 @@ Names, values, filler sentences and positions are split in two by a hash: traini
 what evaluation asks for.
 """
 
+import itertools
 import random
 import zlib
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class Sample:
     context: str
     question: str
     answers: tuple[str, ...]
+    separator: str = ", "
 
     def score(self, text: str) -> float:
         """Share of the expected answers found in ``text``, in [0, 1], as RULER counts it."""
@@ -40,6 +42,8 @@ class Dialogue:
 
     context: str
     turns: list[Turn]
+    separator: str = ", "
+    """What stands between the answers to one question."""
 
 
 def held_out(*parts: str | int) -> bool:
@@ -53,14 +57,12 @@ class Writer:
     Args:
         rng: Source of all randomness.
         evaluation: True draws what is held out, False everything else.
-        twins: Share of the sets of names in which few nouns have many adjectives each.
 
     """
 
-    def __init__(self, rng: random.Random, evaluation: bool, twins: float = 0.0) -> None:
+    def __init__(self, rng: random.Random, evaluation: bool) -> None:
         self.rng = rng
         self.evaluation = evaluation
-        self.twins = twins
 
     def _draw(self, make: Callable[[], tuple[str, ...]], kind: str) -> tuple[str, ...]:
         while held_out(kind, *(drawn := make())) != self.evaluation:
@@ -74,20 +76,43 @@ class Writer:
         return list(seen)
 
     def names(self, count: int) -> list[str]:
-        """Distinct names such as ``silent harbor``."""
-        pick, nouns = self.rng.choice, NOUNS
-        if self.twins and self.rng.random() < self.twins:
-            nouns = self.rng.sample(NOUNS, max(2, count // 4))
-        return self._unique(
-            lambda: " ".join(self._draw(lambda: (pick(ADJECTIVES), pick(nouns)), "name")), count
-        )
+        """Distinct names such as ``silent harbor``; no noun twice before each was used.
+
+        LongEval draws from so many nouns that two lines of a text hardly ever share one.
+        """
+        pick, nouns = self.rng.choice, itertools.cycle(self.rng.sample(NOUNS, len(NOUNS)))
+
+        def name() -> str:
+            noun = next(nouns)
+            return " ".join(self._draw(lambda: (pick(ADJECTIVES), noun), "name"))
+
+        return self._unique(name, count)
 
     def values(self, count: int) -> list[str]:
-        """Distinct values such as ``482 913``."""
+        """Distinct values such as ``482 913``.
+
+        In evaluation no number is used twice before nearly all were: a value of LongEval is one
+        number of five digits, and they collide as rarely. Training is harder.
+        """
         pick = self.rng.choice
-        return self._unique(
-            lambda: " ".join(self._draw(lambda: (pick(NUMBERS), pick(NUMBERS)), "value")), count
-        )
+        if not self.evaluation:
+            return self._unique(
+                lambda: " ".join(self._draw(lambda: (pick(NUMBERS), pick(NUMBERS)), "value")), count
+            )
+        free: list[str] = []
+
+        def value() -> str:
+            nonlocal free
+            while True:
+                if len(free) < 2 * HELD_OUT:
+                    free = self.rng.sample(NUMBERS, len(NUMBERS))
+                first = free.pop()
+                for second in free:
+                    if held_out("value", first, second):
+                        free.remove(second)
+                        return f"{first} {second}"
+
+        return self._unique(value, count)
 
     def sentence(self) -> str:
         pick = self.rng.choice
@@ -154,9 +179,10 @@ def needles(write: Writer, words: int, names: int, values: int, asked: int, turn
 
 def lines(write: Writer, words: int, turns: int) -> Dialogue:
     """LongEval's line retrieval (SubGen section 3): nothing but lines."""
-    count = max(2, words // 6)
-    keys, values = write.names(count), write.values(count)
-    context = "\n".join(f"line {key}: {value}." for key, value in zip(keys, values, strict=True))
+    count = max(2, words // 9)
+    facts = list(zip(write.names(count), write.values(count), strict=True))
+    keys, values = zip(*facts, strict=True)
+    context = "\n".join(f"line {key}: {value} is the content." for key, value in facts)
     asked = write.slots(count, min(turns, max(1, count * 3 // 4)))
     write.rng.shuffle(asked)
     return Dialogue(
@@ -165,22 +191,22 @@ def lines(write: Writer, words: int, turns: int) -> Dialogue:
 
 
 def tracking(write: Writer, words: int, turns: int, hops: int) -> Dialogue:
-    """Variable tracking: chains of assignments; which variables hold a value?"""
+    """Variable tracking: chains of copies; which variables hold a value?"""
     chains = min(turns, max(1, words // (10 * hops)), 6)
     names = write.rng.sample(VARIABLES, chains * hops)
     values = write.values(chains)
     pending, questions = [], []
     for c, value in enumerate(values):
         chain = names[c * hops : (c + 1) * hops]
-        first = f"variable {chain[0]} = {value}."
-        rest = [f"variable {b} = variable {a}." for a, b in pairwise(chain)]
+        first = f"store {value} -> {chain[0]}."
+        rest = [f"copy {a} -> {b}." for a, b in pairwise(chain)]
         pending.append([first, *rest])
         questions.append((f"which variables hold {value}?", tuple(chain)))
     facts = []
     while any(pending):
         facts.append(write.rng.choice([chain for chain in pending if chain]).pop(0))
     write.rng.shuffle(questions)
-    return Dialogue(write.mix(facts, words), questions)
+    return Dialogue(write.mix(facts, words), questions, separator=" ")
 
 
 def common_words(write: Writer, words: int) -> Dialogue:
@@ -234,4 +260,4 @@ def make(task: str, words: int, seed: int) -> Sample:
     write = Writer(random.Random(f"{task}/{words}/{seed}"), evaluation=True)
     dialogue = EVALUATION[task](write, words)
     question, answers = dialogue.turns[0]
-    return Sample(task, dialogue.context, question, answers)
+    return Sample(task, dialogue.context, question, answers, dialogue.separator)

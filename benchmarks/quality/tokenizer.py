@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.quality.words import ADJECTIVES, NOUNS, NUMBERS, PLACES, VARIABLES, VERBS
 
 PAD, UNKNOWN, USER, ASSISTANT, END = "<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|end|>"
-GLUE = """. , = the a and is are in of for every one hill what which magic number numbers line
-content variable variables hold five three most common frequent words""".split()
+GLUE = """. , the a and is are in of for every one hill what which magic number numbers line
+content store copy variables hold five three most common frequent words""".split()
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|> {{ message['content'] }} <|end|>"
@@ -20,8 +20,9 @@ CHAT_TEMPLATE = (
 def build() -> PreTrainedTokenizerFast:
     """The tokenizer: one token a word, a number or a stop.
 
-    Case, line breaks, colons and question marks are dropped, so that what follows a name in the
-    text (``silent harbor: 482 913``) and in the prompt (``silent harbor?``) stands next to it.
+    Case, line breaks, colons, arrows and question marks are dropped, so that what follows a name
+    in the text (``silent harbor: 482 913``) and in the prompt (``silent harbor?``) stands next
+    to it.
     """
     special = [PAD, UNKNOWN, USER, ASSISTANT, END]
     words = dict.fromkeys([*special, *GLUE, *ADJECTIVES, *NOUNS, *VERBS, *PLACES, *VARIABLES])
@@ -29,7 +30,7 @@ def build() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("[:?]"), "removed"), pre_tokenizers.Whitespace()]
+        [pre_tokenizers.Split(Regex("[:?]|->"), "removed"), pre_tokenizers.Whitespace()]
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNKNOWN, eos_token=END,

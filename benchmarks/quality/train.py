@@ -8,6 +8,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,46 +26,34 @@ CONTEXT_LOSS = 0.1
 
 RECIPE = (
     "64x32:900",
-    "256x16:1900@2e-3",
-    "512x8:800@2e-3",
-    "1024x4:200@2e-3",
-    "256x16:600@2e-3+0.6",
-    "512x8:300@2e-3+0.6",
-    "1024x4:300@2e-3+0.5",
-    "2048x2:300@2e-3+0.4",
+    "256x16:1000@2e-3",
+    "512x8:600@2e-3",
+    "1024x4:600@2e-3",
+    "2048x2:1100@2e-3",
 )
-"""Copying heads appear near step 550, in 64 tokens. Without twins most wrong lines are those of
-another name with the same noun. The shipped model's own stages stand in its card."""
+"""Copying heads appear near step 550, in 64 tokens."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """``steps`` batches of ``size`` sequences of ``length`` tokens, at a peak rate of its own.
-
-    ``twins`` is the share of name sets in which several names end in the same noun.
-    """
+    """``steps`` batches of ``size`` sequences of ``length`` tokens, at a peak rate of its own."""
 
     length: int
     size: int
     steps: int
     rate: float | None = None
-    twins: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> "Stage":
-        """Read ``LENGTHxSIZE:STEPS[@RATE][+TWINS]``; raises ValueError."""
-        text, _, twins = text.partition("+")
+        """Read ``LENGTHxSIZE:STEPS[@RATE]``; raises ValueError."""
         text, _, rate = text.partition("@")
         shape, steps = text.split(":")
         length, size = shape.split("x")
-        return cls(
-            int(length), int(size), int(steps), float(rate) if rate else None, float(twins or 0)
-        )
+        return cls(int(length), int(size), int(steps), float(rate) if rate else None)
 
     def __str__(self) -> str:
         own_rate = f"@{self.rate:g}" if self.rate else ""
-        twins = f"+{self.twins:g}" if self.twins else ""
-        return f"{self.length}x{self.size}:{self.steps}{own_rate}{twins}"
+        return f"{self.length}x{self.size}:{self.steps}{own_rate}"
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
@@ -94,7 +83,8 @@ def accuracy(
         right: list[bool] = []
         for seed in range(samples):
             sample = tasks.make(task, max(24, length - 72), 1_000_000 + seed)
-            turn = tasks.Dialogue(sample.context, [(sample.question, sample.answers)])
+            turns = [(sample.question, sample.answers)]
+            turn = tasks.Dialogue(sample.context, turns, sample.separator)
             ids, mask = data.encode(tokenizer, turn, length)
             tokens, answer = torch.tensor([ids]), torch.tensor([mask])[:, 1:]
             with torch.autocast("cpu", torch.bfloat16):
@@ -128,6 +118,19 @@ def rate_at(step: int, total: int, warmup: int, decay: float) -> float:
     return min(1.0, (step + 1) / warmup, left)
 
 
+def weights(text: str) -> dict[str, float]:
+    """Read ``KIND=WEIGHT,...``; raises ValueError."""
+    found = {kind: float(weight) for kind, weight in (p.split("=") for p in text.split(","))}
+    if not found.keys() <= data.MIX.keys():
+        raise ValueError(f"kinds are {', '.join(data.MIX)}")
+    return found
+
+
+def spelled(mix: Mapping[str, float]) -> str:
+    """As :func:`weights` reads them."""
+    return ",".join(f"{kind}={weight:g}" for kind, weight in mix.items())
+
+
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights in bfloat16, configuration and tokenizer, as vLLM loads them."""
     copy = LlamaForCausalLM(model.config)
@@ -141,7 +144,7 @@ def train(args: argparse.Namespace) -> None:
     """Run the stages and write the model, a log and a checkpoint after each evaluation."""
     torch.set_num_threads(args.threads)
     tokenizer = build()
-    model = new_model(len(tokenizer), args.seed)
+    model = new_model(len(tokenizer), args.seed, args.head_size)
     chain = optimizers(model, args.rate)
     stages = [stage for stage in args.stages for _ in range(stage.steps)]
     args.output.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,7 @@ def train(args: argparse.Namespace) -> None:
         # The step alone decides its data, so that a resumed run sees what an unbroken one does.
         rng = random.Random(f"{args.seed}/{step}")
         torch.manual_seed(step)
-        ids, answer = data.batch(tokenizer, rng, size, length, stages[step].twins)
+        ids, answer = data.batch(tokenizer, rng, size, length, args.mix)
         for optimizer in chain:
             for group in optimizer.param_groups:
                 group["lr"] = rate * rate_at(step, len(stages), args.warmup, args.decay)
@@ -199,7 +202,8 @@ def train(args: argparse.Namespace) -> None:
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     write_card(
         args.output, entries, list(map(str, args.stages)), args.samples,
-        f"--seed {args.seed} --rate {args.rate} --warmup {args.warmup} --decay {args.decay}",
+        f"--seed {args.seed} --head-size {args.head_size} --rate {args.rate} "
+        f"--warmup {args.warmup} --decay {args.decay} --mix {spelled(args.mix)}",
     )  # fmt: skip
 
 
@@ -208,15 +212,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder of the model")
     parser.add_argument(
-        "--stages", type=Stage.parse, nargs="+", metavar="LENGTHxSIZE:STEPS[@RATE][+TWINS]",
+        "--stages", type=Stage.parse, nargs="+", metavar="LENGTHxSIZE:STEPS[@RATE]",
         default=list(map(Stage.parse, RECIPE)),
     )  # fmt: skip
     parser.add_argument(
         "--rate", type=float, default=4e-3, help="peak learning rate of stages without their own"
     )
+    parser.add_argument(
+        "--mix", type=weights, default=data.MIX, metavar="KIND=WEIGHT,...",
+        help=f"kinds of dialogues, of {', '.join(data.MIX)} (default: {spelled(data.MIX)})",
+    )  # fmt: skip
     parser.add_argument("--warmup", type=int, default=40, help="steps of warm-up")
     parser.add_argument("--decay", type=float, default=0.25, help="share of steps that decay")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--head-size", type=int, choices=(32, 64), default=32)
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--samples", type=int, default=20, help="evaluation samples per task")
     parser.add_argument("--threads", type=int, default=2)
