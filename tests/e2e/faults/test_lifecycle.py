@@ -14,16 +14,17 @@ import pytest
 from benchmarks.server import Server
 from tests.e2e.faults.conftest import AMPLE_BLOCKS, AMPLE_LEN, EVICTION, PATIENCE_S, arguments
 from tests.e2e.faults.processes import group, shared_memory, worker
-from tests.e2e.faults.sizes import UNPROVEN, size
+from tests.e2e.faults.sizes import size
 from tests.e2e.test_server import GREEDY, complete
 from tests.models import random_prompt
-
-pytestmark = UNPROVEN
+from vllm_kvevict import __file__ as INIT
 
 PROMPTS = [random_prompt(200 + 20 * n, seed=n) for n in range(6)]
 ARGUMENTS = [
     *arguments(AMPLE_BLOCKS, AMPLE_LEN), *EVICTION, "--distributed-executor-backend", "mp",
 ]  # fmt: skip
+
+PACKAGE = Path(INIT).parent
 
 LEFT = 8
 """Temporary files that vLLM leaves without eviction too, each time: 7 sockets, one rendezvous."""
@@ -103,11 +104,18 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path):
         totals = server.evictions()
         assert totals["evictions_prefill"] >= 2 and totals["evictions_decode"] >= 2
         assert totals["postponed"] == 0
-        assert under_load or "Traceback" not in log_file.read_text()
+        # vLLM kills its engine at once (its shutdown timeout is 0), and reports that it died.
+        assert traces_of_ours(log_file) == []
         assert_gone(server, mapped)
         left = list((tmp_path / "tmp").iterdir())
         assert all(path.is_socket() or path.name.startswith("vllm_dist_") for path in left)
         assert len(left) <= LEFT * (cycle + 2)
+
+
+def traces_of_ours(log: Path) -> list[str]:
+    """Lines of tracebacks that point into this package."""
+    frame = f'File "{PACKAGE}'
+    return [line for line in log.read_text().splitlines() if frame in line]
 
 
 def ended(server: Server) -> None:

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.e2e.faults.sizes import UNPROVEN, size
+from tests.e2e.faults.sizes import size
 from tests.e2e.faults.storm import POLICIES
 from tests.e2e.test_own_settings import asks
 from tests.e2e.test_server import complete, wait_for
 from tests.models import random_prompt
 from vllm_kvevict.requests import KEYS
-
-pytestmark = UNPROVEN
 
 PROMPT = random_prompt(120, seed=5)
 BYSTANDERS = [

@@ -15,13 +15,11 @@ import pytest
 
 from benchmarks.server import Server
 from tests.e2e.faults.conftest import AMPLE_BLOCKS, AMPLE_LEN, PATIENCE_S, arguments
-from tests.e2e.faults.sizes import UNPROVEN, size
+from tests.e2e.faults.sizes import size
 from tests.e2e.faults.storm import POLICIES
 from tests.e2e.test_server import complete, wait_for
 from tests.models import random_prompt
 from vllm_kvevict.requests import KEYS
-
-pytestmark = UNPROVEN
 
 EXCLUDED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
 """The first two reshape a server of several data-parallel engines, which this is not; the last is

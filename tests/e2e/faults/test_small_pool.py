@@ -9,13 +9,11 @@ import pytest
 
 from tests.e2e.faults.conftest import SMALL_LEN
 from tests.e2e.faults.processes import Held
-from tests.e2e.faults.sizes import UNPROVEN, size
+from tests.e2e.faults.sizes import size
 from tests.e2e.faults.storm import Storm
 from tests.e2e.test_own_settings import asks
 from tests.e2e.test_server import complete, wait_for
 from tests.models import random_prompt
-
-pytestmark = UNPROVEN
 
 NEW = 240
 GROWTH = 32 * 2**20
