@@ -10,7 +10,8 @@ from tests.engine.scenarios import SCENARIOS, Day, Scenario
 from vllm_kvevict.metrics.report import MEASURED, TOTALS, Report, detach
 from vllm_kvevict.step_plan import PLAN
 
-SCENARIO_COUNT = 30
+SCENARIO_COUNT = 90
+"""Some of what must occur, postponed evictions for one, occurs in few scenarios."""
 
 
 class Metered(Engine):

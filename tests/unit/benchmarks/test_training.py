@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from benchmarks.quality.data import MIX
 from benchmarks.quality.options import SHIPPED
-from benchmarks.quality.train import Stage, rate_at, train
+from benchmarks.quality.train import Stage, rate_at, spelled, train, weights
 
 
 def options(output: Path, stages: list[str], resume: bool) -> Namespace:
     return Namespace(
         output=output, stages=list(map(Stage.parse, stages)), rate=2e-3, warmup=2, decay=0.2,
-        seed=0, every=2, samples=1, threads=1, resume=resume,
+        seed=0, every=2, samples=1, threads=1, resume=resume, head_size=32, mix=MIX,
     )  # fmt: skip
 
 
@@ -24,7 +25,7 @@ def options(output: Path, stages: list[str], resume: bool) -> Namespace:
 def runs(tmp_path_factory) -> tuple[Path, Path]:
     """Four steps in one go, and the same four broken off after two."""
     whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
-    stages = ["64x2:2", "96x1:8@0.001+0.5"]
+    stages = ["64x2:2", "96x1:8@0.001"]
     train(options(whole, stages, False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.quality.train.save", stop_at_step_4(broken))
@@ -59,7 +60,7 @@ def test_the_model_loads_as_vllm_does(runs):
     assert model.dtype == torch.bfloat16
     assert len(AutoTokenizer.from_pretrained(runs[0])) == model.config.vocab_size
     card = (runs[0] / "README.md").read_text()
-    assert "python -m benchmarks.quality.train" in card and "64x2:2 96x1:8@0.001+0.5" in card
+    assert "python -m benchmarks.quality.train" in card and "64x2:2 96x1:8@0.001" in card
 
 
 def test_the_shipped_model_is_what_the_readme_says():
@@ -74,10 +75,17 @@ def test_the_shipped_model_is_what_the_readme_says():
 def test_stages_read_and_write_the_same_text():
     assert str(Stage.parse("64x32:900")) == "64x32:900"
     assert Stage.parse("64x32:900") == Stage(64, 32, 900)
-    assert Stage.parse("256x16:600@2e-3+0.6") == Stage(256, 16, 600, 2e-3, 0.6)
-    assert str(Stage(256, 16, 600, 2e-3, 0.6)) == "256x16:600@0.002+0.6"
+    assert Stage.parse("256x16:600@2e-3") == Stage(256, 16, 600, 2e-3)
+    assert str(Stage(256, 16, 600, 2e-3)) == "256x16:600@0.002"
     with pytest.raises(ValueError):
         Stage.parse("64")
+
+
+def test_mixes_read_and_write_the_same_text():
+    assert weights(spelled(MIX)) == MIX
+    assert weights("lines=2.5") == {"lines": 2.5}
+    with pytest.raises(ValueError, match="kinds are"):
+        weights("poems=1")
 
 
 def test_the_rate_warms_up_stays_and_decays():
