@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.quality.data import MIX
 from benchmarks.quality.options import SHIPPED
-from benchmarks.quality.train import Stage, rate_at, spelled, train, weights
+from benchmarks.quality.train import Stage, rate_at, spelled, train
+from benchmarks.quality.train import weights as read_weights
 
 
 def options(output: Path, stages: list[str], resume: bool) -> Namespace:
@@ -82,10 +83,10 @@ def test_stages_read_and_write_the_same_text():
 
 
 def test_mixes_read_and_write_the_same_text():
-    assert weights(spelled(MIX)) == MIX
-    assert weights("lines=2.5") == {"lines": 2.5}
+    assert read_weights(spelled(MIX)) == MIX
+    assert read_weights("lines=2.5") == {"lines": 2.5}
     with pytest.raises(ValueError, match="kinds are"):
-        weights("poems=1")
+        read_weights("poems=1")
 
 
 def test_the_rate_warms_up_stays_and_decays():
