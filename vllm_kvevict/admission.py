@@ -9,10 +9,12 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingType
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.config import KEY, EvictionConfig
-from vllm_kvevict.requests import asks, parse_options
+from vllm_kvevict.requests import AT, asks, parse_options
 from vllm_kvevict.sizing import evictable_layers
 
 if TYPE_CHECKING:
@@ -47,7 +49,13 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
     layers = evictable_layers(vllm_config)
     rules = config.timelines(vllm_config.cache_config.block_size, layers)
-    parse_options(config, extra_args, length, rules)
+    options = parse_options(config, extra_args, length, rules)
+    clips = options.evicts and options.at is not None and options.at < length
+    if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
+        raise ValueError(
+            f"KV eviction: {AT} and seed cannot be combined on vLLM's CPU build, whose workers end "
+            "when a seeded prompt is computed in parts; leave the seed away, or set temperature 0"
+        )
 
 
 def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:

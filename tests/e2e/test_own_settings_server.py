@@ -118,6 +118,14 @@ def test_bad_values_are_refused_while_another_stream_goes_on(server, truth, stre
     assert "the server's settings apply" not in log and "Traceback" not in log
 
 
+def test_a_point_in_a_seeded_prompt_is_refused(server):
+    """It would be computed in two parts, which ends vLLM's CPU worker, in stock too."""
+    seeded = dict(model="tiny", prompt=PROMPT, seed=1, temperature=1.0, max_tokens=4)
+    message = refusal(server, "/v1/completions", seeded | dict(vllm_xargs=asks(at=-4)))
+    assert "kv_eviction_at and seed cannot be combined" in message
+    assert server.post("/v1/completions", seeded)["usage"]["completion_tokens"] == 4
+
+
 def test_each_api_server_refuses(server):
     """One of the two is stopped, so the other must answer."""
     found = re.findall(r"\(ApiServer_\d pid=(\d+)\)", server.log.read_text())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 
 from vllm_kvevict.admission import check_request, install, refuse_session
@@ -35,6 +36,23 @@ def test_bad_settings_are_refused_with_tokens_and_with_embeddings():
     with pytest.raises(ValueError, match="the prompt's 7 tokens"):
         check_request(engine(), asking(kv_eviction_at=8), None, np.zeros((7, 4)))
     check_request(engine(), asking(kv_eviction_at=5), [1] * 5, None)
+
+
+def test_a_point_in_a_seeded_prompt_is_refused_where_it_would_end_the_worker(monkeypatch):
+    def seeded(temperature: float = 1.0, **asked: Any) -> SamplingParams:
+        return SamplingParams(seed=3, temperature=temperature, extra_args=asked)
+
+    with pytest.raises(ValueError, match="kv_eviction_at and seed cannot be combined"):
+        check_request(engine(), seeded(kv_eviction_at=4), [1] * 5, None)
+    for harmless in (
+        seeded(kv_eviction_at=5),
+        seeded(kv_eviction_at=4, temperature=0),
+        seeded(kv_eviction_interval=4),
+        asking(kv_eviction_at=4),
+    ):
+        check_request(engine(), harmless, [1] * 5, None)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    check_request(engine(), seeded(kv_eviction_at=4), [1] * 5, None)
 
 
 @pytest.mark.parametrize("off", [None, "none", {"policy": None}])
