@@ -9,8 +9,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingType
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.config import KEY, EvictionConfig
@@ -50,6 +48,11 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
     layers = evictable_layers(vllm_config)
     rules = config.timelines(vllm_config.cache_config.block_size, layers)
     options = parse_options(config, extra_args, length, rules)
+
+    # Not at import: this module is loaded while vLLM still looks for its platform.
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import SamplingType
+
     clips = options.evicts and options.at is not None and options.at < length
     if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
         raise ValueError(

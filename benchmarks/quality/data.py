@@ -24,6 +24,9 @@ FIRST_MIX = {"echo": 60, "recite": 20, "many": 8, "lines": 12}
 
 FIRST_LENGTH = 128
 
+SLACK = 14
+"""Tokens that the last sentence of filler may stand out by, and the context's first."""
+
 
 def dialogue(rng: random.Random, tokens: int, mix: Mapping[str, float] = MIX) -> Dialogue:
     """One dialogue of about ``tokens`` tokens, of a random kind and density.
@@ -49,24 +52,25 @@ def dialogue(rng: random.Random, tokens: int, mix: Mapping[str, float] = MIX) ->
         return Dialogue(". ".join(facts) + ".", [("", tuple(rng.sample(facts, count)))])
     if kind == "needles":
         names = rng.randint(1, 3)
-        found = tasks.needles(write, tokens - 15 * names - 2, names, 1, 1, names)
+        found = tasks.needles(write, tokens - 15 * names - SLACK, names, 1, 1, names)
     elif kind == "many":
         turns = min(turns, names)
-        found = tasks.needles(write, tokens - 15 * turns - 2, names, 1, 1, turns)
+        found = tasks.needles(write, tokens - 15 * turns - SLACK, names, 1, 1, turns)
     elif kind == "values":
         names = rng.randint(1, 4 if tokens > 400 else 2)
-        found = tasks.needles(write, tokens - 25 * names - 2, names, 4, 1, names)
+        found = tasks.needles(write, tokens - 25 * names - SLACK, names, 4, 1, names)
     elif kind == "queries":
         names, turns = max(4, names), max(1, turns // 3)
-        found = tasks.needles(write, tokens - 46 * turns - 2, names, 1, 4, turns)
+        found = tasks.needles(write, tokens - 46 * turns - SLACK, names, 1, 4, turns)
     elif kind == "lines":
         found = tasks.lines(write, words, turns)
     elif kind == "vt":
-        found = tasks.tracking(write, tokens - 20 * min(turns, 6) - 2, turns, rng.randint(2, 4))
+        found = tasks.tracking(write, tokens - 20 * min(turns, 6) - SLACK, turns, rng.randint(2, 4))
     elif kind == "cwe":
         found = tasks.common_words(write, tokens - 24)
     else:
-        found = tasks.frequent_words(write, tokens - 20)
+        # Rare words count once at least, which makes a short text longer than asked.
+        found = tasks.frequent_words(write, tokens - 40)
     # Nobody asks twice: a repeated question would be answered from its first answer.
     return Dialogue(found.context, list(dict.fromkeys(found.turns)), found.separator)
 

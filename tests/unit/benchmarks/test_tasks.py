@@ -102,15 +102,12 @@ def test_needles_stand_at_positions_that_training_leaves_free():
 
 def test_the_vocabulary_covers_every_task(tokenizer):
     rng = random.Random(2)
-    answered = []
     for tokens in (64, 128, 256, 1024):
         for _ in range(30):
             found = data.dialogue(rng, tokens)
             ids, answer = data.encode(tokenizer, found, tokens)
             assert tokenizer.unk_token_id not in ids
-            assert len(ids) == len(answer) <= tokens
-            answered.append(any(answer))
-    assert sum(answered) >= 0.95 * len(answered), "facts may leave no room for the question"
+            assert len(ids) == len(answer) <= tokens and any(answer)
 
 
 def test_training_and_serving_see_the_same_prompt(tokenizer):
