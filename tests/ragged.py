@@ -36,6 +36,17 @@ class Ragged:
         }
         return Ragged(**moved)
 
+    def quantised(self, key_scale: float, value_scale: float) -> tuple["Ragged", "Ragged"]:
+        """The batch over an FP8 cache, as vLLM's uint8, and over what that cache stands for."""
+        scales = torch.tensor([key_scale, value_scale])
+        scales = scales.repeat_interleave(self.cache.shape[-1] // 2)
+        stored = (self.cache.float() / scales).to(torch.float8_e4m3fn)
+        meant = (stored.float() * scales).to(self.cache.dtype)
+        fields = vars(self)
+        return Ragged(**fields | {"cache": stored.view(torch.uint8)}), Ragged(
+            **fields | {"cache": meant}
+        )
+
     def pages(self, layer: int, request: int, head: int) -> list[int]:
         """Physical head pages of one sequence, and no page beyond its length."""
         row = int(self.rows[request])

@@ -3,6 +3,7 @@
 import torch
 
 from tests.ragged import Ragged, random_ragged
+from vllm_kvevict.fp8 import typed
 from vllm_kvevict.ops.triton.decode import decode_attention
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
@@ -52,26 +53,37 @@ def check_decode(
     softcap: float = 0.0,
     target: int = 4,
     programs: int = 3,
+    fp8: bool = False,
     **options: int,
 ) -> None:
-    """Decode attention of a random batch against lists of pages in float64."""
+    """Decode attention of a random batch against lists of pages in float64.
+
+    ``fp8`` stores keys, values and queries in FP8, with scales of powers of two.
+    """
     host = random_ragged(dtype=dtype, **options)
-    batch = host.to(device)
+    query_scale, key_scale, value_scale, batch = 1.0, 1.0, 1.0, host
+    if fp8:
+        query_scale, key_scale, value_scale = 0.5, 0.25, 4.0
+        batch, host = host.quantised(key_scale, value_scale)
+    batch = batch.to(device)
     heads, dim = batch.num_heads, batch.cache.shape[3] // 2
     count = len(batch.rows)
     lengths = lengths_of(batch)
     size, starts, owners = splits_of(lengths, count * heads, target, 64)
     query = torch.randn(count, heads * group, dim, generator=torch.Generator().manual_seed(1))
     query = query.to(dtype).to(device)
+    out_like = torch.empty_like(query)
+    if fp8:
+        query = (query / query_scale).to(torch.float8_e4m3fn)
     places = torch.arange(count, dtype=torch.int32, device=device)
     tokens = torch.randperm(count).to(torch.int32).to(device)
     partial = torch.full((owners.shape[1], group, dim), float("nan"), device=device)
     weights = torch.full((owners.shape[1], group, 2), float("nan"), device=device)
     for layer in range(batch.num_layers):
-        out = torch.full_like(query, float("nan"))
+        out = torch.full_like(out_like, float("nan"))
         decode_attention(
             query,
-            batch.cache,
+            typed(batch.cache),
             out,
             batch.rows,
             places,
@@ -86,11 +98,13 @@ def check_decode(
             owners[layer],
             partial,
             weights,
-            dim**-0.5,
+            dim**-0.5 * query_scale * key_scale,
             softcap,
             programs,
+            value_scale,
         )
-        expected = host.attention(layer, query[tokens.long()], dim**-0.5, softcap)
+        meant = query.float().cpu()[tokens.long().cpu()] * query_scale
+        expected = host.attention(layer, meant, dim**-0.5, softcap)
         tolerance = TOLERANCE[dtype]
         result = out[tokens.long()].cpu().double()
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)

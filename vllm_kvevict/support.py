@@ -6,6 +6,7 @@ The worker looks again at the real layers, for what no configuration tells.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvevict.fp8 import CACHE_DTYPES
 from vllm_kvevict.sizing import evictable_layers
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _block_size(vllm_config: "VllmConfig") -> bool:
 
 def _quantised(vllm_config: "VllmConfig") -> bool:
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return vllm_config.cache_config.cache_dtype not in ("auto", model_dtype)
+    return vllm_config.cache_config.cache_dtype not in ("auto", model_dtype, *CACHE_DTYPES)
 
 
 def _layout(vllm_config: "VllmConfig") -> bool:
@@ -181,9 +182,9 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "a quantised KV cache",
-        "keys are scored in the type of the model",
-        "set --kv-cache-dtype to the type of the model",
+        "this type of KV cache",
+        "keys are scored in the type of the model or in FP8 with one scale a layer",
+        "set --kv-cache-dtype to auto, to the type of the model, or to fp8",
         _quantised,
     ),
     Refusal(

@@ -26,9 +26,10 @@ from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker import eviction as eviction_pass
-from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.state import GroupState
 

@@ -19,9 +19,15 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor,
     softcap: float = 0.0,
     window_size: Any = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     **ignored: Any,
 ) -> None:
-    """Causal paged attention, the mask aligned to the end; rows without a key become 0."""
+    """Causal paged attention, the mask aligned to the end; rows without a key become 0.
+
+    Scales of FP8 are [sequences, KV heads], as FlashAttention 3 takes them.
+    """
     assert causal and q.shape[0] == out.shape[0] == int(cu_seqlens_q[-1])
     assert window_size in (None, [-1, -1])
     starts = cu_seqlens_q.tolist()
@@ -31,8 +37,13 @@ def flash_attn_varlen_func(
         assert last - first <= max_seqlen_q and length <= max_seqlen_k
         pages = block_table[index, : -(-length // page)].long()
         keys, values = (x[pages].flatten(0, 1)[:length].double() for x in (k, v))
+        if k_descale is not None and v_descale is not None:
+            keys, values = keys * k_descale[index, :, None], values * v_descale[index, :, None]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        logits = torch.einsum("qhd,khd->hqk", q[first:last].double(), keys) * softmax_scale
+        queries = q[first:last].double()
+        if q_descale is not None:
+            queries = queries * q_descale[index].repeat_interleave(group)[:, None]
+        logits = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         position = torch.arange(last - first)[:, None] + length - (last - first)

@@ -50,6 +50,16 @@ def test_the_shipped_model(policy, budget, said):
     check_start_up(planned, said, MODEL, settings, **options)
 
 
+def test_an_fp8_cache(said):
+    load = ["--prompt", "1500", "--output", "100", "--budget", "256", "--max-model-len", "2048"]
+    memory = ["--kv-cache-memory-bytes", "32M", "--kv-cache-dtype", "fp8"]
+    planned = plan(MODEL, *load, *memory)
+    options = dict(kv_cache_memory_bytes=32 << 20, max_model_len=2048, kv_cache_dtype="fp8")
+    check_start_up(planned, said, MODEL, dict(policy="ada-snapkv", budget=256), **options)
+    whole = plan(MODEL, *load, *memory[:2])["memory"]
+    assert planned["memory"]["capacity_tokens"] == 4 * whole["capacity_tokens"]
+
+
 def test_layers_with_sliding_windows(said, tmp_path):
     path = architecture("Gemma2", tmp_path)
     planned = plan(

@@ -51,13 +51,16 @@ def test_the_eviction_counter_rises_under_full_graphs(tiny_model):
         assert exact > 0.98 > full
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize("attention", ["flash", "triton"])
-def test_graphs_and_eager_give_the_same_tokens(tiny_model, attention):
+def test_graphs_and_eager_give_the_same_tokens(tiny_model, attention, cache):
     """In bfloat16, where FlashAttention runs; both modes run the same kernels."""
     settings = dict(SETTINGS, attention=attention)
     tokens = []
     for mode in (GRAPHS, dict(enforce_eager=True)):
-        options = dict(dtype="bfloat16", max_model_len=1024, max_num_seqs=8, **mode)
+        options = dict(
+            dtype="bfloat16", kv_cache_dtype=cache, max_model_len=1024, max_num_seqs=8, **mode
+        )
         with engine(tiny_model, settings, **options) as run:
             sizes = replays(run)
             tokens.append(run.generate(PROMPTS, 100))

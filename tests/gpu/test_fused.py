@@ -13,13 +13,14 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("policy", FUSED)
-def test_same_caches_and_tables_without_waiting(policy):
-    plain = worker(policy, fused=False)
-    fused = worker(policy, fused=True, device="cuda")
+def test_same_caches_and_tables_without_waiting(policy, fp8):
+    plain = worker(policy, fused=False, fp8=fp8)
+    fused = worker(policy, fused=True, device="cuda", fp8=fp8)
     plans = steps(policy)
     run(plain, plans)
-    run(worker(policy, fused=True, device="cuda"), plans)  # loads the extension
+    run(worker(policy, fused=True, device="cuda", fp8=fp8), plans)  # loads the extension
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(fused, plans)

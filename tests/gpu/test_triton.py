@@ -22,6 +22,17 @@ def test_decode(dtype, softcap, dim):
     check_decode("cuda", dtype, seed=dim, softcap=softcap, dim=dim, target=7, programs=6, **options)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="Triton reads float8_e4m3fn from compute capability 8.9 on",
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_decode_over_an_fp8_cache(dtype, dim):
+    options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8, fp8=True)
+    check_decode("cuda", dtype, seed=dim, dim=dim, target=7, programs=6, **options)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_decode_blocks_and_groups(block_size, group):

@@ -37,9 +37,28 @@ def state_of(batch: Ragged) -> GroupState:
 
 
 class Backend:
-    """Builder, implementation and caches over one group's state."""
+    """Builder, implementation and caches over one group's state.
 
-    def __init__(self, kernel: Any, batch: Ragged, group: int, max_requests: int) -> None:
+    Args:
+        kernel: Of evicted requests.
+        batch: The requests.
+        group: Query heads of a KV head.
+        max_requests: Of a batch.
+        dtype: What the model computes in; the cache's where it is not FP8.
+        scales: Of queries, keys and values of an FP8 cache, None for a cache of ``dtype``.
+
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        batch: Ragged,
+        group: int,
+        max_requests: int,
+        dtype: torch.dtype | None = None,
+        scales: tuple[float, float, float] | None = None,
+    ) -> None:
+        self.dtype, self.scales = dtype or batch.cache.dtype, scales or (1.0, 1.0, 1.0)
         version, device = 2, batch.cache.device
         if device.type == "cpu":
             flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
@@ -56,7 +75,7 @@ class Backend:
         self.builder.rswa_window = self.builder.mm_prefix_query_ranges_np = None
         self.builder.dcp_world_size, self.builder.max_num_splits = 1, 0
         rings = (batch.num_layers, SLOTS * WINDOW, batch.num_heads * group, dim)
-        self.rings = torch.zeros(rings, dtype=batch.cache.dtype, device=device)
+        self.rings = torch.zeros(rings, dtype=self.dtype, device=device)
         self.step: dict[str, Any] = dict(rows=None, slots=None)
         self.builder.binding = SimpleNamespace(
             rows=lambda common: self.step["rows"],
@@ -75,11 +94,11 @@ class Backend:
             attn_type="decoder",
             alibi_slopes=None,
             sliding_window=(-1, -1),
-            kv_cache_dtype="auto",
+            kv_cache_dtype="auto" if scales is None else "fp8",
             vllm_flash_attn_version=version,
             fa4_hd256=False,
             dcp_world_size=1,
-            supports_quant_query_input=False,
+            supports_quant_query_input=scales is not None,
             sinks=None,
         ).items():
             setattr(self.impl, name, value)
@@ -87,12 +106,11 @@ class Backend:
     def forward(
         self, layer: int, query: torch.Tensor, cache: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
-        module = SimpleNamespace(
-            layer_name=f"layer.{layer}",
-            _k_scale=torch.ones(1, device=query.device),
-            _v_scale=torch.ones(1, device=query.device),
-        )
-        out = torch.full_like(query, float("nan"))
+        module = SimpleNamespace(layer_name=f"layer.{layer}")
+        for name, scale in zip("qkv", self.scales, strict=True):
+            setattr(module, f"_{name}_scale", torch.tensor(scale, device=query.device))
+            setattr(module, f"_{name}_scale_float", scale)
+        out = torch.full_like(query, float("nan"), dtype=self.dtype)
         return self.impl.forward(module, query, query, query, cache, metadata, out)
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from tests.e2e.paged import flash_attn_varlen_func
 from tests.interpreted.fakes import LONGEST, WINDOW, Backend, common_of
@@ -13,11 +14,29 @@ from vllm_kvevict.attention.triton import EvictingTritonImpl
 
 GROUP = 2
 
+Scales = tuple[float, float, float] | None
+"""Of queries, keys and values of an FP8 cache."""
+
+FP8 = pytest.mark.parametrize("scales", [None, (0.5, 0.25, 4.0)], ids=["float32", "fp8"])
+
 
 def queries(count: int, batch: Ragged) -> torch.Tensor:
     dim = batch.cache.shape[3] // 2
     generator = torch.Generator().manual_seed(count)
     return torch.randn(count, batch.num_heads * GROUP, dim, generator=generator)
+
+
+def caches(batch: Ragged, scales: Scales) -> tuple[Ragged, Ragged]:
+    """The batch as the backend gets it, and what its cache stands for."""
+    return (batch, batch) if scales is None else batch.quantised(*scales[1:])
+
+
+def shown(query: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries as the backend gets them, and what they stand for."""
+    if scales is None:
+        return query, query
+    given = (query / scales[0]).to(torch.float8_e4m3fn)
+    return given, given.float() * scales[0]
 
 
 def expected_at(batch: Ragged, layer: int, query: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -40,8 +59,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
 
 
+@FP8
 @pytest.mark.parametrize("kernel", ["flash", "triton"])
-def test_a_replayed_decode_step(kernel):
+def test_a_replayed_decode_step(kernel, scales):
     """What was laid out for a dummy batch serves later batches whose requests are fewer."""
     size = 4
     small = dict(heads=2, layers=2, block_size=16, requests=3, padding=1, longest_tail=40)
@@ -51,7 +71,7 @@ def test_a_replayed_decode_step(kernel):
     live.seq_lens = torch.ones(size, dtype=torch.int32)
     width = max(batch.block_table.shape[1] for batch in batches)
     live.block_table = torch.zeros(size, width, dtype=torch.int32)
-    backend = Backend(kernel, live, GROUP, size)
+    backend = Backend(kernel, live, GROUP, size, torch.float32, scales)
     captured = backend.builder.build_for_cudagraph_capture(common_of(live, [1] * size))
     assert captured.stock is None and captured.extend is None
     for batch in batches:
@@ -65,11 +85,12 @@ def test_a_replayed_decode_step(kernel):
         slots = torch.tensor([-1, 2, 0])
         backend.step.update(rows=batch.rows[:3].long(), slots=slots)
         backend.builder.build(0, common_of(live, [1] * size))
-        query = queries(size, batch)
+        stored, meant = caches(batch, scales)
+        query, query_meant = shown(queries(size, batch), scales)
         for layer in range(2):
             backend.rings.fill_(float("nan"))
-            out = backend.forward(layer, query, batch.cache, captured)
-            close(out, batch.attention(layer, query, query.shape[2] ** -0.5, 0))
+            out = backend.forward(layer, query, stored.cache, captured)
+            close(out, meant.attention(layer, query_meant, query.shape[2] ** -0.5, 0))
             written = backend.rings[layer].isnan().logical_not().flatten(1).all(1)
             entries = {
                 int(slots[place]) * WINDOW + (int(batch.seq_lens[place]) - 1) % WINDOW: place
@@ -77,12 +98,13 @@ def test_a_replayed_decode_step(kernel):
             }
             assert written.nonzero().flatten().tolist() == sorted(entries)
             for entry, place in entries.items():
-                assert torch.equal(backend.rings[layer, entry], query[place])
+                assert torch.equal(backend.rings[layer, entry], query[place].float())
 
 
+@FP8
 @pytest.mark.parametrize("kernel", ["flash", "triton"])
 @pytest.mark.parametrize("seed", [3, 4])
-def test_a_mixed_step(kernel, seed):
+def test_a_mixed_step(kernel, seed, scales):
     """Prefills, questions over an evicted context, and decodes, evicted and not, together."""
     batch = random_ragged(seed, requests=6, longest_tail=60, heads=2, layers=2, evicted_share=0.6)
     evicted = batch.tail_start[batch.rows.long()] > 0
@@ -93,24 +115,25 @@ def test_a_mixed_step(kernel, seed):
     counts[int(evicted.nonzero()[0])] = 1
     counts[-1] = int(tails[-1])
     assert max(counts) > 1
-    backend = Backend(kernel, batch, GROUP, 6)
+    stored, meant = caches(batch, scales)
+    backend = Backend(kernel, batch, GROUP, 6, torch.float32, scales)
     slots = torch.tensor([-1, 1, -1, -1, 2, -1])
     backend.step.update(rows=batch.rows.long(), slots=slots)
     metadata = backend.builder.build(0, common_of(batch, counts))
     single = bool((evicted & (torch.tensor(counts) == 1)).any())
     assert (metadata.decode is not None) == (kernel == "triton" and single)
     assert metadata.stock is not None
-    query = queries(sum(counts), batch)
+    query, query_meant = shown(queries(sum(counts), batch), scales)
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     for layer in range(2):
         backend.rings.fill_(float("nan"))
-        out = backend.forward(layer, query, batch.cache, metadata)
-        close(out, expected_at(batch, layer, query, counts))
+        out = backend.forward(layer, query, stored.cache, metadata)
+        close(out, expected_at(meant, layer, query_meant, counts))
         for place in (1, 4):
             for back in range(1, min(counts[place], WINDOW) + 1):
                 position = int(batch.seq_lens[place]) - back
                 entry = int(slots[place]) * WINDOW + position % WINDOW
-                token = query[starts[place + 1] - back]
+                token = query[starts[place + 1] - back].float()
                 assert torch.equal(backend.rings[layer, entry], token)
         recorded = sum(min(counts[place], WINDOW) for place in (1, 4))
         assert int((~backend.rings[layer].isnan()).flatten(1).all(1).sum()) == recorded
@@ -146,22 +169,30 @@ def test_outside_a_step_no_request_is_evicted():
     assert backend.builder.build(0, common_of(dummy, [5, 1, 9])).max_seq_len == LONGEST
 
 
-def test_several_queries_through_vllms_triton_attention():
+@FP8
+def test_several_queries_through_vllms_triton_attention(scales):
     """What the backend for GPUs without FlashAttention makes of a question over evicted pages."""
     torch.manual_seed(0)
     page, dim, lengths, counts = 16, 32, [37, 16], [3, 1]
-    cache = torch.randn(6, 2, page, 2 * dim)
-    keys, values = head_pages(cache)
+    cache, query = torch.randn(6, 2, page, 2 * dim), torch.randn(4, GROUP, dim)
     table = torch.tensor([[7, 2, 9], [4, 0, 0]], dtype=torch.int32)
     starts = torch.tensor([0, 3, 4], dtype=torch.int32)
-    query = torch.randn(4, GROUP, dim)
     impl = EvictingTritonImpl.__new__(EvictingTritonImpl)
     impl.scale, impl.logits_soft_cap = dim**-0.5, 0.0
-    layer = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    impl._kv_quant_mode = get_kv_quant_mode("auto" if scales is None else "fp8")
+    query_scale, key_scale, value_scale = (torch.tensor(x) for x in scales or (1.0, 1.0, 1.0))
+    layer = SimpleNamespace(_q_scale=query_scale, _k_scale=key_scale, _v_scale=value_scale)
+    if scales is not None:
+        parts = torch.tensor(scales[1:]).repeat_interleave(dim)
+        stored = (cache / parts).to(torch.float8_e4m3fn)
+        cache = stored.float() * parts
+    given, query = shown(query, scales)
+    pages = head_pages(cache if scales is None else stored.view(torch.uint8))
     seqused = torch.tensor(lengths, dtype=torch.int32)
     out, expected = torch.full_like(query, float("nan")), torch.empty_like(query)
-    impl.attend_pages(layer, query, keys, values, out, starts, seqused, table, 3, 64, 0)
-    flash_attn_varlen_func(
-        query, keys, values, expected, starts, max(counts), seqused, 64, dim**-0.5, True, table
-    )
-    close(out, expected.double())
+    impl.attend_pages(layer, given, *pages, out, starts, seqused, table, 3, 64, 0)
+    rest = (seqused, 64, dim**-0.5, True, table)
+    flash_attn_varlen_func(query, *head_pages(cache), expected, starts, max(counts), *rest)
+    # With FP8 queries that kernel rounds the weights of the values to FP8, 4 bits, too.
+    tolerance = 2e-5 if scales is None else 6e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)

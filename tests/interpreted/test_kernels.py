@@ -17,6 +17,12 @@ def test_decode_types_and_softcap(dtype, softcap):
     check_decode("cpu", dtype, seed=1, softcap=softcap, padding=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_decode_over_an_fp8_cache(dtype, softcap):
+    check_decode("cpu", dtype, seed=6, softcap=softcap, padding=1, fp8=True)
+
+
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_decode_head_sizes(dim):
     check_decode("cpu", torch.float32, seed=dim, dim=dim, requests=2, layers=1)

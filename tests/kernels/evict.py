@@ -9,9 +9,10 @@ from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.timeline import Timeline
-from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.state import GroupState
 
@@ -22,9 +23,17 @@ FUSED = ["snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid"]
 
 
 def worker(
-    policy: str, fused: bool, head_size: int = SIZE, longest: int = 512, device: str = "cpu"
+    policy: str,
+    fused: bool,
+    head_size: int = SIZE,
+    longest: int = 512,
+    device: str = "cpu",
+    fp8: bool = False,
 ) -> WorkerEviction:
-    """A worker of three layers in two groups; the same numbers in each."""
+    """A worker of three layers in two groups; the same numbers in each.
+
+    ``fp8`` makes the caches FP8 with scales other than 1.
+    """
     torch.manual_seed(0)
     where = torch.device(device)
     config = EvictionConfig(policy=policy, window=WINDOW, budget=WINDOW + 4 * BLOCK)
@@ -38,10 +47,11 @@ def worker(
     layout = interleaved(BLOCK, head_size)
     caches = {
         name: LayerCache(
-            torch.randn(BLOCKS * HEADS, 2 * BLOCK * head_size).to(where),
+            pages(BLOCKS * HEADS, 2 * BLOCK * head_size, fp8).to(where),
             layout,
             head_size**-0.5,
             0.0,
+            **(dict(query_scale=0.5, key_scale=0.25, value_scale=4.0) if fp8 else {}),
         )
         for name in NAMES
     }
@@ -54,6 +64,12 @@ def worker(
     policies = build_policies(config)
     kernels = FusedEvictions(policies, states, caches, rings, longest) if fused else None
     return WorkerEviction(policies, states, caches, rings, None, rows, kernels)
+
+
+def pages(count: int, size: int, fp8: bool) -> torch.Tensor:
+    """[count, size] random elements, float32 or FP8 in uint8."""
+    elements = torch.randn(count, size)
+    return (8 * elements).to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else elements
 
 
 def due(old: list[int], fresh: list[int], start: int, end: int, first: int) -> GroupEviction:

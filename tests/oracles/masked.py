@@ -3,6 +3,7 @@
 It shares no code with the package: it only reads which positions an eviction kept.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,17 +56,34 @@ def two_biases(module, query, key, value, attention_mask, scaling, **kwargs):
     return result.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-class MaskedModel:
-    """Teacher-forced greedy decoding of a Llama checkpoint under per-head masks."""
+def cut_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of float8_e4m3fn next to ``x`` towards zero: vLLM's CPU kernel does not round."""
+    near = x.to(torch.float8_e4m3fn)
+    above = near.float().abs() > x.abs()
+    return (near.view(torch.uint8) - above.to(torch.uint8)).view(torch.float8_e4m3fn).to(x.dtype)
 
-    def __init__(self, path: Path) -> None:
+
+def two_biases_fp8(module, query, key, value, attention_mask, scaling, **kwargs):
+    """:func:`two_biases` over keys and values as an FP8 cache with scales of 1 holds them."""
+    key, value = cut_to_fp8(key), cut_to_fp8(value)
+    return two_biases(module, query, key, value, attention_mask, scaling, **kwargs)
+
+
+class MaskedModel:
+    """Teacher-forced greedy decoding of a Llama checkpoint under per-head masks.
+
+    ``attention`` is :func:`two_biases` or :func:`two_biases_fp8`.
+    """
+
+    def __init__(self, path: Path, attention: Callable = two_biases) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
         from transformers.masking_utils import eager_mask
 
-        AttentionInterface.register("two_biases", two_biases)
-        AttentionMaskInterface.register("two_biases", eager_mask)
+        name = attention.__name__
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, eager_mask)
         self.model = LlamaForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="two_biases"
+            path, dtype=torch.float32, attn_implementation=name
         ).eval()
         self.heads = self.model.config.num_attention_heads
         self.group = self.heads // self.model.config.num_key_value_heads

@@ -184,7 +184,7 @@ def _ec_connector() -> dict[str, Any]:
             "context parallelism",
             "set --decode-context-parallel-size",
         ),
-        (dict(kv_cache_dtype="fp8"), "a quantised KV cache", "set --kv-cache-dtype"),
+        (dict(kv_cache_dtype="fp8_e5m2"), "this type of KV cache", "set --kv-cache-dtype"),
         (dict(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill", "remove the flag"),
         (dict(block_size=16), "this block size", "set --block-size to a multiple of 32"),
         (dict(prefix_match_unit=32), "hits inside a block", "remove --prefix-match-unit"),
@@ -253,7 +253,7 @@ def test_refuses_numbers_beside_the_cache_where_no_backend_keeps_them(
         ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism"),
         ("parallel_config.enable_fault_tolerance", True, "engine recovery"),
         ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
-        ("cache_config.cache_dtype", "bfloat16", "a quantised KV cache"),
+        ("cache_config.cache_dtype", "bfloat16", "this type of KV cache"),
     ],
 )
 def test_refuses_setting(build: Build, path: str, value: Any, what: str) -> None:

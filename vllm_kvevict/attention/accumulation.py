@@ -13,7 +13,7 @@ from vllm_kvevict.timeline import blocks_for
 from vllm_kvevict.worker.state import GroupState
 
 if TYPE_CHECKING:
-    from vllm_kvevict.worker.eviction import LayerCache
+    from vllm_kvevict.worker.layer_cache import LayerCache
 
 ELEMENTS = 2**22
 """Most elements of keys that requests of one call may copy together; one may always."""
@@ -84,7 +84,7 @@ class Accumulation:
             pages = pages[:, : blocks_for(int(lengths.max()), bs)].long()
             end = offset + len(pages) * count
             mine = queries[offset:end].unflatten(0, (len(pages), count)).transpose(1, 2)
-            keys = cache.layout.read_keys(cache.pages, pages).flatten(1, 2)
+            keys = cache.keys(pages).flatten(1, 2)
             sums = column_sums(mine, keys, lengths, cache.scale, cache.softcap)
             # A row's spare entries are all page 0 of vLLM's null block, and add 0 there.
             values[pages] += sums.view(*pages.shape, bs)

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.fp8 import CACHE_DTYPES
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -25,6 +27,9 @@ def flash_problem(vllm_config: "VllmConfig") -> str | None:
     size = model.get_head_size()
     if size % 8 or size > 256 or (size == 256 and capability.major in (10, 11)):
         return f"FlashAttention has no kernel for head size {size} and these pages on this GPU"
+    # vLLM takes FlashAttention 3 on 9.0 and 4 on 10.x; others read no FP8.
+    if vllm_config.cache_config.cache_dtype in CACHE_DTYPES and capability.major not in (9, 10):
+        return "FlashAttention reads FP8 KV caches on compute capability 9.0 and 10.x only"
     return None
 
 

@@ -204,6 +204,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             sliding_window_size=-1,
             isa=layer.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         ops.cpu_attention_with_kv_cache(
             query=queries,
@@ -220,6 +221,9 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             softcap=self.logits_soft_cap,
             scheduler_metadata=metadata,
             s_aux=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         heads.put(output[: heads.num_tokens], result)
 

@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvevict.attention.ragged import Decode, Extend, GroupBuffers, Recording
 from vllm_kvevict.attention.triton_decode import decode
+from vllm_kvevict.fp8 import FP8
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
 from vllm_kvevict.worker.binding import GroupBinding
@@ -151,8 +152,9 @@ class EvictingImplMixin:
 
         Args:
             layer: The attention layer.
-            query: [queries, G, D].
-            keys: [pages, block_size, 1, D], a view of the cache; ``values`` likewise.
+            query: [queries, G, D]; FP8 where vLLM quantises queries for an FP8 cache.
+            keys: [pages, block_size, 1, D], a view of the cache; ``values`` likewise. uint8 holds
+                FP8.
             values: As said.
             out: [queries, G, D], written in place.
             query_start_loc: [N + 1] int32.
@@ -235,8 +237,11 @@ class EvictingImplMixin:
         buffers = metadata.buffers
         index = buffers.state.layer_index[layer.layer_name]
         if buffers.scratch.kernel == "triton":
-            softcap = self.logits_soft_cap
-            decode(query, kv_cache, output, plan, buffers, index, self.scale, softcap)
+            scale = self.scale * layer._k_scale_float
+            if query.dtype == FP8:
+                scale *= layer._q_scale_float
+            caps = (self.logits_soft_cap, layer._v_scale_float)
+            decode(query, kv_cache, output, plan, buffers, index, scale, *caps)
             return
         assert plan.in_order
         requests, size = len(plan.rows), query.shape[2]
@@ -269,7 +274,7 @@ class EvictingImplMixin:
         index, size = buffers.state.layer_index[layer.layer_name], query.shape[2]
         self._write_table(plan, buffers, index, plan.table)
         queries = query.reshape(-1, self.num_queries_per_kv, size).index_select(0, plan.order)
-        result = torch.empty_like(queries)
+        result = torch.empty_like(queries, dtype=output.dtype)
         self.attend_pages(
             layer,
             queries,

@@ -16,6 +16,7 @@ from vllm_kvevict.attention.evicting import (
     EvictingBuilderMixin,
     EvictingImplMixin,
 )
+from vllm_kvevict.fp8 import typed
 
 
 class EvictingFlashBackend(EvictingBackendMixin, FlashAttentionBackend):
@@ -62,10 +63,11 @@ class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
         max_seq_len: int,
         num_splits: int,
     ) -> None:
+        shape = (len(lengths), 1)
         flash_attn.flash_attn_varlen_func(
             q=query,
-            k=keys,
-            v=values,
+            k=typed(keys),
+            v=typed(values),
             out=out,
             cu_seqlens_q=query_start_loc,
             max_seqlen_q=max_query_len,
@@ -78,4 +80,7 @@ class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
             softcap=self.logits_soft_cap,
             fa_version=self.vllm_flash_attn_version,
             num_splits=num_splits,
+            q_descale=layer._q_scale.expand(shape) if self.supports_quant_query_input else None,
+            k_descale=layer._k_scale.expand(shape),
+            v_descale=layer._v_scale.expand(shape),
         )

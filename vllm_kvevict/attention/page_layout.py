@@ -7,6 +7,11 @@ from functools import cached_property
 
 import torch
 
+from vllm_kvevict.fp8 import typed
+
+BASE = 16
+"""float8_e4m3fn holds integers up to 16 exactly: elements are numbered digit by digit."""
+
 Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -28,7 +33,12 @@ class PageLayout:
 
     @classmethod
     def measure(
-        cls, write: Writer, block_size: int, head_size: int, dtype: torch.dtype
+        cls,
+        write: Writer,
+        block_size: int,
+        head_size: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
     ) -> "PageLayout":
         """Measure the layout.
 
@@ -37,7 +47,8 @@ class PageLayout:
                 cache [1, 1, block_size, 2 * D] through the kernel that serves the layer.
             block_size: Tokens in a page.
             head_size: D.
-            dtype: Element type of the cache.
+            dtype: Element type of keys and values.
+            cache_dtype: Element type of the cache: ``dtype``, or uint8 for FP8.
 
         Raises:
             ValueError: The kernel does not store every element exactly once, unchanged.
@@ -46,12 +57,11 @@ class PageLayout:
         count = block_size * head_size
         numbers = torch.arange(2 * count)
         found = torch.zeros(2 * count, dtype=torch.int64)
-        # bfloat16 holds integers up to 256 exactly: number the elements digit by digit.
-        for digit in range(math.ceil(math.log(2 * count, 128)) or 1):
-            values = (numbers // 128**digit % 128).to(dtype).view(2, block_size, 1, head_size)
-            cache = torch.zeros(1, 1, block_size, 2 * head_size, dtype=dtype)
+        for digit in range(math.ceil(math.log(2 * count, BASE)) or 1):
+            values = (numbers // BASE**digit % BASE).to(dtype).view(2, block_size, 1, head_size)
+            cache = torch.zeros(1, 1, block_size, 2 * head_size, dtype=cache_dtype)
             write(values[0], values[1], cache)
-            found += cache.flatten().long() * 128**digit
+            found += typed(cache).flatten().long() * BASE**digit
         order = found.argsort(stable=True)
         if not torch.equal(found[order], numbers):
             raise ValueError(

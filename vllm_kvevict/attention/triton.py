@@ -15,6 +15,7 @@ from vllm_kvevict.attention.evicting import (
     EvictingBuilderMixin,
     EvictingImplMixin,
 )
+from vllm_kvevict.fp8 import FP8, typed
 
 
 class EvictingTritonBackend(EvictingBackendMixin, TritonAttentionBackend):
@@ -52,8 +53,8 @@ class EvictingTritonImpl(EvictingImplMixin, TritonAttentionImpl):
     ) -> None:
         triton_attn.unified_attention(
             q=query,
-            k=keys,
-            v=values,
+            k=typed(keys),
+            v=typed(values),
             out=out,
             cu_seqlens_q=query_start_loc,
             max_seqlen_q=max_query_len,
@@ -64,7 +65,8 @@ class EvictingTritonImpl(EvictingImplMixin, TritonAttentionImpl):
             window_size=(-1, -1),
             block_table=table,
             softcap=self.logits_soft_cap,
-            q_descale=None,
+            q_descale=layer._q_scale if query.dtype == FP8 else None,
             k_descale=layer._k_scale.expand(len(lengths), 1),
             v_descale=layer._v_scale.expand(len(lengths), 1),
+            kv_quant_mode=self._kv_quant_mode,
         )

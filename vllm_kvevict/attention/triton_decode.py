@@ -3,6 +3,7 @@
 import torch
 
 from vllm_kvevict.attention.ragged import Decode, GroupBuffers
+from vllm_kvevict.fp8 import typed
 from vllm_kvevict.ops.triton.decode import decode_attention
 
 
@@ -15,24 +16,26 @@ def decode(
     layer: int,
     scale: float,
     softcap: float,
+    value_scale: float,
 ) -> None:
     """Attention of a step's single query tokens, one layer, straight from the eviction state.
 
     Args:
         query: [T, query heads, D].
-        kv_cache: [num_blocks, H, block_size, 2 * D].
+        kv_cache: [num_blocks, H, block_size, 2 * D]; uint8 holds FP8.
         output: [T, query heads, D], written at the requests' tokens.
         plan: The requests; their lengths and splits are in ``buffers``.
         buffers: The group's buffers.
         layer: Index of the layer in its group.
-        scale: Factor on query-key products.
+        scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
         softcap: 0 for none.
+        value_scale: Of an FP8 cache's values, 1 for others.
 
     """
     state, scratch = buffers.state, buffers.scratch
     decode_attention(
         query,
-        kv_cache,
+        typed(kv_cache),
         output,
         plan.rows,
         plan.places,
@@ -50,4 +53,5 @@ def decode(
         scale,
         softcap,
         scratch.programs,
+        value_scale,
     )

@@ -12,7 +12,7 @@ from vllm_kvevict.timeline import blocks_for
 from vllm_kvevict.worker.state import GroupState
 
 if TYPE_CHECKING:
-    from vllm_kvevict.worker.eviction import LayerCache
+    from vllm_kvevict.worker.layer_cache import LayerCache
 
 
 @dataclass
@@ -98,8 +98,8 @@ class WeightedBatch:
         lengths = self.heads.seq_lens[layer, sequences].long()[:, None]
         pages = self.heads.table[layer, sequences, : blocks_for(int(lengths.max()), bs)].long()
         column = torch.arange(pages.shape[1] * bs)
-        keys = cache.layout.read_keys(cache.pages, pages).flatten(1, 2).float()
-        values = cache.layout.read_values(cache.pages, pages).flatten(1, 2).float()
+        keys = cache.keys(pages).flatten(1, 2).float()
+        values = cache.values(pages).flatten(1, 2).float()
         # Behind the last token lies what former requests left, which may be no number.
         values = values.masked_fill((column >= lengths)[..., None], 0.0)
         log_weights = page_values[pages][..., :2].flatten(1, 2)

@@ -151,11 +151,16 @@ HOOKS = {
         "vllm.v1.worker.cpu_worker": "CPUWorker",
         "vllm.v1.attention.selector": "_cached_get_attn_backend",
         "vllm.v1.attention.backends.registry": "AttentionBackendEnum.CPU_ATTN register_backend",
-        "vllm._custom_ops": "cpu_attn_reshape_and_cache",
+        "vllm._custom_ops": "cpu_attn_reshape_and_cache(kv_cache_dtype)",
+        "vllm.v1.attention.backend": "AttentionLayer._k_scale_float AttentionLayer._v_scale_float",
     },
     "worker/gpu.py": {
         "vllm.v1.worker.gpu_worker": "Worker",
-        "vllm.v1.attention.backends.registry": "AttentionBackendEnum.CUSTOM",
+        "vllm.v1.attention.backends.registry": """
+            AttentionBackendEnum.FLASH_ATTN AttentionBackendEnum.TRITON_ATTN register_backend
+        """,
+        "vllm.v1.attention.backend": "AttentionLayer._q_scale_float",
+        "vllm.model_executor.layers.attention.attention": "Attention.query_quant",
     },
     "worker/runners.py": {
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.input_batch",
@@ -193,7 +198,10 @@ HOOKS = {
         "vllm.v1.attention.backends.cpu_attn": """
             CPUAttentionBackend CPUAttentionMetadataBuilder.build CPUAttentionBackendImpl.forward
         """,
-        "vllm._custom_ops": "cpu_attn_get_scheduler_metadata cpu_attention_with_kv_cache",
+        "vllm._custom_ops": """
+            cpu_attn_get_scheduler_metadata(kv_cache_dtype)
+            cpu_attention_with_kv_cache(k_scale,v_scale,kv_cache_dtype)
+        """,
     },
     "attention/flash.py": {
         "vllm.v1.attention.backends.flash_attn": """
@@ -218,6 +226,10 @@ HOOKS = {
             get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory) get_kv_cache_capacity
         """,
         "vllm.distributed.utils": "get_pp_indices",
+    },
+    "plan/model.py": {
+        "vllm.utils.torch_utils": "kv_cache_dtype_str_to_dtype",
+        "vllm.v1.kv_cache_interface": "get_kv_quant_mode AttentionSpec.kv_quant_mode",
     },
     "inspect/engine.py": {
         "vllm.engine.arg_utils": "EngineArgs.create_model_config",

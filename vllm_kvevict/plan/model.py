@@ -2,7 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
 
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.plan.options import PlanError
@@ -72,11 +78,13 @@ def _kinds(vllm_config: "VllmConfig") -> list[str]:
 
 def _spec(vllm_config: "VllmConfig", kind: str) -> "FullAttentionSpec | SlidingWindowSpec":
     model = vllm_config.model_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
     shape: dict[str, Any] = dict(
         block_size=vllm_config.cache_config.block_size,
         num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
         head_size=model.get_head_size(),
-        dtype=model.dtype,
+        dtype=kv_cache_dtype_str_to_dtype(cache_dtype, model),
+        kv_quant_mode=get_kv_quant_mode(cache_dtype),
     )
     if kind == "sliding_attention":
         return SlidingWindowSpec(**shape, sliding_window=model.get_sliding_window())

@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.worker.eviction import LayerCache
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 
 
@@ -35,18 +35,35 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
         size = spec.block_size * (spec.head_size + spec.head_size_v)
         return LayerCache(
             pages=cache.view(-1, size),
-            layout=measure_layout(spec.block_size, spec.head_size, cache.dtype, layer.isa),
+            layout=measure_layout(
+                spec.block_size,
+                spec.head_size,
+                self.model_config.dtype,
+                cache.dtype,
+                layer.isa,
+                layer.impl.kv_cache_dtype,
+            ),
             scale=layer.impl.scale,
             softcap=layer.impl.logits_soft_cap,
+            key_scale=layer._k_scale_float,
+            value_scale=layer._v_scale_float,
         )
 
 
 @lru_cache
-def measure_layout(block_size: int, head_size: int, dtype: torch.dtype, isa: str) -> PageLayout:
-    """How vLLM's CPU kernel for ``isa`` packs a head page."""
+def measure_layout(
+    block_size: int,
+    head_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    isa: str,
+    name: str = "auto",
+) -> PageLayout:
+    """How vLLM's CPU kernel for ``isa`` packs a head page, with ``--kv-cache-dtype name``."""
 
     def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
         halves = cache.view(1, 1, 2 * block_size, head_size).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(block_size), isa)
+        slots = torch.arange(block_size)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa, kv_cache_dtype=name)
 
-    return PageLayout.measure(write, block_size, head_size, dtype)
+    return PageLayout.measure(write, block_size, head_size, dtype, cache_dtype)

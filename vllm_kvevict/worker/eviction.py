@@ -10,13 +10,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.fused import FusedEvictions
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.memories import Memories
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.page_values import PageValues
@@ -25,16 +25,6 @@ from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
 from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.state import GroupState
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's cache as head pages [num_blocks * H, 2 * block_size * D], and its softmax."""
-
-    pages: torch.Tensor
-    layout: PageLayout
-    scale: float
-    softcap: float
 
 
 @dataclass(frozen=True)
@@ -250,7 +240,7 @@ class WorkerEviction:
         bs, window = state.timeline.block_size, state.timeline.window
         store_pages = grid.shape[-1] - len(group.positional)
         columns = store_pages * bs + eviction.num_tokens - group.old_tail_start
-        keys = cache.layout.read_keys(cache.pages, grid).flatten(1, 2)[:, :columns]
+        keys = cache.keys(grid).flatten(1, 2)[:, :columns]
         queries = None
         policy = self.policies[eviction.policy]
         if policy.needs_window:
@@ -258,7 +248,8 @@ class WorkerEviction:
             recorded = window_queries(
                 self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, window
             )
-            queries = recorded.float().unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
+            seen = recorded.float() * cache.query_scale
+            queries = seen.unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
         accumulated = None
         if policy.needs_accumulated:
             assert self.page_values is not None
@@ -266,7 +257,7 @@ class WorkerEviction:
             accumulated = sums.flatten(1)[:, :columns]
         values = None
         if policy.scorer.needs_values:
-            values = cache.layout.read_values(cache.pages, grid).flatten(1, 2)[:, :columns].float()
+            values = cache.values(grid).flatten(1, 2)[:, :columns].float()
         return Candidates(
             keys=keys.float(),
             valid=torch.arange(columns, device=keys.device) >= (padding * bs)[:, None],

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_kvevict.fp8 import FP8
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
@@ -20,7 +21,7 @@ from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.state import GroupState
 
 if TYPE_CHECKING:
-    from vllm_kvevict.worker.eviction import LayerCache
+    from vllm_kvevict.worker.layer_cache import LayerCache
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -136,8 +137,9 @@ def obstacle(
             ),
             f"head size {ring.shape[-1]}, and not {HEAD_SIZES}": ring.shape[-1] not in HEAD_SIZES,
             f"{ring.dtype}, and not float16, bfloat16 or float32": ring.dtype not in DTYPES,
-            "a KV cache of another dtype than the model": (
-                any(caches[name].pages.dtype != ring.dtype for name in names)
+            "a KV cache neither FP8 nor of the model's dtype in every layer": (
+                len({caches[name].stored.dtype for name in names} - {ring.dtype, FP8}) > 0
+                or len({caches[name].stored.dtype for name in names}) > 1
             ),
             "values of another size than keys": (
                 any(caches[name].layout.values.shape[-1] != ring.shape[-1] for name in names)
@@ -190,9 +192,13 @@ def _group(
     shape = (-1, state.num_heads, state.timeline.block_size)
     return _Group(
         state=state,
-        caches=[caches[name].pages.view(*shape, 2 * rings.layer(name).shape[-1]) for name in names],
+        caches=[
+            caches[name].stored.view(*shape, 2 * rings.layer(name).shape[-1]) for name in names
+        ],
         rings=[rings.layer(name) for name in names],
-        scales=[caches[name].scale for name in names],
+        scales=[
+            caches[name].scale * caches[name].query_scale * caches[name].key_scale for name in names
+        ],
         softcap=caches[names[0]].softcap,
     )
 

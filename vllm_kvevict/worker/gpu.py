@@ -14,8 +14,9 @@ from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 from vllm_kvevict.worker.state import GroupState
 
@@ -139,6 +140,9 @@ class EvictingWorker(EvictionWorkerMixin):
             layout=interleaved(spec.block_size, spec.head_size),
             scale=layer.impl.scale,
             softcap=layer.impl.logits_soft_cap,
+            query_scale=layer._q_scale_float if layer.query_quant is not None else 1.0,
+            key_scale=layer._k_scale_float,
+            value_scale=layer._v_scale_float,
         )
 
 

@@ -25,8 +25,9 @@ from vllm_kvevict.sizing import (
     ring_slots,
 )
 from vllm_kvevict.worker.binding import GroupBinding
-from vllm_kvevict.worker.eviction import LayerCache, WorkerEviction
+from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.rings import ObservationRings

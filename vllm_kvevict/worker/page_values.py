@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from vllm_kvevict.worker.eviction import LayerCache
+    from vllm_kvevict.worker.layer_cache import LayerCache
 
 
 class PageValues:

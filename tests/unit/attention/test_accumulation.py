@@ -12,7 +12,7 @@ from vllm_kvevict.attention import accumulation
 from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.timeline import Timeline, blocks_for
 from vllm_kvevict.worker.binding import GroupBinding
-from vllm_kvevict.worker.eviction import LayerCache
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.state import GroupState
 

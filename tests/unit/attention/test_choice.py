@@ -59,6 +59,24 @@ def test_flash_where_it_cannot_run(build, gpu):
         arrange(vllm_config, config("flash"))
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((9, 0), ("flash", "FLASH_ATTN")),
+        ((10, 0), ("flash", "FLASH_ATTN")),
+        ((8, 9), ("triton", "TRITON_ATTN")),
+        ((12, 0), ("triton", "TRITON_ATTN")),
+    ],
+)
+def test_an_fp8_cache(build, gpu, capability, expected):
+    vllm_config = build(dtype="bfloat16", kv_cache_dtype="fp8")
+    gpu(*capability)
+    assert choose(vllm_config, config()) == expected
+    if expected[0] != "flash":
+        with pytest.raises(ValueError, match="FlashAttention reads FP8 KV caches on"):
+            choose(vllm_config, config("flash"))
+
+
 def test_another_attention_backend(build, gpu):
     vllm_config = build(dtype="bfloat16")
     gpu(9, 0)

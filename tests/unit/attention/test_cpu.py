@@ -28,20 +28,30 @@ def reference(query, keys, values, scale, softcap):
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # bfloat16 rounds queries' products to 8 bits; the kernel accumulates in float32.
+    # bfloat16 rounds queries' products to 8 bits; the kernel accumulates in float32. Relative to
+    # values, whose scale is 4 in FP8.
     [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
     ids=["float32", "bfloat16"],
 )
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 3], [40]])
-def test_uneven_heads(dtype, tolerance, softcap, counts):
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_uneven_heads(dtype, tolerance, softcap, counts, fp8):
     torch.manual_seed(0)
     num_blocks = 64
     keys = torch.randn(num_blocks, HEADS, BLOCK, SIZE, dtype=dtype)
     values = torch.randn(num_blocks, HEADS, BLOCK, SIZE, dtype=dtype)
     cache = torch.zeros(num_blocks, HEADS, BLOCK, 2 * SIZE, dtype=dtype)
+    quantisation = dict(kv_cache_dtype="auto")
+    if fp8:
+        # Numbers that FP8 holds times the scale: nothing is lost on the way into the cache.
+        quantisation = dict(kv_cache_dtype="fp8", k_scale=0.25, v_scale=4.0)
+        cache = torch.zeros(cache.shape, dtype=torch.uint8)
+        keys = keys.to(torch.float8_e4m3fn).to(dtype) * 0.25
+        values = values.to(torch.float8_e4m3fn).to(dtype) * 4
     halves = cache.view(num_blocks, HEADS, 2 * BLOCK, SIZE).chunk(2, dim=2)
     flat = [x.transpose(1, 2).reshape(-1, HEADS, SIZE).contiguous() for x in (keys, values)]
-    ops.cpu_attn_reshape_and_cache(*flat, *halves, torch.arange(num_blocks * BLOCK), "vec")
+    slots = torch.arange(num_blocks * BLOCK)
+    ops.cpu_attn_reshape_and_cache(*flat, *halves, slots, "vec", **quantisation)
 
     pages = torch.randperm(num_blocks * HEADS, dtype=torch.int32)
     lengths = torch.randint(max(counts), 5 * BLOCK, (len(counts) * HEADS,), dtype=torch.int32)
@@ -67,9 +77,15 @@ def test_uneven_heads(dtype, tolerance, softcap, counts):
     impl = EvictingCPUImpl.__new__(EvictingCPUImpl)
     impl.head_size, impl.num_queries_per_kv = SIZE, GROUP
     impl.scale, impl.logits_soft_cap = SIZE**-0.5, softcap
+    impl.kv_cache_dtype = quantisation["kv_cache_dtype"]
+    layer = SimpleNamespace(
+        isa="vec",
+        _k_scale_float=quantisation.get("k_scale", 1.0),
+        _v_scale_float=quantisation.get("v_scale", 1.0),
+    )
     query = torch.randn(sum(counts), HEADS * GROUP, SIZE, dtype=dtype)
     output = torch.full_like(query, float("nan"))
-    impl._per_head(SimpleNamespace(isa="vec"), query, cache, heads, 0, output)
+    impl._per_head(layer, query, cache, heads, 0, output)
 
     page_keys, page_values = (x.view(-1, BLOCK, SIZE) for x in (keys, values))
     for request, count in enumerate(counts):
@@ -85,4 +101,5 @@ def test_uneven_heads(dtype, tolerance, softcap, counts):
                 softcap,
             )
             actual = output[starts[request] : starts[request] + count, mine].double()
-            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+            loose = tolerance * quantisation.get("v_scale", 1.0)
+            torch.testing.assert_close(actual, expected, atol=loose, rtol=tolerance)

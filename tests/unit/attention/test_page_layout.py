@@ -7,21 +7,22 @@ from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.worker.cpu import measure_layout
 
 
-def write_cache(keys, values, cache, isa):
+def write_cache(keys, values, cache, isa, **quantisation):
     """Through vLLM's kernel: keys and values [blocks, H, block_size, D] to the cache."""
     from vllm import _custom_ops as ops
 
     blocks, heads, block_size, size = keys.shape
     halves = cache.view(blocks, heads, 2 * block_size, size).chunk(2, dim=2)
     tokens = [x.transpose(1, 2).reshape(-1, heads, size).contiguous() for x in (keys, values)]
-    ops.cpu_attn_reshape_and_cache(*tokens, *halves, torch.arange(blocks * block_size), isa)
+    slots = torch.arange(blocks * block_size)
+    ops.cpu_attn_reshape_and_cache(*tokens, *halves, slots, isa, **quantisation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("block_size", "size"), [(32, 32), (64, 128), (128, 64)])
 def test_keys_and_copies_through_vllms_kernel(dtype, block_size, size):
     blocks, heads = 4, 2
-    layout = measure_layout(block_size, size, dtype, "vec")
+    layout = measure_layout(block_size, size, dtype, dtype, "vec")
     keys = torch.randn(blocks, heads, block_size, size, dtype=dtype)
     values = torch.randn(blocks, heads, block_size, size, dtype=dtype)
     cache = torch.zeros(blocks, heads, block_size, 2 * size, dtype=dtype)
@@ -54,7 +55,7 @@ def scatter(order):
 def test_a_packing_without_even_strides_is_followed():
     block_size, size = 8, 4
     order = torch.randperm(2 * block_size * size)
-    layout = PageLayout.measure(scatter(order), block_size, size, torch.bfloat16)
+    layout = PageLayout.measure(scatter(order), block_size, size, torch.bfloat16, torch.bfloat16)
     assert torch.equal(layout.keys.flatten(), order[: block_size * size])
     keys, values = torch.randn(3, block_size, size), torch.randn(3, block_size, size)
     pages = torch.zeros(3, 2 * block_size * size)
@@ -72,4 +73,4 @@ def test_a_lossy_packing_is_refused():
         cache.view(-1)[: keys.numel()] = keys.flatten()
 
     with pytest.raises(ValueError, match="not a permutation"):
-        PageLayout.measure(write, 8, 4, torch.float32)
+        PageLayout.measure(write, 8, 4, torch.float32, torch.float32)

@@ -10,7 +10,7 @@ from vllm import _custom_ops as ops
 from vllm_kvevict.attention.weighted import WeightedBatch
 from vllm_kvevict.timeline import Timeline
 from vllm_kvevict.worker.cpu import measure_layout
-from vllm_kvevict.worker.eviction import LayerCache
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.state import GroupState
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 32, 3, 2, 32, 40
@@ -36,7 +36,7 @@ def test_rows_that_weigh(counts, softcap, dtype, tolerance):
     halves = cache.view(BLOCKS, HEADS, 2 * BLOCK, SIZE).chunk(2, dim=2)
     flat = [x.transpose(1, 2).reshape(-1, HEADS, SIZE).contiguous() for x in (keys, values)]
     ops.cpu_attn_reshape_and_cache(*flat, *halves, torch.arange(BLOCKS * BLOCK), "vec")
-    layout = measure_layout(BLOCK, SIZE, dtype, "vec")
+    layout = measure_layout(BLOCK, SIZE, dtype, dtype, "vec")
     layer_cache = LayerCache(cache.view(BLOCKS * HEADS, -1), layout, SIZE**-0.5, softcap)
     page_values = torch.full((BLOCKS * HEADS, BLOCK, 3), math.nan)
 

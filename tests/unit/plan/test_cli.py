@@ -103,7 +103,7 @@ def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
         ([*LOAD, *KV, "--kv-eviction", "none"], "eviction is off"),
         ([*LOAD, "--kv-cache-memory-bytes", "64K"], "estimated maximum model length"),
         ([*LOAD, "--gpu-memory", "1M"], "leave no room for a KV cache"),
-        ([*LOAD, *KV, "--kv-cache-dtype", "fp8"], "does not support a quantised KV cache"),
+        ([*LOAD, *KV, "--kv-cache-dtype", "fp8_e5m2"], "does not support this type of KV cache"),
     ],
 )
 def test_refusals(model, argv, says):

@@ -10,8 +10,8 @@ from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.policies.registry import POLICY_NAMES
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
-from vllm_kvevict.worker.eviction import LayerCache
 from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes
+from vllm_kvevict.worker.layer_cache import LayerCache
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +21,12 @@ def one_rank(monkeypatch):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("longest", [512, 1], ids=["together", "one by one"])
 @pytest.mark.parametrize("policy", FUSED)
-def test_same_caches_and_tables_as_the_reference(policy, longest, monkeypatch):
-    plain, fused = worker(policy, fused=False), worker(policy, fused=True, longest=longest)
+def test_same_caches_and_tables_as_the_reference(policy, longest, fp8, monkeypatch):
+    plain = worker(policy, fused=False, fp8=fp8)
+    fused = worker(policy, fused=True, longest=longest, fp8=fp8)
 
     def never(*arguments):
         raise AssertionError("this eviction should have been fused")
@@ -96,7 +98,9 @@ def test_what_the_kernels_do_not_serve_is_named(monkeypatch):
     good = worker("snapkv", fused=False)
     assert obstacle(good.states, good._caches, good.rings) is None
     half = {n: LayerCache(c.pages.half(), c.layout, c.scale, 0) for n, c in good._caches.items()}
-    assert "another dtype" in obstacle(good.states, half, good.rings)
+    assert "neither FP8 nor" in obstacle(good.states, half, good.rings)
+    some = dict(good._caches) | {"layer.2": worker("snapkv", False, fp8=True).cache("layer.2")}
+    assert "in every layer" in obstacle(good.states, some, good.rings)
     capped = dict(good._caches)
     capped["layer.2"] = LayerCache(
         capped["layer.2"].pages, capped["layer.2"].layout, capped["layer.2"].scale, 30.0

@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.sizing import beside_page_values
-from vllm_kvevict.worker.eviction import LayerCache
+from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.page_values import PageValues
 
 BLOCKS, BLOCK_SIZE, SIZE = 6, 4, 3

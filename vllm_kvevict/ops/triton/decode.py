@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_kvevict.fp8 import FP8
 from vllm_kvevict.ops.triton.splits import TILE
 
 _LOG2E = 1.4426950408889634
@@ -35,6 +36,7 @@ def _attend_kernel(
     num_sequences,
     scale,
     softcap,
+    value_scale,
     query_token,
     query_head,
     out_token,
@@ -50,6 +52,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LOG2E: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
@@ -75,6 +78,9 @@ def _attend_kernel(
         token = tl.load(tokens + request).to(tl.int64)
         query_at = token * query_token + own_head[:, None] * query_head + dim[None, :]
         q = tl.load(query + query_at, mask=queries_used, other=0.0)
+        if FP8:
+            # Exact: float16 and bfloat16 hold every number of float8_e4m3fn.
+            q = q.to(out.dtype.element_ty)
         best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([GROUP_PAD], tl.float32)
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -97,7 +103,7 @@ def _attend_kernel(
             start = physical * (PAGE * 2 * DIM) + (key % PAGE) * (2 * DIM)
             at = start[:, None] + dim[None, :]
             read = used[:, None] & (dim < DIM)[None, :]
-            keys = tl.load(cache + at, mask=read, other=0.0)
+            keys = tl.load(cache + at, mask=read, other=0.0).to(q.dtype)
             logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
             if SOFTCAP:
                 # tanh through the sigmoid: Triton has no tanh of its own.
@@ -107,14 +113,14 @@ def _attend_kernel(
             share = tl.exp2(logits - new_best[:, None])
             decay = tl.exp2(best - new_best)
             weight = weight * decay + tl.sum(share, 1)
-            values = tl.load(cache + at + DIM, mask=read, other=0.0)
+            values = tl.load(cache + at + DIM, mask=read, other=0.0).to(q.dtype)
             sums = sums * decay[:, None] + tl.dot(
                 share.to(values.dtype), values, input_precision="ieee"
             )
             best = new_best
         if alone:
             out_at = token * out_token + own_head[:, None] * out_head + dim[None, :]
-            result = sums / weight[:, None]
+            result = sums * (value_scale / weight)[:, None]
             tl.store(out + out_at, result.to(out.dtype.element_ty), mask=queries_used)
         else:
             at_split = tl.cast(split, tl.int64) * GROUP + group
@@ -130,6 +136,7 @@ def _merge_kernel(
     weights,
     tokens,
     starts,
+    value_scale,
     out_token,
     out_head,
     HEADS: tl.constexpr,
@@ -162,7 +169,7 @@ def _merge_kernel(
         token = tl.load(tokens + sequence // HEADS).to(tl.int64)
         own_head = sequence % HEADS * GROUP + group
         # A sequence without keys is padding: its result is 0, as FlashAttention's is.
-        result = sums / tl.where(weight > 0, weight, 1.0)[:, None]
+        result = sums * (value_scale / tl.where(weight > 0, weight, 1.0))[:, None]
         at_out = token * out_token + own_head[:, None] * out_head + dim[None, :]
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=mask)
 
@@ -187,12 +194,14 @@ def decode_attention(
     scale: float,
     softcap: float,
     programs: int,
+    value_scale: float = 1.0,
 ) -> None:
     """Attention of one query token per request, one layer.
 
     Args:
-        query: [T, H * G, D], dimensions contiguous.
-        cache: [num_blocks, H, block_size, 2 * D] contiguous: layout LBHNC, keys then values.
+        query: [T, H * G, D], dimensions contiguous; over an FP8 cache of any type.
+        cache: [num_blocks, H, block_size, 2 * D] contiguous: layout LBHNC, keys then values. The
+            type of the queries, or float8_e4m3fn.
         out: [T, H * G, D] of any float type, dimensions contiguous; written at ``tokens``.
         rows: [R] int32 state rows, -1 for none.
         places: [R] int32 places in the batch: rows of ``block_table``.
@@ -208,9 +217,10 @@ def decode_attention(
         owners: As said.
         partial: [splits, G, D] float32 scratch.
         weights: [splits, G, 2] float32 scratch.
-        scale: Factor on query-key products.
+        scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
         softcap: 0 for none.
         programs: Programs of the launch; what the GPU runs at once.
+        value_scale: Of an FP8 cache's values.
 
     Raises:
         ValueError: The cache is not contiguous, its type is not the query's, or shapes differ.
@@ -223,7 +233,8 @@ def decode_attention(
             f"decode attention wants a contiguous cache [blocks, heads, block size, {2 * dim}], "
             f"not {tuple(cache.shape)} with strides {cache.stride()}"
         )
-    if cache.dtype != query.dtype:
+    quantised = cache.dtype == FP8
+    if cache.dtype != query.dtype and not quantised:
         raise ValueError(f"queries are {query.dtype} and the KV cache is {cache.dtype}")
     if query_heads % heads or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError(f"{query_heads} query heads do not fit {heads} KV heads, or are strided")
@@ -258,6 +269,7 @@ def decode_attention(
         num_sequences,
         scale,
         softcap or 1.0,
+        value_scale,
         query.stride(0),
         query.stride(1),
         out.stride(0),
@@ -269,6 +281,7 @@ def decode_attention(
         TILE=TILE,
         SOFTCAP=softcap > 0,
         LOG2E=_LOG2E,
+        FP8=quantised,
         num_warps=4,
         # Tiles in flight must fit into the 99 KiB of shared memory of the smaller GPUs.
         num_stages={0: 3, 1: 3, 2: 2}.get(shape["DIM_PAD"] * cache.element_size() // 256, 1),
@@ -279,6 +292,7 @@ def decode_attention(
         weights,
         tokens,
         starts,
+        value_scale,
         out.stride(0),
         out.stride(1),
         **shape,

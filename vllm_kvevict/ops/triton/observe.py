@@ -34,6 +34,7 @@ def _observe_kernel(
         mask = element < HEADS * DIM
         at = token * query_token + element // DIM * query_head + element % DIM
         value = tl.load(query + at, mask=mask, other=0.0)
+        value = value.to(rings.dtype.element_ty)
         tl.store(rings + entry * (HEADS * DIM) + element, value, mask=mask)
 
 
@@ -51,7 +52,8 @@ def observe_tokens(
 
     Args:
         rings: [ring slots * window, query heads, D] contiguous, written.
-        query: [T, query heads, D], dimensions contiguous, rotated as attention sees it.
+        query: [T, query heads, D], dimensions contiguous, rotated as attention sees it; FP8 is
+            widened to the rings' type, without its scale.
         seq_lens: [batch] int32 lengths, this step's tokens included.
         tokens: [K] int32 tokens of ``query``.
         places: [K] int32 place in the batch of each token's request.
