@@ -22,7 +22,7 @@ def provenance() -> dict:
         capture_output=True, text=True, cwd=Path(__file__).parent,
     ).stdout.strip()  # fmt: skip
     return {
-        "machine": f"{_cpu()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB, no GPU used",
+        "machine": f"{_cpu()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB, {_gpus()}",
         "python": platform.python_version(),
         "versions": versions,
         "commit": commit,
@@ -41,6 +41,15 @@ def _cpu() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no GPU used"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return " + ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def _memory_gib() -> float:
