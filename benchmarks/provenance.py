@@ -33,7 +33,7 @@ def provenance() -> dict:
 
 def _module() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else sys.argv[0]
+    return spec.name.removesuffix(".__main__") if spec is not None else sys.argv[0]
 
 
 def _cpu() -> str:
