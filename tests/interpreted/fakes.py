@@ -47,7 +47,15 @@ class Backend:
             version = flash_attn.get_flash_attn_version()
         self.state = state_of(batch)
         dim = batch.cache.shape[3] // 2
-        shape = Shape(batch.num_heads, group, dim, batch.block_size, max_requests, LONGEST)
+        shape = Shape(
+            batch.num_heads,
+            group,
+            dim,
+            batch.block_size,
+            max_requests,
+            LONGEST,
+            batch.cache.dtype.itemsize,
+        )
         self.builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
         scratch = Scratch(kernel, shape, device)
         self.builder.buffers = GroupBuffers(self.state, scratch, device)
