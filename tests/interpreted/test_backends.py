@@ -80,7 +80,7 @@ def test_a_replayed_decode_step(kernel):
                 assert torch.equal(backend.rings[layer, entry], query[place])
 
 
-@pytest.mark.parametrize("kernel", ["flash", "triton"])
+@pytest.mark.parametrize("kernel", ["flash", "triton", "xformers"])
 @pytest.mark.parametrize("seed", [3, 4])
 def test_a_mixed_step(kernel, seed):
     """Prefills, questions over an evicted context, and decodes, evicted and not, together."""
@@ -116,7 +116,7 @@ def test_a_mixed_step(kernel, seed):
         assert int((~backend.rings[layer].isnan()).flatten(1).all(1).sum()) == recorded
 
 
-@pytest.mark.parametrize("kernel", ["flash", "triton"])
+@pytest.mark.parametrize("kernel", ["flash", "triton", "xformers"])
 def test_only_evicted_requests(kernel):
     batch = random_ragged(8, requests=2, evicted_share=1.0, longest_tail=40)
     counts = [min(3, int(batch.seq_lens[0] - batch.tail_start[batch.rows[0]])), 1]
