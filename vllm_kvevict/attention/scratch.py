@@ -16,6 +16,8 @@ SPLITS_PER_PROGRAM = 2
 SMALLEST_SPLIT = 64
 GATHERED_BYTES = 2**27
 """Keys and values that xformers' CUTLASS op reads at once; one sequence may always."""
+LAUNCH = 2**15
+"""Most sequences of a call of either of xformers' ops: a launch has at most 65535 of them."""
 SPLITS = 1024
 """Most splits of all sequences of a call of xformers' paged op, where it splits any."""
 
@@ -98,7 +100,7 @@ class Scratch:
 
     def gathered(self, columns: int) -> int:
         """Sequences of ``columns`` pages each that the buffer of gathered pages holds."""
-        return self.dense.numel() // (columns * self._page_bytes)
+        return min(LAUNCH, self.dense.numel() // (columns * self._page_bytes))
 
     @property
     def _page_bytes(self) -> int:

@@ -20,7 +20,7 @@ from xformers.ops.fmha.common import AttentionFwOpBase, Inputs
 
 from vllm_kvevict.attention.parts import Part
 from vllm_kvevict.attention.ragged import Extend
-from vllm_kvevict.attention.scratch import SPLITS, Scratch, power_of_two
+from vllm_kvevict.attention.scratch import LAUNCH, SPLITS, Scratch, power_of_two
 from vllm_kvevict.ops.triton.gather import gather_pages
 
 SMALLEST_SPLIT = 256
@@ -52,7 +52,7 @@ def attend(
 
     """
     pages = kv_cache.view(-1, *kv_cache.shape[2:])
-    if plan.max_query_len == 1 and scratch.paged:
+    if plan.max_query_len == 1 and scratch.paged and len(lengths) <= LAUNCH:
         _on_pages(query, pages, out, plan, lengths, scale, scratch)
         return
     for part in plan.parts:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from vllm_kvevict.attention.flash import EvictingFlashMetadataBuilder
 from vllm_kvevict.attention.scratch import GATHERED_BYTES, Scratch, Shape, power_of_two
 from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
 from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.worker.gpu import EvictingWorker
+from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 
 CONFIG = EvictionConfig(policy="snapkv", attention="xformers")
 
@@ -81,6 +84,38 @@ def test_soft_capped_logits(build, gpu):
     assert "does not cap attention logits" in refusal(vllm_config)
 
 
+def worker(soft_cap: float) -> EvictingWorker:
+    one = EvictingWorker.__new__(EvictingWorker)
+    impl = SimpleNamespace(num_kv_heads=1, num_heads=2, head_size=32, logits_soft_cap=soft_cap)
+    for name, value in dict(
+        _kernel=lambda: "xformers",
+        _layer=lambda name: SimpleNamespace(impl=impl),
+        _evictable_layers=["a"],
+        _evictable_specs=[SimpleNamespace(block_size=16)],
+        _rings=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+        model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        device=torch.device("cpu"),
+    ).items():
+        setattr(one, name, value)
+    return one
+
+
+def test_a_layer_that_caps_logits_unannounced():
+    with pytest.raises(ValueError, match="xformers does not work here, because xformers does not"):
+        worker(soft_cap=30.0)._allocate_scratch()
+
+
+def test_memory_of_the_op_is_left_free(monkeypatch):
+    monkeypatch.setattr(EvictionWorkerMixin, "determine_available_memory", lambda self: 10**9)
+    one = worker(soft_cap=0.0)
+    assert one.determine_available_memory() == 10**9
+    assert one._scratch.shape.itemsize == 4
+    one._scratch.paged = True
+    assert one.determine_available_memory() == 10**9 - one._scratch.op_bytes < 10**9
+
+
 @pytest.mark.parametrize("builder", [EvictingFlashMetadataBuilder, EvictingTritonMetadataBuilder])
 def test_no_full_graphs(build, builder):
     vllm_config = build(dtype="float16")
@@ -130,6 +165,8 @@ def test_scratch():
     assert not scratch.paged and scratch.op_bytes == 0
     scratch.paged = True
     assert scratch.op_bytes == 1024 * (32 * 64 * 4 + 4 * 8)
+    narrow = Scratch("xformers", Shape(1, 1, 8, 16, 1, 64), torch.device("meta"))
+    assert narrow.gathered(1) == 2**15
     long = Shape(2, 4, 256, 16, max_requests=1, max_model_len=2**20)
     scratch = Scratch("xformers", long, torch.device("meta"))
     assert scratch.dense.numel() == 2**20 * 2 * 256 * 2 and scratch.gathered(2**16) == 1
