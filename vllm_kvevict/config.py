@@ -206,11 +206,12 @@ class EvictionConfig(BaseModel):
         ),
     )
 
-    attention: Literal["auto", "flash", "triton"] = Field(
+    attention: Literal["auto", "flash", "triton", "xformers"] = Field(
         default="auto",
         description=(
             "Attention of evicted requests on a GPU: flash (FlashAttention), triton (a decode "
-            "kernel that reads the eviction state), or auto: flash where it runs, else triton."
+            "kernel that reads the eviction state), xformers (its memory-efficient attention; "
+            "decode steps without FULL graphs), or auto: flash where it runs, else triton."
         ),
     )
 

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1) it tries the script; FlashAttention is left out there.
 """
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from benchmarks.gpu.clock import copy_bandwidth, describe, milliseconds, spread
 from benchmarks.gpu.heads import Step
 from benchmarks.provenance import provenance
 from vllm_kvevict.attention.evicting import head_pages
-from vllm_kvevict.attention.scratch import Shape
+from vllm_kvevict.attention.ragged import Extend
+from vllm_kvevict.attention.scratch import Scratch, Shape
+from vllm_kvevict.attention.xformers_ops import GATHERED
 
 RESULTS = Path("benchmarks/results/gpu")
 
@@ -54,6 +57,31 @@ def flash(step: Step, per_head: bool) -> Any:
     return lambda: flash_attn_varlen_func(**common)
 
 
+def memory_efficient(step: Step, paged: bool) -> Any:
+    """A call of xformers' attention on the step, on its pages or over gathered ones."""
+    from vllm_kvevict.attention.parts import cut
+    from vllm_kvevict.attention.xformers import attend
+
+    scratch = Scratch("xformers", step.shape, step.device)
+    scratch.paged = paged
+    sequences, size = step.requests * step.shape.num_heads, step.shape.head_size
+    table = scratch.pages(sequences, int(step.lengths.max()))
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=step.device)
+    plan = Extend(
+        rows=step.rows, places=step.rows, order=starts, block_table=step.block_table,
+        lengths=step.lengths, query_start_loc=starts, table=table, max_query_len=1,
+        max_seq_len=step.shape.max_model_len,
+        parts=cut(starts.tolist(), starts, scratch.gathered(table.shape[1])),
+    )  # fmt: skip
+    query, out = step.query.view(sequences, -1, size), step.out.view(sequences, -1, size)
+
+    def run() -> None:
+        step.write_table(table)
+        attend(query, step.cache, out, plan, step.lengths[0], step.scale, scratch)
+
+    return run
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype)
@@ -76,6 +104,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if device.type == "cuda":
                 runs["flash per head"] = flash(step, True)
                 runs["flash, equal lengths"] = flash(step, False)
+                served = torch.cuda.get_device_capability(device) <= GATHERED[1]
+                if served and importlib.util.find_spec("xformers"):
+                    runs["xformers on pages"] = memory_efficient(step, True)
+                    runs["xformers, gathered"] = memory_efficient(step, False)
             row: dict[str, Any] = {
                 "requests": requests,
                 "budget": budget,

@@ -115,9 +115,10 @@ class Step:
             0.0, self.triton.programs,
         )  # fmt: skip
 
-    def write_table(self) -> torch.Tensor:
-        """The page table of a layer, for FlashAttention per head."""
-        table = self.flash.table[: self.requests * self.shape.num_heads]
+    def write_table(self, table: torch.Tensor | None = None) -> torch.Tensor:
+        """The page table of a layer: ``table``, or FlashAttention's."""
+        if table is None:
+            table = self.flash.table[: self.requests * self.shape.num_heads]
         write_page_table(
             self.rows, self.rows, self.tail_start, self.stores, self.head_indptr[0],
             self.block_table, self.lengths[0], table, self.shape.block_size,

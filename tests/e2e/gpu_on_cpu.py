@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.paged import flash_attn_varlen_func, reshape_and_cache_flash
+from tests.efficient import efficient_attention_forward
 from vllm_kvevict.worker.gpu import BACKENDS, EvictingWorker
 
 STOCK, KERNEL = "KVEVICT_TEST_STOCK", "KVEVICT_TEST_KERNEL"
@@ -28,6 +29,10 @@ class Worker(EvictingWorker, CPUWorker):
         flash_attn.reshape_and_cache_flash = reshape_and_cache_flash
         triton_attn.triton_reshape_and_cache_flash = reshape_and_cache_flash
         flash_attn.get_flash_attn_version = lambda **kwargs: 2
+        if self._kernel() == "xformers":
+            from xformers.ops.fmha import cutlass
+
+            cutlass.FwOp.OPERATOR = efficient_attention_forward
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKENDS[os.environ[STOCK]])
         selector._cached_get_attn_backend.cache_clear()
 
@@ -39,6 +44,7 @@ class Worker(EvictingWorker, CPUWorker):
         for groups in self.model_runner.attn_groups:
             for builder in (b for group in groups for b in group.metadata_builders):
                 builder.build = Replay(builder, self.model_config.max_model_len)
+                builder.build.graphs = self._kernel() != "xformers"
 
 
 class Replay:
@@ -49,9 +55,10 @@ class Replay:
         self._captured: dict[int, Any] = {}
         self._longest = max_model_len
         self.replays = 0
+        self.graphs = True
 
     def __call__(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
-        if common.max_query_len > 1:
+        if common.max_query_len > 1 or not self.graphs:
             return self._build(prefix, common, fast_build)
         common = common.replace(max_seq_len=self._longest)
         fresh = self._build(prefix, common, fast_build)

@@ -51,6 +51,16 @@ def test_the_eviction_counter_rises_under_full_graphs(tiny_model):
         assert exact > 0.98 > full
 
 
+def test_xformers_runs_without_full_graphs(tiny_model):
+    settings = dict(SETTINGS, attention="xformers")
+    with engine(tiny_model, settings, max_model_len=1024, max_num_seqs=8, **GRAPHS) as run:
+        sizes = replays(run)
+        outputs = run.generate(PROMPTS, 150)
+        assert not sizes and run.counters.evictions_decode >= 4
+        exact, full = agreement(tiny_model, run, outputs)
+        assert exact > 0.98 > full
+
+
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize("attention", ["flash", "triton"])
 def test_graphs_and_eager_give_the_same_tokens(tiny_model, attention, cache):

@@ -1,6 +1,6 @@
 """Builders and implementations of our GPU backends without an engine around them.
 
-On a CPU a PyTorch FlashAttention stands under them, on a GPU vLLM's own.
+On a CPU plain PyTorch stands in for FlashAttention and for the CUTLASS kernel of xformers' op.
 """
 
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
 from tests.e2e.paged import flash_attn_varlen_func
+from tests.efficient import efficient_attention_forward
 from tests.ragged import Ragged
 from vllm_kvevict.attention.flash import EvictingFlashImpl, EvictingFlashMetadataBuilder
 from vllm_kvevict.attention.ragged import GroupBuffers
@@ -62,11 +63,23 @@ class Backend:
         version, device = 2, batch.cache.device
         if device.type == "cpu":
             flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
+            if kernel == "xformers":
+                from xformers.ops.fmha import cutlass
+
+                cutlass.FwOp.OPERATOR = efficient_attention_forward
         else:
             version = flash_attn.get_flash_attn_version()
         self.state = state_of(batch)
         dim = batch.cache.shape[3] // 2
-        shape = Shape(batch.num_heads, group, dim, batch.block_size, max_requests, LONGEST)
+        shape = Shape(
+            batch.num_heads,
+            group,
+            dim,
+            batch.block_size,
+            max_requests,
+            LONGEST,
+            batch.cache.dtype.itemsize,
+        )
         self.builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
         scratch = Scratch(kernel, shape, device)
         self.builder.buffers = GroupBuffers(self.state, scratch, device)

@@ -17,7 +17,9 @@ GROUP = 2
 Scales = tuple[float, float, float] | None
 """Of queries, keys and values of an FP8 cache."""
 
-FP8 = pytest.mark.parametrize("scales", [None, (0.5, 0.25, 4.0)], ids=["float32", "fp8"])
+SCALES = (0.5, 0.25, 4.0)
+
+FP8 = pytest.mark.parametrize("scales", [None, SCALES], ids=["float32", "fp8"])
 
 
 def queries(count: int, batch: Ragged) -> torch.Tensor:
@@ -101,8 +103,10 @@ def test_a_replayed_decode_step(kernel, scales):
                 assert torch.equal(backend.rings[layer, entry], query[place].float())
 
 
-@FP8
-@pytest.mark.parametrize("kernel", ["flash", "triton"])
+@pytest.mark.parametrize(
+    ("kernel", "scales"),
+    [("flash", None), ("flash", SCALES), ("triton", None), ("triton", SCALES), ("xformers", None)],
+)
 @pytest.mark.parametrize("seed", [3, 4])
 def test_a_mixed_step(kernel, seed, scales):
     """Prefills, questions over an evicted context, and decodes, evicted and not, together."""
@@ -139,7 +143,7 @@ def test_a_mixed_step(kernel, seed, scales):
         assert int((~backend.rings[layer].isnan()).flatten(1).all(1).sum()) == recorded
 
 
-@pytest.mark.parametrize("kernel", ["flash", "triton"])
+@pytest.mark.parametrize("kernel", ["flash", "triton", "xformers"])
 def test_only_evicted_requests(kernel):
     batch = random_ragged(8, requests=2, evicted_share=1.0, longest_tail=40)
     counts = [min(3, int(batch.seq_lens[0] - batch.tail_start[batch.rows[0]])), 1]

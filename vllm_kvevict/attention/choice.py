@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.attention.xformers_ops import xformers_problem
+from vllm_kvevict.config import KEY
 from vllm_kvevict.fp8 import CACHE_DTYPES
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel
     """The kernel of evicted requests on CUDA, and vLLM's backend for the others.
 
     Returns:
-        ``flash`` or ``triton``, and the name of vLLM's backend that ours derives from.
+        ``flash``, ``triton`` or ``xformers``, which only the flag chooses, and the name of vLLM's
+        backend that ours derives from.
 
     Raises:
         ValueError: In one sentence, why the flag's value cannot be served.
@@ -46,8 +49,20 @@ def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel
     problem = flash_problem(vllm_config)
     if config.attention == "flash" and problem:
         raise ValueError(f"KV eviction: {FLAG} flash does not work here, because {problem}.")
+    if config.attention == "xformers":
+        if obstacle := xformers_problem(vllm_config):
+            raise ValueError(
+                f"KV eviction: {FLAG} xformers does not work here, because {obstacle}."
+            )
+        return "xformers", "TRITON_ATTN" if problem else "FLASH_ATTN"
     kernel: Kernel = "triton" if config.attention == "triton" or problem else "flash"
     return kernel, "TRITON_ATTN" if problem else "FLASH_ATTN"
+
+
+def kernel_asked(vllm_config: "VllmConfig") -> str:
+    """The flag's value in a configuration in which eviction is on; ``auto`` without it."""
+    settings = vllm_config.additional_config.get(KEY)
+    return settings["attention"] if isinstance(settings, dict) else "auto"
 
 
 def arrange(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:

@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_kvevict.attention.choice import kernel_asked
 from vllm_kvevict.attention.ragged import Decode, Extend, GroupBuffers, Recording
 from vllm_kvevict.attention.triton_decode import decode
 from vllm_kvevict.fp8 import FP8
@@ -22,7 +23,8 @@ class EvictingMetadata:
 
     ``stock`` is vLLM's metadata, in which evicted requests have length 0; what it computes for
     their tokens is overwritten. A decode step has only ``decode``, for all its requests alike, so
-    that one graph serves them whether they are evicted or not.
+    that one graph serves them whether they are evicted or not. xformers, which runs in no FULL
+    graph, has evicted requests with one query token in ``single`` instead.
     """
 
     binding: GroupBinding
@@ -33,6 +35,7 @@ class EvictingMetadata:
     decode: Decode | None = None
     extend: Extend | None = None
     num_splits: int = 0
+    single: Extend | None = None
 
 
 class EvictingBackendMixin:
@@ -60,7 +63,12 @@ class EvictingBuilderMixin:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """FULL graphs for decode steps; mixed batches are split on the host, so PIECEWISE."""
+        """FULL graphs for decode steps; mixed batches are split on the host, so PIECEWISE.
+
+        xformers' ops allocate and compile by batch: PIECEWISE for all.
+        """
+        if kernel_asked(vllm_config) == "xformers":
+            return AttentionCGSupport.NEVER
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return support if support.value < single.value else single
@@ -88,7 +96,8 @@ class EvictingBuilderMixin:
             num_actual_tokens=common.num_actual_tokens,
             num_splits=self.num_splits(common),
         )
-        if common.max_query_len == 1:
+        kernel = self.buffers.scratch.kernel
+        if common.max_query_len == 1 and kernel != "xformers":
             plan, recording = self.buffers.decode(common, rows, slots)
             kept = recording if self.binding.records else None
             return EvictingMetadata(**parts, decode=plan, recording=kept)
@@ -103,18 +112,23 @@ class EvictingBuilderMixin:
             metadata = stock(common_prefix_len, common, fast_build)
             return EvictingMetadata(**parts, recording=recorded, stock=metadata)
         single = torch.zeros_like(evicted)
-        if self.buffers.scratch.kernel == "triton":
+        if kernel != "flash":
             counts = common.query_start_loc_cpu.diff()[: len(rows)]
             single = evicted & (counts == 1)
         result = EvictingMetadata(**parts, recording=recorded)
         places = single.nonzero().flatten()
-        if len(places):
+        if len(places) and kernel == "xformers":
+            result.single = self.buffers.extend(common, rows[places], places)
+        elif len(places):
             result.decode = self.buffers.some_decode(common, rows[places], places)
         places = (evicted & ~single).nonzero().flatten()
         if len(places):
             result.extend = self.buffers.extend(common, rows[places], places)
         if not bool(evicted.all()):
             hidden = self.buffers.hide(common.seq_lens, evicted)
+            if common.max_query_len == 1:
+                # vLLM's Triton attention divides by the length of a single query's keys.
+                hidden = hidden.clamp(min=1)
             result.stock = stock(common_prefix_len, common.replace(seq_lens=hidden), fast_build)
         return result
 
@@ -221,6 +235,8 @@ class EvictingImplMixin:
             stock(layer, query, key, value, kv_cache, metadata.stock, output)
         if metadata.decode is not None:
             self._decode(layer, query, kv_cache, metadata, metadata.decode, output)
+        if metadata.single is not None:
+            self._extend(layer, query, kv_cache, metadata, metadata.single, output)
         if metadata.extend is not None:
             self._extend(layer, query, kv_cache, metadata, metadata.extend, output)
         return output
@@ -275,6 +291,11 @@ class EvictingImplMixin:
         self._write_table(plan, buffers, index, plan.table)
         queries = query.reshape(-1, self.num_queries_per_kv, size).index_select(0, plan.order)
         result = torch.empty_like(queries, dtype=output.dtype)
+        if buffers.attend is not None:
+            lengths, scratch = plan.lengths[index], buffers.scratch
+            buffers.attend(queries, kv_cache, result, plan, lengths, self.scale, scratch)
+            output.view(-1, *result.shape[1:]).index_copy_(0, plan.order, result)
+            return
         self.attend_pages(
             layer,
             queries,

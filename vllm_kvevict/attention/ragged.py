@@ -5,12 +5,15 @@ splits and page tables are made by kernels, and a decode step writes them to buf
 captured graph reads again: a replay runs no Python.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvevict.attention.parts import Part, cut
 from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
 from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
 from vllm_kvevict.worker.state import GroupState
@@ -55,7 +58,7 @@ class Extend:
 
     ``order`` [queries] int64 numbers (token, KV head) pairs of the batch as
     ``token * H + head``, sequence by sequence; ``table`` [R * H, V] int32 is written layer by
-    layer.
+    layer. ``parts`` are for xformers alone.
     """
 
     rows: torch.Tensor
@@ -67,6 +70,7 @@ class Extend:
     table: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    parts: Sequence[Part] = ()
 
 
 class GroupBuffers:
@@ -97,6 +101,12 @@ class GroupBuffers:
         self.starts = numbers(layers, sequences + 1)
         splits = scratch.max_splits if scratch.kernel == "triton" else 0
         self.owners = numbers(layers, splits)
+        self.attend: Any = None
+        if scratch.kernel == "xformers":
+            # Optional, and a second to import: at start-up.
+            from vllm_kvevict.attention.xformers import attend
+
+            self.attend = attend
 
     @property
     def num_bytes(self) -> int:
@@ -176,7 +186,6 @@ class GroupBuffers:
         head = torch.arange(heads).repeat(len(rows)).repeat_interleave(per_sequence)
         query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
         on_device = self._upload(rows, places, query_start_loc)
-        pages = -(-common.max_seq_len // self.state.timeline.block_size)
         sequences = len(rows) * heads
         lengths = torch.empty(layers, sequences, dtype=torch.int32, device=self.device)
         head_lengths(
@@ -188,6 +197,14 @@ class GroupBuffers:
             lengths,
             self.state.timeline.block_size,
         )
+        parts: Sequence[Part] = ()
+        if self.scratch.kernel == "xformers":
+            table = self.scratch.pages(sequences, self._longest(common, rows, places))
+            most = self.scratch.gathered(table.shape[1])
+            parts = cut(query_start_loc.tolist(), on_device[2], most)
+        else:
+            pages = -(-common.max_seq_len // self.state.timeline.block_size)
+            table = torch.zeros(sequences, pages, dtype=torch.int32, device=self.device)
         return Extend(
             rows=on_device[0],
             places=on_device[1],
@@ -195,10 +212,21 @@ class GroupBuffers:
             block_table=common.block_table_tensor,
             lengths=lengths,
             query_start_loc=on_device[2],
-            table=torch.zeros(sequences, pages, dtype=torch.int32, device=self.device),
+            table=table,
             max_query_len=int(counts.max()),
             max_seq_len=common.max_seq_len,
+            parts=parts,
         )
+
+    def _longest(
+        self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
+    ) -> int:
+        """At least the cached tokens of each head of some evicted requests; all on the host."""
+        shorter = self.state.shorter[rows]
+        bounds = common.seq_lens_cpu_upper_bound
+        if bounds is None:
+            return common.max_seq_len - int(shorter.min())
+        return int((bounds[places].long() - shorter).max())
 
     def measure(self, decode: Decode, seq_lens: torch.Tensor) -> None:
         """Lengths of all layers and, for the Triton kernel, their splits."""

@@ -194,6 +194,9 @@ HOOKS = {
         """,
         "vllm.v1.kv_cache_layout": "KVCacheLayout.LBHNC",
     },
+    "attention/ragged.py": {
+        "vllm.v1.attention.backend": "CommonAttentionMetadata.seq_lens_cpu_upper_bound",
+    },
     "attention/cpu.py": {
         "vllm.v1.attention.backends.cpu_attn": """
             CPUAttentionBackend CPUAttentionMetadataBuilder.build CPUAttentionBackendImpl.forward

@@ -179,10 +179,12 @@ def _attention(
         spec.block_size,
         vllm_config.scheduler_config.max_num_seqs,
         vllm_config.model_config.max_model_len,
+        vllm_config.model_config.dtype.itemsize,
     )
     # Triton's partial sums, a few megabytes, grow with the GPU.
-    device = torch.device("meta" if kernel == "flash" else "cuda")
-    return Scratch(kernel, shape, device).num_bytes
+    device = torch.device("cuda" if kernel == "triton" else "meta")
+    scratch = Scratch(kernel, shape, device)
+    return scratch.num_bytes + scratch.op_bytes
 
 
 def _workspace(

@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_kvevict.attention.choice import choose
+from vllm_kvevict.attention.choice import FLAG, choose
 from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
@@ -45,14 +45,14 @@ class EvictingWorker(EvictionWorkerMixin):
     def determine_available_memory(self) -> int:
         """Reserve attention's buffers too, so that vLLM sizes its cache around them.
 
-        The eviction kernels' workspace is left free, unless ``--kv-cache-memory-bytes`` says how
+        What kernels allocate themselves is left free, unless ``--kv-cache-memory-bytes`` says how
         large the cache is.
         """
         self._allocate_scratch()
         available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes:
             return available
-        return available - self._workspace_bytes()
+        return available - self._workspace_bytes() - self._allocate_scratch().op_bytes
 
     def _workspace_bytes(self) -> int:
         if self._rings is None or not is_built():
@@ -101,11 +101,17 @@ class EvictingWorker(EvictionWorkerMixin):
                     f"size in every full-attention layer, and this model has {sorted(shapes)} with "
                     f"blocks of {sorted(sizes)} tokens."
                 )
+            if self._kernel() == "xformers" and any(impl.logits_soft_cap for impl in impls):
+                raise ValueError(
+                    f"KV eviction: {FLAG} xformers does not work here, because xformers does not "
+                    "cap attention logits, which this model needs."
+                )
             shape = Shape(
                 *shapes.pop(),
                 block_size=sizes.pop(),
                 max_requests=self.scheduler_config.max_num_seqs,
                 max_model_len=self.model_config.max_model_len,
+                itemsize=self.model_config.dtype.itemsize,
             )
             self._scratch = Scratch(self._kernel(), shape, self.device)
         return self._scratch
@@ -123,7 +129,7 @@ class EvictingWorker(EvictionWorkerMixin):
             "KV eviction attention on this rank: %s kernel, %d bytes of scratch, %d bytes of "
             "lengths and splits",
             scratch.kernel,
-            scratch.num_bytes,
+            scratch.num_bytes + scratch.op_bytes,
             small,
         )
 

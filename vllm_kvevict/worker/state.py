@@ -47,6 +47,8 @@ class GroupState:
         self.tail_start = table(num_rows)
         self.evicted = torch.zeros(num_rows, dtype=torch.bool)
         """[rows] on the host: whether ``tail_start`` is above 0."""
+        self.shorter = torch.zeros(num_rows, dtype=torch.int64)
+        """[rows] on the host: tokens by which every head is at least shorter than its request."""
         self.weighted = torch.zeros(num_rows, dtype=torch.bool, device=device)
         """[rows] whether page values weigh the store; means something where evicted."""
         self._stores = table(num_rows, widest)
@@ -106,4 +108,6 @@ class GroupState:
         self.head_indptr[:, row, 1:] = pages.cumsum(-1)
         self.tail_start[row] = tail_start
         self.evicted[row] = tail_start > 0
+        most = blocks * self.num_heads * self.timeline.block_size
+        self.shorter[row] = max(0, tail_start - most)
         self.weighted[row] = weighted

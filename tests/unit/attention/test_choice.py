@@ -36,6 +36,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         ((9, 0), "bfloat16", "triton", ("triton", "FLASH_ATTN")),
         ((7, 5), "float16", "auto", ("triton", "TRITON_ATTN")),
         ((9, 0), "float32", "auto", ("triton", "TRITON_ATTN")),
+        ((9, 0), "bfloat16", "xformers", ("xformers", "FLASH_ATTN")),
+        ((7, 5), "float16", "xformers", ("xformers", "TRITON_ATTN")),
+        ((7, 5), "float32", "xformers", ("xformers", "TRITON_ATTN")),
     ],
 )
 def test_kernel_and_stock_backend(build, gpu, capability, dtype, attention, expected):
@@ -86,12 +89,13 @@ def test_another_attention_backend(build, gpu):
 
 
 def test_the_flag_on_the_cpu_build(build):
-    for attention in ("flash", "triton"):
+    for attention in ("flash", "triton", "xformers"):
         with pytest.raises(ValueError, match=f"--kv-eviction-attention {attention} needs a GPU"):
             build({"policy": "snapkv", "attention": attention})
     build({"policy": "snapkv", "attention": "auto"})
 
 
 def test_unknown_value():
-    with pytest.raises(ValueError, match="--kv-eviction-attention: must be 'auto', 'flash' or"):
-        EvictionConfig.parse({"policy": "snapkv", "attention": "xformers"})
+    words = "--kv-eviction-attention: must be 'auto', 'flash', 'triton' or 'xformers', not 'fa'"
+    with pytest.raises(ValueError, match=words):
+        EvictionConfig.parse({"policy": "snapkv", "attention": "fa"})

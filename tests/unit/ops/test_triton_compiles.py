@@ -5,15 +5,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_kvevict.ops.triton import decode, observe, page_table, splits
+from vllm_kvevict.ops.triton import decode, gather, observe, page_table, splits
 
 HEADS = dict(HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128)
 ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, LOG2E=1.44)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
+FLOATS |= dict(dense="*bf16")
 FLOATS |= dict(weights="*fp32", scale="fp32", softcap="fp32")
 NUMBERS = (
     "num_sequences page_tokens indptr_layer lengths_layer starts_layer owners_layer query_token "
-    "query_head out_token out_head stores_row table_row block_row window"
+    "query_head out_token out_head stores_row table_row block_row window dense_row"
 ).split()
 KERNELS = [
     (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
@@ -22,6 +23,7 @@ KERNELS = [
     (splits._starts_kernel, dict(TARGET=1056, SMALLEST=64, TILE=64, BLOCK=256), {}),
     (splits._owners_kernel, dict(BLOCK=32), {}),
     (page_table._page_table_kernel, dict(HEADS=8, PAGE=16, BLOCK=128), {}),
+    (gather._gather_kernel, dict(PAGE=16, CONTENT=4096, PROGRAMS=64, BLOCK=1024), {}),
     (observe._observe_kernel, dict(HEADS=32, DIM=128, BLOCK=1024), {}),
 ]
 

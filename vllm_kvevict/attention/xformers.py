@@ -1,0 +1,158 @@
+"""xformers' memory-efficient attention of evicted requests, one sequence per (request, KV head).
+
+xformers' biases hold lengths twice. Its ops read the tensors, which are the GPU's own; the Python
+numbers beside them only bound launches, so they hold upper bounds, and nothing waits for the GPU.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import pad
+from xformers.ops.fmha import cutlass, triton_splitk
+from xformers.ops.fmha.attn_bias import (
+    BlockDiagonalCausalWithOffsetPaddedKeysMask,
+    PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
+    _PaddedSeqLenInfo,
+    _SeqLenInfo,
+)
+from xformers.ops.fmha.common import AttentionFwOpBase, Inputs
+
+from vllm_kvevict.attention.parts import Part
+from vllm_kvevict.attention.ragged import Extend
+from vllm_kvevict.attention.scratch import LAUNCH, SPLITS, Scratch, power_of_two
+from vllm_kvevict.ops.triton.gather import gather_pages
+
+SMALLEST_SPLIT = 256
+"""Fewest keys in a split of the paged op."""
+
+
+def attend(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    plan: Extend,
+    lengths: torch.Tensor,
+    scale: float,
+    scratch: Scratch,
+) -> None:
+    """Causal attention of N sequences with G query heads and one KV head.
+
+    Args:
+        query: [queries, G, D], sequence by sequence.
+        kv_cache: [num_blocks, H, block_size, 2 * D], contiguous.
+        out: [queries, G, D], written in place.
+        plan: The sequences; their page table is written for this layer.
+        lengths: [N] int32 cached tokens.
+        scale: Factor on query-key products.
+        scratch: The worker's scratch.
+
+    Raises:
+        ValueError: Queries and cache differ in dtype or device.
+
+    """
+    pages = kv_cache.view(-1, *kv_cache.shape[2:])
+    if plan.max_query_len == 1 and scratch.paged and len(lengths) <= LAUNCH:
+        _on_pages(query, pages, out, plan, lengths, scale, scratch)
+        return
+    for part in plan.parts:
+        _gathered(query, pages, out, plan, part, lengths[part.first : part.last], scale, scratch)
+
+
+def _on_pages(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+    plan: Extend,
+    lengths: torch.Tensor,
+    scale: float,
+    scratch: Scratch,
+) -> None:
+    sequences, group, _ = query.shape
+    # The op is compiled anew for every number of sequences: empty ones make it a power of two.
+    padded = power_of_two(sequences)
+    page, width = pages.shape[1], plan.table.shape[1] * pages.shape[1]
+    bias = PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(
+        q_seqinfo=_single_queries(padded, query.device),
+        k_seqinfo=_keys(pad(lengths, (0, padded - sequences)), width),
+        block_tables=scratch.table[:padded, : plan.table.shape[1]],
+        page_size=page,
+    )
+    keys, values = _heads(pages.flatten(0, 1), group)
+    op = triton_splitk.FwOp.get_operator(splits_of(padded, width), block_n=math.gcd(64, page))
+    queries = pad(query, (0, 0, 0, 0, 0, padded - sequences))
+    inputs = Inputs(queries[None, :, None], keys[:, :, None], values[:, :, None], bias, scale=scale)
+    out.copy_(_run(op, inputs)[0, :sequences, 0])
+
+
+def _gathered(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+    plan: Extend,
+    part: Part,
+    lengths: torch.Tensor,
+    scale: float,
+    scratch: Scratch,
+) -> None:
+    shape = (part.last - part.first, plan.table.shape[1], *pages.shape[1:])
+    dense = scratch.dense.view(pages.dtype)[: math.prod(shape)].view(shape)
+    gather_pages(pages, plan.table[part.first : part.last], lengths, dense)
+    bias = BlockDiagonalCausalWithOffsetPaddedKeysMask(
+        q_seqinfo=_SeqLenInfo(part.on_device, part.longest, 0, part.starts),
+        k_seqinfo=_keys(lengths, shape[1] * shape[2]),
+    )
+    keys, values = _heads(dense.flatten(0, 2), query.shape[1])
+    queries = query[None, part.begin : part.end]
+    result = _run(cutlass.FwOp, Inputs(queries, keys, values, bias, scale=scale))
+    out[part.begin : part.end] = result[0]
+
+
+def _run(op: type[AttentionFwOpBase], inputs: Inputs) -> torch.Tensor:
+    """The op's result, in the queries' shape.
+
+    ``memory_efficient_attention_forward`` would refuse every op where xformers' C++ library does
+    not load, as beside a PyTorch of another CUDA; but these two are Triton's and PyTorch's code.
+    """
+    inputs.validate_inputs()
+    result: torch.Tensor = op.apply(inputs, needs_gradient=False)[0]
+    return result.view(inputs.query.shape)
+
+
+def splits_of(sequences: int, width: int) -> int:
+    """Splits of each sequence's ``width`` keys: as many as fill a GPU and leave them worth it."""
+    most = min(SPLITS // sequences, width // SMALLEST_SPLIT, 64)
+    return power_of_two(most + 1) // 2 if most > 1 else 1
+
+
+def _heads(tokens: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [1, tokens, G, D], the same for all G, of ``tokens`` [tokens, 2 * D]."""
+    expanded = tokens[None, :, None].expand(1, -1, group, -1)
+    keys, values = expanded.chunk(2, dim=-1)
+    return keys, values
+
+
+def _keys(lengths: torch.Tensor, width: int) -> _PaddedSeqLenInfo:
+    """N sequences of ``lengths`` [N] int32 keys, ``width`` apart."""
+    starts, on_host = _starts(len(lengths), width, lengths.device)
+    return _PaddedSeqLenInfo(
+        seqstart=starts,
+        max_seqlen=width,
+        min_seqlen=0,
+        seqstart_py=on_host,
+        seqlen=lengths,
+        seqlen_py=[width] * len(lengths),
+        padding=width,
+    )
+
+
+@lru_cache(maxsize=64)
+def _single_queries(sequences: int, device: torch.device) -> _SeqLenInfo:
+    starts, on_host = _starts(sequences, 1, device)
+    return _SeqLenInfo(starts, 1, 1, on_host)
+
+
+@lru_cache(maxsize=64)
+def _starts(sequences: int, width: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    on_host = list(range(0, sequences * width + 1, width))
+    return torch.arange(sequences + 1, dtype=torch.int32, device=device) * width, on_host
