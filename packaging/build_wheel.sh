@@ -6,6 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 rm -rf build dist
+# Its metadata would hide the installed one from Python started here, once it is out of date.
+trap 'rm -rf vllm_kvevict.egg-info' EXIT
 KVEVICT_CUDA=1 "${PYTHON:-.venv/bin/python}" -m pip wheel --quiet --no-deps --no-build-isolation \
     --wheel-dir dist .
 ls -l dist
