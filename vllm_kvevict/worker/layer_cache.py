@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvevict.attention.page_layout import PageLayout
-from vllm_kvevict.fp8 import typed
+from vllm_kvevict.fp8 import FP8, typed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerCache:
 
     @property
     def is_fp8(self) -> bool:
-        return self.pages.dtype == torch.uint8
+        return self.stored.dtype == FP8
 
     @property
     def stored(self) -> torch.Tensor:
