@@ -32,7 +32,7 @@ class Refusal(NamedTuple):
 def _platform(vllm_config: "VllmConfig") -> bool:
     from vllm.platforms import current_platform
 
-    return not (current_platform.is_cpu() or current_platform.is_cuda())
+    return not (current_platform.is_cpu() or current_platform.is_cuda_alike())
 
 
 def _block_size(vllm_config: "VllmConfig") -> bool:
@@ -42,8 +42,12 @@ def _block_size(vllm_config: "VllmConfig") -> bool:
 
 
 def _quantised(vllm_config: "VllmConfig") -> bool:
+    from vllm.platforms import current_platform
+
+    # What ROCm calls FP8 is another type on some of its GPUs.
+    served = () if current_platform.is_rocm() else CACHE_DTYPES
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return vllm_config.cache_config.cache_dtype not in ("auto", model_dtype, *CACHE_DTYPES)
+    return vllm_config.cache_config.cache_dtype not in ("auto", model_dtype, *served)
 
 
 def _layout(vllm_config: "VllmConfig") -> bool:
@@ -76,7 +80,7 @@ def _bidirectional(vllm_config: "VllmConfig") -> bool:
 REFUSALS = (
     Refusal(
         "this platform",
-        "this release has attention backends for vLLM's CPU and CUDA builds only",
+        "this release has attention backends for vLLM's CPU, CUDA and ROCm builds only",
         "use one of these builds or serve without --kv-eviction",
         _platform,
     ),
@@ -184,7 +188,7 @@ REFUSALS = (
     Refusal(
         "this type of KV cache",
         "keys are scored in the type of the model or in FP8 with one scale a layer",
-        "set --kv-cache-dtype to auto, to the type of the model, or to fp8",
+        "set --kv-cache-dtype to auto, to the type of the model, or, but on ROCm, to fp8",
         _quantised,
     ),
     Refusal(

@@ -218,8 +218,24 @@ def test_refuses_other_platforms(build: Build, monkeypatch: pytest.MonkeyPatch) 
 
     config = build()
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    with pytest.raises(ValueError, match="CPU and CUDA builds only; use one of these") as caught:
+    with pytest.raises(
+        ValueError, match="CPU, CUDA and ROCm builds only; use one of these"
+    ) as caught:
         _check(config)
+    assert_sentence(str(caught.value))
+
+
+def test_rocm_is_served_but_for_fp8_caches(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    config, quantised = build(), build(kv_cache_dtype="fp8")
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    _check(quantised)
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
+    _check(config)
+    with pytest.raises(ValueError, match="does not support this type of KV cache") as caught:
+        _check(quantised)
     assert_sentence(str(caught.value))
 
 

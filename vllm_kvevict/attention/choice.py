@@ -19,6 +19,8 @@ def flash_problem(vllm_config: "VllmConfig") -> str | None:
     """Why FlashAttention cannot serve this model on this GPU; None where it can."""
     from vllm.platforms import current_platform
 
+    if current_platform.is_rocm():
+        return "it is vLLM's FlashAttention for NVIDIA GPUs"
     capability = current_platform.get_device_capability()
     if capability is None or capability < (8, 0):
         return "FlashAttention needs compute capability 8.0"

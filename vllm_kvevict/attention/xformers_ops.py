@@ -36,6 +36,8 @@ def xformers_problem(vllm_config: "VllmConfig") -> str | None:
 
     if importlib.util.find_spec("xformers") is None:
         return "xformers is not installed (pip install 'vllm-kvevict[xformers]')"
+    if current_platform.is_rocm():
+        return "xformers' CUTLASS op is for NVIDIA GPUs"
     capability = current_platform.get_device_capability()
     if capability is None or not GATHERED[0] <= tuple(capability) <= GATHERED[1]:
         return "xformers' CUTLASS op serves compute capabilities 5.0 to 9.0"

@@ -165,7 +165,7 @@ def _attention(
     from vllm.platforms import current_platform
 
     evictable = _evictable(specs)
-    if not (current_platform.is_cuda() and evictable):
+    if not (current_platform.is_cuda_alike() and evictable):
         return 0
     from vllm_kvevict.attention.choice import choose
     from vllm_kvevict.attention.scratch import Scratch, Shape

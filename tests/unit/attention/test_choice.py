@@ -80,6 +80,20 @@ def test_an_fp8_cache(build, gpu, capability, expected):
             choose(vllm_config, config("flash"))
 
 
+def test_on_rocm(build, gpu, monkeypatch):
+    from vllm.platforms import current_platform
+
+    vllm_config = build(dtype="bfloat16")
+    gpu(9, 4)
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
+    arrange(vllm_config, config())
+    assert vllm_config.attention_config.backend is AttentionBackendEnum.TRITON_ATTN
+    assert choose(vllm_config, config()) == ("triton", "TRITON_ATTN")
+    for attention in ("flash", "xformers"):
+        with pytest.raises(ValueError, match=f"--kv-eviction-attention {attention} .*NVIDIA GPUs"):
+            choose(vllm_config, config(attention))
+
+
 def test_another_attention_backend(build, gpu):
     vllm_config = build(dtype="bfloat16")
     gpu(9, 0)

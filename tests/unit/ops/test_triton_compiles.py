@@ -8,10 +8,10 @@ from triton.compiler import ASTSource
 from vllm_kvevict.ops.triton import decode, gather, observe, page_table, splits
 
 HEADS = dict(HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128)
-ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, LOG2E=1.44)
+ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, LOG2E=1.44, FP8=False)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
-FLOATS |= dict(weights="*fp32", scale="fp32", softcap="fp32")
+FLOATS |= dict(weights="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
 NUMBERS = (
     "num_sequences page_tokens indptr_layer lengths_layer starts_layer owners_layer query_token "
     "query_head out_token out_head stores_row table_row block_row window dense_row"
@@ -28,15 +28,17 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "constants", "options"), KERNELS, ids=lambda part: getattr(part, "__name__", "")
-)
-def test_compiles(kernel, constants, options):
+FP8 = dict(query="*fp8e4nv", cache="*fp8e4nv")
+
+
+def compiled(kernel, constants, options, target: GPUTarget, **types: str) -> dict:
+    """What the compiler makes of a kernel, by stage."""
     names = kernel.arg_names
+    floats = FLOATS | types
     signature = {
         name: "constexpr"
         if name in constants
-        else FLOATS.get(name, "i32" if name in NUMBERS else "*i32")
+        else floats.get(name, "i32" if name in NUMBERS else "*i32")
         for name in names
     }
     # As at run time: addresses and strides are multiples of 16.
@@ -46,9 +48,34 @@ def test_compiles(kernel, constants, options):
         if signature[name] not in ("constexpr", "fp32")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.asm["cubin"]
+    return triton.compile(source, target=target, options=options).asm
+
+
+def by_name(part: object) -> str:
+    return getattr(part, "__name__", "")
+
+
+@pytest.mark.parametrize(("kernel", "constants", "options"), KERNELS, ids=by_name)
+def test_compiles(kernel, constants, options):
+    made = compiled(kernel, constants, options, GPUTarget("cuda", 90, 32))
+    assert made["cubin"]
     if kernel is decode._attend_kernel:
         # Keys and values of later tiles are on their way while a tile is multiplied.
-        assert compiled.asm["ptx"].count("cp.async") > 16
-        assert "mma.sync" in compiled.asm["ptx"]
+        assert made["ptx"].count("cp.async") > 16
+        assert "mma.sync" in made["ptx"]
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+def test_decode_over_an_fp8_cache_compiles(capability):
+    kernel, constants, options = KERNELS[0]
+    target = GPUTarget("cuda", capability, 32)
+    made = compiled(kernel, constants | dict(FP8=True), options, target, **FP8)
+    assert made["cubin"] and "mma.sync" in made["ptx"]
+
+
+@pytest.mark.parametrize("kernel, constants, options", KERNELS, ids=by_name)
+def test_compiles_for_amd(kernel, constants, options):
+    made = compiled(kernel, constants, options, GPUTarget("hip", "gfx942", 64))
+    assert made["hsaco"]
+    if kernel is decode._attend_kernel:
+        assert "v_mfma" in made["amdgcn"]
