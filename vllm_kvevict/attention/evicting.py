@@ -294,20 +294,19 @@ class EvictingImplMixin:
         if buffers.attend is not None:
             lengths, scratch = plan.lengths[index], buffers.scratch
             buffers.attend(queries, kv_cache, result, plan, lengths, self.scale, scratch)
-            output.view(-1, *result.shape[1:]).index_copy_(0, plan.order, result)
-            return
-        self.attend_pages(
-            layer,
-            queries,
-            *head_pages(kv_cache),
-            result,
-            plan.query_start_loc,
-            plan.lengths[index],
-            plan.table,
-            plan.max_query_len,
-            plan.max_seq_len,
-            metadata.num_splits,
-        )
+        else:
+            self.attend_pages(
+                layer,
+                queries,
+                *head_pages(kv_cache),
+                result,
+                plan.query_start_loc,
+                plan.lengths[index],
+                plan.table,
+                plan.max_query_len,
+                plan.max_seq_len,
+                metadata.num_splits,
+            )
         output.view(-1, *result.shape[1:]).index_copy_(0, plan.order, result)
 
     def _write_table(

@@ -128,6 +128,7 @@ def obstacle(
     for state in states.values():
         names = state.layer_names
         ring = rings.layer(names[0])
+        stored = {caches[name].stored.dtype for name in names}
         found = {
             f"{len(names)} layers in a group, and not up to {MOST_LAYERS}": (
                 len(names) > MOST_LAYERS
@@ -138,8 +139,7 @@ def obstacle(
             f"head size {ring.shape[-1]}, and not {HEAD_SIZES}": ring.shape[-1] not in HEAD_SIZES,
             f"{ring.dtype}, and not float16, bfloat16 or float32": ring.dtype not in DTYPES,
             "a KV cache neither FP8 nor of the model's dtype in every layer": (
-                len({caches[name].stored.dtype for name in names} - {ring.dtype, FP8}) > 0
-                or len({caches[name].stored.dtype for name in names}) > 1
+                len(stored) > 1 or not stored <= {ring.dtype, FP8}
             ),
             "values of another size than keys": (
                 any(caches[name].layout.values.shape[-1] != ring.shape[-1] for name in names)

@@ -1,9 +1,6 @@
 """Which attention runs evicted requests on a GPU, and what the flag refuses."""
 
-from typing import Any
-
 import pytest
-from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvevict.attention.choice import arrange, choose
@@ -13,19 +10,6 @@ from vllm_kvevict.worker.gpu import BACKENDS
 
 def config(attention: str = "auto") -> EvictionConfig:
     return EvictionConfig(policy="snapkv", attention=attention)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from vllm.platforms import current_platform
-
-    def set_capability(*capability: int) -> None:
-        found = DeviceCapability(*capability)
-        monkeypatch.setattr(current_platform, "get_device_capability", lambda: found)
-        monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-        monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
-
-    return set_capability
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_kvevict.attention import xformers_ops
@@ -20,18 +19,6 @@ from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 
 CONFIG = EvictionConfig(policy="snapkv", attention="xformers")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from vllm.platforms import current_platform
-
-    def set_capability(*capability: int) -> None:
-        found = DeviceCapability(*capability)
-        monkeypatch.setattr(current_platform, "get_device_capability", lambda: found)
-        monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-
-    return set_capability
 
 
 def refusal(vllm_config: Any) -> str:
