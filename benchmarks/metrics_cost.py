@@ -77,7 +77,7 @@ class Side:
         from vllm.v1.outputs import ModelRunnerOutput
 
         from vllm_kvevict.metrics.report import MEASURED
-        from vllm_kvevict.step_plan import PLAN
+        from vllm_kvevict.schedule.step_plan import PLAN
 
         start = time.thread_time()
         output = self.scheduler.schedule()

@@ -3,7 +3,7 @@
 import torch
 
 from tests.ragged import Ragged, random_ragged
-from vllm_kvevict.fp8 import typed
+from vllm_kvevict.ops.fp8 import typed
 from vllm_kvevict.ops.triton.decode import decode_attention
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table

@@ -9,10 +9,10 @@ from typing import Any
 from ray.serve import Application
 from ray.serve.llm import LLMConfig, LLMServer, LLMServingArgs, build_openai_app
 
-from vllm_kvevict import admission
-from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.front import admission
+from vllm_kvevict.front.plugin import register
 from vllm_kvevict.metrics import logger as stat_logger
-from vllm_kvevict.plugin import register
+from vllm_kvevict.settings.config import KEY, EvictionConfig
 
 
 class EvictingLLMServer(LLMServer):

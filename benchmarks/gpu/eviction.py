@@ -17,21 +17,21 @@ import torch
 from benchmarks.gpu.attention import RESULTS, numbers
 from benchmarks.gpu.clock import copy_bandwidth, describe, milliseconds, spread
 from benchmarks.provenance import provenance
-from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.step_plan import Eviction, GroupEviction
+from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
-from vllm_kvevict.worker.layer_cache import LayerCache
-from vllm_kvevict.worker.rings import ObservationRings
-from vllm_kvevict.worker.state import GroupState
 
 
 class Pass:

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from tests.engine.shadow import ShadowWorker, extend_chain
 from vllm_kvevict.engine.manager import EvictableAttentionManager
-from vllm_kvevict.step_plan import PLAN, StepPlan
+from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.request import Request
 
 from tests.engine.harness import VOCABULARY, Engine, Setup
-from vllm_kvevict.requests import parse_options
+from vllm_kvevict.settings.requests import parse_options
 
 
 @st.composite

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.step_plan import PLAN, Eviction, StepPlan
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup

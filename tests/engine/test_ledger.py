@@ -7,8 +7,8 @@ import pytest
 
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.requests import RequestOptions
-from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.requests import RequestOptions
 
 Pool = namedtuple("Pool", "num_gpu_blocks")
 Manager = namedtuple("Manager", "block_size max_admission_blocks_per_request block_pool")

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.engine.harness import Engine, Setup
 from tests.engine.scenarios import SCENARIOS, Day, Scenario
 from vllm_kvevict.metrics.report import MEASURED, TOTALS, Report, detach
-from vllm_kvevict.step_plan import PLAN
+from vllm_kvevict.schedule.step_plan import PLAN
 
 SCENARIO_COUNT = 90
 """Some of what must occur, postponed evictions for one, occurs in few scenarios."""

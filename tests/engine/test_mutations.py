@@ -10,8 +10,8 @@ from tests.engine.scenarios import SCENARIOS, Scenario, run
 from tests.engine.test_accounting import PROFILE
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.scheduler import EvictionMixin
-from vllm_kvevict.requests import RequestOptions
-from vllm_kvevict.step_plan import PLAN
+from vllm_kvevict.schedule.step_plan import PLAN
+from vllm_kvevict.settings.requests import RequestOptions
 
 
 def hunt() -> None:

@@ -13,8 +13,8 @@ from tests.engine.harness import Engine, Setup, eviction_config, vllm_config
 from tests.engine.test_scheduler import counters, engine, evictions, tokens
 from tests.engine.test_spec import FULL
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, register_spec
-from vllm_kvevict.pyramid import cut, padding
-from vllm_kvevict.step_plan import PLAN
+from vllm_kvevict.schedule.layers import cut, padding
+from vllm_kvevict.schedule.step_plan import PLAN
 
 PYRAMID = Setup(budget=168, interval=64, pyramid=4, beta=4.0, blocks=640, max_batched=512)
 SNAPKV = {"kv_eviction": "snapkv"}

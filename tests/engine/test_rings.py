@@ -3,9 +3,9 @@
 import pytest
 
 from tests.engine.harness import Setup, vllm_config
-from vllm_kvevict import sizing
-from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.settings import sizing
+from vllm_kvevict.settings.config import EvictionConfig
 
 
 def test_slots_are_handed_out_once():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.harness import STOP_TOKEN, VOCABULARY, Engine, Setup
-from vllm_kvevict.step_plan import PLAN
+from vllm_kvevict.schedule.step_plan import PLAN
 
 SYNC = Setup(interval=64)
 ASYNC = replace(SYNC, asynchronous=True)

@@ -16,8 +16,8 @@ from tests.ragged import Ragged
 from vllm_kvevict.attention.flash import EvictingFlashImpl, EvictingFlashMetadataBuilder
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
-from vllm_kvevict.timeline import Timeline
-from vllm_kvevict.worker.state import GroupState
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.timeline import Timeline
 
 WINDOW, SLOTS, LONGEST = 4, 3, 1024
 

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
-from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
-from vllm_kvevict.worker.layer_cache import LayerCache
-from vllm_kvevict.worker.rings import ObservationRings
-from vllm_kvevict.worker.state import GroupState
 
 BLOCK, HEADS, GROUP, SIZE, WINDOW, ROWS, BLOCKS = 16, 3, 2, 64, 8, 4, 120
 GROUPS = {0: ["layer.0", "layer.2"], 1: ["layer.1"]}

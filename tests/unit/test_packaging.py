@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import vllm_kvevict
-from vllm_kvevict.versions import SUPPORTED_VLLM, check_vllm
+from vllm_kvevict.hooks.versions import SUPPORTED_VLLM, check_vllm
 
 ROOT = Path(__file__).parents[2]
 # What serves already on a user's machine; the plugin may not bring another version.
@@ -60,7 +60,7 @@ def test_installed_metadata_is_that_of_pyproject() -> None:
 
 def test_entry_point_of_the_plugin() -> None:
     points = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvevict")
-    assert [p.value for p in points] == ["vllm_kvevict.plugin:register"]
+    assert [p.value for p in points] == ["vllm_kvevict.front.plugin:register"]
     assert callable(next(iter(points)).load())
 
 

@@ -8,12 +8,12 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.accumulate import column_sums
-from vllm_kvevict.timeline import blocks_for
-from vllm_kvevict.worker.state import GroupState
+from vllm_kvevict.schedule.timeline import blocks_for
 
 if TYPE_CHECKING:
-    from vllm_kvevict.worker.layer_cache import LayerCache
+    from vllm_kvevict.cache.layer_cache import LayerCache
 
 ELEMENTS = 2**22
 """Most elements of keys that requests of one call may copy together; one may always."""

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.attention.xformers_ops import xformers_problem
-from vllm_kvevict.config import KEY
-from vllm_kvevict.fp8 import CACHE_DTYPES
+from vllm_kvevict.ops.fp8 import CACHE_DTYPES
+from vllm_kvevict.settings.config import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.attention.scratch import Kernel
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 FLAG = "--kv-eviction-attention"
 

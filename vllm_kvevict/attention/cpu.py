@@ -15,10 +15,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_kvevict.attention.accumulation import Accumulation
+from vllm_kvevict.attention.binding import GroupBinding, Observation
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.attention.weighted import WeightedBatch
 from vllm_kvevict.ops.reference.observe import observe
-from vllm_kvevict.worker.binding import GroupBinding, Observation
 
 
 @dataclass

@@ -8,13 +8,13 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import kernel_asked
 from vllm_kvevict.attention.ragged import Decode, Extend, GroupBuffers, Recording
 from vllm_kvevict.attention.triton_decode import decode
-from vllm_kvevict.fp8 import FP8
+from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
-from vllm_kvevict.worker.binding import GroupBinding
 
 
 @dataclass

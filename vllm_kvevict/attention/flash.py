@@ -16,7 +16,7 @@ from vllm_kvevict.attention.evicting import (
     EvictingBuilderMixin,
     EvictingImplMixin,
 )
-from vllm_kvevict.fp8 import typed
+from vllm_kvevict.ops.fp8 import typed
 
 
 class EvictingFlashBackend(EvictingBackendMixin, FlashAttentionBackend):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.pages import head_page_table
-from vllm_kvevict.worker.state import GroupState
 
 
 @dataclass

@@ -15,8 +15,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.parts import Part, cut
 from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
-from vllm_kvevict.worker.state import GroupState
 
 
 @dataclass

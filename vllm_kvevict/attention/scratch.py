@@ -7,7 +7,7 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_kvevict.attention.xformers_ops import takes_pages
-from vllm_kvevict.timeline import blocks_for
+from vllm_kvevict.schedule.timeline import blocks_for
 
 Kernel = Literal["flash", "triton", "xformers"]
 

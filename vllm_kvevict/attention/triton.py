@@ -15,7 +15,7 @@ from vllm_kvevict.attention.evicting import (
     EvictingBuilderMixin,
     EvictingImplMixin,
 )
-from vllm_kvevict.fp8 import FP8, typed
+from vllm_kvevict.ops.fp8 import FP8, typed
 
 
 class EvictingTritonBackend(EvictingBackendMixin, TritonAttentionBackend):

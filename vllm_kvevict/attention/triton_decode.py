@@ -3,7 +3,7 @@
 import torch
 
 from vllm_kvevict.attention.ragged import Decode, GroupBuffers
-from vllm_kvevict.fp8 import typed
+from vllm_kvevict.ops.fp8 import typed
 from vllm_kvevict.ops.triton.decode import decode_attention
 
 

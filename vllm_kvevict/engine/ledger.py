@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.requests import RequestOptions
-from vllm_kvevict.timeline import RequestTimeline, Timeline, blocks_for
+from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline, blocks_for
+from vllm_kvevict.settings.requests import RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager

@@ -9,8 +9,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.step_plan import GroupEviction
-from vllm_kvevict.timeline import blocks_for
+from vllm_kvevict.schedule.step_plan import GroupEviction
+from vllm_kvevict.schedule.timeline import blocks_for
 
 
 @dataclass

@@ -8,7 +8,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.rings import RingSlots
@@ -17,10 +16,11 @@ from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.requests import RequestOptions, parse_options
-from vllm_kvevict.sizing import ring_slots
-from vllm_kvevict.step_plan import PLAN, Eviction, StepPlan
-from vllm_kvevict.timeline import blocks_for
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, StepPlan
+from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.requests import RequestOptions, parse_options
+from vllm_kvevict.settings.sizing import ring_slots
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -6,7 +6,7 @@ from typing import Self
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

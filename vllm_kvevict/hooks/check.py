@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vllm_kvevict import __version__
 from vllm_kvevict.hooks.listing import HOOKS
 from vllm_kvevict.hooks.source import Source
-from vllm_kvevict.versions import SUPPORTED_VLLM
+from vllm_kvevict.hooks.versions import SUPPORTED_VLLM
 
 
 class Hook(NamedTuple):

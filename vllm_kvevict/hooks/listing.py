@@ -5,7 +5,7 @@ parentheses hold parameters that we pass by name or override.
 """
 
 HOOKS = {
-    "plugin.py": {
+    "front/plugin.py": {
         "vllm.engine.arg_utils": """
             EngineArgs.add_cli_args(parser) EngineArgs.from_cli_args(args)
             EngineArgs.create_engine_config EngineArgs.additional_config
@@ -13,7 +13,7 @@ HOOKS = {
         """,
         "vllm.plugins": "load_general_plugins",
     },
-    "activate.py": {
+    "front/activate.py": {
         "vllm.config": """
             VllmConfig.additional_config VllmConfig.parallel_config VllmConfig.scheduler_config
             VllmConfig.model_config VllmConfig.cache_config ParallelConfig.worker_cls
@@ -21,7 +21,7 @@ HOOKS = {
             SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling
         """,
     },
-    "admission.py": {
+    "front/admission.py": {
         "vllm.v1.engine.input_processor": "InputProcessor.process_inputs",
         "vllm.v1.engine.async_llm": "AsyncLLM.generate(prompt,sampling_params)",
         "vllm.entrypoints.openai.responses.serving": """
@@ -30,7 +30,7 @@ HOOKS = {
         "vllm.v1.engine": "EngineCoreRequest.resumable",
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },
-    "support.py": {
+    "front/support.py": {
         "vllm.config": """
             ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
             ModelConfig.is_attention_free ModelConfig.is_hybrid ModelConfig.use_mla
@@ -48,7 +48,7 @@ HOOKS = {
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
     },
-    "sizing.py": {
+    "settings/sizing.py": {
         "vllm.config": """
             ModelConfig.get_total_num_hidden_layers ModelConfig.get_head_size
             ModelConfig.get_num_attention_heads(parallel_config)
@@ -129,7 +129,7 @@ HOOKS = {
             EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput AsyncModelRunnerOutput.get_output
         """,
     },
-    "step_plan.py": {
+    "schedule/step_plan.py": {
         "vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens",
     },
     "worker/mixin.py": {

@@ -50,7 +50,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
 
     """
     # The flags, where the entry point is not loaded (VLLM_PLUGINS).
-    from vllm_kvevict.plugin import register
+    from vllm_kvevict.front.plugin import register
 
     register()
     from vllm.engine.arg_utils import EngineArgs
@@ -153,7 +153,7 @@ def _check(options: Options) -> None:
 
 def _default_policy(args: argparse.Namespace) -> None:
     """Evict even where only a budget was given, or nothing."""
-    from vllm_kvevict.config import KEY
+    from vllm_kvevict.settings.config import KEY
 
     if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
         args.kv_eviction = DEFAULT_POLICY

@@ -11,10 +11,10 @@ from vllm.v1.metrics.loggers import (
     StatLoggerManager,
 )
 
-from vllm_kvevict.config import KEY, EvictionConfig
 from vllm_kvevict.metrics.interval import Interval
 from vllm_kvevict.metrics.prometheus import EvictionMetrics
 from vllm_kvevict.metrics.report import detach
+from vllm_kvevict.settings.config import KEY, EvictionConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,8 +7,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
 import vllm_kvevict
-from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.metrics.report import Report
+from vllm_kvevict.settings.config import EvictionConfig
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.requests import RequestOptions
-from vllm_kvevict.timeline import RequestTimeline, Timeline, blocks_for
+from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline, blocks_for
+from vllm_kvevict.settings.requests import RequestOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, register_spec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.plan.options import Options, PlanError
 from vllm_kvevict.plan.weights import assumed_activations, rank_weights
-from vllm_kvevict.sizing import beside_page_values, page_channels, ring_slots
+from vllm_kvevict.settings.sizing import beside_page_values, page_channels, ring_slots
 from vllm_kvevict.worker.fused import workspace_bytes
-from vllm_kvevict.worker.rings import ObservationRings
-from vllm_kvevict.worker.state import GroupState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 LAYOUT = "LBHNC"
 

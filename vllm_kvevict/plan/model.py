@@ -16,7 +16,7 @@ from vllm_kvevict.plan.options import PlanError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 UNEVEN = ("block_configs", "global_head_dim", "num_global_key_value_heads")
 """Fields of configurations whose layers differ in heads or head size."""

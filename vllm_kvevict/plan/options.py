@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 DEFAULT_POLICY = "ada-snapkv"
 
@@ -44,14 +44,14 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
 
     """
     # The flags, where the entry point is not loaded (VLLM_PLUGINS).
-    from vllm_kvevict.plugin import register
+    from vllm_kvevict.front.plugin import register
 
     register()
     _check_vllm()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from vllm_kvevict.config import KEY, EvictionConfig
+    from vllm_kvevict.settings.config import KEY, EvictionConfig
 
     args = _parser().parse_args(argv)
     options = Options(

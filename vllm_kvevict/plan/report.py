@@ -3,16 +3,16 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.config import NONE
 from vllm_kvevict.plan.life import Life, groups_of, life
 from vllm_kvevict.plan.memory import Memory, plan_memory
 from vllm_kvevict.plan.model import rank_specs
 from vllm_kvevict.plan.options import Options
+from vllm_kvevict.settings.config import NONE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 
 @dataclass(frozen=True)

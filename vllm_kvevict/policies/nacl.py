@@ -10,7 +10,7 @@ from vllm_kvevict.ops.reference.score import window_attention
 from vllm_kvevict.policies.base import Candidates, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 CHOSEN = 1e6
 """Above every perturbed score: a Gumbel draw stays below 40, a sum of weights below the window."""

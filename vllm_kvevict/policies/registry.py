@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm_kvevict.config import EvictionConfig
     from vllm_kvevict.policies.base import Policy
+    from vllm_kvevict.settings.config import EvictionConfig
 
 ADA = "ada-"
 """Before a policy's name: its scores, and the heads of a layer share the budget (Ada-KV)."""

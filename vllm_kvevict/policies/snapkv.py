@@ -9,7 +9,7 @@ from vllm_kvevict.ops.reference.score import pool, window_attention
 from vllm_kvevict.policies.base import Candidates, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 
 @dataclass(frozen=True)

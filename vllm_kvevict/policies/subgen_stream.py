@@ -9,7 +9,7 @@ from vllm_kvevict.ops.reference.estimator import PAGE, Estimator, finite, square
 from vllm_kvevict.policies.base import Candidates, Scorer, Summary, WeightedScorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.config import EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
 
 HELD, RECENT, FIRST = 1.0, 2.0, 3.0
 """Scores of samples and representatives, of tokens not streamed yet, of protected tokens."""

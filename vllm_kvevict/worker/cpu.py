@@ -9,9 +9,9 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_kvevict.attention.page_layout import PageLayout
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 
 

@@ -10,21 +10,21 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.memories import Memories
+from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
-from vllm_kvevict.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.fused import FusedEvictions
-from vllm_kvevict.worker.layer_cache import LayerCache
-from vllm_kvevict.worker.memories import Memories
 from vllm_kvevict.worker.meter import EvictionMeter
-from vllm_kvevict.worker.page_values import PageValues
 from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
-from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RunnerRows
-from vllm_kvevict.worker.state import GroupState
 
 
 @dataclass(frozen=True)

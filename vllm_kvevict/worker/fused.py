@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvevict.fp8 import FP8
+from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.score import CHUNK, FEWEST_ROWS, WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
+from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
 from vllm_kvevict.policies.snapkv import SnapKV
-from vllm_kvevict.step_plan import Eviction, GroupEviction
-from vllm_kvevict.timeline import blocks_for
-from vllm_kvevict.worker.rings import ObservationRings
-from vllm_kvevict.worker.state import GroupState
+from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
+from vllm_kvevict.schedule.timeline import blocks_for
 
 if TYPE_CHECKING:
-    from vllm_kvevict.worker.layer_cache import LayerCache
+    from vllm_kvevict.cache.layer_cache import LayerCache
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_SIZES = (64, 80, 96, 128, 256)

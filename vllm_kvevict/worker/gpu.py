@@ -8,17 +8,17 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvevict.attention.choice import FLAG, choose
-from vllm_kvevict.attention.page_layout import PageLayout
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
-from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
-from vllm_kvevict.worker.state import GroupState
 
 logger = init_logger("vllm.kv_eviction.worker")
 

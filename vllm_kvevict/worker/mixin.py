@@ -15,24 +15,24 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvevict.config import KEY, EvictionConfig
+from vllm_kvevict.attention.binding import GroupBinding
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable, register_spec
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.sizing import (
+from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.sizing import (
     beside_page_values,
     evictable_layers,
     page_channels,
     ring_slots,
 )
-from vllm_kvevict.worker.binding import GroupBinding
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
-from vllm_kvevict.worker.layer_cache import LayerCache
 from vllm_kvevict.worker.meter import attach
-from vllm_kvevict.worker.page_values import PageValues
-from vllm_kvevict.worker.rings import ObservationRings
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
-from vllm_kvevict.worker.state import GroupState
 
 logger = init_logger("vllm.kv_eviction.worker")
 

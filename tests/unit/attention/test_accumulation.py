@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention import accumulation
-from vllm_kvevict.attention.page_layout import PageLayout
-from vllm_kvevict.timeline import Timeline, blocks_for
-from vllm_kvevict.worker.binding import GroupBinding
-from vllm_kvevict.worker.layer_cache import LayerCache
-from vllm_kvevict.worker.page_values import PageValues
-from vllm_kvevict.worker.state import GroupState
+from vllm_kvevict.attention.binding import GroupBinding
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 4, 2, 2, 3, 40
 OFFSETS = torch.arange(2 * BLOCK * SIZE).view(2, BLOCK, SIZE)

@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvevict.attention.choice import arrange, choose
-from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker.gpu import BACKENDS
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
-from vllm_kvevict.timeline import Timeline
-from vllm_kvevict.worker.state import GroupState
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.timeline import Timeline
 
 BLOCK, HEADS, GROUP, SIZE = 4, 2, 3, 5
 

@@ -8,10 +8,10 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_kvevict.attention.weighted import WeightedBatch
-from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.worker.cpu import measure_layout
-from vllm_kvevict.worker.layer_cache import LayerCache
-from vllm_kvevict.worker.state import GroupState
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 32, 3, 2, 32, 40
 

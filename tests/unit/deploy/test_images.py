@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_kvevict.config import KEY, EvictionConfig
-from vllm_kvevict.versions import check_vllm
+from vllm_kvevict.hooks.versions import check_vllm
+from vllm_kvevict.settings.config import KEY, EvictionConfig
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -54,7 +54,7 @@ def test_what_the_image_copies_is_enough_for_a_wheel(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "vllm_kvevict.plugin:register" in archive.read(entry).decode()
+        assert "vllm_kvevict.front.plugin:register" in archive.read(entry).decode()
     ours = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_kvevict").rglob("*.py")}
     assert ours <= set(names)
 
@@ -69,7 +69,7 @@ def test_helm_values_give_vllm_flags_that_it_takes(parser):
         argv += ["--gpu_memory_utilization", str(config["gpuMemoryUtilization"])]
         assert all(isinstance(word, str) for word in config["extraArgs"])
         args = parser.parse_args(["serve", *argv, *config["extraArgs"]][1:])
-        from vllm_kvevict.plugin import fold_flags
+        from vllm_kvevict.front.plugin import fold_flags
 
         folded = fold_flags(args).additional_config[KEY]
         assert EvictionConfig.parse(folded).policy == "ada-snapkv" and folded["budget"] == 1024

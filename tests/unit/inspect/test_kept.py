@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_kvevict.inspect.kept import Group, History, compose
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index, head_page_table
-from vllm_kvevict.step_plan import GroupEviction
+from vllm_kvevict.schedule.step_plan import GroupEviction
 from vllm_kvevict.worker.eviction import EvictionRecord
 
 

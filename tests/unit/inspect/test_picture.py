@@ -9,13 +9,13 @@ import matplotlib
 import numpy as np
 import pytest
 
-from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.inspect.engine import Run
 from vllm_kvevict.inspect.kept import Layer, Snapshot
 from vllm_kvevict.inspect.options import Options
 from vllm_kvevict.inspect.prompt import Prompt
 from vllm_kvevict.inspect.report import as_json, as_text
 from vllm_kvevict.inspect.view import View, shorten
+from vllm_kvevict.settings.config import EvictionConfig
 
 WORDS = ("red", "the", "magic", "$x$", "number", "is", "\n", "4711", "blue", "of", "a")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.unit.policies.test_policies import random_candidates
-from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies import registry
+from vllm_kvevict.settings.config import EvictionConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "policies.md"
 

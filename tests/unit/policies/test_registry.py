@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import vllm_kvevict.policies
-from vllm_kvevict.config import EvictionConfig
 from vllm_kvevict.policies import registry
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
 from vllm_kvevict.policies.registry import POLICIES, POLICY_NAMES, PYRAMIDS, TABLE, build_policy
+from vllm_kvevict.settings.config import EvictionConfig
 
 ADAPTIVE = [name for name, entry in TABLE.items() if entry.adaptive]
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvevict.config import EvictionConfig
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
-from vllm_kvevict.step_plan import Eviction, GroupEviction
-from vllm_kvevict.timeline import Timeline
+from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.gpu import interleaved
-from vllm_kvevict.worker.layer_cache import LayerCache
-from vllm_kvevict.worker.rings import ObservationRings
-from vllm_kvevict.worker.state import GroupState
 
 BLOCK, HEADS, GROUP, SIZE, WINDOW = 16, 2, 3, 8, 4
 NAMES = ["layer.0", "layer.1"]

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvevict.fp8 import FP8
+from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.splits import TILE
 
 _LOG2E = 1.4426950408889634

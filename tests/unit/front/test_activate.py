@@ -1,0 +1,250 @@
+"""Activation and inertness, through vLLM's ``EngineArgs``."""
+
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.unit.front.test_plugin import DEFAULTS, settings
+from vllm_kvevict.settings.config import EvictionConfig
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_activation(build: Any) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    asked = {"kv_eviction": "ada-snapkv", "other": 1}
+    config = build(additional_config=asked)
+    assert config.additional_config == {"kv_eviction": DEFAULTS, "other": 1}
+    assert asked == {"kv_eviction": "ada-snapkv", "other": 1}
+    # As it travels to the engine core and the workers.
+    config = pickle.loads(pickle.dumps(config))
+    assert config.additional_config["kv_eviction"] == DEFAULTS
+    worker_cls = resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    assert issubclass(worker_cls, CPUWorker) and worker_cls is not CPUWorker
+    scheduler_cls = config.scheduler_config.get_scheduler_cls()
+    assert scheduler_cls.__module__ == "vllm_kvevict.engine.scheduler"
+    assert not issubclass(scheduler_cls, AsyncScheduler)
+
+
+def test_activation_keeps_async_scheduling(build: Any) -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    config = build()
+    config.scheduler_config.async_scheduling = True
+    _activate(config)
+    assert issubclass(config.scheduler_config.get_scheduler_cls(), AsyncScheduler)
+
+
+def test_activation_twice(build: Any) -> None:
+    config = build("snapkv")
+    hashed = config.compute_hash()
+    before = pickle.dumps(config.parallel_config), pickle.dumps(config.scheduler_config)
+    _activate(config, config.additional_config["kv_eviction"])
+    after = pickle.dumps(config.parallel_config), pickle.dumps(config.scheduler_config)
+    assert before == after
+    assert config.compute_hash() == hashed
+
+
+def test_the_hash_tells_settings_apart(build: Any) -> None:
+    hashes = {build(e).compute_hash() for e in (None, "snapkv", {"policy": "snapkv", "sinks": 5})}
+    assert len(hashes) == 3
+    assert build("ada-snapkv").compute_hash() == build(dict(DEFAULTS)).compute_hash()
+
+
+def test_worker_and_scheduler_of_vllm_may_be_named(build: Any) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    config = build("snapkv", worker_cls=CPU_WORKER, scheduler_cls=Scheduler)
+    assert config.parallel_config.worker_cls == "vllm_kvevict.worker.cpu.EvictingCPUWorker"
+    assert config.scheduler_config.scheduler_cls == (
+        "vllm_kvevict.engine.scheduler.EvictingScheduler"
+    )
+
+
+def test_refuses_custom_classes(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"worker class 'my\.Worker'.*remove --worker-cls"):
+        build("snapkv", worker_cls="my.Worker")
+    with pytest.raises(ValueError, match=r"scheduler class 'my\.Sched'.*remove --scheduler-cls"):
+        build("snapkv", scheduler_cls="my.Sched")
+    assert build(worker_cls="my.Worker").parallel_config.worker_cls == "my.Worker"
+
+
+def test_refusal_leaves_the_configuration_alone(build: Any) -> None:
+    config = build(scheduler_cls="my.Sched")
+    with pytest.raises(ValueError):
+        _activate(config)
+    assert config.parallel_config.worker_cls == CPU_WORKER
+    assert config.additional_config == {}
+
+
+@pytest.mark.parametrize(
+    ("eviction", "says"),
+    [
+        # 1024 - 32 tokens are 7 whole blocks of 128.
+        ("ada-snapkv", ["policy ada-snapkv", "budget 1024 tokens", "window 32", "interval 128",
+                        "every 128 decode steps", "block size 128", "store blocks: 7 per",
+                        "at most 1.0 MiB of observation rings on a rank"]),
+        ({"policy": "snapkv", "budget": "25%", "interval": 130},
+         ["budget 25% of the prompt", "interval 130 (evicts every 256 decode steps)",
+          "depends on the prompt"]),
+        ({"policy": "snapkv", "interval": 0}, ["interval 0 (evicts after prefill only)"]),
+        ("streaming-llm", ["at most 0.0 MiB of observation rings"]),
+    ],
+)  # fmt: skip
+def test_says_what_it_does(
+    build: Any, records: list[logging.LogRecord], eviction: Any, says: list[str]
+) -> None:
+    build(eviction)
+    assert [record.levelname for record in records] == ["INFO"]
+    for part in says:
+        assert part in records[0].getMessage()
+
+
+@pytest.mark.parametrize("policy, shown", [("pyramidkv", "by layer"), ("snapkv", "31 per request")])
+def test_says_what_the_groups_of_a_pyramid_keep(
+    build: Any, records: list[logging.LogRecord], policy: str, shown: str
+) -> None:
+    build({"policy": policy, "allow": "ada-pyramid"}, block_size=32)
+    assert {record.levelname for record in records} == {"INFO"}
+    assert f"store blocks: {shown}" in records[0].getMessage()
+    # Of the budget of 1024 the shallower of two layers keeps 32 + 1942, the other 32 + 49.
+    assert "groups of 1, 1, shallow to deep, with stores of 60, 1 blocks" in records[1].getMessage()
+
+
+def test_warns_of_what_uneven_groups_waste(build: Any, records: list[logging.LogRecord]) -> None:
+    overrides = {"num_hidden_layers": 26}
+    build({"policy": "ada-pyramid", "groups": 4}, block_size=32, hf_overrides=overrides)
+    assert [record.levelname for record in records] == ["INFO", "INFO", "WARNING"]
+    assert "7, 6, 7, 6 layers leave 7.1% of the KV cache unused" in records[2].getMessage()
+    assert "divides the 26 layers" in records[2].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("eviction", "warns"),
+    [
+        # One block is the least a store can have: 128 + 32 tokens.
+        ({"policy": "snapkv", "budget": 64}, "keeps 160 tokens per KV head instead of the budget"),
+        ({"policy": "snapkv", "budget": 280}, "keeps 160 tokens per KV head instead of the budget"),
+        ({"policy": "snapkv", "budget": 4096}, "will never run"),
+    ],
+)
+def test_warns_of_settings_that_disappoint(
+    build: Any, records: list[logging.LogRecord], eviction: Any, warns: str
+) -> None:
+    build(eviction)
+    assert [record.levelname for record in records] == ["INFO", "WARNING"]
+    assert warns in records[1].getMessage()
+
+
+def test_of_several_api_servers_one_speaks(
+    model: str, parser: Any, records: list[logging.LogRecord]
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    args = parser.parse_args(["m", "--kv-eviction", "snapkv", "--kv-cache-memory-bytes", "64M"])
+    args.model, args.skip_tokenizer_init = model, True
+    configs = []
+    for rank in (-1, 0, 1):
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        engine_args._api_process_count, engine_args._api_process_rank = 2, rank
+        configs.append(engine_args.create_engine_config())
+    assert [record.levelname for record in records] == ["INFO"]
+    assert len({config.parallel_config.worker_cls for config in configs}) == 1
+    assert all("kv_eviction" in config.additional_config for config in configs)
+
+
+def test_refusal_exits_without_traceback_where_flags_asked(model: str, parser: Any) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+    args = parser.parse_args(["m", "--kv-eviction", "snapkv", "--block-size", "16"])
+    args.model, args.skip_tokenizer_init = model, True
+    with pytest.raises(SystemExit) as caught:
+        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    assert str(caught.value.code).startswith("error: KV eviction does not support this block size")
+    engine_args = EngineArgs(
+        model=model,
+        skip_tokenizer_init=True,
+        block_size=16,
+        additional_config={"kv_eviction": "snapkv"},
+    )
+    with pytest.raises(ValueError, match=r"^KV eviction does not support this block size"):
+        engine_args.create_engine_config()
+
+
+def test_wrong_settings_stop_llm_before_the_model_is_read() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    engine_args = EngineArgs(model="/", additional_config={"kv_eviction": "nope"})
+    with pytest.raises(ValueError, match=r"^KV eviction: --kv-eviction: unknown policy 'nope'"):
+        engine_args.create_engine_config()
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0"])
+def test_other_vllm_versions(
+    build: Any, parser: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(ValueError) as caught:
+        build("snapkv")
+    assert version in str(caught.value) and ">=0.32,<0.34" in str(caught.value)
+    with pytest.raises(SystemExit) as left:
+        settings(parser, "--kv-eviction", "snapkv")
+    assert left.value.code == f"error: {caught.value}"
+    assert build().parallel_config.worker_cls == CPU_WORKER
+    assert settings(parser) is None
+
+
+def test_installed_but_not_asked_for(model: str) -> None:
+    """In a fresh process, as the entry point loads it: nothing wrapped acts, nothing speaks."""
+    code = f"""
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+config = EngineArgs(model={model!r}, skip_tokenizer_init=True, enforce_eager=True,
+                    kv_cache_memory_bytes=64 << 20).create_engine_config()
+print(json.dumps({{
+    "wrapped": hasattr(EngineArgs.create_engine_config, "__wrapped__"),
+    "worker": config.parallel_config.worker_cls,
+    "scheduler": config.scheduler_config.scheduler_cls,
+    "additional": config.additional_config,
+    "ours": sorted(m for m in sys.modules if m.startswith("vllm_kvevict")),
+}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    *said, found = done.stdout.splitlines()
+    assert json.loads(found) == {
+        "wrapped": True,
+        "worker": CPU_WORKER,
+        "scheduler": None,
+        "additional": {},
+        "ours": ["vllm_kvevict", "vllm_kvevict.front", "vllm_kvevict.front.plugin"],
+    }
+    assert any(" INFO " in line for line in said), "vLLM's own lines must be seen"
+    assert "evict" not in ("".join(said) + done.stderr).replace(model, "").lower()
+
+
+def _activate(config: Any, eviction: Any = "snapkv") -> None:
+    from vllm_kvevict.front.activate import activate
+
+    parsed = EvictionConfig.parse(eviction)
+    assert parsed is not None
+    activate(config, parsed)
+
+
+def test_says_what_requests_may_choose(build: Any, records: list[logging.LogRecord]) -> None:
+    build("snapkv")
+    assert not [record for record in records if "may choose" in record.getMessage()]
+    build({"policy": "snapkv", "budget": 512, "allow": "streaming-llm", "max_budget": "50%"})
+    (line,) = [record.getMessage() for record in records if "may choose" in record.getMessage()]
+    assert "snapkv, streaming-llm" in line and "at most 50%" in line

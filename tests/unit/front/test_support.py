@@ -1,0 +1,338 @@
+"""What eviction refuses, on the configurations vLLM itself builds for the real architectures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvevict.front import support
+from vllm_kvevict.front.support import PYRAMID_REFUSALS, REFUSALS
+from vllm_kvevict.settings.config import EvictionConfig
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=256,
+)
+MIXED = dict(head_dim=32, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": dict(COMMON, model_type="llama"),
+    "Gemma3ForCausalLM": dict(COMMON, model_type="gemma3_text", **MIXED),
+    "DeepseekV2ForCausalLM": dict(
+        COMMON,
+        model_type="deepseek_v2",
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        first_k_dense_replace=2,
+        moe_intermediate_size=32,
+    ),
+    "MambaForCausalLM": dict(
+        model_type="mamba", vocab_size=128, hidden_size=64, num_hidden_layers=2, state_size=16
+    ),
+    "JambaForCausalLM": dict(
+        COMMON,
+        model_type="jamba",
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=16,
+        num_experts=1,
+    ),
+    "MistralForCausalLM": dict(COMMON, model_type="mistral", sliding_window=64),
+    "BertModel": dict(COMMON, model_type="bert"),
+    "WhisperForConditionalGeneration": dict(
+        model_type="whisper",
+        vocab_size=128,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_source_positions=64,
+        max_target_positions=64,
+    ),
+    "BloomForCausalLM": dict(
+        model_type="bloom", vocab_size=128, hidden_size=64, n_layer=2, n_head=2, seq_length=256
+    ),
+    "GptOssForCausalLM": dict(
+        COMMON, model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1, **MIXED
+    ),
+    "Gemma3nForCausalLM": dict(
+        COMMON,
+        model_type="gemma3n_text",
+        head_dim=32,
+        layer_types=["full_attention", "full_attention"],
+        num_kv_shared_layers=1,
+        intermediate_size=[64, 64],
+        activation_sparsity_pattern=[0.0, 0.0],
+        vocab_size_per_layer_input=128,
+    ),
+}
+
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """``create_engine_config`` for an architecture of random size, eviction asked for."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at a model class in a process of its own: 15 s each.
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())
+
+    def create(architecture: str = "LlamaForCausalLM", **options: Any) -> Any:
+        model = tmp_path / architecture
+        model.mkdir(exist_ok=True)
+        settings = dict(MODELS[architecture], architectures=[architecture], dtype="float32")
+        (model / "config.json").write_text(json.dumps(settings))
+        arguments: dict[str, Any] = dict(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            kv_cache_memory_bytes=64 << 20,
+            additional_config={"kv_eviction": "ada-snapkv"},
+        )
+        return EngineArgs(**arguments | options).create_engine_config()
+
+    return create
+
+
+def refusal(build: Build, *args: Any, **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        build(*args, **options)
+    return str(caught.value)
+
+
+def assert_sentence(message: str) -> None:
+    assert message.startswith("KV eviction does not support ") and message.endswith(".")
+    assert "\n" not in message and ". " not in message
+    assert ", because " in message and "; " in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "what", "why"),
+    [
+        ("DeepseekV2ForCausalLM", "MLA models", "share one latent entry"),
+        ("MambaForCausalLM", "models without full-attention layers", "without attention"),
+        ("MistralForCausalLM", "models without full-attention layers", "has a sliding window"),
+        ("JambaForCausalLM", "hybrid models with recurrent", "padded blocks"),
+        ("BertModel", "pooling models", "generate no tokens"),
+        ("WhisperForConditionalGeneration", "encoder-decoder models", "cross-attention"),
+        ("BloomForCausalLM", "ALiBi", "at its own position"),
+        ("GptOssForCausalLM", "learned attention sinks", "leave them out"),
+        ("Gemma3nForCausalLM", "a KV cache shared between layers", "agree on what to evict"),
+    ],
+)
+def test_refuses_model(build: Build, architecture: str, what: str, why: str) -> None:
+    message = refusal(build, architecture)
+    assert_sentence(message)
+    assert f"support {what}" in message and why in message
+    assert message.endswith("serve this model without --kv-eviction.")
+
+
+def _kv_connector() -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    return {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="OffloadingConnector", kv_role="kv_both"
+        )
+    }
+
+
+def _ec_connector() -> dict[str, Any]:
+    from vllm.config import ECTransferConfig
+
+    return {
+        "ec_transfer_config": ECTransferConfig(
+            ec_connector="ECExampleConnector", ec_role="ec_both", ec_buffer_device="cpu"
+        )
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "advice"),
+    [
+        (
+            dict(
+                speculative_config=dict(
+                    method="ngram", num_speculative_tokens=2, prompt_lookup_max=2
+                )
+            ),
+            "speculative decoding",
+            "remove --speculative-config",
+        ),
+        (_kv_connector, "KV connectors", "remove --kv-transfer-config"),
+        (dict(kv_offloading_size=0.1), "KV connectors and KV offloading", "--kv-offloading-size"),
+        (_ec_connector, "encoder-cache connectors", "remove --ec-transfer-config"),
+        (
+            dict(tensor_parallel_size=2, decode_context_parallel_size=2),
+            "context parallelism",
+            "set --decode-context-parallel-size",
+        ),
+        (dict(kv_cache_dtype="fp8_e5m2"), "this type of KV cache", "set --kv-cache-dtype"),
+        (dict(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill", "remove the flag"),
+        (dict(block_size=16), "this block size", "set --block-size to a multiple of 32"),
+        (dict(prefix_match_unit=32), "hits inside a block", "remove --prefix-match-unit"),
+        (dict(runner="pooling"), "pooling models", "without --kv-eviction"),
+    ],
+)
+def test_refuses_feature(build: Build, options: Any, what: str, advice: str) -> None:
+    message = refusal(build, **(options() if callable(options) else options))
+    assert_sentence(message)
+    assert what in message.split(", because ")[0] and advice in message.split("; ")[1]
+
+
+def test_refuses_sliding_window_without_hybrid_manager(build: Build) -> None:
+    message = refusal(build, "Gemma3ForCausalLM", disable_hybrid_kv_cache_manager=True)
+    assert_sentence(message)
+    assert "without the hybrid KV cache manager" in message
+    assert "remove --disable-hybrid-kv-cache-manager" in message
+    build("LlamaForCausalLM", disable_hybrid_kv_cache_manager=True)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "NHD", "BLHNC"])
+def test_refuses_layout(build: Build, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    message = refusal(build)
+    assert_sentence(message)
+    assert "unset VLLM_KV_CACHE_LAYOUT or set it to LBHNC" in message
+
+
+def test_refuses_other_platforms(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    config = build()
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    with pytest.raises(
+        ValueError, match="CPU, CUDA and ROCm builds only; use one of these"
+    ) as caught:
+        _check(config)
+    assert_sentence(str(caught.value))
+
+
+def test_rocm_is_served_but_for_fp8_caches(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    config, quantised = build(), build(kv_cache_dtype="fp8")
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    _check(quantised)
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
+    _check(config)
+    with pytest.raises(ValueError, match="does not support this type of KV cache") as caught:
+        _check(quantised)
+    assert_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize("policy", ["subgen-stream", "h2o", "ada-h2o"])
+def test_refuses_numbers_beside_the_cache_where_no_backend_keeps_them(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    allowed = EvictionConfig(policy="snapkv", allow=policy)
+    support._check_policies(allowed)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    support._check_policies(EvictionConfig(policy="snapkv", allow="tova,none"))
+    with pytest.raises(ValueError, match=f"the policy {policy} on this platform") as caught:
+        support._check_policies(allowed)
+    assert_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [
+        # vLLM builds these on other hardware, or for models too large to imitate.
+        ("model_config.model_arch_config.rswa_window", 128, "reference sliding-window"),
+        ("model_config.is_diffusion", True, "diffusion language models"),
+        ("parallel_config.ubatch_size", 2, "micro-batching"),
+        ("parallel_config.enable_dbo", True, "micro-batching"),
+        ("model_config.is_mm_prefix_lm", True, "bidirectional or prefix-LM attention"),
+        ("model_config.hf_text_config.is_causal", False, "bidirectional or prefix-LM"),
+        ("attention_config.use_non_causal", True, "bidirectional or prefix-LM"),
+        ("attention_config.hisparse_config", "HiSparse", "HiSparse"),
+        ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism"),
+        ("parallel_config.enable_fault_tolerance", True, "engine recovery"),
+        ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
+        ("cache_config.cache_dtype", "bfloat16", "this type of KV cache"),
+    ],
+)
+def test_refuses_setting(build: Build, path: str, value: Any, what: str) -> None:
+    config = build()
+    *owners, name = path.split(".")
+    owner = config
+    for part in owners:
+        owner = getattr(owner, part)
+    if value == "HiSparse":
+        from vllm.config.attention import HiSparseConfig
+
+        value = HiSparseConfig()
+    assert hasattr(owner, name) or name == "is_causal"
+    object.__setattr__(owner, name, value)
+    with pytest.raises(ValueError) as caught:
+        _check(config)
+    assert_sentence(str(caught.value))
+    assert what in str(caught.value).split(", because ")[0]
+
+
+def test_refuses_pyramids_where_layers_cannot_be_grouped(build: Build) -> None:
+    config = build()
+    _check(config, "pyramidkv")
+    object.__setattr__(config.parallel_config, "pipeline_parallel_size", 2)
+    _check(config)
+    with pytest.raises(ValueError, match="with pipeline parallelism, because") as caught:
+        _check(config, "ada-pyramid")
+    assert_sentence(str(caught.value))
+    with pytest.raises(ValueError, match="fewer than two layers with full attention") as caught:
+        _check(build("Gemma3ForCausalLM"), "ada-pyramid")
+    assert_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("Gemma3ForCausalLM", {}),
+        ("LlamaForCausalLM", dict(tensor_parallel_size=2)),
+        ("LlamaForCausalLM", dict(enable_lora=True, max_lora_rank=8)),
+        ("LlamaForCausalLM", dict(block_size=32, enable_prefix_caching=False)),
+        ("LlamaForCausalLM", dict(dtype="bfloat16", kv_cache_dtype="bfloat16")),
+    ],
+)
+def test_accepts(build: Build, architecture: str, options: dict[str, Any]) -> None:
+    config = build(architecture, **options)
+    assert config.parallel_config.worker_cls == "vllm_kvevict.worker.cpu.EvictingCPUWorker"
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "HND"])
+def test_accepts_head_major_layout(
+    build: Build, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    build()
+
+
+@pytest.mark.parametrize("row", REFUSALS + PYRAMID_REFUSALS, ids=lambda row: row.what)
+def test_every_row_is_one_sentence(row: Any) -> None:
+    assert_sentence(row.sentence())
+
+
+def _check(config: Any, policy: str = "snapkv") -> None:
+    from vllm_kvevict.front.support import check
+
+    check(config, EvictionConfig(policy=policy))

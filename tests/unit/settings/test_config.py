@@ -1,0 +1,272 @@
+"""Parsing the configuration: values, and one sentence for everything that is wrong."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
+from vllm_kvevict.schedule.layers import Pyramid
+from vllm_kvevict.settings.config import EvictionConfig, flag
+
+FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
+FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
+FIELDS += ["groups", "beta", "allow", "max_budget", "attention"]
+
+
+def parse(**settings: Any) -> EvictionConfig:
+    config = EvictionConfig.parse({"policy": "snapkv"} | settings)
+    assert config is not None
+    return config
+
+
+def complaint(value: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        EvictionConfig.parse(value)
+    message = str(caught.value)
+    assert message.startswith("KV eviction: ") and "\n" not in message and ". " not in message
+    return message
+
+
+def test_defaults() -> None:
+    assert parse().model_dump() == {
+        "policy": "snapkv",
+        "budget": 1024,
+        "window": 32,
+        "interval": 128,
+        "floor": 0.2,
+        "pool_kernel": 7,
+        "pool": "max",
+        "sinks": 4,
+        "recent_share": 0.5,
+        "random_share": 0.67,
+        "seed": 0,
+        "radius": 0.0,
+        "cluster_samples": 4,
+        "value_share": 0.25,
+        "groups": 4,
+        "beta": 20.0,
+        "allow": (),
+        "max_budget": None,
+        "attention": "auto",
+    }
+
+
+@pytest.mark.parametrize("value", [None, False, "none", "off", {"policy": None}])
+def test_off(value: Any) -> None:
+    assert EvictionConfig.parse(value) is None
+
+
+@pytest.mark.parametrize("policy", ["none", "off", None])
+def test_off_beside_other_settings(policy: Any) -> None:
+    assert EvictionConfig.parse({"policy": policy, "budget": 512}) is None
+
+
+def test_a_name_is_a_mapping() -> None:
+    assert EvictionConfig.parse("ada-snapkv") == EvictionConfig.parse({"policy": "ada-snapkv"})
+    config = parse()
+    assert EvictionConfig.parse(config) is config
+
+
+@pytest.mark.parametrize(
+    ("budget", "tokens", "share"),
+    [
+        (1024, 1024, None),
+        ("1024", 1024, None),
+        (" 512 ", 512, None),
+        ("25%", None, 0.25),
+        (" 12.5 %", None, 0.125),
+        ("100%", None, 1.0),
+        ("0.5%", None, 0.005),
+    ],
+)
+def test_budget(budget: Any, tokens: int | None, share: float | None) -> None:
+    config = parse(budget=budget)
+    assert config.budget_tokens == tokens
+    assert config.budget_share == (pytest.approx(share) if share else None)
+    timeline = config.timeline(32)
+    assert timeline.budget(2000) == (tokens if tokens else int(2000 * (share or 0)))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    ["0%", "101%", "-5%", "nan%", "inf%", "%", "x%", "", "many", "-1", "1.5", 0.25, 512.0, True,
+     None, [512], "9" * 5000],
+)  # fmt: skip
+def test_bad_budget(budget: Any) -> None:
+    message = complaint({"policy": "snapkv", "budget": budget})
+    assert "--kv-eviction-budget: give tokens (1024) or a share of the prompt (25%)" in message
+
+
+@pytest.mark.parametrize("budget", [0, -1, "0"])
+def test_budget_below_one_token(budget: Any) -> None:
+    message = complaint({"policy": "snapkv", "budget": budget})
+    assert "--kv-eviction-budget: must be at least 1 token" in message
+
+
+@pytest.mark.parametrize(("budget", "window"), [(32, 32), (16, 32), ("31", 32), (64, 100)])
+def test_no_room_beside_the_window(budget: Any, window: int) -> None:
+    message = complaint({"policy": "snapkv", "budget": budget, "window": window})
+    assert f"budget {budget} leaves no room beside the window of {window} tokens" in message
+    assert "raise --kv-eviction-budget or lower --kv-eviction-window" in message
+    assert parse(budget=window + 1, window=window).budget_tokens == window + 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("window", 0, "must be greater than or equal to 1"),
+        ("window", "32", "must be a valid integer"),
+        ("window", 32.0, "must be a valid integer"),
+        ("window", True, "must be a valid integer"),
+        ("interval", -1, "must be greater than or equal to 0"),
+        ("interval", None, "must be a valid integer"),
+        ("floor", -0.1, "must be greater than or equal to 0"),
+        ("floor", 1.1, "must be less than or equal to 1"),
+        ("floor", "0.2", "must be a valid number"),
+        ("floor", True, "must be a valid number"),
+        ("floor", float("nan"), "must be a finite number"),
+        ("pool_kernel", 4, "must be odd"),
+        ("pool_kernel", 0, "must be greater than or equal to 1"),
+        ("pool", "min", "must be 'max' or 'avg'"),
+        ("sinks", -1, "must be greater than or equal to 0"),
+        ("sinks", [4], "must be a valid integer"),
+        ("recent_share", -0.1, "must be greater than or equal to 0"),
+        ("random_share", 1.5, "must be less than or equal to 1"),
+        ("random_share", float("inf"), "must be a finite number"),
+        ("groups", 1, "must be greater than or equal to 2"),
+        ("groups", 2.0, "must be a valid integer"),
+        ("beta", 0.9, "must be greater than or equal to 1"),
+        ("beta", float("inf"), "must be a finite number"),
+        ("seed", -1, "must be greater than or equal to 0"),
+        ("seed", 2**63, "must be less than 9223372036854775808"),
+        ("seed", 0.5, "must be a valid integer"),
+    ],
+)
+def test_bad_field(field: str, value: Any, says: str) -> None:
+    message = complaint({"policy": "snapkv", field: value})
+    assert f"{flag(field)}: {says}, not {value!r}" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "allow", "choices"),
+    [
+        ("", (), ("snapkv",)),
+        ("none", ("none",), ("snapkv", "none")),
+        (
+            " none,streaming-llm ,snapkv,",
+            ("snapkv", "streaming-llm", "none"),
+            ("snapkv", "streaming-llm", "none"),
+        ),
+        (["ada-snapkv", "ada-snapkv"], ("ada-snapkv",), ("snapkv", "ada-snapkv")),
+    ],
+)
+def test_allow(value: Any, allow: tuple[str, ...], choices: tuple[str, ...]) -> None:
+    config = parse(allow=value)
+    assert (config.allow, config.choices) == (allow, choices)
+    assert config.policies == tuple(name for name in choices if name != "none")
+    assert set(build_policies(config)) == set(config.policies)
+
+
+@pytest.mark.parametrize("value", ["nope", "snapkv;none", 3, None, {"snapkv": 1}, [3]])
+def test_bad_allow(value: Any) -> None:
+    assert "--kv-eviction-allow: " in complaint({"policy": "snapkv", "allow": value})
+
+
+@pytest.mark.parametrize("policy, allow", [("ada-pyramid", ""), ("snapkv", "none,pyramidkv")])
+def test_layers_have_budgets_of_their_own_where_a_request_may_ask_for_it(
+    policy: str, allow: str
+) -> None:
+    config = parse(policy=policy, allow=allow, groups=3, beta=10.0)
+    places = [timeline.pyramid for timeline in config.timelines(32, 6)]
+    assert places == [Pyramid(i, i + 2, 6, 10.0) for i in (0, 2, 4) for _ in range(2)]
+    flat = parse(allow="ada-snapkv,none", groups=3)
+    assert flat.timelines(32, 6) == (flat.timeline(32),) * 6
+
+
+def test_max_budget() -> None:
+    assert parse(max_budget="2048").max_budget == 2048
+    assert parse(max_budget="50%", budget=512).max_budget == "50%"
+    message = complaint({"policy": "snapkv", "max_budget": "x"})
+    assert "--kv-eviction-max-budget: give tokens (1024) or a share" in message
+    for budget, cap in ((512, 511), ("30%", "29.5%")):
+        message = complaint({"policy": "snapkv", "budget": budget, "max_budget": cap})
+        assert f"--kv-eviction-max-budget {cap} is below the budget of {budget}" in message
+    message = complaint({"policy": "snapkv", "allow": "none", "max_budget": 2048})
+    assert "--kv-eviction-allow lists none, which --kv-eviction-max-budget rules out" in message
+
+
+@pytest.mark.parametrize("policy", ["nope", "SnapKV", "", 3, ["snapkv"], {"name": "snapkv"}])
+def test_unknown_policy_names_the_valid_ones(policy: Any) -> None:
+    message = complaint({"policy": policy})
+    assert f"--kv-eviction: unknown policy {policy!r}" in message
+    assert "choose from ada-snapkv, snapkv, ada-h2o, h2o, ada-pyramid, pyramidkv" in message
+
+
+def test_missing_policy() -> None:
+    for value in ({}, {"budget": 512}):
+        assert "--kv-eviction is missing; choose from ada-snapkv" in complaint(value)
+
+
+@pytest.mark.parametrize("key", ["budgets", "kv-eviction-budget", "two\nlines", 1])
+def test_unknown_key_names_the_known_ones(key: Any) -> None:
+    message = complaint({"policy": "snapkv", key: 1})
+    assert f"unknown key {key!r} in 'kv_eviction' (known: {', '.join(FIELDS)})" in message
+
+
+def test_every_fault_is_named_at_once() -> None:
+    message = complaint({"policy": "x", "budget": "x", "sinks": -1, "colour": "red"})
+    for part in ("--kv-eviction:", "--kv-eviction-budget:", "--kv-eviction-sinks:", "'colour'"):
+        assert part in message
+
+
+@pytest.mark.parametrize("value", [3, True, 1.5, [], ["snapkv"]])
+def test_neither_name_nor_mapping(value: Any) -> None:
+    message = complaint(value)
+    assert f"must be a policy name ({', '.join(POLICY_NAMES)}) or a mapping" in message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=5,
+)
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "policy": st.sampled_from([*POLICY_NAMES, "nope"]) | JSON,
+        "budget": st.integers(-2, 5000) | st.floats(-10, 200).map(lambda x: f"{x}%") | JSON,
+        "window": st.integers(-2, 100) | JSON,
+        "interval": st.integers(-2, 1000) | JSON,
+        "floor": st.floats(-0.5, 1.5) | JSON,
+        "pool_kernel": st.integers(-1, 20) | JSON,
+        "pool": st.sampled_from(["max", "avg", "min"]) | JSON,
+        "sinks": st.integers(-2, 100) | JSON,
+        "allow": st.sampled_from(["none", "snapkv,none", "x"]) | JSON,
+        "max_budget": st.integers(-2, 5000) | JSON,
+        "colour": JSON,
+    },
+)
+
+
+@given(SETTINGS | JSON)
+def test_parse_accepts_or_complains_in_one_line(value: Any) -> None:
+    try:
+        config = EvictionConfig.parse(value)
+    except ValueError as error:
+        message = str(error)
+        assert message.startswith("KV eviction: ") and len(message.splitlines()) == 1
+        assert "--kv-eviction" in message or "kv_eviction" in message
+        return
+    if config is None:
+        return
+    assert config.policy in POLICY_NAMES
+    assert (config.budget_tokens is None) != (config.budget_share is None)
+    assert config.budget_tokens is None or config.budget_tokens > config.window
+    assert config.budget_share is None or 0 < config.budget_share <= 1
+    assert config.pool_kernel % 2 == 1 and 0 <= config.floor <= 1
+    assert config.timeline(16).store_blocks(3000) >= 1
+    # What travels to the workers is plain JSON and means the same there.
+    assert EvictionConfig.parse(json.loads(json.dumps(config.model_dump()))) == config

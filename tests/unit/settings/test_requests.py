@@ -1,0 +1,270 @@
+"""What a request may ask for: every value read or refused in one sentence."""
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.requests import KEYS, RequestOptions, asks, parse_options
+
+BLOCK = 32
+
+
+def server(**settings: Any) -> EvictionConfig:
+    base = {"policy": "snapkv", "budget": 128, "interval": 64, "allow": "streaming-llm,none"}
+    config = EvictionConfig.parse(base | settings)
+    assert config is not None
+    return config
+
+
+def rules(config: EvictionConfig) -> tuple[Timeline, ...]:
+    return config.timelines(BLOCK, layers=8)
+
+
+def parse(prompt_len: int = 1000, config: EvictionConfig | None = None, **given: Any) -> Any:
+    extra_args = {f"kv_eviction{'_' if key else ''}{key}": value for key, value in given.items()}
+    return parse_options(config or server(), extra_args, prompt_len, rules(config or server()))
+
+
+def complaint(prompt_len: int = 1000, config: EvictionConfig | None = None, **given: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse(prompt_len, config, **given)
+    message = str(caught.value)
+    assert type(caught.value) is ValueError
+    assert message.startswith("KV eviction: kv_eviction") and "\n" not in message
+    return message
+
+
+def policy(value: Any) -> dict[str, Any]:
+    """The key without a suffix, which no keyword can spell."""
+    return {"": value}
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"kv_transfer_params": {"a": 1}}])
+def test_a_request_that_says_nothing_gets_the_servers_settings(extra):
+    assert not asks(extra)
+    options = parse_options(server(), extra, 5, rules(server()))
+    assert options == RequestOptions("snapkv")
+    rule = server().timeline(BLOCK)
+    assert options.timeline(rule) is rule
+
+
+def test_every_key_reaches_its_field():
+    given = dict(budget=320, interval=16, protect_first=64, at=500)
+    expected = RequestOptions("streaming-llm", 320, 16, 64, 500)
+    assert parse(**policy("streaming-llm"), **given) == expected
+    as_text = {key: str(value) for key, value in given.items()}
+    assert parse(**policy("streaming-llm"), **as_text) == expected
+    as_float = {key: float(value) for key, value in given.items()}
+    assert parse(**policy("streaming-llm"), **as_float) == expected
+    assert expected.timeline(server().timeline(BLOCK)) == Timeline(BLOCK, 32, 16, budget_tokens=320)
+
+
+def test_a_share_replaces_tokens_and_the_other_way_round():
+    rule = server().timeline(BLOCK)
+    shared = parse(budget="25%").timeline(rule)
+    assert (shared.budget_tokens, shared.budget_share) == (None, 0.25)
+    back = parse(budget=200, config=server(budget="10%")).timeline(shared)
+    assert (back.budget_tokens, back.budget_share) == (200, None)
+
+
+@pytest.mark.parametrize("value", ["nope", "ada-snapkv", "", 3, None, ["snapkv"], "None"])
+def test_a_policy_that_the_server_does_not_allow(value):
+    message = complaint(**policy(value))
+    assert "(snapkv, streaming-llm, none)" in message and repr(value) in message
+    alone = complaint(config=server(allow=""), **policy("streaming-llm"))
+    assert "(snapkv)" in alone
+    assert "(snapkv)" in complaint(config=server(allow=""), **policy("none"))
+
+
+@pytest.mark.parametrize("value", ["x", "0%", "101%", "-5", -5, 0, 1.5, None, [128], True, "nan%"])
+def test_bad_budget(value):
+    assert "kv_eviction_budget" in complaint(budget=value)
+
+
+def test_a_budget_needs_room_beside_the_window():
+    assert "give at least 33" in complaint(budget=32)
+    assert parse(budget=33).budget == 33
+    assert parse(prompt_len=10, budget="1%").budget == "1%"
+
+
+@pytest.mark.parametrize("key", ["interval", "protect_first", "at"])
+@pytest.mark.parametrize(
+    "value", ["x", "", "1.5", 1.5, None, [1], True, float("nan"), float("inf"), 1e300, "9" * 99]
+)
+def test_not_a_whole_number(key, value):
+    assert f"kv_eviction_{key} must be a whole number" in complaint(**{key: value})
+
+
+@pytest.mark.parametrize("key", ["interval", "protect_first"])
+def test_below_zero(key):
+    assert f"kv_eviction_{key} must be at least 0" in complaint(**{key: -1})
+
+
+@pytest.mark.parametrize("value, point", [(1, 1), (1000, 1000), (-1, 999), (-999, 1), ("-10", 990)])
+def test_the_point_counts_from_either_end(value, point):
+    assert parse(at=value).at == point
+
+
+@pytest.mark.parametrize("value", [0, 1001, -1000, -5000, "0"])
+def test_a_point_outside_the_prompt(value):
+    message = complaint(at=value)
+    assert "between 1 and the prompt's 1000 tokens, or between -999 and -1" in message
+
+
+def test_protected_tokens_must_fit_the_store():
+    assert parse(protect_first=96).protect_first == 96
+    assert "at most the 96 tokens that the budget of 128" in complaint(protect_first=97)
+    assert parse(budget=320, protect_first=288).protect_first == 288
+    # A share of what comes before the point: 25% of 512 tokens.
+    assert parse(budget="25%", at=512, protect_first=96).at == 512
+    assert "at most the 96 tokens" in complaint(budget="25%", at=512, protect_first=97)
+    assert parse(**policy("none"), protect_first=10**6).policy == "none"
+
+
+def test_subgen_stream_needs_slots_beside_protected_tokens():
+    config = server(policy="subgen-stream")
+    assert parse(config=config, protect_first=90).protect_first == 90
+    message = complaint(config=config, protect_first=91)
+    assert "at most the 90 tokens that the budget of 128 keeps beside the window and" in message
+    assert "the 6 slots that subgen-stream needs" in message
+
+
+def test_a_cap_compares_tokens_of_this_prompt():
+    config = server(allow="streaming-llm", max_budget=256)
+    assert parse(config=config, budget=256).budget == 256
+    assert "at most 256, here 256 tokens" in complaint(config=config, budget=257)
+    assert parse(config=config, budget="25%").budget == "25%"
+    assert "is 260 tokens here" in complaint(config=config, budget="26%")
+    assert parse(config=config, budget="50%", at=512).at == 512
+    shared = server(allow="", max_budget="25%")
+    assert parse(config=shared, budget=250).budget == 250
+    assert "at most 25%, here 250 tokens" in complaint(config=shared, budget=251)
+    assert "here 125 tokens" in complaint(config=shared, budget=126, at=500)
+
+
+def test_a_cap_cannot_be_evaded_by_evicting_less_often():
+    config = server(allow="", max_budget=256)
+    for value in (0, 65):
+        assert "must be between 1 and 64" in complaint(config=config, interval=value)
+    assert parse(config=config, interval=64).interval == 64
+    once = server(allow="", max_budget=256, interval=0)
+    assert parse(config=once, interval=0).interval == 0
+
+
+def test_a_cap_cannot_be_evaded_by_an_early_point_on_a_server_that_evicts_once():
+    once = server(allow="", max_budget=256, interval=0)
+    for asked in ({}, {"interval": 10**6}, {"interval": 0}):
+        message = complaint(config=once, at=1, **asked)
+        assert "hold 1000 tokens of its prompt" in message and "at most 256 tokens" in message
+        assert "hold 429 tokens" in complaint(config=once, at=699, **asked)
+    assert parse(config=once, at=-128).at == 872, "128 of the context, and 128 behind it"
+    assert "hold 257 tokens" in complaint(config=once, at=-129)
+    assert parse(config=once, at=-192, budget=64).at == 808
+    assert parse(256, config=once, at=1).at == 1, "a prompt that the cap holds whole"
+    shared = server(allow="", max_budget="20%", interval=0)
+    assert parse(config=shared, at=-72).at == 928
+    assert "at most 200 tokens" in complaint(config=shared, at=-73)
+    often = server(allow="", max_budget=256)
+    assert parse(config=often, at=1).at == 1, "the next eviction follows the prefill"
+    assert parse(config=server(interval=0), at=1).at == 1, "no cap"
+
+
+@pytest.mark.parametrize(
+    "key", ["kv_eviction_bidget", "kv_eviction_", "kv_evictions", "kv_eviction.at"]
+)
+def test_unknown_keys_name_the_known_ones(key):
+    assert asks({key: 1})
+    with pytest.raises(ValueError, match=r"unknown key") as caught:
+        parse_options(server(), {key: 1}, 100, rules(server()))
+    for known in KEYS:
+        assert known in str(caught.value)
+
+
+def pyramid_server(**settings: Any) -> EvictionConfig:
+    return server(policy="ada-pyramid", budget=1056, allow="snapkv", **settings)
+
+
+def test_a_group_has_its_part_of_what_the_request_asks_for():
+    config = pyramid_server()
+    first, last = rules(config)[0], rules(config)[-1]
+    assert (first.budget(9000), last.budget(9000)) == (32 + 1857, 32 + 190)
+    assert parse(9000, config).timeline(first) is first
+    half = parse(9000, config, budget=544)
+    assert [half.timeline(rule).budget(9000) for rule in (first, last)] == [32 + 928, 32 + 95]
+    share = parse(9000, config, budget="25%")
+    means = [share.timeline(rule).budget(9000) for rule in rules(config)]
+    assert sum(means) == pytest.approx(8 * 2250, abs=8)
+    assert means == sorted(means, reverse=True) and len(set(means)) == 4
+
+
+def test_under_another_policy_every_group_has_the_whole_budget():
+    config = pyramid_server()
+    options = parse(9000, config, **policy("snapkv"))
+    assert {options.timeline(rule) for rule in rules(config)} == {config.timeline(BLOCK)}
+
+
+def test_protected_tokens_must_fit_the_deepest_layers():
+    config = pyramid_server()
+    assert parse(9000, config, protect_first=160).protect_first == 160
+    message = complaint(9000, config, protect_first=161)
+    assert "at most the 160 tokens" in message and "in the deepest layers" in message
+    flat = parse(9000, config, protect_first=1024, **policy("snapkv"))
+    assert flat.protect_first == 1024
+
+
+def test_a_cap_is_one_of_the_mean_over_all_layers():
+    config = pyramid_server(max_budget=1056)
+    assert parse(9000, config, budget=1056).budget == 1056
+    message = complaint(9000, config, budget=1057)
+    assert "is 1057 tokens here" in message and "here 1056 tokens" in message
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2000, 2000),
+    st.floats(),
+    st.text(max_size=6),
+    st.integers(-2000, 2000).map(str),
+    st.floats(-5, 120).map(lambda share: f"{share}%"),
+    st.sampled_from(["snapkv", "streaming-llm", "ada-snapkv", "none"]),
+    st.lists(st.integers(), max_size=2),
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from([*KEYS, "kv_eviction_x", "other"]), VALUES),
+    st.integers(1, 1500),
+    st.sampled_from([None, 200, "40%"]),
+)
+def test_accepts_what_the_timeline_can_follow_or_complains_in_one_line(given, prompt_len, cap):
+    config = server(allow="streaming-llm", max_budget=cap)
+    try:
+        options = parse_options(config, given, prompt_len, rules(config))
+    except ValueError as error:
+        message = str(error)
+        assert message.startswith("KV eviction: ") and len(message.splitlines()) == 1
+        assert any(key in message for key in given)
+        return
+    assert "kv_eviction_x" not in given
+    assert options.policy in config.choices
+    assert options.at is None or 0 < options.at <= prompt_len
+    rule = options.timeline(config.timeline(BLOCK))
+    length = options.at or prompt_len
+    assert options.protect_first <= rule.store_blocks(length) * BLOCK
+    assert rule.budget_tokens is None or rule.budget_tokens > config.window
+    if cap is not None and options.budget is not None:
+        most = cap if isinstance(cap, int) else int(length * 0.4)
+        assert rule.budget(length) <= most
+
+
+@given(st.integers(1, 5000), st.data())
+def test_points_from_the_end_are_pythons_indices(prompt_len, data):
+    assume(prompt_len > 1)
+    back = data.draw(st.integers(1, prompt_len - 1))
+    point = parse(prompt_len, at=-back).at
+    assert list(range(prompt_len))[:point] == list(range(prompt_len))[:-back]

@@ -1,0 +1,90 @@
+"""What the attention backend of one KV-cache group sees of the worker's eviction state."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvevict.attention.accumulation import Accumulation
+from vllm_kvevict.attention.weighted import WeightedBatch
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.ops.reference.observe import observe_index
+
+if TYPE_CHECKING:
+    from vllm_kvevict.worker.eviction import WorkerEviction
+
+Observation = tuple[torch.Tensor, torch.Tensor]
+
+
+class GroupBinding:
+    """Bound to the metadata builder of a group whose layers evict.
+
+    Outside a scheduled step (profiling, warm-up) every row counts as not evicted.
+    """
+
+    def __init__(self, worker: "WorkerEviction", state: GroupState) -> None:
+        self._worker = worker
+        self.state = state
+
+    def rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[R] int64 state rows in batch order; None outside a scheduled step."""
+        return self._worker.batch_rows(common)
+
+    @property
+    def records(self) -> bool:
+        """Whether a policy that may be chosen needs the observation rings."""
+        return self._worker.rings is not None
+
+    def ring_slots(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[R] int64 ring slots on the host, -1 for none; None where all have none."""
+        return self._worker.batch_rings(common)
+
+    def observation(self, common: CommonAttentionMetadata) -> Observation | None:
+        """Tokens to record in this step and their ring entries; None where there are none."""
+        ring = self._worker.batch_rings(common)
+        if ring is None:
+            return None
+        return observe_index(
+            common.query_start_loc, common.seq_lens, ring, self.state.timeline.window
+        )
+
+    def accumulation(self, common: CommonAttentionMetadata) -> Accumulation | None:
+        """Requests of this step whose policy counts every query; None where there are none."""
+        requests = self._worker.batch_accumulating(common)
+        if requests is None:
+            return None
+        rows = self._worker.batch_rows(common)
+        assert rows is not None
+        return Accumulation.build(common, self.state, rows[requests], requests)
+
+    def accumulate(self, layer_name: str, query: torch.Tensor, accumulation: Accumulation) -> None:
+        """Add the attention of a step's queries [T, query heads, D], whose keys are cached."""
+        values = self._worker.page_values
+        assert values is not None
+        values.reset(layer_name, accumulation.slots)
+        accumulation.add(
+            values.layer(layer_name)[..., 0],
+            self._worker.cache(layer_name),
+            query,
+            self.state.layer_index[layer_name],
+        )
+
+    def attend_weighted(
+        self, layer_name: str, query: torch.Tensor, batch: WeightedBatch, output: torch.Tensor
+    ) -> None:
+        """Attention of a step's queries [T, query heads, D] whose requests weigh their tokens."""
+        values = self._worker.page_values
+        assert values is not None
+        batch.attend(
+            self._worker.cache(layer_name),
+            values.layer(layer_name),
+            query,
+            self.state.layer_index[layer_name],
+            output,
+        )
+
+    def rings(self, layer_name: str) -> torch.Tensor:
+        """[slots * window, query heads, D]: the observation rings of a layer."""
+        rings = self._worker.rings
+        assert rings is not None
+        return rings.layer(layer_name)

@@ -1,0 +1,60 @@
+"""One layer's KV cache as the eviction pass sees it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.ops.fp8 import FP8, typed
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Head pages, how tokens lie in them, and what attention multiplies.
+
+    Args:
+        pages: [num_blocks * H, 2 * block_size * D] in the cache's dtype; uint8 holds FP8.
+        layout: Where a page's tokens are.
+        scale: Softmax scale.
+        softcap: Logit soft cap, 0 for none.
+        query_scale: A recorded query times this is the query that attention sees.
+        key_scale: A stored key times this is the key; 1 unless the cache is FP8.
+        value_scale: As ``key_scale``.
+
+    """
+
+    pages: torch.Tensor
+    layout: PageLayout
+    scale: float
+    softcap: float
+    query_scale: float = 1.0
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.stored.dtype == FP8
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """``pages`` in the type that their elements have, not a copy."""
+        return typed(self.pages)
+
+    def keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """Keys of whole pages.
+
+        Args:
+            pages: [...] int64.
+
+        Returns:
+            [..., block_size, D], a copy; float32 of an FP8 cache, else the cache's dtype.
+
+        """
+        return self._widened(self.layout.read_keys(self.pages, pages), self.key_scale)
+
+    def values(self, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages, as :meth:`keys`."""
+        return self._widened(self.layout.read_values(self.pages, pages), self.value_scale)
+
+    def _widened(self, elements: torch.Tensor, scale: float) -> torch.Tensor:
+        return typed(elements).float() * scale if self.is_fp8 else elements

@@ -1,0 +1,82 @@
+"""Numbers beside the cached tokens: what a policy has to remember of each of them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_kvevict.cache.layer_cache import LayerCache
+
+
+class PageValues:
+    """C float32 numbers for every token of every head page, addressed as the KV cache is.
+
+    Layers whose caches share memory share their numbers too: vLLM lays KV-cache groups over
+    one another, because a block belongs to one group at a time. Blocks are recycled, so what
+    stands in a slot means nothing until :meth:`reset` or :meth:`move` wrote it.
+
+    Args:
+        caches: The caches of all evictable layers on this rank, by name.
+        num_heads: H of each of these layers.
+        channels: C.
+
+    """
+
+    def __init__(
+        self, caches: Mapping[str, "LayerCache"], num_heads: Mapping[str, int], channels: int
+    ) -> None:
+        sizes: dict[int, int] = {}
+        shapes, places = {}, {}
+        for name, cache in caches.items():
+            place = cache.pages.data_ptr()
+            slots = cache.pages.shape[0] * cache.layout.block_size
+            sizes[place] = max(sizes.get(place, 0), slots * channels)
+            shapes[name] = (cache.pages.shape[0], cache.layout.block_size, channels)
+            places[name] = (place, slots * channels, cache.pages.device)
+        memory = {
+            place: torch.zeros(sizes[place], device=device) for place, _, device in places.values()
+        }
+        self.num_bytes = sum(size * torch.float32.itemsize for size in sizes.values())
+        self._num_heads = dict(num_heads)
+        self._layers = {
+            name: memory[place][:size].view(shapes[name])
+            for name, (place, size, _) in places.items()
+        }
+
+    def layer(self, layer_name: str) -> torch.Tensor:
+        """[num_blocks * H, block_size, C] float32: the numbers of one layer, not a copy."""
+        return self._layers[layer_name]
+
+    def reset(self, layer_name: str, slots: torch.Tensor) -> None:
+        """Zero the numbers of tokens that are new in the cache, for every head.
+
+        Args:
+            layer_name: An evictable layer.
+            slots: [T] int64: vLLM's slot mapping of these tokens, ``block * block_size + slot``.
+
+        """
+        values = self._layers[layer_name]
+        block_size = values.shape[1]
+        by_block = values.unflatten(0, (-1, self._num_heads[layer_name]))
+        by_block[slots // block_size, :, slots % block_size] = 0
+
+    def move(
+        self,
+        layer_name: str,
+        source_page: torch.Tensor,
+        source_slot: torch.Tensor,
+        target_page: torch.Tensor,
+    ) -> None:
+        """Copy the numbers of tokens to whole pages, along with their keys and values.
+
+        Args:
+            layer_name: An evictable layer.
+            source_page: [K] int64.
+            source_slot: [K] int64, slot of each token in its page.
+            target_page: [K / block_size] int64, none of them among the sources.
+
+        """
+        values = self._layers[layer_name]
+        moved = values[source_page, source_slot]
+        values[target_page] = moved.view(-1, *values.shape[1:])

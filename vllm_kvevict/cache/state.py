@@ -1,0 +1,113 @@
+"""Per-request device state of one KV-cache group: what attention needs to find the store."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvevict.schedule.timeline import Timeline, blocks_for
+
+
+class GroupState:
+    """Tail start, store and head split of every request of a group, one row a request.
+
+    Rows are the runner adapter's. ``tail_start`` 0 means not evicted.
+
+    Args:
+        group_id: vLLM's KV-cache group.
+        layer_names: The group's layers, in order.
+        timeline: The group's eviction timeline.
+        num_heads: H, KV heads on this rank.
+        num_rows: Requests the worker may hold at once.
+        max_model_len: Longest sequence in tokens; bounds a store, which a request may choose.
+        device: Where the tables live.
+
+    """
+
+    def __init__(
+        self,
+        group_id: int,
+        layer_names: Sequence[str],
+        timeline: Timeline,
+        num_heads: int,
+        num_rows: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.group_id = group_id
+        self.layer_names = list(layer_names)
+        self.layer_index = {name: index for index, name in enumerate(layer_names)}
+        self.timeline = timeline
+        self.num_heads = num_heads
+        # A store of more blocks than the tail start can leave behind is never made.
+        widest = max(1, blocks_for(max_model_len, timeline.block_size))
+
+        def table(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.tail_start = table(num_rows)
+        self.evicted = torch.zeros(num_rows, dtype=torch.bool)
+        """[rows] on the host: whether ``tail_start`` is above 0."""
+        self.shorter = torch.zeros(num_rows, dtype=torch.int64)
+        """[rows] on the host: tokens by which every head is at least shorter than its request."""
+        self.weighted = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        """[rows] whether page values weigh the store; means something where evicted."""
+        self._stores = table(num_rows, widest)
+        self.store = self._stores[:, :1]
+        """[rows, S] block ids, as wide as the widest store so far."""
+        self.head_indptr = table(len(layer_names), num_rows, num_heads + 1)
+
+    @property
+    def stores(self) -> torch.Tensor:
+        """[rows, longest store] block ids, at a fixed address."""
+        return self._stores
+
+    @property
+    def num_bytes(self) -> int:
+        tables = (self.tail_start, self._stores, self.head_indptr)
+        return sum(table.numel() * table.element_size() for table in tables)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget the evictions of these rows."""
+        if len(rows):
+            cleared = torch.as_tensor(rows, dtype=torch.int64)
+            self.evicted[cleared] = False
+            self.tail_start[cleared.to(self.tail_start.device)] = 0
+
+    def splits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[L, R, H + 1] int32 head splits of ``rows`` [R]; zeros where one is not evicted."""
+        return self.head_indptr[:, rows] * (self.tail_start[rows] > 0)[:, None]
+
+    def indptr(self, row: int) -> torch.Tensor:
+        """[L, H + 1] int32 head split of a row; zeros if it is not evicted."""
+        split = self.head_indptr[:, row]
+        return split if bool(self.evicted[row]) else torch.zeros_like(split)
+
+    def record(
+        self,
+        row: int,
+        tail_start: int,
+        store: torch.Tensor,
+        pages: torch.Tensor,
+        weighted: bool = False,
+    ) -> None:
+        """Enter an eviction.
+
+        Args:
+            row: The request's row.
+            tail_start: T in tokens.
+            store: [S] int: block ids.
+            pages: [L, H] int64, each row summing to S * H.
+            weighted: Whether page values hold log-weights of the store's tokens.
+
+        """
+        blocks = store.shape[0]
+        if blocks > self.store.shape[1]:
+            self.store = self._stores[:, :blocks]
+        self._stores[row, :blocks] = store
+        self.head_indptr[:, row, 0] = 0
+        self.head_indptr[:, row, 1:] = pages.cumsum(-1)
+        self.tail_start[row] = tail_start
+        self.evicted[row] = tail_start > 0
+        most = blocks * self.num_heads * self.timeline.block_size
+        self.shorter[row] = max(0, tail_start - most)
+        self.weighted[row] = weighted

@@ -1,0 +1,162 @@
+"""Refuse a request's bad settings where it arrives: in the API server, or in ``LLM``.
+
+The engine core runs in another process, where a refusal would come too late for the client.
+"""
+
+import sys
+from collections.abc import AsyncGenerator, Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+
+from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.requests import AT, asks, parse_options
+from vllm_kvevict.settings.sizing import evictable_layers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kv_eviction.admission")
+
+_WRAPPED = "_kv_eviction_wrapped"
+_API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+"""Loaded in API servers only."""
+
+
+def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: Any) -> None:
+    """Check the settings that a request brings in ``extra_args``.
+
+    Args:
+        vllm_config: Of the engine; without KV eviction every request passes.
+        params: Sampling or pooling parameters.
+        tokens: Token ids of the prompt, or None.
+        embeds: [T, D] embeddings of the prompt, or None.
+
+    Raises:
+        ValueError: In one sentence, which key is wrong and what it may be.
+
+    """
+    extra_args = getattr(params, "extra_args", None)
+    if not asks(extra_args):
+        return
+    config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
+    if config is None or (tokens is None and embeds is None):
+        return
+    length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
+    layers = evictable_layers(vllm_config)
+    rules = config.timelines(vllm_config.cache_config.block_size, layers)
+    options = parse_options(config, extra_args, length, rules)
+
+    # Not at import: this module is loaded while vLLM still looks for its platform.
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import SamplingType
+
+    clips = options.evicts and options.at is not None and options.at < length
+    if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
+        raise ValueError(
+            f"KV eviction: {AT} and seed cannot be combined on vLLM's CPU build, whose workers end "
+            "when a seeded prompt is computed in parts; leave the seed away, or set temperature 0"
+        )
+
+
+def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
+    """Check a request whose prompt may be rendered already; any other prompt passes.
+
+    Raises:
+        ValueError: As :func:`check_request`.
+
+    """
+    if isinstance(prompt, dict):
+        tokens, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+        check_request(vllm_config, params, tokens, embeds)
+
+
+def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
+    """Refuse settings for a session of streaming input, whose prompt has no end to evict at.
+
+    Raises:
+        ValueError: The parameters bring any setting of ours.
+
+    """
+    if asks(getattr(params, "extra_args", None)) and (
+        EvictionConfig.parse(vllm_config.additional_config.get(KEY)) is not None
+    ):
+        raise ValueError(
+            f"KV eviction: a session of streaming input is never evicted; leave {KEY}* away"
+        )
+
+
+def install() -> None:
+    """Check every request of this process. Idempotent.
+
+    ``InputProcessor.process_inputs`` sees each of them. The others are asked before a streamed
+    answer has begun, so that it can still be HTTP 400: ``AsyncLLM.generate``, and in the
+    Responses API, which calls that only then, ``_generate_with_builtin_tools``.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if not hasattr(InputProcessor.process_inputs, _WRAPPED):
+        process_inputs, generate = (
+            _wrap_process_inputs(InputProcessor.process_inputs),
+            _wrap_generate(AsyncLLM.generate),
+        )
+        InputProcessor.process_inputs = process_inputs
+        AsyncLLM.generate = generate
+    if _API_SERVER in sys.modules:
+        _install_responses()
+
+
+def _install_responses() -> None:
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    original = getattr(OpenAIServingResponses, "_generate_with_builtin_tools", None)
+    if original is None:
+        logger.warning("Streams of the Responses API are refused only after they have begun.")
+    elif not hasattr(original, _WRAPPED):
+        OpenAIServingResponses._generate_with_builtin_tools = _wrap_responses(original)
+
+
+def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        if request.resumable:
+            refuse_session(self.vllm_config, request.sampling_params)
+        check_request(
+            self.vllm_config,
+            request.sampling_params,
+            request.prompt_token_ids,
+            request.prompt_embeds,
+        )
+        return request
+
+    setattr(process_inputs, _WRAPPED, True)
+    return process_inputs
+
+
+def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(prompt, AsyncGenerator):
+            refuse_session(self.vllm_config, sampling_params)
+        check_rendered(self.vllm_config, sampling_params, prompt)
+        return original(self, prompt, sampling_params, *args, **kwargs)
+
+    setattr(generate, _WRAPPED, True)
+    return generate
+
+
+def _wrap_responses(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = getattr(self.engine_client, "vllm_config", None)
+        if vllm_config is not None:
+            params, prompt = kwargs.get("sampling_params"), kwargs.get("engine_input")
+            check_rendered(vllm_config, params, prompt)
+        return original(self, *args, **kwargs)
+
+    setattr(generate, _WRAPPED, True)
+    return generate

@@ -1,0 +1,293 @@
+"""What eviction does not work with, decided from the configuration before the model loads.
+
+The worker looks again at the real layers, for what no configuration tells.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_kvevict.ops.fp8 import CACHE_DTYPES
+from vllm_kvevict.settings.sizing import evictable_layers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvevict.settings.config import EvictionConfig
+
+WITHOUT = "serve this model without --kv-eviction"
+
+
+class Refusal(NamedTuple):
+    """One row: ``applies`` says whether the configuration has ``what``; ``advice`` what to do."""
+
+    what: str
+    why: str
+    advice: str
+    applies: Callable[["VllmConfig"], Any]
+
+    def sentence(self) -> str:
+        return f"KV eviction does not support {self.what}, because {self.why}; {self.advice}."
+
+
+def _platform(vllm_config: "VllmConfig") -> bool:
+    from vllm.platforms import current_platform
+
+    return not (current_platform.is_cpu() or current_platform.is_cuda_alike())
+
+
+def _block_size(vllm_config: "VllmConfig") -> bool:
+    from vllm.platforms import current_platform
+
+    return vllm_config.cache_config.block_size % (32 if current_platform.is_cpu() else 16) != 0
+
+
+def _quantised(vllm_config: "VllmConfig") -> bool:
+    from vllm.platforms import current_platform
+
+    # What ROCm calls FP8 is another type on some of its GPUs.
+    served = () if current_platform.is_rocm() else CACHE_DTYPES
+    model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return vllm_config.cache_config.cache_dtype not in ("auto", model_dtype, *served)
+
+
+def _layout(vllm_config: "VllmConfig") -> bool:
+    from vllm import envs
+
+    return envs.VLLM_KV_CACHE_LAYOUT not in (None, "LBHNC", "HND")
+
+
+def _shares_layers(vllm_config: "VllmConfig") -> bool:
+    text = vllm_config.model_config.hf_text_config
+    return bool(getattr(text, "num_kv_shared_layers", 0)) or getattr(text, "use_cla", False)
+
+
+def _promoted(vllm_config: "VllmConfig") -> bool:
+    model = vllm_config.model_config
+    return bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager) and (
+        model.get_sliding_window() is not None or model.attention_chunk_size is not None
+    )
+
+
+def _bidirectional(vllm_config: "VllmConfig") -> bool:
+    model = vllm_config.model_config
+    return (
+        vllm_config.attention_config.use_non_causal
+        or model.is_mm_prefix_lm
+        or getattr(model.hf_text_config, "is_causal", True) is False
+    )
+
+
+REFUSALS = (
+    Refusal(
+        "this platform",
+        "this release has attention backends for vLLM's CPU, CUDA and ROCm builds only",
+        "use one of these builds or serve without --kv-eviction",
+        _platform,
+    ),
+    # Models.
+    Refusal(
+        "pooling models",
+        "they generate no tokens, so there is no cache to keep small",
+        WITHOUT,
+        lambda c: c.model_config.runner_type == "pooling",
+    ),
+    Refusal(
+        "encoder-decoder models",
+        "their cross-attention reads the encoder's cache as a whole",
+        WITHOUT,
+        lambda c: c.model_config.is_encoder_decoder,
+    ),
+    Refusal(
+        "diffusion language models",
+        "they rewrite tokens whose keys may already be evicted",
+        WITHOUT,
+        lambda c: c.diffusion_config is not None or c.model_config.is_diffusion,
+    ),
+    Refusal(
+        "models without full-attention layers",
+        "a model without attention has no KV cache",
+        WITHOUT,
+        lambda c: c.model_config.is_attention_free,
+    ),
+    Refusal(
+        "models without full-attention layers",
+        "every layer of this one has a sliding window, which bounds its cache already",
+        WITHOUT,
+        lambda c: c.cache_config.sliding_window is not None,
+    ),
+    Refusal(
+        "hybrid models with recurrent (Mamba or linear-attention) layers",
+        "their state shares padded blocks with the KV cache",
+        WITHOUT,
+        lambda c: c.model_config.is_hybrid,
+    ),
+    Refusal(
+        "MLA models",
+        "all heads share one latent entry per token, so heads cannot evict apart",
+        WITHOUT,
+        lambda c: c.model_config.use_mla,
+    ),
+    Refusal(
+        "reference sliding-window (R-SWA) models",
+        "they drop generated tokens by a rule of their own",
+        WITHOUT,
+        lambda c: c.model_config.rswa_window is not None,
+    ),
+    Refusal(
+        "bidirectional or prefix-LM attention",
+        "scores assume that a token sees only what comes before it",
+        WITHOUT,
+        _bidirectional,
+    ),
+    Refusal(
+        "ALiBi",
+        "its biases need every key at its own position",
+        WITHOUT,
+        lambda c: c.model_config.uses_alibi,
+    ),
+    Refusal(
+        "learned attention sinks",
+        "scores leave them out",
+        WITHOUT,
+        lambda c: getattr(c.model_config.hf_text_config, "model_type", "") == "gpt_oss",
+    ),
+    Refusal(
+        "a KV cache shared between layers",
+        "two layers would have to agree on what to evict",
+        WITHOUT,
+        _shares_layers,
+    ),
+    # Features.
+    Refusal(
+        "speculative decoding",
+        "rejected draft tokens would have to return after an eviction",
+        "remove --speculative-config or serve without --kv-eviction",
+        lambda c: c.speculative_config is not None,
+    ),
+    Refusal(
+        "KV connectors and KV offloading",
+        "they move positional blocks, which eviction frees",
+        "remove --kv-transfer-config and --kv-offloading-size or serve without --kv-eviction",
+        lambda c: c.kv_transfer_config is not None,
+    ),
+    Refusal(
+        "encoder-cache connectors",
+        "disaggregated encoders have not been tried with it",
+        "remove --ec-transfer-config or serve without --kv-eviction",
+        lambda c: c.ec_transfer_config is not None,
+    ),
+    Refusal(
+        "context parallelism",
+        "each rank holds only some of a head's tokens",
+        "set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
+        ),
+    ),
+    Refusal(
+        "this type of KV cache",
+        "keys are scored in the type of the model or in FP8 with one scale a layer",
+        "set --kv-cache-dtype to auto, to the type of the model, or, but on ROCm, to fp8",
+        _quantised,
+    ),
+    Refusal(
+        "--kv-sharing-fast-prefill",
+        "it skips the prompt's queries, which decide what to keep",
+        "remove the flag",
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
+    ),
+    Refusal(
+        "micro-batching",
+        "a step's requests would reach the attention backend in two halves",
+        "remove --enable-dbo and --ubatch-size",
+        lambda c: c.parallel_config.use_ubatching,
+    ),
+    Refusal(
+        "HiSparse",
+        "it brings its own block manager",
+        "remove it from --attention-config",
+        lambda c: c.attention_config.hisparse_config is not None,
+    ),
+    Refusal(
+        "elastic expert parallelism and engine recovery",
+        "a worker that restarts has lost which tokens its requests keep",
+        "remove --enable-elastic-ep and --enable-fault-tolerance",
+        lambda c: c.parallel_config.enable_elastic_ep or c.parallel_config.enable_fault_tolerance,
+    ),
+    # Geometry of the cache.
+    Refusal(
+        "this KV-cache layout",
+        "a head's tokens of one block must lie behind one another",
+        "unset VLLM_KV_CACHE_LAYOUT or set it to LBHNC",
+        _layout,
+    ),
+    Refusal(
+        "this block size",
+        "the CPU kernel takes multiples of 32 tokens and the CUDA kernels multiples of 16",
+        "set --block-size to a multiple of 32",
+        _block_size,
+    ),
+    Refusal(
+        "prefix-cache hits inside a block",
+        "it keeps and frees whole blocks",
+        "remove --prefix-match-unit",
+        lambda c: c.cache_config.prefix_match_unit not in (None, c.cache_config.block_size),
+    ),
+    Refusal(
+        "sliding-window or chunked-attention layers without the hybrid KV cache manager",
+        "they would share a block table with layers that evict",
+        "remove --disable-hybrid-kv-cache-manager or serve without --kv-eviction",
+        _promoted,
+    ),
+)
+
+
+PYRAMID_REFUSALS = (
+    Refusal(
+        "pyramidkv and ada-pyramid with pipeline parallelism",
+        "a stage holds neighbouring layers, and would leave the blocks of all other layers empty",
+        "set --pipeline-parallel-size to 1 or choose another policy",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "pyramidkv and ada-pyramid for this model",
+        "it has fewer than two layers with full attention",
+        "choose another policy",
+        lambda c: evictable_layers(c) < 2,
+    ),
+)
+
+
+def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
+    """Refuse what eviction does not work with.
+
+    Args:
+        vllm_config: As vLLM built it.
+        config: The settings of eviction.
+
+    Raises:
+        ValueError: In one sentence: what is unsupported, why, and what to do.
+
+    """
+    for refusal in REFUSALS + (PYRAMID_REFUSALS if config.has_pyramid else ()):
+        if refusal.applies(vllm_config):
+            raise ValueError(refusal.sentence())
+    _check_policies(config)
+
+
+def _check_policies(config: "EvictionConfig") -> None:
+    """Refuse policies whose attention path this platform does not have."""
+    from vllm.platforms import current_platform
+
+    from vllm_kvevict.policies.registry import build_policies
+
+    if current_platform.is_cpu():
+        return
+    for name, policy in build_policies(config).items():
+        if policy.scorer.page_channels:
+            raise ValueError(
+                f"KV eviction does not support the policy {name} on this platform, because only "
+                "its CPU attention backend keeps numbers beside the cached tokens; choose another "
+                "policy."
+            )

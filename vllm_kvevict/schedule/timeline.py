@@ -1,0 +1,198 @@
+"""When a request evicts, and how many blocks it holds: pure arithmetic on lengths.
+
+The engine core and the workers both read this module, so neither has to tell the other
+how much is evicted. Nothing here imports torch or vLLM.
+
+Units: every length and position is in tokens, every count in blocks of ``block_size``
+tokens. ``n`` is the number of tokens whose keys are in the cache at the end of a step.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm_kvevict.schedule.layers import Pyramid
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks needed for ``tokens`` tokens."""
+    return -(-tokens // block_size)
+
+
+def _whole(tokens: float) -> int:
+    # Of 100 tokens 29% are 29, although 100 * 0.29 is a hair less.
+    return int(round(tokens, 6))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The eviction schedule of one group of layers (DESIGN section 2).
+
+    Args:
+        block_size: Tokens in a block.
+        window: Observation window w; these last tokens are never evicted.
+        interval: Decode steps between evictions; 0 evicts after prefill only.
+        budget_tokens: Tokens kept per KV head, window included; None if a share is given.
+        budget_share: Share of the prompt kept per KV head, in (0, 1]; None if tokens are given.
+        pyramid: Where the group lies in a pyramid over all layers, whose mean the budget is;
+            None where every layer has the same.
+
+    Raises:
+        ValueError: A length is out of range, or not exactly one budget is given.
+
+    """
+
+    block_size: int
+    window: int
+    interval: int
+    budget_tokens: int | None = None
+    budget_share: float | None = None
+    pyramid: Pyramid | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.window < 1 or self.interval < 0:
+            raise ValueError("block_size and window must be at least 1, interval at least 0")
+        if (self.budget_tokens is None) == (self.budget_share is None):
+            raise ValueError("give exactly one of budget_tokens and budget_share")
+
+    @property
+    def stride(self) -> int:
+        """Decode steps between two evictions: the interval in whole blocks, 0 for never.
+
+        The tail start moves by whole blocks, so a shorter interval would find nothing to evict.
+        """
+        return blocks_for(self.interval, self.block_size) * self.block_size
+
+    def budget(self, length: int) -> int:
+        """Tokens kept per KV head of ``length`` tokens in the group's layers, window included.
+
+        ``length`` is the prompt, or the part of it before a request's eviction point.
+        """
+        mean = self.mean_budget(length)
+        beside = mean - self.window
+        if self.pyramid is None or beside <= 0:
+            return mean
+        return self.window + _whole(self.pyramid.tokens(beside, length - self.window))
+
+    def mean_budget(self, length: int) -> int:
+        """As :meth:`budget`, the mean over all layers: what the operator or the request set."""
+        if self.budget_tokens is not None:
+            return self.budget_tokens
+        assert self.budget_share is not None
+        return _whole(length * self.budget_share)
+
+    def store_blocks(self, length: int) -> int:
+        """S, the blocks of the store: a layer keeps S pages per KV head on average."""
+        return max(1, (self.budget(length) - self.window) // self.block_size)
+
+    def tail_start(self, n: int) -> int:
+        """T, the first position that stays in its positional block when evicting at ``n``."""
+        return max(0, (n - self.window) // self.block_size * self.block_size)
+
+    def evictable(self, n: int, store_blocks: int, old_tail_start: int) -> bool:
+        """Whether an eviction at ``n`` would free anything.
+
+        ``old_tail_start`` is 0 for a request that has not been evicted yet.
+        """
+        return self.tail_start(n) > (old_tail_start or store_blocks * self.block_size)
+
+
+@dataclass
+class RequestTimeline:
+    """Where one request stands in its schedule, from admission to finish or preemption.
+
+    Args:
+        timeline: The rule.
+        prompt_len: Tokens of the prompt.
+        prefill_end: The prompt, or everything that is replayed after a preemption.
+        at: The request's own eviction point in (0, prompt_len]; None for the end of prefill.
+            Tokens from there on are prefilled over the evicted cache, and a share is a share
+            of what comes before it.
+
+    """
+
+    timeline: Timeline
+    prompt_len: int
+    prefill_end: int
+    at: int | None = None
+    tail_start: int = 0
+    due: int | None = field(init=False)
+    point: int | None = field(init=False)
+    """E, where prefill evicts; None for a request too short for it."""
+    computed_valid: int | None = None
+    """Tokens from here on were computed over an evicted cache; None before the first eviction."""
+
+    def __post_init__(self) -> None:
+        rule = self.timeline
+        self.store_blocks = rule.store_blocks(self.prompt_len if self.at is None else self.at)
+        point = self.prefill_end if self.at is None else self.at
+        if rule.evictable(point, self.store_blocks, 0):
+            self.due = self.point = point
+            return
+        self.point = None
+        if rule.stride:
+            # Too short to evict: joins in once it has outgrown its budget by the interval.
+            budget = self.store_blocks * rule.block_size + rule.window
+            self.due = max(budget + rule.stride, self.prefill_end + 1)
+        else:
+            self.due = None
+
+    @property
+    def evicted(self) -> bool:
+        return self.computed_valid is not None
+
+    @property
+    def hit_cap(self) -> int:
+        """Most tokens that a prefix-cache hit may cover, asked before anything is evicted.
+
+        The queries of the last w tokens before the first eviction must be computed, also where
+        it comes soon after the prefill.
+        """
+        if self.due is None:
+            return self.prefill_end
+        return min(self.prefill_end, self.timeline.tail_start(self.due))
+
+    def is_due(self, n: int) -> bool:
+        """Whether the step that ends at ``n`` should evict."""
+        return (
+            self.due is not None
+            and n >= self.due
+            and self.timeline.evictable(n, self.store_blocks, self.tail_start)
+        )
+
+    def observes(self, n: int) -> bool:
+        """Whether the step that ends at ``n`` computes queries of the coming window."""
+        return self.due is not None and n > self.due - self.timeline.window
+
+    def evict(self, n: int) -> tuple[int, int]:
+        """Record the eviction of the step that ends at ``n``.
+
+        Returns:
+            The old and the new tail start; blocks between them are freed once the step is
+            processed.
+
+        """
+        assert self.is_due(n), f"no eviction is due at {n} (due {self.due})"
+        old, self.tail_start = self.tail_start, self.timeline.tail_start(n)
+        if self.computed_valid is None:
+            self.computed_valid = n
+        stride = self.timeline.stride
+        # Not inside the prefill, so that nothing depends on how it is cut into chunks.
+        self.due = max(n + stride, self.prefill_end) if stride else None
+        return old, self.tail_start
+
+    def peak_blocks(self, n: int) -> int:
+        """Most blocks the request can hold up to length ``n`` if no eviction is postponed.
+
+        ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
+        replaced, and the block that a step in flight adds before an eviction's blocks are free.
+        """
+        request = RequestTimeline(self.timeline, self.prompt_len, self.prefill_end, self.at)
+        bs, peak, freed, store = self.timeline.block_size, 0, 0, 0
+        # The tail start moves by the stride as well: every later cycle is like the third.
+        for _ in range(3):
+            if request.due is None or n < request.due:
+                return max(peak, blocks_for(n, bs) - freed + store)
+            due = request.due
+            held = blocks_for(due, bs) - freed + store
+            peak = max(peak, held + request.store_blocks + (n > due))
+            freed, store = request.evict(due)[1] // bs, request.store_blocks
+        return peak

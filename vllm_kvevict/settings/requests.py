@@ -1,0 +1,213 @@
+"""What a request may ask for in ``vllm_xargs``: one reading for API servers and engine core."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_kvevict.policies.registry import PYRAMIDS
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.config import (
+    KEY,
+    NONE,
+    EvictionConfig,
+    budget_share,
+    budget_tokens,
+    parse_budget,
+)
+
+POLICY = KEY
+BUDGET = f"{KEY}_budget"
+INTERVAL = f"{KEY}_interval"
+PROTECT = f"{KEY}_protect_first"
+AT = f"{KEY}_at"
+KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, AT)
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """One request's settings; None where the server's apply.
+
+    Args:
+        policy: One of the server's choices, or "none".
+        budget: Tokens, or a share such as "25%" of what comes before the eviction point.
+        interval: Decode steps between evictions; 0 evicts once.
+        protect_first: Tokens at the start of the prompt that no head ever evicts.
+        at: Eviction point in (0, prompt length], counted from the start of the prompt; None
+            for the end of prefill.
+
+    """
+
+    policy: str
+    budget: int | str | None = None
+    interval: int | None = None
+    protect_first: int = 0
+    at: int | None = None
+
+    @property
+    def evicts(self) -> bool:
+        return self.policy != NONE
+
+    def timeline(self, rule: Timeline) -> Timeline:
+        """The rule of a KV-cache group as this request has it."""
+        if rule.pyramid is not None and self.policy not in PYRAMIDS:
+            rule = replace(rule, pyramid=None)
+        if self.budget is not None:
+            rule = replace(
+                rule,
+                budget_tokens=budget_tokens(self.budget),
+                budget_share=budget_share(self.budget),
+            )
+        return rule if self.interval is None else replace(rule, interval=self.interval)
+
+
+def asks(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request sets anything of ours, known or not."""
+    return bool(extra_args) and any(str(key).startswith(KEY) for key in extra_args or ())
+
+
+def parse_options(
+    config: EvictionConfig,
+    extra_args: Mapping[str, Any] | None,
+    prompt_len: int,
+    rules: Sequence[Timeline],
+) -> RequestOptions:
+    """Read and check the settings of a request.
+
+    Args:
+        config: The server's settings.
+        extra_args: ``SamplingParams.extra_args``; other keys are not ours.
+        prompt_len: Tokens of the prompt.
+        rules: The server's timeline of every layer or every KV-cache group that evicts.
+
+    Raises:
+        ValueError: In one sentence, which key is wrong and what it may be.
+
+    """
+    given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(KEY)}
+    for key in given:
+        if key not in KEYS:
+            raise ValueError(f"KV eviction: unknown key {key!r} (known: {', '.join(KEYS)})")
+    options = RequestOptions(
+        policy=_policy(config, given),
+        budget=_budget(config, given),
+        interval=_interval(config, given),
+        protect_first=_number(given, PROTECT, least=0, what="tokens") if PROTECT in given else 0,
+        at=_at(given, prompt_len),
+    )
+    if options.evicts:
+        _check_store(config, options, prompt_len, rules)
+    return options
+
+
+def _policy(config: EvictionConfig, given: Mapping[str, Any]) -> str:
+    name = given.get(POLICY, config.policy)
+    if name not in config.choices:
+        raise ValueError(
+            f"KV eviction: {POLICY} must be one of the policies that this server allows "
+            f"({', '.join(config.choices)}), not {name!r}"
+        )
+    return str(name)
+
+
+def _budget(config: EvictionConfig, given: Mapping[str, Any]) -> int | str | None:
+    if BUDGET not in given:
+        return None
+    value = given[BUDGET]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        budget = parse_budget(value)
+    except ValueError as error:
+        raise ValueError(f"KV eviction: {BUDGET}: {error}") from None
+    tokens = budget_tokens(budget)
+    if tokens is not None and tokens <= config.window:
+        raise ValueError(
+            f"KV eviction: {BUDGET} {tokens} leaves no room beside the observation window of "
+            f"{config.window} tokens; give at least {config.window + 1}"
+        )
+    return budget
+
+
+def _interval(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
+    if INTERVAL not in given:
+        return None
+    interval = _number(given, INTERVAL, least=0, what="decode steps")
+    capped = config.max_budget is not None and config.interval > 0
+    if capped and not 0 < interval <= config.interval:
+        raise ValueError(
+            f"KV eviction: {INTERVAL} must be between 1 and {config.interval} decode steps on "
+            f"this server, which caps budgets, not {interval}"
+        )
+    return interval
+
+
+def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
+    if AT not in given:
+        return None
+    at = _number(given, AT, least=None, what="prompt tokens")
+    point = at + prompt_len if at < 0 else at
+    if not 0 < point <= prompt_len:
+        raise ValueError(
+            f"KV eviction: {AT} must be between 1 and the prompt's {prompt_len} tokens, or "
+            f"between {1 - prompt_len} and -1 to count from its end, not {at}"
+        )
+    return point
+
+
+def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) -> int:
+    value = given[key]
+    number: int | None = None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # False for NaN and infinity as well.
+        if abs(value) < 2**53 and value == int(value):
+            number = int(value)
+    elif isinstance(value, str):
+        text = value.strip()
+        digits = text.removeprefix("-")
+        if digits.isascii() and digits.isdigit() and len(digits) <= 15:
+            number = int(text)
+    if number is None:
+        raise ValueError(f"KV eviction: {key} must be a whole number of {what}, not {value!r}")
+    if least is not None and number < least:
+        raise ValueError(f"KV eviction: {key} must be at least {least} {what}, not {number}")
+    return number
+
+
+def _check_store(
+    config: EvictionConfig,
+    options: RequestOptions,
+    prompt_len: int,
+    rules: Sequence[Timeline],
+) -> None:
+    """Refuse a budget above the cap, and protected tokens that the store cannot hold."""
+    length = prompt_len if options.at is None else options.at
+    rule, block_size = rules[0], rules[0].block_size
+    mine = options.timeline(rule)
+    if config.max_budget is not None:
+        cap = RequestOptions(config.policy, budget=config.max_budget).timeline(rule)
+        asked, most = mine.mean_budget(length), cap.mean_budget(length)
+        if options.budget is not None and asked > most:
+            raise ValueError(
+                f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, and "
+                f"this server allows at most {config.max_budget}, here {most} tokens"
+            )
+        # Where nothing evicts later, all that follows the point stays.
+        held = min(asked, length) + prompt_len - length
+        most = max(cap.mean_budget(prompt_len), rule.mean_budget(prompt_len))
+        if options.at is not None and not rule.interval and held > most:
+            raise ValueError(
+                f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
+                f"prompt on a server that evicts once, the {prompt_len - length} behind the point "
+                f"included, and this server allows at most {most} tokens"
+            )
+    least = config.least_slots(options.policy)
+    stores = [options.timeline(one).store_blocks(length) for one in set(rules)]
+    room = min(stores) * block_size - least
+    if options.protect_first > room:
+        beside = f" and the {least} slots that {options.policy} needs" if least else ""
+        where = " in the deepest layers" if options.policy in PYRAMIDS else ""
+        raise ValueError(
+            f"KV eviction: {PROTECT} must be at most the {room} tokens that the budget of "
+            f"{options.budget or config.budget} keeps beside the window{beside}{where}, in whole "
+            f"blocks of {block_size}, not {options.protect_first}"
+        )

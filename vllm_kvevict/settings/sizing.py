@@ -1,0 +1,83 @@
+"""How much memory eviction needs beside the KV cache. Engine and workers agree through it."""
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.schedule.timeline import blocks_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    from vllm_kvevict.settings.config import EvictionConfig
+
+RING_BYTES = 512 * 2**20
+"""Most bytes that the observation rings of one rank may take."""
+
+
+def evictable_layers(vllm_config: "VllmConfig") -> int:
+    """Full-attention layers of the whole model, as its configuration counts them.
+
+    Workers see the layers themselves, and refuse to start where budgets differ by layer and the
+    two counts do.
+    """
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
+    if kinds:
+        return sum(kind == "full_attention" for kind in kinds)
+    return vllm_config.model_config.get_total_num_hidden_layers()
+
+
+def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
+    """Bytes of one ring slot on one rank: [layers, window, query heads, head size]."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers = blocks_for(model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)
+    heads = model.get_num_attention_heads(parallel)
+    return layers * config.window * heads * model.get_head_size() * model.dtype.itemsize
+
+
+def ring_slots(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
+    """Ring slots of one rank; 0 where no policy that a request may choose needs queries.
+
+    One for every sequence where that fits into :data:`RING_BYTES`, else as many as do. With
+    fewer slots than sequences an eviction may wait for one: it is postponed and counted.
+    """
+    from vllm_kvevict.policies.registry import build_policies
+
+    if not any(policy.needs_window for policy in build_policies(config).values()):
+        return 0
+    affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
+    return min(vllm_config.scheduler_config.max_num_seqs, affordable)
+
+
+def page_channels(config: "EvictionConfig") -> int:
+    """Numbers beside every cached token that the policies of this server need, at most."""
+    from vllm_kvevict.policies.registry import build_policies
+
+    return max(policy.scorer.page_channels for policy in build_policies(config).values())
+
+
+def beside_page_values(available: int, specs: "Iterable[AttentionSpec]", channels: int) -> int:
+    """What is left for the KV cache once page values stand beside it.
+
+    Both grow with the number of blocks, so a fixed share of the memory goes to each. The share
+    is exact where all layers have equal pages, else it is that of the layer that needs most.
+
+    Args:
+        available: Bytes for both.
+        specs: Specs of the evictable layers on this rank, at least one.
+        channels: float32 numbers for each cached token and KV head.
+
+    Returns:
+        Bytes, at most ``available``.
+
+    """
+    most = min(
+        Fraction(
+            spec.page_size_bytes,
+            spec.page_size_bytes + spec.num_kv_heads * spec.block_size * channels * 4,
+        )
+        for spec in specs
+    )
+    return int(available * most)
