@@ -55,7 +55,7 @@ class Side:
         if metrics:
             self.loggers = StatLoggerManager(config)
         else:
-            self.scheduler._reporter = None
+            self.scheduler._reports = None
             self.loggers = StatLoggerManager(config, enable_default_loggers=False)
             self.loggers.stat_loggers = [
                 logger

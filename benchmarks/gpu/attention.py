@@ -16,8 +16,8 @@ from benchmarks.gpu.clock import copy_bandwidth, describe, milliseconds, spread
 from benchmarks.gpu.heads import Step
 from benchmarks.provenance import provenance
 from vllm_kvevict.attention.evicting import head_pages
-from vllm_kvevict.attention.ragged import Extend
 from vllm_kvevict.attention.scratch import Scratch, Shape
+from vllm_kvevict.attention.sequences import Extend
 from vllm_kvevict.attention.xformers_ops import GATHERED
 
 RESULTS = Path("benchmarks/results/gpu")

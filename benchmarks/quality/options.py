@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.tasks import TASKS
-from vllm_kvevict.policies.registry import POLICY_NAMES
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import POLICY_NAMES
 
 SHIPPED = Path(__file__).parent / "model"
 POOLED = ("snapkv", "ada-snapkv")

@@ -8,8 +8,8 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from benchmarks.quality.options import SHIPPED
-from vllm_kvevict.policies.registry import POLICY_NAMES
 from vllm_kvevict.settings.config import parse_budget
+from vllm_kvevict.settings.names import POLICY_NAMES
 
 DATASETS = ("random", "shared-prefix", "timed-trace")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvevict.policies.registry import POLICY_NAMES
+from vllm_kvevict.settings.names import POLICY_NAMES
 
 VLLM = Path(sys.executable).with_name("vllm")
 

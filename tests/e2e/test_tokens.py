@@ -5,7 +5,7 @@ import pytest
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
-from vllm_kvevict.policies.registry import POLICY_NAMES
+from vllm_kvevict.settings.names import POLICY_NAMES
 
 EVICTION = dict(budget=128, interval=64)
 LENGTHS = (700, 333, 1200, 1, 60, 150)

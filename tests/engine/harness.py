@@ -31,8 +31,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker
 from tests.models import cached_tiny_llama
+from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
-from vllm_kvevict.engine.spec import EvictableAttentionSpec, register_spec
+from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.settings.config import EvictionConfig
 
 STOP_TOKEN = 1

@@ -24,7 +24,7 @@ class Metered(Engine):
         self.judged = 0
         self.evicting = list(self.scheduler._evicting.values())
         update, free = self.scheduler.update_from_output, self.scheduler._free_request
-        note, check = self.scheduler._reporter.kept, self.invariants.check
+        note, check = self.scheduler._reports.reporter.kept, self.invariants.check
 
         def update_from_output(planned: Any, output: Any) -> Any:
             plan = getattr(planned, PLAN, None)
@@ -51,7 +51,7 @@ class Metered(Engine):
 
         self.scheduler.update_from_output = update_from_output
         self.scheduler._free_request = free_request
-        self.scheduler._reporter.kept = lambda share: (self.kept.append(share), note(share))
+        self.scheduler._reports.reporter.kept = lambda share: (self.kept.append(share), note(share))
         self.invariants.check = lambda: (check(), self.check_saved())
 
     def check_saved(self) -> None:

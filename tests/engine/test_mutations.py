@@ -9,6 +9,8 @@ from hypothesis import Phase, given, settings
 from tests.engine.scenarios import SCENARIOS, Scenario, run
 from tests.engine.test_accounting import PROFILE
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.planner import StepPlanner
+from vllm_kvevict.engine.points import EvictionPoints
 from vllm_kvevict.engine.scheduler import EvictionMixin
 from vllm_kvevict.schedule.step_plan import PLAN
 from vllm_kvevict.settings.requests import RequestOptions
@@ -63,7 +65,7 @@ def test_accounting_catches_a_ring_slot_with_two_writers(monkeypatch):
     def settle(self: Any, plan: Any, request_id: str, entry: Any, start: int, end: int) -> None:
         self._ledger.settle(entry, end)
 
-    wrap(monkeypatch, EvictionMixin, "_plan_eviction", settle)
+    wrap(monkeypatch, StepPlanner, "_plan_eviction", settle)
     with pytest.raises(AssertionError, match="ring slot used twice"):
         hunt()
 
@@ -75,7 +77,7 @@ def test_accounting_catches_a_store_that_never_fits(monkeypatch):
 
 
 def test_accounting_catches_a_chunk_that_runs_across_an_eviction_point(monkeypatch):
-    monkeypatch.setattr(EvictionMixin, "_clip", lambda self, request_id, start, end: end)
+    monkeypatch.setattr(EvictionPoints, "clip", lambda self, request_id, start, end: end)
     with pytest.raises(AssertionError, match="crosses"):
         hunt()
 

@@ -12,7 +12,8 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from tests.engine.harness import Engine, Setup, eviction_config, vllm_config
 from tests.engine.test_scheduler import counters, engine, evictions, tokens
 from tests.engine.test_spec import FULL
-from vllm_kvevict.engine.spec import EvictableAttentionSpec, register_spec
+from vllm_kvevict.engine.registration import register_spec
+from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.schedule.layers import cut, padding
 from vllm_kvevict.schedule.step_plan import PLAN
 

@@ -4,8 +4,9 @@ import pytest
 
 from tests.engine.harness import Setup, vllm_config
 from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.settings import sizing
+from vllm_kvevict.policies import needs
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.memory import ring_bytes
 
 
 def test_slots_are_handed_out_once():
@@ -32,7 +33,7 @@ def config(policy: str, window: int = 16) -> EvictionConfig:
 
 def test_one_ring_holds_the_window_of_every_layer():
     # The tiny model: 4 layers, 8 query heads of size 32, float32.
-    ring = sizing.ring_bytes(vllm_config(Setup()), config("snapkv"))
+    ring = ring_bytes(vllm_config(Setup()), config("snapkv"))
     assert ring == 4 * 16 * 8 * 32 * 4
 
 
@@ -42,9 +43,9 @@ def test_one_ring_holds_the_window_of_every_layer():
 )
 def test_one_slot_for_every_sequence_where_memory_allows(monkeypatch, policy, megabytes, slots):
     # 16 * 4096 bytes a ring: 16 rings fit into 1 MB.
-    monkeypatch.setattr(sizing, "RING_BYTES", int(megabytes * 2**20))
-    assert sizing.ring_slots(vllm_config(Setup(max_num_seqs=8)), config(policy)) == slots
+    monkeypatch.setattr(needs, "RING_BYTES", int(megabytes * 2**20))
+    assert needs.ring_slots(vllm_config(Setup(max_num_seqs=8)), config(policy)) == slots
 
 
 def test_no_slot_where_the_policy_needs_no_queries():
-    assert sizing.ring_slots(vllm_config(Setup()), config("streaming-llm")) == 0
+    assert needs.ring_slots(vllm_config(Setup()), config("streaming-llm")) == 0

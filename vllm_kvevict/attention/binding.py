@@ -1,19 +1,38 @@
 """What the attention backend of one KV-cache group sees of the worker's eviction state."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.accumulation import Accumulation
 from vllm_kvevict.attention.weighted import WeightedBatch
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.observe import observe_index
 
-if TYPE_CHECKING:
-    from vllm_kvevict.worker.eviction import WorkerEviction
-
 Observation = tuple[torch.Tensor, torch.Tensor]
+
+
+class Step(Protocol):
+    """What a backend asks the worker about the step that runs."""
+
+    rings: ObservationRings | None
+    page_values: PageValues | None
+
+    def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[R] int64 state rows in batch order; None outside a scheduled step."""
+
+    def batch_rings(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """[R] int64 ring slots on the host, -1 for none; None where all have none."""
+
+    def batch_accumulating(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Places of requests whose policy counts every query; None where there are none."""
+
+    def cache(self, layer_name: str) -> LayerCache:
+        """A layer's cache, ready to be read."""
 
 
 class GroupBinding:
@@ -22,7 +41,7 @@ class GroupBinding:
     Outside a scheduled step (profiling, warm-up) every row counts as not evicted.
     """
 
-    def __init__(self, worker: "WorkerEviction", state: GroupState) -> None:
+    def __init__(self, worker: Step, state: GroupState) -> None:
         self._worker = worker
         self.state = state
 

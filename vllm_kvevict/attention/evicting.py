@@ -1,41 +1,18 @@
 """A GPU backend with eviction: what the derived backends share, whatever their stock kernel is."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvevict.attention.binding import GroupBinding
-from vllm_kvevict.attention.choice import kernel_asked
-from vllm_kvevict.attention.ragged import Decode, Extend, GroupBuffers, Recording
+from vllm_kvevict.attention.layouts import EvictingMetadata
+from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.sequences import Decode, Extend
 from vllm_kvevict.attention.triton_decode import decode
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
-
-
-@dataclass
-class EvictingMetadata:
-    """A step of a group that evicts.
-
-    ``stock`` is vLLM's metadata, in which evicted requests have length 0; what it computes for
-    their tokens is overwritten. A decode step has only ``decode``, for all its requests alike, so
-    that one graph serves them whether they are evicted or not. xformers, which runs in no FULL
-    graph, has evicted requests with one query token in ``single`` instead.
-    """
-
-    binding: GroupBinding
-    buffers: GroupBuffers
-    num_actual_tokens: int
-    recording: Recording | None
-    stock: Any = None
-    decode: Decode | None = None
-    extend: Extend | None = None
-    num_splits: int = 0
-    single: Extend | None = None
 
 
 class EvictingBackendMixin:
@@ -50,91 +27,6 @@ class EvictingBackendMixin:
     def supports_batch_invariance(cls) -> bool:
         """Keys are split by the lengths of a batch."""
         return False
-
-
-class EvictingBuilderMixin:
-    """Lays out a step, once for all layers, without waiting for the device.
-
-    The worker binds the builders of groups that evict; others are vLLM's own.
-    """
-
-    binding: GroupBinding | None = None
-    buffers: GroupBuffers | None = None
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """FULL graphs for decode steps; mixed batches are split on the host, so PIECEWISE.
-
-        xformers' ops allocate and compile by batch: PIECEWISE for all.
-        """
-        if kernel_asked(vllm_config) == "xformers":
-            return AttentionCGSupport.NEVER
-        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
-        single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return support if support.value < single.value else single
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        if self.buffers is None:
-            return super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
-        return self.build(0, common_attn_metadata)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> Any:
-        common = common_attn_metadata
-        stock = super().build  # type: ignore[misc]
-        if self.binding is None or self.buffers is None:
-            return stock(common_prefix_len, common, fast_build)
-        rows = self.binding.rows(common)
-        slots = self.binding.ring_slots(common)
-        parts: dict[str, Any] = dict(
-            binding=self.binding,
-            buffers=self.buffers,
-            num_actual_tokens=common.num_actual_tokens,
-            num_splits=self.num_splits(common),
-        )
-        kernel = self.buffers.scratch.kernel
-        if common.max_query_len == 1 and kernel != "xformers":
-            plan, recording = self.buffers.decode(common, rows, slots)
-            kept = recording if self.binding.records else None
-            return EvictingMetadata(**parts, decode=plan, recording=kept)
-        if rows is None:
-            return stock(common_prefix_len, common, fast_build)
-        state = self.buffers.state
-        recorded = None
-        if slots is not None and bool((slots >= 0).any()):
-            recorded = self.buffers.recording(common, slots, state.timeline.window)
-        evicted = state.evicted[rows]
-        if not bool(evicted.any()):
-            metadata = stock(common_prefix_len, common, fast_build)
-            return EvictingMetadata(**parts, recording=recorded, stock=metadata)
-        single = torch.zeros_like(evicted)
-        if kernel != "flash":
-            counts = common.query_start_loc_cpu.diff()[: len(rows)]
-            single = evicted & (counts == 1)
-        result = EvictingMetadata(**parts, recording=recorded)
-        places = single.nonzero().flatten()
-        if len(places) and kernel == "xformers":
-            result.single = self.buffers.extend(common, rows[places], places)
-        elif len(places):
-            result.decode = self.buffers.some_decode(common, rows[places], places)
-        places = (evicted & ~single).nonzero().flatten()
-        if len(places):
-            result.extend = self.buffers.extend(common, rows[places], places)
-        if not bool(evicted.all()):
-            hidden = self.buffers.hide(common.seq_lens, evicted)
-            if common.max_query_len == 1:
-                # vLLM's Triton attention divides by the length of a single query's keys.
-                hidden = hidden.clamp(min=1)
-            result.stock = stock(common_prefix_len, common.replace(seq_lens=hidden), fast_build)
-        return result
-
-    def num_splits(self, common: CommonAttentionMetadata) -> int:
-        """Splits that FlashAttention may make of one sequence; 0 leaves it to the kernel."""
-        return 0
 
 
 class EvictingImplMixin:
@@ -176,7 +68,7 @@ class EvictingImplMixin:
             table: [N, V] int32 head pages.
             max_query_len: Longest query.
             max_seq_len: At least the longest sequence.
-            num_splits: As :meth:`EvictingBuilderMixin.num_splits`.
+            num_splits: As :meth:`~vllm_kvevict.attention.layouts.EvictingBuilderMixin.num_splits`.
 
         """
 
@@ -247,7 +139,7 @@ class EvictingImplMixin:
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: EvictingMetadata,
-        plan: Decode,
+        step: Decode,
         output: torch.Tensor,
     ) -> None:
         buffers = metadata.buffers
@@ -257,23 +149,23 @@ class EvictingImplMixin:
             if query.dtype == FP8:
                 scale *= layer._q_scale_float
             caps = (self.logits_soft_cap, layer._v_scale_float)
-            decode(query, kv_cache, output, plan, buffers, index, scale, *caps)
+            decode(query, kv_cache, output, step, buffers, index, scale, *caps)
             return
-        assert plan.in_order
-        requests, size = len(plan.rows), query.shape[2]
+        assert step.in_order
+        requests, size = len(step.rows), query.shape[2]
         sequences = requests * buffers.state.num_heads
         table = buffers.scratch.table[:sequences]
-        self._write_table(plan, buffers, index, table)
+        self._write_table(step, buffers, index, table)
         self.attend_pages(
             layer,
             query[:requests].reshape(sequences, -1, size),
             *head_pages(kv_cache),
             output[:requests].view(sequences, -1, size),
-            plan.query_start_loc,
-            plan.lengths[index, :sequences],
+            step.query_start_loc,
+            step.lengths[index, :sequences],
             table,
             1,
-            plan.max_seq_len,
+            step.max_seq_len,
             metadata.num_splits,
         )
 
@@ -283,44 +175,44 @@ class EvictingImplMixin:
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: EvictingMetadata,
-        plan: Extend,
+        step: Extend,
         output: torch.Tensor,
     ) -> None:
         buffers = metadata.buffers
         index, size = buffers.state.layer_index[layer.layer_name], query.shape[2]
-        self._write_table(plan, buffers, index, plan.table)
-        queries = query.reshape(-1, self.num_queries_per_kv, size).index_select(0, plan.order)
+        self._write_table(step, buffers, index, step.table)
+        queries = query.reshape(-1, self.num_queries_per_kv, size).index_select(0, step.order)
         result = torch.empty_like(queries, dtype=output.dtype)
         if buffers.attend is not None:
-            lengths, scratch = plan.lengths[index], buffers.scratch
-            buffers.attend(queries, kv_cache, result, plan, lengths, self.scale, scratch)
+            lengths, scratch = step.lengths[index], buffers.scratch
+            buffers.attend(queries, kv_cache, result, step, lengths, self.scale, scratch)
         else:
             self.attend_pages(
                 layer,
                 queries,
                 *head_pages(kv_cache),
                 result,
-                plan.query_start_loc,
-                plan.lengths[index],
-                plan.table,
-                plan.max_query_len,
-                plan.max_seq_len,
+                step.query_start_loc,
+                step.lengths[index],
+                step.table,
+                step.max_query_len,
+                step.max_seq_len,
                 metadata.num_splits,
             )
-        output.view(-1, *result.shape[1:]).index_copy_(0, plan.order, result)
+        output.view(-1, *result.shape[1:]).index_copy_(0, step.order, result)
 
     def _write_table(
-        self, plan: Decode | Extend, buffers: GroupBuffers, index: int, table: torch.Tensor
+        self, step: Decode | Extend, buffers: GroupBuffers, index: int, table: torch.Tensor
     ) -> None:
         state = buffers.state
         write_page_table(
-            plan.rows,
-            plan.places,
+            step.rows,
+            step.places,
             state.tail_start,
             state.stores,
             state.head_indptr[index],
-            plan.block_table,
-            plan.lengths[index],
+            step.block_table,
+            step.lengths[index],
             table,
             state.timeline.block_size,
         )

@@ -2,7 +2,8 @@
 
 import torch
 
-from vllm_kvevict.attention.ragged import Decode, GroupBuffers
+from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.sequences import Decode
 from vllm_kvevict.ops.fp8 import typed
 from vllm_kvevict.ops.triton.decode import decode_attention
 
@@ -11,7 +12,7 @@ def decode(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     output: torch.Tensor,
-    plan: Decode,
+    step: Decode,
     buffers: GroupBuffers,
     layer: int,
     scale: float,
@@ -24,7 +25,7 @@ def decode(
         query: [T, query heads, D].
         kv_cache: [num_blocks, H, block_size, 2 * D]; uint8 holds FP8.
         output: [T, query heads, D], written at the requests' tokens.
-        plan: The requests; their lengths and splits are in ``buffers``.
+        step: The requests; their lengths and splits are in ``buffers``.
         buffers: The group's buffers.
         layer: Index of the layer in its group.
         scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
@@ -37,13 +38,13 @@ def decode(
         query,
         typed(kv_cache),
         output,
-        plan.rows,
-        plan.places,
-        plan.tokens,
+        step.rows,
+        step.places,
+        step.tokens,
         state.tail_start,
         state.stores,
         state.head_indptr[layer],
-        plan.block_table,
+        step.block_table,
         buffers.lengths[layer],
         buffers.size[layer : layer + 1],
         buffers.starts[layer],

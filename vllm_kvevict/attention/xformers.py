@@ -19,8 +19,8 @@ from xformers.ops.fmha.attn_bias import (
 from xformers.ops.fmha.common import AttentionFwOpBase, Inputs
 
 from vllm_kvevict.attention.parts import Part
-from vllm_kvevict.attention.ragged import Extend
 from vllm_kvevict.attention.scratch import LAUNCH, SPLITS, Scratch, power_of_two
+from vllm_kvevict.attention.sequences import Extend
 from vllm_kvevict.ops.triton.gather import gather_pages
 
 SMALLEST_SPLIT = 256
@@ -31,7 +31,7 @@ def attend(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     out: torch.Tensor,
-    plan: Extend,
+    step: Extend,
     lengths: torch.Tensor,
     scale: float,
     scratch: Scratch,
@@ -42,7 +42,7 @@ def attend(
         query: [queries, G, D], sequence by sequence.
         kv_cache: [num_blocks, H, block_size, 2 * D], contiguous.
         out: [queries, G, D], written in place.
-        plan: The sequences; their page table is written for this layer.
+        step: The sequences; their page table is written for this layer.
         lengths: [N] int32 cached tokens.
         scale: Factor on query-key products.
         scratch: The worker's scratch.
@@ -52,18 +52,18 @@ def attend(
 
     """
     pages = kv_cache.view(-1, *kv_cache.shape[2:])
-    if plan.max_query_len == 1 and scratch.paged and len(lengths) <= LAUNCH:
-        _on_pages(query, pages, out, plan, lengths, scale, scratch)
+    if step.max_query_len == 1 and scratch.paged and len(lengths) <= LAUNCH:
+        _on_pages(query, pages, out, step, lengths, scale, scratch)
         return
-    for part in plan.parts:
-        _gathered(query, pages, out, plan, part, lengths[part.first : part.last], scale, scratch)
+    for part in step.parts:
+        _gathered(query, pages, out, step, part, lengths[part.first : part.last], scale, scratch)
 
 
 def _on_pages(
     query: torch.Tensor,
     pages: torch.Tensor,
     out: torch.Tensor,
-    plan: Extend,
+    step: Extend,
     lengths: torch.Tensor,
     scale: float,
     scratch: Scratch,
@@ -71,11 +71,11 @@ def _on_pages(
     sequences, group, _ = query.shape
     # The op is compiled anew for every number of sequences: empty ones make it a power of two.
     padded = power_of_two(sequences)
-    page, width = pages.shape[1], plan.table.shape[1] * pages.shape[1]
+    page, width = pages.shape[1], step.table.shape[1] * pages.shape[1]
     bias = PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(
         q_seqinfo=_single_queries(padded, query.device),
         k_seqinfo=_keys(pad(lengths, (0, padded - sequences)), width),
-        block_tables=scratch.table[:padded, : plan.table.shape[1]],
+        block_tables=scratch.table[:padded, : step.table.shape[1]],
         page_size=page,
     )
     keys, values = _heads(pages.flatten(0, 1), group)
@@ -89,15 +89,15 @@ def _gathered(
     query: torch.Tensor,
     pages: torch.Tensor,
     out: torch.Tensor,
-    plan: Extend,
+    step: Extend,
     part: Part,
     lengths: torch.Tensor,
     scale: float,
     scratch: Scratch,
 ) -> None:
-    shape = (part.last - part.first, plan.table.shape[1], *pages.shape[1:])
+    shape = (part.last - part.first, step.table.shape[1], *pages.shape[1:])
     dense = scratch.dense.view(pages.dtype)[: math.prod(shape)].view(shape)
-    gather_pages(pages, plan.table[part.first : part.last], lengths, dense)
+    gather_pages(pages, step.table[part.first : part.last], lengths, dense)
     bias = BlockDiagonalCausalWithOffsetPaddedKeysMask(
         q_seqinfo=_SeqLenInfo(part.on_device, part.longest, 0, part.starts),
         k_seqinfo=_keys(lengths, shape[1] * shape[2]),

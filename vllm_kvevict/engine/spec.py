@@ -1,10 +1,9 @@
-"""The KV-cache spec of a layer that evicts, and its registration with vLLM."""
+"""The KV-cache spec of a layer that evicts."""
 
 from dataclasses import dataclass, replace
 from typing import Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.schedule.timeline import Timeline
 
@@ -65,17 +64,4 @@ def is_evictable(spec: KVCacheSpec) -> bool:
         and spec.num_head_slots is None
         and spec.state_content_bytes is None
         and spec.tokens_per_state == 1
-    )
-
-
-def register_spec() -> None:
-    """Tell vLLM which block manager serves :class:`EvictableAttentionSpec`. Idempotent."""
-    from vllm_kvevict.engine.manager import EvictableAttentionManager
-
-    # vLLM registers its own specs only into an empty registry: they must come first.
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(
-        EvictableAttentionSpec,
-        EvictableAttentionManager,
-        uniform_type_base_spec=FullAttentionSpec,
     )

@@ -8,10 +8,11 @@ from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.front import admission
 from vllm_kvevict.front.support import check
 from vllm_kvevict.metrics import logger as stat_logger
-from vllm_kvevict.policies.registry import PYRAMIDS
+from vllm_kvevict.policies.needs import ring_slots
 from vllm_kvevict.schedule.layers import padding
 from vllm_kvevict.settings.config import KEY, EvictionConfig
-from vllm_kvevict.settings.sizing import evictable_layers, ring_bytes, ring_slots
+from vllm_kvevict.settings.memory import evictable_layers, ring_bytes
+from vllm_kvevict.settings.names import PYRAMIDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

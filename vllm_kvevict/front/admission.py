@@ -12,8 +12,8 @@ from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.memory import evictable_layers
 from vllm_kvevict.settings.requests import AT, asks, parse_options
-from vllm_kvevict.settings.sizing import evictable_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -83,8 +83,8 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
         ValueError: In one sentence, what is wrong.
 
     """
-    from vllm_kvevict.policies.registry import POLICY_NAMES
     from vllm_kvevict.settings.config import KEY, EvictionConfig, flag
+    from vllm_kvevict.settings.names import POLICY_NAMES
 
     given = {
         name: _typed(name, getattr(args, _dest(name)))
@@ -216,7 +216,7 @@ def _dest(name: str) -> str:
 
 
 def _choices() -> str:
-    from vllm_kvevict.policies.registry import POLICIES
+    from vllm_kvevict.settings.names import POLICIES
 
     return "".join(f"\n- {name}: {summary}" for name, (_, summary) in POLICIES.items())
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
-from vllm_kvevict.settings.sizing import evictable_layers
+from vllm_kvevict.settings.memory import evictable_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

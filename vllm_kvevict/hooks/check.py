@@ -22,7 +22,7 @@ class Hook(NamedTuple):
     def tool(self) -> str | None:
         """The command that alone needs it, or None where every server does."""
         folder = self.user.split("/")[0]
-        return folder if folder in ("plan", "inspect") else None
+        return folder if folder in ("sizing", "inspect") else None
 
     def __str__(self) -> str:
         takes = f"({', '.join(self.parameters)})" if self.parameters else ""
@@ -52,7 +52,7 @@ def check_hooks(version: str, root: Path, tool: str | None = None) -> None:
     Args:
         version: What ``vllm.__version__`` says.
         root: The folder of the package ``vllm``.
-        tool: ``plan`` or ``inspect``: check what this command needs instead.
+        tool: ``sizing`` or ``inspect``: check what this command needs instead.
 
     Raises:
         ValueError: In one sentence: the hook, this version, and the supported ones.

@@ -48,7 +48,7 @@ HOOKS = {
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
     },
-    "settings/sizing.py": {
+    "settings/memory.py": {
         "vllm.config": """
             ModelConfig.get_total_num_hidden_layers ModelConfig.get_head_size
             ModelConfig.get_num_attention_heads(parallel_config)
@@ -61,6 +61,8 @@ HOOKS = {
             AttentionSpec.num_kv_heads FullAttentionSpec.attention_chunk_size
             AttentionSpec.head_size
         """,
+    },
+    "engine/registration.py": {
         "vllm.v1.kv_cache_spec_registry": """
             KVCacheSpecRegistry.register(uniform_type_base_spec)
             KVCacheSpecRegistry._ensure_registered
@@ -86,32 +88,42 @@ HOOKS = {
             Scheduler.finish_requests(request_ids,finished_status)
             Scheduler._free_request(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
-            Scheduler.need_mamba_block_aligned_split Scheduler.running Scheduler.requests
-            Scheduler.block_size Scheduler.max_num_scheduled_tokens Scheduler.kv_cache_manager
+            Scheduler.need_mamba_block_aligned_split Scheduler.requests
+            Scheduler.block_size Scheduler.kv_cache_manager
         """,
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)
         """,
-        "vllm.v1.core.kv_cache_manager": """
-            KVCacheManager.coordinator KVCacheManager.block_pool
-            KVCacheManager.create_kv_cache_blocks
-        """,
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.coordinator",
+        "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
+    },
+    "engine/prefix.py": {
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.create_kv_cache_blocks",
         "vllm.v1.core.kv_cache_coordinator": """
             KVCacheCoordinator.cache_blocks(request,num_computed_tokens)
             KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
-            KVCacheCoordinator.single_type_managers KVCacheCoordinator.group_block_sizes
         """,
+        "vllm.v1.request": "Request.block_hashes",
+    },
+    "engine/stores.py": {
+        "vllm.v1.core.sched.scheduler": "Scheduler.running Scheduler.max_num_scheduled_tokens",
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
+        "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.group_block_sizes",
+        "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks",
+        "vllm.v1.request": "Request.is_prefill_chunk",
+    },
+    "engine/options.py": {
+        "vllm.v1.request": "Request.sampling_params",
     },
     "engine/ledger.py": {
         "vllm.v1.request": """
-            Request.is_prefill_chunk Request.num_computed_tokens Request.num_tokens
-            Request.num_prompt_tokens Request.max_tokens Request.resumable Request.pooling_params
-            Request.sampling_params Request.block_hashes
+            Request.num_computed_tokens Request.num_tokens Request.num_prompt_tokens
+            Request.max_tokens Request.resumable Request.pooling_params
         """,
         "vllm.v1.core.single_type_kv_cache_manager": """
             SingleTypeKVCacheManager.max_admission_blocks_per_request
         """,
-        "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks BlockPool.num_gpu_blocks",
+        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
     },
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
@@ -187,12 +199,16 @@ HOOKS = {
     "attention/evicting.py": {
         "vllm.v1.attention.backend": """
             AttentionBackend.supported_kv_cache_layouts AttentionBackend.supports_batch_invariance
+        """,
+        "vllm.v1.kv_cache_layout": "KVCacheLayout.LBHNC",
+    },
+    "attention/layouts.py": {
+        "vllm.v1.attention.backend": """
             AttentionMetadataBuilder.get_cudagraph_support(vllm_config,kv_cache_spec)
             AttentionMetadataBuilder.build_for_cudagraph_capture(common_attn_metadata)
             AttentionMetadataBuilder.build(common_prefix_len,common_attn_metadata)
             AttentionCGSupport
         """,
-        "vllm.v1.kv_cache_layout": "KVCacheLayout.LBHNC",
     },
     "attention/ragged.py": {
         "vllm.v1.attention.backend": "CommonAttentionMetadata.seq_lens_cpu_upper_bound",
@@ -224,13 +240,13 @@ HOOKS = {
             CommonAttentionMetadata.num_actual_tokens
         """,
     },
-    "plan/memory.py": {
+    "sizing/memory.py": {
         "vllm.v1.core.kv_cache_utils": """
             get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory) get_kv_cache_capacity
         """,
         "vllm.distributed.utils": "get_pp_indices",
     },
-    "plan/model.py": {
+    "sizing/model.py": {
         "vllm.utils.torch_utils": "kv_cache_dtype_str_to_dtype",
         "vllm.v1.kv_cache_interface": "get_kv_quant_mode AttentionSpec.kv_quant_mode",
     },

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_kvevict.front.sentence import first_line
 from vllm_kvevict.inspect.kept import Group, History, Snapshot
-from vllm_kvevict.inspect.options import InspectError, Options, first_line
+from vllm_kvevict.inspect.options import InspectError, Options
 from vllm_kvevict.inspect.prompt import Prompt, read_prompt
 from vllm_kvevict.settings.config import KEY, EvictionConfig
 

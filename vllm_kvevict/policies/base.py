@@ -1,68 +1,15 @@
 """The contract of a policy: scores, and an allocation of whole pages. Pure tensor math.
 
-Shapes: H KV heads, G query heads per KV head, w observation window, D head size, N columns
-of the candidate grid. A grid row holds one head's cached tokens in order, right-aligned, so
-that heads with fewer cached tokens are padded on the left (``valid`` is False there).
+Shapes are those of :class:`Candidates`: H KV heads, N columns of the candidate grid.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 
-
-@dataclass(frozen=True)
-class Candidates:
-    """One layer of one request, at the moment of an eviction.
-
-    Args:
-        keys: [H, N + w + r, D] float32: keys of all cached tokens. The last w columns are the
-            observation window; the first ``num_candidates`` columns may be evicted, the r
-            columns between stay (they fill the last block before the window).
-        valid: [H, N + w + r] bool: False on the padding at the left.
-        queries: [H, G, w, D] float32: queries of the last w tokens, or None for a policy with
-            ``needs_window = False``.
-        num_candidates: Columns that may be evicted; a multiple of the block size.
-        scale: Softmax scale of the model's attention.
-        softcap: Logit soft cap of the model's attention, 0 for none.
-        mean_of_ranks: Averages a tensor over the tensor-parallel ranks, which hold the other
-            heads of the layer; the same result on each.
-        keep: Tokens that each head keeps of the candidates, where all keep the same number.
-        seed: Numbers that tell this eviction from others, the same on every rank and in every
-            run, for policies with ``random = True``.
-        layer: A number of the layer, the same on every rank, for policies with ``random = True``.
-        first_head: Number of the first KV head in the layer, where ranks hold some each.
-        accumulated: [H, N + w + r] float32: softmax weight that each cached token got from every
-            query so far, averaged over the query heads of a group; anything where ``valid`` is
-            False. None for a policy with ``needs_accumulated = False``.
-        values: [H, N + w + r, D] float32: values of all cached tokens, or None for a policy with
-            ``needs_values = False``.
-        protected: The first tokens that :func:`protect` keeps.
-
-    """
-
-    keys: torch.Tensor
-    valid: torch.Tensor
-    queries: torch.Tensor | None
-    window: int
-    num_candidates: int
-    scale: float
-    softcap: float = 0.0
-    mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-    keep: int = 0
-    seed: tuple[int, ...] = ()
-    layer: int = 0
-    first_head: int = 0
-    accumulated: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    protected: int = 0
-
-    @property
-    def num_heads(self) -> int:
-        return self.valid.shape[0]
-
+from vllm_kvevict.ops.candidates import Candidates as Candidates
 
 PROTECTED = 1e30
 """Score of a protected token: above every real one, and finite when a page is summed up."""

@@ -5,9 +5,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_kvevict.policies.registry import POLICY_NAMES, PYRAMIDS
 from vllm_kvevict.schedule.layers import Pyramid, cut
 from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.names import POLICY_NAMES, PYRAMIDS
 
 KEY = "kv_eviction"
 """Key of the configuration in ``VllmConfig.additional_config``."""

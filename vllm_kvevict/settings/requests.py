@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_kvevict.policies.registry import PYRAMIDS
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import (
     KEY,
@@ -14,6 +13,7 @@ from vllm_kvevict.settings.config import (
     budget_tokens,
     parse_budget,
 )
+from vllm_kvevict.settings.names import PYRAMIDS
 
 POLICY = KEY
 BUDGET = f"{KEY}_budget"

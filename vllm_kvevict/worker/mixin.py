@@ -20,15 +20,12 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable, register_spec
+from vllm_kvevict.engine.registration import register_spec
+from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable
+from vllm_kvevict.policies.needs import page_channels, ring_slots
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.settings.config import KEY, EvictionConfig
-from vllm_kvevict.settings.sizing import (
-    beside_page_values,
-    evictable_layers,
-    page_channels,
-    ring_slots,
-)
+from vllm_kvevict.settings.memory import beside_page_values, evictable_layers
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import attach

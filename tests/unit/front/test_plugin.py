@@ -275,7 +275,7 @@ def test_help_shows_the_group(
 ) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_kvevict.policies.registry import POLICIES
+    from vllm_kvevict.settings.names import POLICIES
 
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(FlexibleArgumentParser, "_search_keyword", None)

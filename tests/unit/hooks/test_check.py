@@ -77,8 +77,8 @@ def test_start_up_refuses_only_with_eviction(build, without, monkeypatch):
 def test_a_command_needs_more_than_a_server(without):
     tree = without("v1/core/kv_cache_utils.py", "get_kv_cache_configs")
     check_hooks(vllm.__version__, tree)
-    with pytest.raises(ValueError, match=r"plan/memory.py\) hooks into .*get_kv_cache_configs"):
-        check_hooks(vllm.__version__, tree, tool="plan")
+    with pytest.raises(ValueError, match=r"sizing/memory.py\) hooks into .*get_kv_cache_configs"):
+        check_hooks(vllm.__version__, tree, tool="sizing")
 
 
 def test_the_installed_vllm_has_every_hook():
@@ -100,7 +100,7 @@ def test_another_version_has_every_hook(version):
     source = Source(root)
     assert [hook for hook in missing(source) if hook.tool is None] == []
     for file in sorted(OURS.rglob("*.py")):
-        if file.relative_to(OURS).parts[0] in ("plan", "inspect"):
+        if file.relative_to(OURS).parts[0] in ("sizing", "inspect"):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":

@@ -11,6 +11,7 @@ import torch
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies import registry
+from vllm_kvevict.settings import names
 from vllm_kvevict.settings.config import EvictionConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "policies.md"
@@ -26,9 +27,9 @@ def added(tmp_path, monkeypatch):
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, spec.name, module)
-    table = registry.TABLE | eval("{" + line + "}", {"Entry": registry.Entry})
-    monkeypatch.setattr(registry, "TABLE", table)
-    monkeypatch.setattr(registry, "POLICIES", registry._names())
+    table = names.TABLE | eval("{" + line + "}", {"Entry": names.Entry})
+    monkeypatch.setattr(names, "TABLE", table)
+    monkeypatch.setattr(registry, "POLICIES", names._names())
 
 
 def build(name: str):
@@ -54,6 +55,6 @@ def test_the_page_adds_a_policy_and_its_adaptive_twin(added):
 
 def test_the_page_names_every_policy():
     text = PAGE.read_text()
-    for name, entry in registry.TABLE.items():
+    for name, entry in names.TABLE.items():
         assert text.count(f"`{name}`") >= 3, f"{name}: when to take it, its score, its cost"
         assert entry.adaptive == (f"`{name}`" in text.split("| `ada-` before")[1].split("|")[0])

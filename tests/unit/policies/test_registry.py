@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import vllm_kvevict.policies
-from vllm_kvevict.policies import registry
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
-from vllm_kvevict.policies.registry import POLICIES, POLICY_NAMES, PYRAMIDS, TABLE, build_policy
+from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.settings import names
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import POLICIES, POLICY_NAMES, PYRAMIDS, TABLE
 
 ADAPTIVE = [name for name, entry in TABLE.items() if entry.adaptive]
 
@@ -53,14 +54,16 @@ def test_a_policy_is_one_file_and_one_line(monkeypatch):
     """Every file beside the contract is a line of the table, and a new line is all it takes."""
     folder = Path(vllm_kvevict.policies.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert modules - {"base", "allocators", "registry"} == {e.module for e in TABLE.values()}
-    monkeypatch.setitem(TABLE, "mine", registry.Entry("snapkv", "mine", True))
-    added = set(registry._names()) - set(POLICY_NAMES)
+    assert modules - {"base", "allocators", "needs", "registry"} == {
+        e.module for e in TABLE.values()
+    }
+    monkeypatch.setitem(TABLE, "mine", names.Entry("snapkv", "mine", True))
+    added = set(names._names()) - set(POLICY_NAMES)
     assert added == {"mine", "ada-mine"}
 
 
 def test_reading_the_names_imports_no_torch():
-    code = "import sys, vllm_kvevict.policies.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, vllm_kvevict.settings.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvevict.policies.registry import POLICY_NAMES, build_policies
+from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.layers import Pyramid
 from vllm_kvevict.settings.config import EvictionConfig, flag
+from vllm_kvevict.settings.names import POLICY_NAMES
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.evict import BLOCK, FUSED, GROUP, HEADS, WINDOW, assert_same, run, steps, worker
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.ops.cuda.batch import Due
-from vllm_kvevict.policies.registry import POLICY_NAMES
+from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes

@@ -1,15 +1,12 @@
 """score: attention of the observation window over the cached tokens, and its pooling. Reference."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from vllm_kvevict.policies.base import Candidates
+from vllm_kvevict.ops.candidates import Candidates
 
 
-def window_attention(candidates: "Candidates") -> torch.Tensor:
+def window_attention(candidates: Candidates) -> torch.Tensor:
     """Mean attention weight that the window's queries give each token before the window.
 
     Ada-KV section 3.4 (SnapKV), and 3.5 for the mean over the query heads of a group. Query i
@@ -31,7 +28,7 @@ def window_attention(candidates: "Candidates") -> torch.Tensor:
     return scores
 
 
-def head_attention(candidates: "Candidates", head: int, rows: int) -> torch.Tensor:
+def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:
     """Attention weights of the last ``rows`` queries on everything that one KV head holds.
 
     Args:

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from vllm_kvevict.plan.__main__ import main
-from vllm_kvevict.plan.options import PlanError, parse
-from vllm_kvevict.plan.report import Plan, as_json, as_text
+from vllm_kvevict.sizing.command import main
+from vllm_kvevict.sizing.options import SizingError, parse
+from vllm_kvevict.sizing.report import Sizing, as_json, as_text
 
 LOAD = ["--prompt", "2000", "--output", "200", "--block-size", "32", "--dtype", "float32"]
 SEQS = ["--max-num-seqs", "64"]
@@ -30,8 +30,8 @@ MLA = dict(
 )
 
 
-def plan(*argv: str) -> Plan:
-    return Plan.of(*parse(list(argv)))
+def plan(*argv: str) -> Sizing:
+    return Sizing.of(*parse(list(argv)))
 
 
 def test_json_holds_what_the_text_says(model):
@@ -107,7 +107,7 @@ def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
     ],
 )
 def test_refusals(model, argv, says):
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(SizingError, match=says):
         plan(model, *argv)
 
 
@@ -115,7 +115,7 @@ def test_mla_is_refused(model):
     from pathlib import Path
 
     (Path(model) / "config.json").write_text(json.dumps(MLA))
-    with pytest.raises(PlanError, match="does not support MLA models"):
+    with pytest.raises(SizingError, match="does not support MLA models"):
         plan(model, *LOAD, *KV)
 
 
@@ -127,12 +127,12 @@ def test_mla_is_refused(model):
     ],
 )
 def test_layers_it_does_not_know(model, settings, says):
-    from vllm_kvevict.plan.model import rank_specs
+    from vllm_kvevict.sizing.model import rank_specs
 
     _, vllm_config, config = parse([model, *LOAD, *KV])
     for name, value in settings.items():
         setattr(vllm_config.model_config.hf_text_config, name, value)
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(SizingError, match=says):
         rank_specs(vllm_config, config)
 
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.plan.options import PlanError
+from vllm_kvevict.sizing.options import SizingError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,7 +25,7 @@ def rank_weights(given: int | None, vllm_config: "VllmConfig") -> tuple[int, str
         vllm_config: The model and its ranks.
 
     Raises:
-        PlanError: The weights can be neither found nor counted.
+        SizingError: The weights can be neither found nor counted.
 
     """
     if given is not None:
@@ -53,7 +53,7 @@ def _counted(vllm_config: "VllmConfig") -> tuple[int, str]:
 
     model = vllm_config.model_config
     if model.quantization is not None:
-        raise PlanError(
+        raise SizingError(
             f"the weights of a {model.quantization} checkpoint cannot be counted from its "
             "configuration: give --weights"
         )
@@ -61,7 +61,7 @@ def _counted(vllm_config: "VllmConfig") -> tuple[int, str]:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(model.hf_text_config)
     except (ValueError, KeyError, AttributeError, ImportError) as error:
-        raise PlanError(
+        raise SizingError(
             f"transformers cannot build this model to count its weights ({type(error).__name__}): "
             "give --weights"
         ) from None

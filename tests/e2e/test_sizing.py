@@ -8,8 +8,8 @@ import pytest
 from tests.e2e.architectures import architecture
 from tests.models import random_prompt
 from tests.oracles.engine import engine
-from vllm_kvevict.plan.options import parse
-from vllm_kvevict.plan.report import Plan, as_json
+from vllm_kvevict.sizing.options import parse
+from vllm_kvevict.sizing.report import Sizing, as_json
 
 MODEL = Path(__file__).parents[2] / "benchmarks" / "quality" / "model"
 
@@ -33,7 +33,7 @@ COMMON = [
 
 
 def plan(model, *arguments: str) -> dict:
-    return as_json(Plan.of(*parse([str(model), *COMMON, *arguments])))
+    return as_json(Sizing.of(*parse([str(model), *COMMON, *arguments])))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_scheduler import no_stop, tokens
-from vllm_kvevict.plan.life import EvictingGroup, Group, life
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.sizing.life import EvictingGroup, Group, life
 
 PROMPT, OUTPUT = 200, 60
 SETUP = Setup(budget=64, interval=24, blocks=128, max_num_seqs=32, max_batched=256, caching=False)

@@ -1,13 +1,13 @@
-"""The plan of a server, as text and as JSON."""
+"""The sizes of a server, as text and as JSON."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.plan.life import Life, groups_of, life
-from vllm_kvevict.plan.memory import Memory, plan_memory
-from vllm_kvevict.plan.model import rank_specs
-from vllm_kvevict.plan.options import Options
 from vllm_kvevict.settings.config import NONE
+from vllm_kvevict.sizing.life import Life, groups_of, life
+from vllm_kvevict.sizing.memory import Memory, share_out
+from vllm_kvevict.sizing.model import rank_specs
+from vllm_kvevict.sizing.options import Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sizing:
     """What a server would have: memory of one rank, and a request's life without and with."""
 
     options: Options
@@ -27,14 +27,14 @@ class Plan:
     evicting: Life
 
     @classmethod
-    def of(cls, options: Options, vllm_config: "VllmConfig", config: "EvictionConfig") -> "Plan":
-        """Plan a server.
+    def of(cls, options: Options, vllm_config: "VllmConfig", config: "EvictionConfig") -> "Sizing":
+        """Size a server.
 
         Raises:
-            PlanError: The memory does not suffice, or the model's layers are unknown.
+            SizingError: The memory does not suffice, or the model's layers are unknown.
 
         """
-        memory = plan_memory(options, vllm_config, config, rank_specs(vllm_config, config))
+        memory = share_out(options, vllm_config, config, rank_specs(vllm_config, config))
         load = options.prompt, options.output
         without, evicting = (
             life(groups_of(vllm_config, memory.specs, options.prompt, policy), *load)
@@ -60,14 +60,14 @@ class Plan:
         return self.vllm_config.scheduler_config.max_num_seqs
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(sizing: Sizing) -> dict[str, Any]:
     """Everything in bytes, blocks and tokens."""
-    memory, cache = plan.memory, plan.vllm_config.cache_config
-    model, parallel = plan.vllm_config.model_config, plan.vllm_config.parallel_config
+    memory, cache = sizing.memory, sizing.vllm_config.cache_config
+    model, parallel = sizing.vllm_config.model_config, sizing.vllm_config.parallel_config
 
     def request(one: Life) -> dict[str, Any]:
         return asdict(one) | dict(
-            sequences=plan.sequences(one), mean_sequences=plan.mean_sequences(one)
+            sequences=sizing.sequences(one), mean_sequences=sizing.mean_sequences(one)
         )
 
     return dict(
@@ -79,16 +79,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=model.max_model_len,
         ),
-        eviction=plan.config.model_dump(mode="json"),
+        eviction=sizing.config.model_dump(mode="json"),
         block_size=cache.block_size,
-        max_num_seqs=plan.vllm_config.scheduler_config.max_num_seqs,
+        max_num_seqs=sizing.vllm_config.scheduler_config.max_num_seqs,
         memory=dict(
-            gpu_memory=plan.options.gpu_memory,
+            gpu_memory=sizing.options.gpu_memory,
             gpu_memory_utilization=cache.gpu_memory_utilization,
             weights=memory.weights,
             weights_from=memory.weights_from,
             activations=memory.activations,
-            activations_given=plan.options.activations is not None,
+            activations_given=sizing.options.activations is not None,
             kv_cache=memory.kv_cache,
             blocks=memory.blocks,
             block_bytes=memory.block_bytes,
@@ -96,19 +96,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
             concurrency=memory.concurrency,
             **{f"eviction_{name}": value for name, value in asdict(memory.buffers).items()},
         ),
-        prompt=plan.options.prompt,
-        output=plan.options.output,
-        without=request(plan.without),
-        with_eviction=request(plan.evicting),
+        prompt=sizing.options.prompt,
+        output=sizing.options.output,
+        without=request(sizing.without),
+        with_eviction=request(sizing.evicting),
     )
 
 
-def as_text(plan: Plan) -> str:
+def as_text(sizing: Sizing) -> str:
     """One screen."""
-    memory, config = plan.memory, plan.config
-    block_size = plan.vllm_config.cache_config.block_size
+    memory, config = sizing.memory, sizing.config
+    block_size = sizing.vllm_config.cache_config.block_size
     stride = config.timeline(block_size).stride
-    model = as_json(plan)["model"]
+    model = as_json(sizing)["model"]
     lines = [
         f"model      {model['architecture']}: {model['layers']} layers, per rank "
         f"{model['kv_heads']} KV heads of {model['head_size']}, {model['dtype']}",
@@ -116,14 +116,14 @@ def as_text(plan: Plan) -> str:
         + (f"after prefill and every {stride} decode steps" if stride else "after prefill only"),
         "",
         f"{'memory of one rank':32}{'bytes':>16}{'':>12}",
-        *(_row(*row) for row in _memory_rows(plan)),
+        *(_row(*row) for row in _memory_rows(sizing)),
         "",
         f"KV cache: {memory.blocks} blocks of {block_size} tokens "
         f"({memory.block_bytes} bytes each), one of them vLLM's own",
         f"vLLM's start-up says: {memory.capacity_tokens:,} tokens, "
         f"{memory.concurrency:.2f}x for {model['max_model_len']:,} tokens per request",
         "",
-        f"{f'request of {plan.options.prompt} + {plan.options.output} tokens':44}"
+        f"{f'request of {sizing.options.prompt} + {sizing.options.output} tokens':44}"
         f"{'stock':>10}{'eviction':>10}",
     ]
     for name, pick in (
@@ -132,22 +132,22 @@ def as_text(plan: Plan) -> str:
         ("blocks while it decodes, most", lambda one: one.decode),
         ("blocks that an eviction takes for a moment", lambda one: one.replace),
         ("blocks while it decodes, mean", lambda one: f"{one.mean:.1f}"),
-        ("sequences at once, none ever preempted", plan.sequences),
-        ("sequences at once, spread over their lives", plan.mean_sequences),
+        ("sequences at once, none ever preempted", sizing.sequences),
+        ("sequences at once, spread over their lives", sizing.mean_sequences),
     ):
-        lines.append(f"{name:44}{pick(plan.without):>10}{pick(plan.evicting):>10}")
-    most = plan.vllm_config.scheduler_config.max_num_seqs
-    if plan.mean_sequences(plan.evicting) == most:
+        lines.append(f"{name:44}{pick(sizing.without):>10}{pick(sizing.evicting):>10}")
+    most = sizing.vllm_config.scheduler_config.max_num_seqs
+    if sizing.mean_sequences(sizing.evicting) == most:
         lines.append(f"(no more than {most}: --max-num-seqs)")
     return "\n".join(lines)
 
 
-def _memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
-    memory, options = plan.memory, plan.options
+def _memory_rows(sizing: Sizing) -> list[tuple[str, int, str]]:
+    memory, options = sizing.memory, sizing.options
     rows = []
     if options.gpu_memory is not None:
         assert memory.weights is not None and memory.activations is not None
-        share = plan.vllm_config.cache_config.gpu_memory_utilization
+        share = sizing.vllm_config.cache_config.gpu_memory_utilization
         assumed = "given" if options.activations is not None else "assumed; vLLM measures it"
         rows += [
             (f"device x {share:g}", int(options.gpu_memory * share), ""),

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 DEFAULT_POLICY = "ada-snapkv"
 
 
-class PlanError(Exception):
-    """What cannot be planned and why, in one sentence."""
+class SizingError(Exception):
+    """What cannot be sized and why, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     """Read the command line and build vLLM's configuration, without weights or tokenizer.
 
     Raises:
-        PlanError: A wrong option, an unknown model, or one that eviction does not support.
+        SizingError: A wrong option, an unknown model, or one that eviction does not support.
         SystemExit: argparse has printed its help or what is wrong.
 
     """
@@ -71,15 +71,15 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
                 usage_context=UsageContext.OPENAI_API_SERVER
             )
         except SystemExit as error:
-            raise PlanError(str(error.code).removeprefix("error: ")) from None
+            raise SizingError(str(error.code).removeprefix("error: ")) from None
         except (OSError, ValueError) as error:
-            raise PlanError(_sentence(args.model_config, error)) from None
+            raise SizingError(_sentence(args.model_config, error)) from None
     config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
     if config is None:
-        raise PlanError("eviction is off, so there is nothing to plan: give --kv-eviction")
+        raise SizingError("eviction is off, so there is nothing to plan: give --kv-eviction")
     longest = vllm_config.model_config.max_model_len
     if options.prompt + options.output > longest:
-        raise PlanError(
+        raise SizingError(
             f"--prompt {options.prompt} and --output {options.output} are longer together than "
             f"this model's longest sequence of {longest} tokens (--max-model-len)"
         )
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Blocks, sequences and buffers of a server with KV eviction, before it "
         "starts. SIZE is in bytes, as elsewhere in vLLM: 80G is 80 * 2**30, 80g is 80 * 10**9.",
     )
-    group = parser.add_argument_group(title="Plan", description="The load and the memory.")
+    group = parser.add_argument_group(title="Sizing", description="The load and the memory.")
     group.add_argument(
         "model_config", metavar="MODEL_CONFIG", help="A config.json, its folder, or a model's name."
     )
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--activations", **size, help="Of one rank, at their peak (default: assumed)."
     )
-    group.add_argument("--json", action="store_true", help="The plan as JSON.")
+    group.add_argument("--json", action="store_true", help="The sizes as JSON.")
     EngineArgs.add_cli_args(parser)
     return parser
 
@@ -121,17 +121,17 @@ def _check_vllm() -> None:
     from vllm_kvevict.hooks.check import check_hooks
 
     try:
-        check_hooks(vllm.__version__, Path(vllm.__file__).parent, tool="plan")
+        check_hooks(vllm.__version__, Path(vllm.__file__).parent, tool="sizing")
     except ValueError as error:
-        raise PlanError(str(error)) from None
+        raise SizingError(str(error)) from None
 
 
 def _check(options: Options, kv_cache_memory: int | None) -> None:
     for name, value, least in (("prompt", options.prompt, 1), ("output", options.output, 1)):
         if value < least:
-            raise PlanError(f"--{name}: must be at least {least}, not {value}")
+            raise SizingError(f"--{name}: must be at least {least}, not {value}")
     if (options.gpu_memory is None) == (kv_cache_memory is None):
-        raise PlanError(
+        raise SizingError(
             "give one of --gpu-memory (of the whole device) and --kv-cache-memory-bytes (of the "
             "KV cache alone)"
         )
@@ -141,13 +141,13 @@ def _model(given: str, folder: Path) -> str:
     """What vLLM takes for a model: a folder with a config.json, or a name.
 
     Raises:
-        PlanError: A path at which there is no configuration.
+        SizingError: A path at which there is no configuration.
 
     """
     path = Path(given).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise PlanError(f"the folder {given} has no config.json")
+            raise SizingError(f"the folder {given} has no config.json")
         return str(path)
     if path.is_file():
         if path.name == "config.json":
@@ -155,12 +155,12 @@ def _model(given: str, folder: Path) -> str:
         shutil.copy(path, folder / "config.json")
         return str(folder)
     if given.startswith(("/", ".", "~")) or given.count("/") > 1 or given.endswith(".json"):
-        raise PlanError(f"there is no config.json or model folder {given}")
+        raise SizingError(f"there is no config.json or model folder {given}")
     return given
 
 
 def _sentence(model: str, error: Exception) -> str:
-    from vllm_kvevict.inspect.options import first_line
+    from vllm_kvevict.front.sentence import first_line
 
     if isinstance(error, OSError):
         return (

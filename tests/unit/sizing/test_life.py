@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvevict.plan.life import EvictingGroup, Group, life
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
+from vllm_kvevict.sizing.life import EvictingGroup, Group, life
 
 RULE = Timeline(block_size=32, window=32, interval=128, budget_tokens=256)
 

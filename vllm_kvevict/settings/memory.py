@@ -37,27 +37,6 @@ def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
     return layers * config.window * heads * model.get_head_size() * model.dtype.itemsize
 
 
-def ring_slots(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
-    """Ring slots of one rank; 0 where no policy that a request may choose needs queries.
-
-    One for every sequence where that fits into :data:`RING_BYTES`, else as many as do. With
-    fewer slots than sequences an eviction may wait for one: it is postponed and counted.
-    """
-    from vllm_kvevict.policies.registry import build_policies
-
-    if not any(policy.needs_window for policy in build_policies(config).values()):
-        return 0
-    affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
-    return min(vllm_config.scheduler_config.max_num_seqs, affordable)
-
-
-def page_channels(config: "EvictionConfig") -> int:
-    """Numbers beside every cached token that the policies of this server need, at most."""
-    from vllm_kvevict.policies.registry import build_policies
-
-    return max(policy.scorer.page_channels for policy in build_policies(config).values())
-
-
 def beside_page_values(available: int, specs: "Iterable[AttentionSpec]", channels: int) -> int:
     """What is left for the KV cache once page values stand beside it.
 

@@ -8,11 +8,13 @@ import torch
 
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.engine.spec import EvictableAttentionSpec, register_spec
+from vllm_kvevict.engine.registration import register_spec
+from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.cuda.extension import is_built
-from vllm_kvevict.plan.options import Options, PlanError
-from vllm_kvevict.plan.weights import assumed_activations, rank_weights
-from vllm_kvevict.settings.sizing import beside_page_values, page_channels, ring_slots
+from vllm_kvevict.policies.needs import page_channels, ring_slots
+from vllm_kvevict.settings.memory import beside_page_values
+from vllm_kvevict.sizing.options import Options, SizingError
+from vllm_kvevict.sizing.weights import assumed_activations, rank_weights
 from vllm_kvevict.worker.fused import workspace_bytes
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Memory:
         return [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
 
 
-def plan_memory(
+def share_out(
     options: Options,
     vllm_config: "VllmConfig",
     config: "EvictionConfig",
@@ -86,7 +88,7 @@ def plan_memory(
         ranks: Specs of the layers of every pipeline stage.
 
     Raises:
-        PlanError: The memory does not suffice.
+        SizingError: The memory does not suffice.
 
     """
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
@@ -108,7 +110,7 @@ def plan_memory(
         share = int(options.gpu_memory * vllm_config.cache_config.gpu_memory_utilization)
         available = share - weights - activations - rings - attention - workspace
         if available <= 0:
-            raise PlanError(
+            raise SizingError(
                 f"{share} bytes (--gpu-memory times --gpu-memory-utilization) leave no room for "
                 f"a KV cache beside {weights} bytes of weights, {activations} of activations and "
                 f"{rings + attention + workspace} of eviction's buffers"
@@ -122,7 +124,7 @@ def plan_memory(
     try:
         configs = get_kv_cache_configs(vllm_config, list(ranks), left)
     except ValueError as error:
-        raise PlanError(" ".join(str(error).split())) from None
+        raise SizingError(" ".join(str(error).split())) from None
     tables = max(_tables(vllm_config, one) for one in configs)
     values = max(_page_values(one, channels) for one in configs)
     kv_cache = max(max(t.size for t in one.kv_cache_tensors) for one in configs)

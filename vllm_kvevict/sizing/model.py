@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.plan.options import PlanError
+from vllm_kvevict.sizing.options import SizingError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +30,7 @@ def rank_specs(
     """The specs of every pipeline stage's layers, as a tensor-parallel rank of it has them.
 
     Raises:
-        PlanError: The configuration does not tell what the layers are like.
+        SizingError: The configuration does not tell what the layers are like.
 
     """
     from vllm.distributed.utils import get_pp_indices
@@ -39,7 +39,7 @@ def rank_specs(
     block_size = vllm_config.cache_config.block_size
     kinds = _kinds(vllm_config)
     if config.has_pyramid and stages > 1:
-        raise PlanError("layers have budgets of their own only without pipeline parallelism")
+        raise SizingError("layers have budgets of their own only without pipeline parallelism")
     timelines = iter(config.timelines(block_size, kinds.count("full_attention")))
     specs: list[KVCacheSpec] = []
     for kind in kinds:
@@ -58,7 +58,7 @@ def _kinds(vllm_config: "VllmConfig") -> list[str]:
     text = model.hf_text_config
     for name in UNEVEN:
         if getattr(text, name, None):
-            raise PlanError(
+            raise SizingError(
                 f"the layers of this model differ ({name} in its configuration), which only a "
                 "start-up can size: serve it and read the line 'KV eviction memory on this rank'"
             )
@@ -66,11 +66,11 @@ def _kinds(vllm_config: "VllmConfig") -> list[str]:
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
         if model.get_sliding_window() is not None:
-            raise PlanError("this configuration does not say which layers have a sliding window")
+            raise SizingError("this configuration does not say which layers have a sliding window")
         return ["full_attention"] * layers
     for kind in kinds:
         if kind not in KINDS:
-            raise PlanError(
+            raise SizingError(
                 f"this model has layers of the kind {kind!r}; known: {', '.join(KINDS)}"
             )
     return list(kinds)

@@ -1,0 +1,97 @@
+"""The order of rooms: imports run one way, downwards, and no two files import each other."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import vllm_kvevict
+
+PACKAGE = Path(vllm_kvevict.__file__).parent
+
+FLOORS = (
+    {"plan"},
+    {"sizing", "inspect", "ray_serve"},
+    {"worker"},
+    {"engine", "front"},
+    {"attention", "metrics", "policies"},
+    {"cache", "settings"},
+    {"ops", "schedule", "hooks"},
+)
+"""Rooms from top to bottom. A room imports itself and rooms of lower floors, nothing beside it."""
+
+
+def module_of(file: Path, package: Path) -> str:
+    parts = (package.name, *file.relative_to(package).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(package: Path) -> dict[str, set[str]]:
+    """The modules of the package that each of its modules imports, wherever in the file."""
+    files = {module_of(file, package): file for file in package.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, file in files.items():
+        found[module] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{module} has a relative import"
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in files else str(node.module) for name in inner]
+            else:
+                continue
+            found[module].update(name for name in names if name.split(".")[0] == package.name)
+        assert found[module] <= files.keys(), f"{module} imports what is not there"
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Imports that break the order. The package itself (its version) belongs to no room."""
+    floor = {name: number for number, rooms in enumerate(FLOORS) for name in rooms}
+    return [
+        f"{module} imports {other}"
+        for module, others in sorted(graph.items())
+        for other in sorted(others)
+        if room(module) != room(other)
+        and room(other)
+        and (not room(module) or floor[room(other)] <= floor[room(module)])
+    ]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_room_has_a_floor():
+    rooms = {room(module) for module in imports(PACKAGE)} - {""}
+    assert sorted(rooms) == sorted(name for floor in FLOORS for name in floor)
+
+
+def test_imports_run_downwards():
+    assert upward(imports(PACKAGE)) == []
+
+
+def test_no_file_imports_itself_through_others():
+    assert circle(imports(PACKAGE)) == []
+
+
+def test_an_import_upwards_and_a_circle_are_found(tmp_path):
+    """Also inside functions and where only types are checked."""
+    package = tmp_path / "house"
+    (package / "ops").mkdir(parents=True)
+    (package / "worker").mkdir()
+    for name in ("__init__.py", "ops/__init__.py", "worker/__init__.py"):
+        (package / name).write_text("")
+    (package / "ops" / "low.py").write_text("def f():\n    from house.worker import high\n")
+    (package / "worker" / "high.py").write_text("if False:\n    import house.ops.low\n")
+    graph = imports(package)
+    assert upward(graph) == ["house.ops.low imports house.worker.high"]
+    assert set(circle(graph)) == {"house.ops.low", "house.worker.high"}

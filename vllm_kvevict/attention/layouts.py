@@ -1,0 +1,152 @@
+"""How a step is laid out on a GPU, once for all layers of a group."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from vllm_kvevict.attention.binding import GroupBinding
+from vllm_kvevict.attention.choice import kernel_asked
+from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.sequences import Decode, Extend, Recording
+
+
+@dataclass
+class EvictingMetadata:
+    """A step of a group that evicts.
+
+    ``stock`` is vLLM's metadata, in which evicted requests have length 0; what it computes for
+    their tokens is overwritten. A decode step has only ``decode``, for all its requests alike, so
+    that one graph serves them whether they are evicted or not. xformers, which runs in no FULL
+    graph, has evicted requests with one query token in ``single`` instead.
+    """
+
+    binding: GroupBinding
+    buffers: GroupBuffers
+    num_actual_tokens: int
+    recording: Recording | None = None
+    stock: Any = None
+    decode: Decode | None = None
+    extend: Extend | None = None
+    num_splits: int = 0
+    single: Extend | None = None
+
+
+class EvictingBuilderMixin:
+    """Lays out a step, once for all layers, without waiting for the device.
+
+    One of five layouts, told apart by what is set in :class:`EvictingMetadata`:
+
+    - *stock*: vLLM's own metadata, for groups that do not evict and outside a scheduled step;
+    - *recorded*: the same in ``stock``, and queries that go to the rings: nobody is evicted;
+    - *decode only*: one query token each, evicted or not, all in ``decode``;
+    - *evicted alone*: ``decode`` or ``single`` for one query token, ``extend`` for several;
+    - *mixed*: the same, and ``stock`` for all others.
+
+    The worker binds the builders of groups that evict; others are vLLM's own.
+    """
+
+    binding: GroupBinding | None = None
+    buffers: GroupBuffers | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """FULL graphs for decode steps; mixed batches are split on the host, so PIECEWISE.
+
+        xformers' ops allocate and compile by batch: PIECEWISE for all.
+        """
+        if kernel_asked(vllm_config) == "xformers":
+            return AttentionCGSupport.NEVER
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return support if support.value < single.value else single
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        if self.buffers is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
+        return self.build(0, common_attn_metadata)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        common = common_attn_metadata
+        stock = partial(super().build, common_prefix_len, fast_build=fast_build)  # type: ignore[misc]
+        if self.binding is None or self.buffers is None:
+            return stock(common)
+        rows = self.binding.rows(common)
+        slots = self.binding.ring_slots(common)
+        step = EvictingMetadata(
+            self.binding, self.buffers, common.num_actual_tokens, num_splits=self.num_splits(common)
+        )
+        if common.max_query_len == 1 and self.buffers.scratch.kernel != "xformers":
+            return self._decode_only(step, common, rows, slots)
+        if rows is None:
+            return stock(common)
+        if slots is not None and bool((slots >= 0).any()):
+            window = self.buffers.state.timeline.window
+            step.recording = self.buffers.recording(common, slots, window)
+        evicted = self.buffers.state.evicted[rows]
+        if not bool(evicted.any()):
+            step.stock = stock(common)
+            return step
+        self._split_evicted(step, common, rows, evicted)
+        if not bool(evicted.all()):
+            step.stock = stock(self._without(common, evicted, self.buffers))
+        return step
+
+    def _decode_only(
+        self,
+        step: EvictingMetadata,
+        common: CommonAttentionMetadata,
+        rows: torch.Tensor | None,
+        slots: torch.Tensor | None,
+    ) -> EvictingMetadata:
+        """All requests alike, on buffers that a captured graph reads again."""
+        step.decode, recording = step.buffers.decode(common, rows, slots)
+        step.recording = recording if step.binding.records else None
+        return step
+
+    def _split_evicted(
+        self,
+        step: EvictingMetadata,
+        common: CommonAttentionMetadata,
+        rows: torch.Tensor,
+        evicted: torch.Tensor,
+    ) -> None:
+        """Evicted requests of a mixed batch: those with one query token, and the others.
+
+        FlashAttention takes both at once.
+        """
+        buffers = step.buffers
+        kernel = buffers.scratch.kernel
+        single = torch.zeros_like(evicted)
+        if kernel != "flash":
+            counts = common.query_start_loc_cpu.diff()[: len(rows)]
+            single = evicted & (counts == 1)
+        places = single.nonzero().flatten()
+        if len(places) and kernel == "xformers":
+            step.single = buffers.extend(common, rows[places], places)
+        elif len(places):
+            step.decode = buffers.some_decode(common, rows[places], places)
+        places = (evicted & ~single).nonzero().flatten()
+        if len(places):
+            step.extend = buffers.extend(common, rows[places], places)
+
+    def _without(
+        self, common: CommonAttentionMetadata, evicted: torch.Tensor, buffers: GroupBuffers
+    ) -> CommonAttentionMetadata:
+        """The batch in which evicted requests have no keys, for vLLM's own metadata."""
+        hidden = buffers.hide(common.seq_lens, evicted)
+        if common.max_query_len == 1:
+            # vLLM's Triton attention divides by the length of a single query's keys.
+            hidden = hidden.clamp(min=1)
+        return common.replace(seq_lens=hidden)
+
+    def num_splits(self, common: CommonAttentionMetadata) -> int:
+        """Splits that FlashAttention may make of one sequence; 0 leaves it to the kernel."""
+        return 0

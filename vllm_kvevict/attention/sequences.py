@@ -1,0 +1,62 @@
+"""What a step runs over on a GPU: tokens to record, and (request, KV head) sequences."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvevict.attention.parts import Part
+
+
+@dataclass
+class Recording:
+    """K tokens whose queries go to the observation rings.
+
+    ``tokens``, ``places`` (in the batch), ``back`` (tokens to the request's end, itself
+    included) and ``slots`` (ring slot, -1 for none) are [K] int32, ``seq_lens`` [batch] int32.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    back: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+@dataclass
+class Decode:
+    """R requests with one query token each, evicted or not.
+
+    ``rows``, ``places`` and ``tokens`` are [R] int32; ``lengths`` [L, >= R * H] int32;
+    ``query_start_loc`` [R * H + 1] int32 counts up by one.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    tokens: torch.Tensor
+    in_order: bool
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+
+
+@dataclass
+class Extend:
+    """R evicted requests, some with several query tokens.
+
+    ``order`` [queries] int64 numbers (token, KV head) pairs of the batch as
+    ``token * H + head``, sequence by sequence; ``table`` [R * H, V] int32 is written layer by
+    layer. ``parts`` are for xformers alone.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    order: torch.Tensor
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    query_start_loc: torch.Tensor
+    table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    parts: Sequence[Part] = ()

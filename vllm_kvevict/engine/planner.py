@@ -1,0 +1,98 @@
+"""The plan of each step: which requests record their queries, and which evict."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.engine.stores import StoreGrants
+from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class StepPlanner:
+    """Plans evictions for steps that vLLM has scheduled.
+
+    Args:
+        requests: vLLM's requests by id.
+        ledger: Timelines and ring slots of all admitted requests.
+        managers: The block managers that evict, by KV-cache group.
+        stores: Who gets a store.
+        counters: Totals, counted here.
+
+    """
+
+    def __init__(
+        self,
+        requests: "Mapping[str, Request]",
+        ledger: EvictionLedger,
+        managers: Mapping[int, EvictableAttentionManager],
+        stores: StoreGrants,
+        counters: Counters,
+    ) -> None:
+        self._requests = requests
+        self._ledger = ledger
+        self._managers = managers
+        self._stores = stores
+        self._counters = counters
+
+    def plan(self, num_scheduled_tokens: Mapping[str, int]) -> StepPlan:
+        """The plan of a step, by the tokens that each request computes in it."""
+        plan = StepPlan()
+        observed: list[tuple[Entry, int]] = []
+        for request_id, num_tokens in num_scheduled_tokens.items():
+            entry = self._ledger.entries.get(request_id)
+            if entry is None:
+                continue
+            start = self._requests[request_id].num_computed_tokens
+            end = start + num_tokens
+            if entry.accumulates:
+                plan.accumulating.append(request_id)
+            if not entry.observes(end):
+                continue
+            self._ledger.observe(entry, start, end)
+            if entry.ring is not None:
+                plan.rings[request_id] = entry.ring
+            self._plan_eviction(plan, request_id, entry, start, end)
+            observed.append((entry, end))
+        # Not before: a slot given back within the step would have two writers.
+        for entry, end in observed:
+            self._ledger.settle(entry, end)
+        return plan
+
+    def _plan_eviction(
+        self, plan: StepPlan, request_id: str, entry: Entry, start: int, end: int
+    ) -> None:
+        if not entry.due_groups(end) or self._ledger.last_step(request_id, end):
+            return
+        groups = self._stores.runnable(request_id, entry, start, end)
+        if not groups or not self._stores.grant(request_id, entry, groups, headroom=0):
+            self._counters.postponed += 1
+            return
+        counters = self._counters
+        if entry.in_prefill(end):
+            counters.evictions_prefill += 1
+        else:
+            counters.evictions_decode += 1
+        evictions = [self._managers[g].evict(request_id, entry, end) for g in groups]
+        for eviction in evictions:
+            bs = self._managers[eviction.group_id].block_size
+            counters.store_blocks_allocated += len(eviction.store)
+            counters.tokens_evicted += (
+                eviction.tail_start
+                - eviction.old_tail_start
+                + (len(eviction.old_store) - len(eviction.store)) * bs
+            )
+        plan.evictions.append(
+            Eviction(request_id, end, entry.ring, evictions, entry.policy, entry.protect_first)
+        )
+
+    def retire(self, plan: StepPlan) -> None:
+        """Free what the evictions of a processed step replaced."""
+        for eviction in plan.evictions:
+            for group in eviction.groups:
+                freed = self._managers[group.group_id].retire(eviction.request_id, group)
+                self._counters.blocks_freed += freed

@@ -1,0 +1,27 @@
+"""What the policies of a server need beside the KV cache. Engine and workers agree through it."""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.memory import RING_BYTES, ring_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def ring_slots(vllm_config: "VllmConfig", config: EvictionConfig) -> int:
+    """Ring slots of one rank; 0 where no policy that a request may choose needs queries.
+
+    One for every sequence where that fits into :data:`RING_BYTES`, else as many as do. With
+    fewer slots than sequences an eviction may wait for one: it is postponed and counted.
+    """
+    if not any(policy.needs_window for policy in build_policies(config).values()):
+        return 0
+    affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
+    return min(vllm_config.scheduler_config.max_num_seqs, affordable)
+
+
+def page_channels(config: EvictionConfig) -> int:
+    """Numbers beside every cached token that the policies of this server need, at most."""
+    return max(policy.scorer.page_channels for policy in build_policies(config).values())

@@ -1,0 +1,81 @@
+"""Policies by name: data alone. A new policy is one file in ``policies/`` and one line here.
+
+The table holds strings, so that reading the valid names imports no torch.
+"""
+
+from typing import NamedTuple
+
+ADA = "ada-"
+"""Before a policy's name: its scores, and the heads of a layer share the budget (Ada-KV)."""
+
+
+class Entry(NamedTuple):
+    """A policy of its own.
+
+    Args:
+        module: Module in ``policies/`` whose ``build(config)`` makes the scorer.
+        summary: One line for ``--help``.
+        adaptive: Whether scores of different heads compare, so that :data:`ADA` may stand
+            before the name.
+        pyramid: Whether budgets fall with the depth of a layer.
+        ada: Name with the heads of a layer sharing the budget, where the paper has another one
+            than :data:`ADA` and the name.
+
+    """
+
+    module: str
+    summary: str
+    adaptive: bool
+    pyramid: bool = False
+    ada: str = ""
+
+
+TABLE = {
+    "snapkv": Entry(
+        "snapkv", "attention of the last queries, pooled; every head keeps as much", True
+    ),
+    "h2o": Entry("h2o", "attention of all queries so far (heavy hitters), and recent tokens", True),
+    "pyramidkv": Entry(
+        "snapkv",
+        "scores of snapkv; shallow layers keep more than deep ones",
+        True,
+        pyramid=True,
+        ada="ada-pyramid",
+    ),
+    "streaming-llm": Entry("streaming_llm", "the first tokens and the most recent ones", False),
+    "scissorhands": Entry(
+        "scissorhands", "how seldom the last queries gave a token less than the mean", True
+    ),
+    "tova": Entry("tova", "attention of the last query alone (TOVA, MSRNN)", True),
+    "subgen": Entry("subgen", "keys that leave no other key far away (greedy k-center)", False),
+    "subgen-stream": Entry(
+        "subgen_stream", "samples of all tokens, which attention weighs (SubGen Algorithm 1)", False
+    ),
+    "nacl": Entry(
+        "nacl", "attention of the last tokens (proxies), and a random sample of the others", False
+    ),
+}
+
+
+def _names() -> dict[str, tuple[str, str]]:
+    lines = {}
+    for name, entry in TABLE.items():
+        if entry.adaptive:
+            summary = f"scores of {name}; the heads of a layer share the budget (Ada-KV)"
+            lines[entry.ada or ADA + name] = (entry.module, summary)
+        lines[name] = (entry.module, entry.summary)
+    return lines
+
+
+POLICIES = _names()
+"""Module and one line for ``--help`` of everything that ``--kv-eviction`` may name."""
+
+POLICY_NAMES = tuple(POLICIES)
+
+PYRAMIDS = frozenset(
+    name
+    for plain, entry in TABLE.items()
+    if entry.pyramid
+    for name in (plain, entry.ada or ADA + plain)
+)
+"""Policies under which layers have budgets of their own."""
