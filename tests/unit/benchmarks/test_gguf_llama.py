@@ -76,7 +76,8 @@ def test_same_logits_and_chat(tmp_path):
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=48, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=6, num_key_value_heads=3, head_dim=8, max_position_embeddings=64,
-        rope_theta=7000.0, rms_norm_eps=2**-20, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        rope_theta=7000.0, rms_norm_eps=2**-20, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     # Weights that bfloat16 holds; the rotary frequencies stay in float32, as on loading.
