@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 
@@ -67,11 +68,12 @@ class GroupState:
         return sum(table.numel() * table.element_size() for table in tables)
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget the evictions of these rows."""
+        """Forget the evictions of these rows, without waiting for the device."""
         if len(rows):
             cleared = torch.as_tensor(rows, dtype=torch.int64)
             self.evicted[cleared] = False
-            self.tail_start[cleared.to(self.tail_start.device)] = 0
+            index = async_tensor_h2d(cleared, device=self.tail_start.device)
+            self.tail_start.index_fill_(0, index, 0)
 
     def splits(self, rows: torch.Tensor) -> torch.Tensor:
         """[L, R, H + 1] int32 head splits of ``rows`` [R]; zeros where one is not evicted."""
@@ -90,7 +92,7 @@ class GroupState:
         pages: torch.Tensor,
         weighted: bool = False,
     ) -> None:
-        """Enter an eviction.
+        """Enter an eviction, without waiting for the device.
 
         Args:
             row: The request's row.
@@ -104,10 +106,11 @@ class GroupState:
         if blocks > self.store.shape[1]:
             self.store = self._stores[:, :blocks]
         self._stores[row, :blocks] = store
-        self.head_indptr[:, row, 0] = 0
+        self.head_indptr[:, row, 0].fill_(0)
         self.head_indptr[:, row, 1:] = pages.cumsum(-1)
-        self.tail_start[row] = tail_start
+        # Assigning a number to one element would copy it from pageable memory and wait.
+        self.tail_start[row].fill_(tail_start)
+        self.weighted[row].fill_(weighted)
         self.evicted[row] = tail_start > 0
         most = blocks * self.num_heads * self.timeline.block_size
         self.shorter[row] = max(0, tail_start - most)
-        self.weighted[row] = weighted

@@ -18,7 +18,6 @@ from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
-from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.gpu import interleaved
 
@@ -77,10 +76,9 @@ def evictions(policy: str) -> list[Eviction]:
     ]
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("policy", ON_CUDA)
-def test_no_tensor_is_made_elsewhere(policy, monkeypatch):
-    monkeypatch.setattr(eviction_pass, "first_head", lambda num_heads: 0)
-    monkeypatch.setattr(eviction_pass, "mean_of_ranks", lambda scores: scores)
+def test_no_tensor_is_made_elsewhere(policy):
     plain, watched = worker(policy), worker(policy)
     for eviction in evictions(policy):
         plain._evict(eviction)

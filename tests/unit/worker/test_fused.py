@@ -9,15 +9,10 @@ from tests.kernels.evict import BLOCK, FUSED, GROUP, HEADS, WINDOW, assert_same,
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.settings.names import POLICY_NAMES
-from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes
 
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    monkeypatch.setattr(eviction_pass, "first_head", lambda num_heads: 0)
-    monkeypatch.setattr(eviction_pass, "mean_of_ranks", lambda scores: scores)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.usefixtures("emulated")
