@@ -118,7 +118,7 @@ class Watch(TorchFunctionMode):
         parts = index if isinstance(index, tuple) else (index,)
         by_tensor = False
         for part in parts:
-            if isinstance(part, torch.Tensor) or isinstance(part, list):
+            if isinstance(part, torch.Tensor | list):
                 by_tensor = True
                 if not _is_mine(part):
                     self.waits.append("an index that lies on the host")
@@ -145,9 +145,7 @@ class _Hidden(TorchDispatchMode):
         super().__init__()
         self._waits = waits
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split(".")[0]
         boolean = name == "aten::index" and any(
             part is not None and part.dtype == torch.bool for part in args[1]

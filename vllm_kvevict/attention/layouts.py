@@ -50,6 +50,8 @@ class EvictingBuilderMixin:
 
     binding: GroupBinding | None = None
     buffers: GroupBuffers | None = None
+    supports_update_block_table = False
+    """Groups of equal specs evict other heads: Model Runner V1 may not build once for both."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -4,6 +4,8 @@ import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvevict.attention.choice import arrange, choose
+from vllm_kvevict.attention.flash import EvictingFlashMetadataBuilder
+from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker.gpu import BACKENDS
 
@@ -97,3 +99,9 @@ def test_unknown_value():
     words = "--kv-eviction-attention: must be 'auto', 'flash', 'triton' or 'xformers', not 'fa'"
     with pytest.raises(ValueError, match=words):
         EvictionConfig.parse({"policy": "snapkv", "attention": "fa"})
+
+
+def test_no_group_reuses_the_metadata_of_another():
+    """Model Runner V1 would give the second of two equal groups the first one's heads."""
+    assert not EvictingFlashMetadataBuilder.supports_update_block_table
+    assert not EvictingTritonMetadataBuilder.supports_update_block_table

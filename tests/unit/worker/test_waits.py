@@ -29,7 +29,7 @@ WAITS = {
     "read": lambda x: x.sum().item(),
     "decide": lambda x: bool(x[0, 0] > 0),
     "a number for one element": lambda x: x.__setitem__((0, 1), 5),
-    "numbers by index": lambda x: x.__setitem__(torch.zeros(1, dtype=torch.int64, device="cuda"), 5),
+    "numbers by index": lambda x: x.__setitem__(torch.arange(1, device=x.device), 5),
     "index of the host": lambda x: x[torch.tensor([0])],
     "boolean index": lambda x: x[x > 0],
     "sizes": lambda x: x.nonzero(),
@@ -64,8 +64,9 @@ def test_the_watch_sees_no_others(call, watch):
 
 
 def test_tensors_of_two_devices_do_not_meet(watch):
+    mine, host = torch.ones(2, device="cuda"), torch.ones(2)
     with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
-        torch.ones(2, device="cuda") + torch.ones(2)
+        mine.add(host)
 
 
 @pytest.mark.usefixtures("emulated")
