@@ -26,7 +26,7 @@ void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, cons
   check(caps, "caps", ScalarType::Int, {groups, heads}, pages);
   check(store_blocks, "store_blocks", ScalarType::Int, {groups}, pages);
 
-  Sort sort;
+  Sort sort{};
   sort.keys = out<uint32_t>(keys);
   sort.other = out<uint32_t>(other);
   sort.scores = in<float>(scores);
@@ -36,7 +36,7 @@ void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, cons
   sort.num_rows = narrow(groups * heads, "heads of all layers and requests");
   launch_sort(sort, launch.stream());
 
-  Allocate work;
+  Allocate work{};
   work.pages = out<int32_t>(pages);
   work.gains = out<uint64_t>(gains);
   work.keys = sort.keys;

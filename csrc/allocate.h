@@ -5,10 +5,9 @@
 #pragma once
 
 #include "cuda_types.h"
+#include "limits.h"
 
 namespace kvevict {
-
-constexpr int kMaxHeads = 1024;
 
 struct Allocate {
   int32_t* pages;               // [groups, H]

@@ -16,12 +16,6 @@
 
 KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
   module.def(
-      "observe(Tensor(a!) rings, Tensor query, Tensor query_start_loc, Tensor seq_lens, Tensor ring, "
-      "int window, int queries) -> ()");
-  module.def(
-      "head_page_table(Tensor(a!) table, Tensor(b!) lengths, Tensor head_indptr, Tensor store, "
-      "Tensor tail_start, Tensor rows, Tensor seq_lens, Tensor block_table, int block_size) -> ()");
-  module.def(
       "compact(Tensor(a!)[] caches, Tensor columns, Tensor pages, Tensor store, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def(
@@ -42,11 +36,16 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
   module.def(
       "pool(Tensor(a!) scores, Tensor sums, Tensor requests, Tensor head_indptr, int block_size, "
       "int window, int max_columns, float factor, int kernel, bool average) -> ()");
+  module.def("cuda_built() -> int");
+  module.def("cuda_driver() -> int");
+}
+
+KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, CompositeExplicitAutograd, module) {
+  module.impl("cuda_built", TORCH_BOX(&kvevict::cuda_built));
+  module.impl("cuda_driver", TORCH_BOX(&kvevict::cuda_driver));
 }
 
 KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
-  module.impl("observe", TORCH_BOX(&kvevict::observe));
-  module.impl("head_page_table", TORCH_BOX(&kvevict::head_page_table));
   module.impl("compact", TORCH_BOX(&kvevict::compact));
   module.impl("select", TORCH_BOX(&kvevict::select));
   module.impl("allocate", TORCH_BOX(&kvevict::allocate));

@@ -54,8 +54,8 @@ def compile_extension(
         nvcc: The compiler.
         target: The shared library to write.
         folder: For objects.
-        archs: Compute capabilities, without the dot. PTX of the last one is added, from which
-            drivers compile for newer GPUs.
+        archs: Compute capabilities, without the dot. PTX of the oldest and of the newest is added,
+            from which drivers compile for every other GPU that is not older.
         jobs: Files at once; by default KVEVICT_JOBS or the number of cores.
 
     Raises:
@@ -68,7 +68,8 @@ def compile_extension(
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    for arch in {min(archs, key=int), max(archs, key=int)}:
+        codes.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
     include = ["-isystem", str(root / "include")]
     common = [nvcc, *FLAGS, "-Xcompiler=-fPIC,-fvisibility=hidden", *include]
 

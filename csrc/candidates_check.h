@@ -1,10 +1,12 @@
 // The tables that say where the candidates of due evictions lie, checked.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "candidates.h"
 #include "checks.h"
+#include "layers.h"
 
 namespace kvevict {
 
@@ -40,9 +42,11 @@ inline Candidates check_candidates(const Tensor& requests, const Tensor& head_in
 }
 
 // Caches [blocks, H, block_size, slot] of equal shape and dtype, in the layout LBHNC.
-inline Layers check_caches(const std::vector<Tensor>& caches, const Tensor& first) {
+// `Byte` is const where they are only read.
+template <typename Byte>
+Layers<Byte> check_caches(const std::vector<Tensor>& caches, const Tensor& first) {
   check_layers(caches.size());
-  Layers layers{};
+  Layers<Byte> layers{};
   const Tensor& like = caches[0];
   check_sizes(like, "caches", {kAny, kAny, kAny, kAny});
   for (size_t i = 0; i < caches.size(); ++i) {
@@ -50,7 +54,11 @@ inline Layers check_caches(const std::vector<Tensor>& caches, const Tensor& firs
     check(cache, "caches", like.scalar_type(),
           {like.size(0), like.size(1), like.size(2), like.size(3)}, first);
     check_aligned(cache, "caches", 16);
-    layers.at[i] = const_cast<void*>(cache.const_data_ptr());
+    if constexpr (std::is_const_v<Byte>) {
+      layers.at[i] = in<std::remove_const_t<Byte>>(cache);
+    } else {
+      layers.at[i] = out<Byte>(cache);
+    }
   }
   return layers;
 }

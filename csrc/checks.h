@@ -11,7 +11,7 @@
 #include <string>
 
 #include "cuda_types.h"
-#include "layers.h"
+#include "limits.h"
 #include "stream.h"
 
 namespace kvevict {
@@ -88,9 +88,20 @@ inline int narrow(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
+#define KVEVICT_COMMA(size) size,
+
+inline void check_among(int64_t value, const char* name, std::initializer_list<int64_t> valid) {
+  std::string all;
+  bool found = false;
+  for (const int64_t one : valid) {
+    found = found || value == one;
+    all += (all.empty() ? "" : ", ") + std::to_string(one);
+  }
+  STD_TORCH_CHECK(found, name, " must be one of ", all, ", not ", value);
+}
+
 inline void check_block_size(int64_t block_size) {
-  STD_TORCH_CHECK(block_size == 16 || block_size == 32 || block_size == 64 || block_size == 128,
-                  "block size must be 16, 32, 64 or 128, not ", block_size);
+  check_among(block_size, "block size", {KVEVICT_BLOCK_SIZES(KVEVICT_COMMA)});
 }
 
 inline void check_layers(size_t layers) {

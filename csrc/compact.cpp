@@ -9,8 +9,8 @@ void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pa
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
              const Tensor& old_store, const Tensor& positional) {
   const Launch launch(columns);
-  Compact work;
-  work.caches = check_caches(caches, columns);
+  Compact work{};
+  work.caches = check_caches<unsigned char>(caches, columns);
   const int64_t layers = caches.size(), heads = caches[0].size(1), block_size = caches[0].size(2);
   const int64_t slot = caches[0].size(3) * caches[0].element_size();
   STD_TORCH_CHECK(slot % 4 == 0, "a slot of a head must be a multiple of 4 bytes, not ", slot);

@@ -33,7 +33,7 @@ __global__ void compact_kernel(const __grid_constant__ Compact work) {
   KVEVICT_ASSERT(target_page >= 0 && target_page < work.num_pages);
   const int32_t* columns =
       work.columns + due.first_kept + (layer * due.store_blocks * heads + flat) * bs;
-  unsigned char* cache = static_cast<unsigned char*>(work.caches.at[layer]);
+  unsigned char* cache = work.caches.at[layer];
   Unit* target = reinterpret_cast<Unit*>(cache + target_page * bs * work.slot_bytes);
 
   const int units = work.slot_bytes / static_cast<int>(sizeof(Unit));

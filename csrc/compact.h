@@ -11,7 +11,7 @@
 namespace kvevict {
 
 struct Compact {
-  Layers caches;               // [blocks, H, block_size, slot] each
+  Layers<unsigned char> caches;  // [blocks, H, block_size, slot] each
   Candidates candidates;
   const int32_t* columns;      // kept columns of each head, ascending; the heads of a layer in order
   const int32_t* pages;        // [E, L, H] pages each head keeps

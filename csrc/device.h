@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda_types.h"
+#include "limits.h"
 
 #ifndef KVEVICT_EMULATE
 #include <cuda_runtime.h>
@@ -16,11 +17,15 @@ inline __device__ unsigned char* shared_memory() {
   return memory;
 }
 
+// A grid of `blocks` times `groups`; none where either is 0.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int groups, int threads, size_t shared,
             Stream stream, const Arguments&... arguments) {
+  static_assert((sizeof(Parameters) + ... + 0) <= kMaxParameters);
+  check_grid(blocks, groups);
   if (blocks == 0 || groups == 0) return;
-  kernel<<<dim3(static_cast<unsigned>(blocks), groups), threads, shared, stream>>>(arguments...);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups));
+  kernel<<<grid, threads, shared, stream>>>(arguments...);
 }
 
 }  // namespace kvevict

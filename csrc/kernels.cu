@@ -1,8 +1,6 @@
 // Every kernel but score's, as one translation unit without torch: nvcc reads it once per GPU.
 #include "allocate.cuh"
 #include "compact.cuh"
-#include "observe.cuh"
-#include "page_table.cuh"
 #include "pool.cuh"
 #include "select.cuh"
 #include "sort.cuh"

@@ -10,12 +10,10 @@ namespace kvevict {
 
 using torch::stable::Tensor;
 
-void observe(const Tensor& rings, const Tensor& query, const Tensor& query_start_loc,
-             const Tensor& seq_lens, const Tensor& ring, int64_t window, int64_t queries);
-
-void head_page_table(const Tensor& table, const Tensor& lengths, const Tensor& head_indptr,
-                     const Tensor& store, const Tensor& tail_start, const Tensor& rows,
-                     const Tensor& seq_lens, const Tensor& block_table, int64_t block_size);
+// CUDA versions as 1000 * major + 10 * minor: of the runtime that is linked in, and the newest that the
+// driver serves, 0 without one.
+int64_t cuda_built();
+int64_t cuda_driver();
 
 void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,

@@ -1,12 +1,14 @@
 // One address per layer, handed to a kernel by value: no table on the device, and graphs record it.
 #pragma once
 
+#include "limits.h"
+
 namespace kvevict {
 
-constexpr int kMaxLayers = 128;
-
+// `Byte` is const where the launch only reads.
+template <typename Byte>
 struct Layers {
-  void* at[kMaxLayers];
+  Byte* at[kMaxLayers];
 };
 
 }  // namespace kvevict

@@ -15,7 +15,7 @@ void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
   check(scores, "scores", ScalarType::Float, {kAny}, scores);
   check(sums, "sums", ScalarType::Float, {kAny, kAny}, scores);
   const int64_t layers = head_indptr.size(0), heads = head_indptr.size(2) - 1;
-  Pool work;
+  Pool work{};
   // Pages play no part: columns are counted, not looked up.
   work.candidates = check_split(requests, head_indptr, layers, heads, block_size, scores);
   work.scores = out<float>(scores);
@@ -27,7 +27,7 @@ void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
   work.num_layers = narrow(layers, "layers");
   work.window = narrow(window, "window");
   work.kernel = narrow(kernel, "pooling kernel");
-  work.chunks = (narrow(max_columns, "columns") + kPoolChunk - 1) / kPoolChunk;
+  work.chunks = (narrow(max_columns, "columns") + kChunk - 1) / kChunk;
   work.average = average;
   launch_pool(work, requests.size(0) * layers * heads, launch.stream());
   launch.check();

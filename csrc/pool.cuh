@@ -20,10 +20,10 @@ static __global__ void pool_kernel(const __grid_constant__ Pool work) {
   const int64_t protect = work.candidates.requests[request].protect_first;
   KVEVICT_ASSERT(head.first_sum + columns <= work.num_sums);
   KVEVICT_ASSERT(head.first_column + candidates <= work.num_scores);
-  KVEVICT_ASSERT(candidates <= work.chunks * kPoolChunk);
+  KVEVICT_ASSERT(candidates <= work.chunks * kChunk);
   const float* sums = work.sums + head.first_sum;
-  const int end = (chunk + 1) * kPoolChunk < candidates ? (chunk + 1) * kPoolChunk : candidates;
-  for (int column = chunk * kPoolChunk + threadIdx.x; column < end; column += blockDim.x) {
+  const int end = (chunk + 1) * kChunk < candidates ? (chunk + 1) * kChunk : candidates;
+  for (int column = chunk * kChunk + threadIdx.x; column < end; column += blockDim.x) {
     float pooled = work.average ? 0.0f : -INFINITY;
     for (int near = column - work.kernel / 2; near <= column + work.kernel / 2; ++near) {
       if (near < 0 || near >= columns) continue;

@@ -5,10 +5,9 @@
 
 #include "candidates.h"
 #include "cuda_types.h"
+#include "limits.h"
 
 namespace kvevict {
-
-constexpr int kPoolChunk = 1024;
 
 struct Pool {
   float* scores;      // flat, candidates only

@@ -22,7 +22,7 @@ Score check_score(const std::vector<Tensor>& caches, const std::vector<Tensor>& 
                   int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
                   const Tensor& old_store, const Tensor& positional) {
   Score work{};
-  work.caches = check_caches(caches, requests);
+  work.caches = check_caches<const unsigned char>(caches, requests);
   const int64_t layers = caches.size(), heads = caches[0].size(1), block_size = caches[0].size(2);
   STD_TORCH_CHECK(rings.size() == caches.size() && scales.size() == caches.size(),
                   "caches, rings and scales must be of as many layers, not ", caches.size(), ", ",
@@ -31,16 +31,14 @@ Score check_score(const std::vector<Tensor>& caches, const std::vector<Tensor>& 
   const Tensor& ring = rings[0];
   check_sizes(ring, "rings", {kAny, kAny, kAny});
   const int64_t head_size = ring.size(2);
-  STD_TORCH_CHECK(head_size == 64 || head_size == 80 || head_size == 96 || head_size == 128 ||
-                      head_size == 256,
-                  "head size must be 64, 80, 96, 128 or 256, not ", head_size);
+  check_among(head_size, "head size", {KVEVICT_HEAD_SIZES(KVEVICT_COMMA)});
   STD_TORCH_CHECK(ring.size(1) % heads == 0 && ring.size(1) >= heads, "query heads (", ring.size(1),
                   ") must be a multiple of KV heads (", heads, ")");
   STD_TORCH_CHECK(ring.size(0) % window == 0, "rings must hold whole slots of ", window, " queries");
   for (size_t i = 0; i < rings.size(); ++i) {
     check(rings[i], "rings", ring.scalar_type(), {ring.size(0), ring.size(1), head_size}, requests);
     check_aligned(rings[i], "rings", 16);
-    work.rings.at[i] = const_cast<void*>(rings[i].const_data_ptr());
+    work.rings.at[i] = in<unsigned char>(rings[i]);
     work.scales[i] = static_cast<float>(scales[i]);
   }
   const int64_t slot = caches[0].size(3) * caches[0].element_size();
@@ -85,7 +83,7 @@ void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> ca
   check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
   check(partial, "partial", ScalarType::Float, {due * layers * heads, work.chunks, rows, 2},
         requests);
-  work.lse = out<float>(lse);
+  work.lse_out = out<float>(lse);
   work.partial = out<float2>(partial);
   run(work, Pass::kLse, rings[0], due * layers * heads, launch.stream());
   launch.check();
@@ -103,7 +101,7 @@ void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> cach
   const int groups = query_groups(narrow(rows, "rows"), narrow(rings[0].size(2), "head size"));
   check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
   check(sums, "sums", ScalarType::Float, {groups, kAny}, requests);
-  work.lse = const_cast<float*>(in<float>(lse));
+  work.lse = in<float>(lse);
   work.sums = out<float>(sums);
   work.num_sums = sums.size(1);
   run(work, Pass::kColumns, rings[0], due * layers * heads, launch.stream());

@@ -13,73 +13,77 @@ namespace kvevict {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// What one block works on.
-struct Place {
+// Tile coordinates of a block: a chunk of the columns of one (request, layer, KV head).
+struct ChunkTile {
   int64_t row;  // of E * L * H
   int layer, chunk, first, last;
   Keys keys;
   WindowQueries queries;
 };
 
-__device__ inline Place find_place(const Score& work) {
-  Place place;
+__device__ inline ChunkTile chunk_tile(const Score& work) {
+  ChunkTile tile;
   const int heads = work.candidates.num_heads;
-  place.chunk = blockIdx.x % work.chunks;
-  place.row = blockIdx.x / work.chunks;
-  const int head = place.row % heads;
-  place.layer = place.row / heads % work.num_layers;
-  const int request = place.row / heads / work.num_layers;
+  tile.chunk = blockIdx.x % work.chunks;
+  tile.row = blockIdx.x / work.chunks;
+  const int head = tile.row % heads;
+  tile.layer = tile.row / heads % work.num_layers;
+  const int request = tile.row / heads / work.num_layers;
   const Request& due = work.candidates.requests[request];
-  place.keys = {static_cast<const unsigned char*>(work.caches.at[place.layer]),
-                find_head(work.candidates, request, place.layer, head, work.window),
+  tile.keys = {work.caches.at[tile.layer],
+                find_head(work.candidates, request, tile.layer, head, work.window),
                 work.slot_bytes, work.stored};
-  place.queries = {static_cast<const unsigned char*>(work.rings.at[place.layer]),
+  tile.queries = {work.rings.at[tile.layer],
                    due.ring, due.num_tokens, work.window, work.group, work.group * heads, head};
-  const int columns = place.keys.head.columns;
+  const int columns = tile.keys.head.columns;
   KVEVICT_ASSERT(columns <= work.chunks * kChunk);
-  place.first = place.chunk * kChunk;
-  place.last = place.first + kChunk < columns ? place.first + kChunk : columns;
-  return place;
+  tile.first = tile.chunk * kChunk;
+  tile.last = tile.first + kChunk < columns ? tile.first + kChunk : columns;
+  return tile;
 }
 
-// A maximum and a sum of powers of two relative to it; -inf and 0 for nothing.
-struct Powers {
-  float most, sum;
+// State of an online softmax in powers of two: the running maximum, and the sum relative to it;
+// -inf and 0 for nothing.
+struct OnlineSoftmax {
+  float max, sum;
 
-  __device__ void add(Powers other) {
-    const float most_of_both = fmaxf(most, other.most);
-    const float base = most_of_both == -INFINITY ? 0.0f : most_of_both;
-    sum = sum * exp2_fast(most - base) + other.sum * exp2_fast(other.most - base);
-    most = most_of_both;
+  __device__ void merge(OnlineSoftmax other) {
+    const float new_max = fmaxf(max, other.max);
+    const float base = new_max == -INFINITY ? 0.0f : new_max;
+    sum = sum * exp2_fast(max - base) + other.sum * exp2_fast(other.max - base);
+    max = new_max;
   }
 
   __device__ void add(float first, float second) {
-    const float most_of_all = fmaxf(most, fmaxf(first, second));
-    const float base = most_of_all == -INFINITY ? 0.0f : most_of_all;
-    sum = sum * exp2_fast(most - base) + exp2_fast(first - base) + exp2_fast(second - base);
-    most = most_of_all;
+    const float new_max = fmaxf(max, fmaxf(first, second));
+    const float base = new_max == -INFINITY ? 0.0f : new_max;
+    sum = sum * exp2_fast(max - base) + exp2_fast(first - base) + exp2_fast(second - base);
+    max = new_max;
   }
 };
 
-// Goes through the chunk. `each(column, logits)` gets the logits of a lane's rows with columns
-// `column` and `column + 1`, in powers of two and not masked; `after(first)` follows a tile.
-template <typename T, int D, typename Each, typename After>
-__device__ void for_tiles(const Score& work, const Place& place, int first_row, Each each,
-                          After after) {
+// The main loop: goes through the columns of the chunk in tiles of keys. `on_logits(first, key, logits)`
+// gets the logits of a lane's rows with columns `first + key` and the next, in powers of two and not
+// masked; `epilogue(first)` follows a tile of keys, behind a barrier.
+template <typename T, int D, typename OnLogits, typename Epilogue>
+__device__ void main_loop(const Score& work, const ChunkTile& tile, int first_row,
+                          OnLogits on_logits, Epilogue epilogue) {
   using Shape = Tile<T, D>;
   unsigned char* tiles = shared_memory();
   QueryRows<T, D> rows;
-  rows.load(place.queries, first_row);
+  rows.load(tile.queries, first_row);
   clear_padding<T, D>(tiles);
   clear_padding<T, D>(tiles + Shape::kBytes);
-  const float scale = work.scales[place.layer];
+  const float scale = work.scales[tile.layer], softcap = work.softcap;
+  // Logits in powers of two: one multiplication where they are not capped.
+  const float inner = softcap > 0 ? scale / softcap : scale * kLog2E;
   const int lane = threadIdx.x % kWarp;
 
-  load_tile<T, D>(place.keys, place.first, tiles);
+  load_tile<T, D>(tile.keys, tile.first, tiles);
   int stage = 0;
-  for (int first = place.first; first < place.last; first += Shape::kKeys) {
-    if (first + Shape::kKeys < place.last) {
-      load_tile<T, D>(place.keys, first + Shape::kKeys, tiles + (stage ^ 1) * Shape::kBytes);
+  for (int first = tile.first; first < tile.last; first += Shape::kKeys) {
+    if (first + Shape::kKeys < tile.last) {
+      load_tile<T, D>(tile.keys, first + Shape::kKeys, tiles + (stage ^ 1) * Shape::kBytes);
     } else {
       commit_copies();
     }
@@ -91,32 +95,35 @@ __device__ void for_tiles(const Score& work, const Place& place, int first_row, 
 #pragma unroll
       for (int block = 0; block < Shape::kRowBlocks; ++block) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float logit = logits[block][i] * scale;
-          if (work.softcap > 0) logit = tanhf(logit / work.softcap) * work.softcap;
-          logits[block][i] = logit * kLog2E;
+        for (float& logit : logits[block]) logit *= inner;
+      }
+      if (softcap > 0) {
+#pragma unroll
+        for (int block = 0; block < Shape::kRowBlocks; ++block) {
+#pragma unroll
+          for (float& logit : logits[block]) logit = tanhf(logit) * softcap * kLog2E;
         }
       }
-      each(first, key + lane % 4 * 2, logits);
+      on_logits(first, key + lane % 4 * 2, logits);
     }
     __syncthreads();
-    after(first);
+    epilogue(first);
     stage ^= 1;
   }
 }
 
 // Last column that each row of a lane sees: query i of the window sees its own; -1 for no row.
 template <typename T, int D>
-__device__ void find_limits(const Place& place, int first_row,
+__device__ void find_limits(const ChunkTile& tile, int first_row,
                             int (&limits)[Tile<T, D>::kRowBlocks][2]) {
-  const int window = place.queries.window, lane = threadIdx.x % kWarp;
+  const int window = tile.queries.window, lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int block = 0; block < Tile<T, D>::kRowBlocks; ++block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + block * 16 + half * 8 + lane / 4;
       limits[block][half] =
-          row < place.queries.rows() ? place.keys.head.columns - window + row % window : -1;
+          row < tile.queries.rows() ? tile.keys.head.columns - window + row % window : -1;
     }
   }
 }
@@ -130,43 +137,43 @@ __device__ int first_row_of_warp() {
 template <typename T, int D>
 __global__ void __launch_bounds__(kScoreWarps* kWarp) lse_kernel(const __grid_constant__ Score work) {
   using Shape = Tile<T, D>;
-  const Place place = find_place(work);
-  if (place.first >= place.last) return;
+  const ChunkTile tile = chunk_tile(work);
+  if (tile.first >= tile.last) return;
   const int first_row = first_row_of_warp<T, D>();
   int limits[Shape::kRowBlocks][2];
-  find_limits<T, D>(place, first_row, limits);
-  Powers powers[Shape::kRowBlocks][2];
+  find_limits<T, D>(tile, first_row, limits);
+  OnlineSoftmax softmax[Shape::kRowBlocks][2];
 #pragma unroll
   for (int block = 0; block < Shape::kRowBlocks; ++block) {
-    powers[block][0] = powers[block][1] = {-INFINITY, 0.0f};
+    softmax[block][0] = softmax[block][1] = {-INFINITY, 0.0f};
   }
-  for_tiles<T, D>(
-      work, place, first_row,
+  main_loop<T, D>(
+      work, tile, first_row,
       [&](int first, int key, const float(&logits)[Shape::kRowBlocks][4]) {
 #pragma unroll
         for (int block = 0; block < Shape::kRowBlocks; ++block) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int left = limits[block][half] - first - key;
-            powers[block][half].add(left >= 0 ? logits[block][half * 2] : -INFINITY,
+            softmax[block][half].add(left >= 0 ? logits[block][half * 2] : -INFINITY,
                                     left >= 1 ? logits[block][half * 2 + 1] : -INFINITY);
           }
         }
       },
       [](int) {});
-  const int lane = threadIdx.x % kWarp, rows = place.queries.rows();
-  float2* partial = work.partial + (place.row * work.chunks + place.chunk) * rows;
+  const int lane = threadIdx.x % kWarp, rows = tile.queries.rows();
+  float2* partial = work.partial + (tile.row * work.chunks + tile.chunk) * rows;
 #pragma unroll
   for (int block = 0; block < Shape::kRowBlocks; ++block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Powers all = powers[block][half];
+      OnlineSoftmax all = softmax[block][half];
       for (int step = 1; step < 4; step *= 2) {
-        all.add(Powers{__shfl_xor_sync(kAllLanes, all.most, step),
-                       __shfl_xor_sync(kAllLanes, all.sum, step)});
+        all.merge(OnlineSoftmax{__shfl_xor_sync(kAllLanes, all.max, step),
+                                __shfl_xor_sync(kAllLanes, all.sum, step)});
       }
       const int row = first_row + block * 16 + half * 8 + lane / 4;
-      if (row < rows && lane % 4 == 0) partial[row] = make_float2(all.most, all.sum);
+      if (row < rows && lane % 4 == 0) partial[row] = make_float2(all.max, all.sum);
     }
   }
 }
@@ -181,39 +188,39 @@ static __global__ void merge_kernel(const __grid_constant__ Score work) {
   const Head head = find_head(work.candidates, request, layer, row % heads, work.window);
   const int chunks = (head.columns + kChunk - 1) / kChunk;
   for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-    Powers all = {-INFINITY, 0.0f};
+    OnlineSoftmax all = {-INFINITY, 0.0f};
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const float2 part = work.partial[(row * work.chunks + chunk) * rows + i];
-      all.add(Powers{part.x, part.y});
+      all.merge(OnlineSoftmax{part.x, part.y});
     }
-    work.lse[row * rows + i] = (all.most + log2f(all.sum)) / kLog2E;
+    work.lse_out[row * rows + i] = (all.max + log2f(all.sum)) / kLog2E;
   }
 }
 
 template <typename T, int D>
 __global__ void __launch_bounds__(kScoreWarps* kWarp) column_kernel(const __grid_constant__ Score work) {
   using Shape = Tile<T, D>;
-  const Place place = find_place(work);
-  if (place.first >= place.last) return;
-  const int first_row = first_row_of_warp<T, D>(), rows = place.queries.rows();
+  const ChunkTile tile = chunk_tile(work);
+  if (tile.first >= tile.last) return;
+  const int first_row = first_row_of_warp<T, D>(), rows = tile.queries.rows();
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, lane = threadIdx.x % kWarp;
   float* sums = reinterpret_cast<float*>(shared_memory() + 2 * Shape::kBytes);
   int limits[Shape::kRowBlocks][2];
-  find_limits<T, D>(place, first_row, limits);
+  find_limits<T, D>(tile, first_row, limits);
   float lse[Shape::kRowBlocks][2];
 #pragma unroll
   for (int block = 0; block < Shape::kRowBlocks; ++block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + block * 16 + half * 8 + lane / 4;
-      lse[block][half] = row < rows ? work.lse[place.row * rows + row] * kLog2E : 0.0f;
+      lse[block][half] = row < rows ? work.lse[tile.row * rows + row] * kLog2E : 0.0f;
     }
   }
-  const int wanted = place.keys.head.columns - work.window;
-  float* target = work.sums + blockIdx.y * work.num_sums + place.keys.head.first_sum;
-  KVEVICT_ASSERT(place.keys.head.first_sum + wanted <= work.num_sums);
-  for_tiles<T, D>(
-      work, place, first_row,
+  const int wanted = tile.keys.head.columns - work.window;
+  float* target = work.sums + blockIdx.y * work.num_sums + tile.keys.head.first_sum;
+  KVEVICT_ASSERT(tile.keys.head.first_sum + wanted <= work.num_sums);
+  main_loop<T, D>(
+      work, tile, first_row,
       [&](int first, int key, const float(&logits)[Shape::kRowBlocks][4]) {
         float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -271,7 +278,9 @@ void launch_columns(const Score& work, int64_t heads, Stream stream) {
          stream, work);
 }
 
-// The head sizes that score is compiled for. One dtype a file: they compile side by side.
+// One dtype a file: they compile side by side.
+#define KVEVICT_CASE(D) \
+  case D: return run(std::integral_constant<int, D>{});
 #define KVEVICT_SCORE(T)                                                                        \
   template <>                                                                                   \
   void launch_score<T>(const Score& work, Pass pass, int head_size, int64_t heads,              \
@@ -285,11 +294,8 @@ void launch_columns(const Score& work, int64_t heads, Stream stream) {
       }                                                                                         \
     };                                                                                          \
     switch (head_size) {                                                                        \
-      case 64: return run(std::integral_constant<int, 64>{});                                   \
-      case 80: return run(std::integral_constant<int, 80>{});                                   \
-      case 96: return run(std::integral_constant<int, 96>{});                                   \
-      case 128: return run(std::integral_constant<int, 128>{});                                 \
-      case 256: return run(std::integral_constant<int, 256>{});                                 \
+      KVEVICT_HEAD_SIZES(KVEVICT_CASE)                                                          \
+      default: throw std::runtime_error("score is not compiled for this head size");            \
     }                                                                                           \
   }
 

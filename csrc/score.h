@@ -10,20 +10,19 @@
 #include "candidates.h"
 #include "cuda_types.h"
 #include "layers.h"
+#include "limits.h"
 #include "numbers.h"
 
 namespace kvevict {
 
-constexpr int kChunk = 1024;
-constexpr int kScoreWarps = 8;
-
 struct Score {
-  Layers caches;            // [blocks, H, block_size, slot] each, keys first in a slot
-  Layers rings;             // [slots * w, query heads, D] each
+  Layers<const unsigned char> caches;  // [blocks, H, block_size, slot] each, keys first in a slot
+  Layers<const unsigned char> rings;   // [slots * w, query heads, D] each
   float scales[kMaxLayers]; // of the logits, a quantised cache's key scale included
   Candidates candidates;
   float2* partial;          // [E * L * H, chunks, rows]: maximum and sum of powers of a chunk
-  float* lse;               // [E * L * H, rows]
+  float* lse_out;           // [E * L * H, rows], written by the first pass
+  const float* lse;         // the same, read by the second
   float* sums;              // [query groups, columns of all requests before the windows]
   int64_t num_sums;
   Stored stored;
@@ -38,8 +37,7 @@ void launch_score(const Score& work, Pass pass, int head_size, int64_t heads, St
 
 // Query groups of a launch: rows of `sums`.
 inline int query_groups(int rows, int head_size) {
-  const int most = kScoreWarps * (head_size <= 128 ? 32 : 16);
-  return (rows + most - 1) / most;
+  return (rows + rows_at_once(head_size) - 1) / rows_at_once(head_size);
 }
 
 template <> void launch_score<Half>(const Score&, Pass, int, int64_t, Stream);

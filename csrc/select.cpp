@@ -18,7 +18,7 @@ void select(const Tensor& columns, const Tensor& scores, const Tensor& start, co
   check(pages, "pages", ScalarType::Int, {groups, heads}, columns);
   check(first_kept, "first_kept", ScalarType::Long, {groups}, columns);
 
-  Select work;
+  Select work{};
   work.columns = out<int32_t>(columns);
   work.scores = in<float>(scores);
   work.start = in<int64_t>(start);

@@ -16,10 +16,10 @@ struct Tile {
   static constexpr int kDense = kPadded * static_cast<int>(sizeof(T));
   // Rows of an odd multiple of 64 bytes: eight lanes that read two rows meet no bank twice.
   static constexpr int kRowBytes = kDense % 128 ? kDense : kDense + 64;
-  static constexpr int kKeys = (D <= 128 ? 128 : 64) / static_cast<int>(sizeof(T));
+  static constexpr int kKeys = 64 * row_blocks(D) / static_cast<int>(sizeof(T));
   static constexpr int kBytes = kKeys * kRowBytes;
   // Blocks of 16 query rows that a warp holds in registers.
-  static constexpr int kRowBlocks = D <= 128 ? 2 : 1;
+  static constexpr int kRowBlocks = row_blocks(D);
   static constexpr int kRowsPerWarp = 16 * kRowBlocks;
 };
 

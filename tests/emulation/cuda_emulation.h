@@ -20,6 +20,8 @@
 #include <string>
 #include <vector>
 
+#include "../../csrc/limits.h"
+
 #define __global__
 #define __device__
 #define __host__
@@ -321,6 +323,8 @@ inline unsigned char* shared_memory() { return emulate::shared.data(); }
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int groups, int threads, size_t shared,
             Stream, const Arguments&... arguments) {
+  static_assert((sizeof(Parameters) + ... + 0) <= kMaxParameters);
+  check_grid(blocks, groups);
   emulate::run(blocks, groups, threads, shared, [&] { kernel(arguments...); });
 }
 

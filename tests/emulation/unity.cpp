@@ -3,13 +3,12 @@
 #include "../../csrc/binding.cpp"
 #include "../../csrc/compact.cpp"
 #include "../../csrc/kernels.cu"
-#include "../../csrc/observe.cpp"
-#include "../../csrc/page_table.cpp"
 #include "../../csrc/pool.cpp"
 #include "../../csrc/score.cpp"
 #include "../../csrc/score_bf16.cu"
 #include "../../csrc/score_f16.cu"
 #include "../../csrc/score_f32.cu"
 #include "../../csrc/select.cpp"
+#include "../../csrc/versions.cpp"
 
 extern "C" void kvevict_emulation_order(int reverse) { emulate::order = reverse; }

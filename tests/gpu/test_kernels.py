@@ -1,5 +1,5 @@
 """The CUDA kernels on a GPU against the PyTorch reference: the cases of the emulation, larger ones,
-CUDA graphs, and no host synchronisation."""
+and no host synchronisation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +7,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.kernels import choose, observe, opcheck, pages, score
+from tests.kernels import choose, opcheck, pages, score
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
-from vllm_kvevict.ops.cuda.observe import observe as observe_queries
-from vllm_kvevict.ops.cuda.pages import compact, head_page_table
+from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.score import window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 
@@ -34,16 +33,6 @@ def unsynchronised() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("case", observe.CASES)
-def test_observe(case):
-    observe.check("cuda", *case)
-
-
-@pytest.mark.parametrize("heads, block_size", pages.TABLE_CASES)
-def test_head_page_table(heads, block_size):
-    pages.check_table("cuda", heads, block_size)
 
 
 @pytest.mark.parametrize("shape", pages.COMPACT_CASES, ids=lambda s: f"{s.dtype}-{s.head_size}")
@@ -134,54 +123,3 @@ def test_an_eviction_never_waits_and_repeats_bit_by_bit():
     stream.synchronize()
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
-
-
-def test_a_graph_replays_observe_with_new_lengths():
-    window, heads, size = 4, 2, 64
-    rings = torch.zeros(2 * window, heads, size, device="cuda", dtype=torch.bfloat16)
-    query = torch.zeros(3, heads, size, device="cuda", dtype=torch.bfloat16)
-    starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device="cuda")
-    lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
-    ring = torch.full((3,), -1, dtype=torch.int32, device="cuda")
-    observe_queries(rings, query, starts, lengths, ring, window, 1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        observe_queries(rings, query, starts, lengths, ring, window, 1)
-    query.copy_(torch.randn(query.shape))
-    lengths.copy_(torch.tensor([7, 9, 30]))
-    ring.copy_(torch.tensor([1, -1, 0]))
-    graph.replay()
-    expected = torch.zeros_like(rings)
-    expected[window + 6 % window] = query[0]
-    expected[29 % window] = query[2]
-    assert torch.equal(rings, expected)
-
-
-def test_a_graph_replays_the_page_table_with_new_rows():
-    """Recorded while nothing is evicted, replayed when both requests are."""
-    requests = (Lengths(2, 6, 7, 130, 1), Lengths(1, 2, 4, 100, 1))
-    scene = Scene(Shape(2, 2, 16, 16, 1, requests), "cuda")
-    blocks = torch.zeros(2, 9, dtype=torch.int32)
-    for row, due in enumerate(scene.due):
-        first = due.old_tail_start // 16
-        blocks[row, first : first + len(due.positional)] = torch.tensor(due.positional)
-    table = torch.full((2, 4, 12), -1, dtype=torch.int32, device="cuda")
-    lengths = torch.full((2, 4), -1, dtype=torch.int32, device="cuda")
-    rows = torch.full((2,), -1, dtype=torch.int32, device="cuda")
-    seq_lens = torch.zeros(2, dtype=torch.int32, device="cuda")
-    block_table = torch.zeros(2, 9, dtype=torch.int32, device="cuda")
-    state = (scene.head_indptr, scene.stores, scene.tail_start)
-    head_page_table(table, lengths, *state, rows, seq_lens, block_table, 16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        head_page_table(table, lengths, *state, rows, seq_lens, block_table, 16)
-    graph.replay()
-    assert not table.any() and not lengths.any()
-    rows.copy_(torch.tensor([due.row for due in scene.due]))
-    seq_lens.copy_(torch.tensor([due.num_tokens for due in scene.due]))
-    block_table.copy_(blocks)
-    graph.replay()
-    replayed = table.clone(), lengths.clone()
-    head_page_table(table, lengths, *state, rows, seq_lens, block_table, 16)
-    assert torch.equal(replayed[0], table) and torch.equal(replayed[1], lengths)
-    assert table.any()

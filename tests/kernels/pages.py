@@ -1,9 +1,9 @@
-"""The page table and compaction against the reference's."""
+"""Compaction against the reference's."""
 
 import torch
 
-from tests.kernels.scene import ABSURD, Lengths, Scene, Shape
-from vllm_kvevict.ops.cuda.pages import compact, head_page_table, table_width
+from tests.kernels.scene import Lengths, Scene, Shape
+from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.reference import pages as reference
 
 # Never evicted, one block over; evicted; heads of one page; a tail that ends with a block.
@@ -20,57 +20,6 @@ def scaled(requests: tuple[Lengths, ...], block_size: int) -> tuple[Lengths, ...
         Lengths(r.old_store, r.old_tail, r.tail, -(-r.num_tokens * block_size // 128), r.store)
         for r in requests
     )
-
-
-def check_table(device: str, heads: int, block_size: int, layers: int = 2) -> None:
-    """Rows of the state tables in any order, one of them padding."""
-    scene = Scene(
-        Shape(layers, heads, block_size, 16, 1, scaled(REQUESTS, block_size)), device, heads
-    )
-    due = scene.due
-    lengths = torch.tensor([one.num_tokens for one in due])
-    blocks = [one.old_tail_start // block_size for one in due]
-    width = max(first + len(one.positional) for first, one in zip(blocks, due, strict=True))
-    block_table = torch.full((len(due), width + 2), ABSURD, dtype=torch.int32)
-    for row, (first, one) in enumerate(zip(blocks, due, strict=True)):
-        block_table[row, first : first + len(one.positional)] = torch.tensor(one.positional)
-    stores = torch.zeros(len(due), scene.stores.shape[1], dtype=torch.int64)
-    for row, one in enumerate(due):
-        stores[row, : one.old_store_blocks] = scene.store(one)
-    expected, expected_lengths = reference.head_page_table(
-        torch.stack([scene.indptr(one) for one in due], dim=1),
-        stores,
-        torch.tensor([one.old_tail_start for one in due]),
-        lengths,
-        block_table,
-        block_size,
-    )
-
-    columns = max(
-        table_width(o.old_store_blocks, heads, o.old_tail_start, o.num_tokens, block_size)
-        for o in due
-    )
-    assert columns >= expected.shape[-1]
-    rows = torch.tensor([*(one.row for one in due), -1], dtype=torch.int32)
-    sequences = len(rows) * heads
-    table = torch.full((layers, sequences, columns), ABSURD, dtype=torch.int32, device=device)
-    cached = torch.full((layers, sequences), ABSURD, dtype=torch.int32, device=device)
-    padded = torch.cat([block_table, torch.full_like(block_table[:1], ABSURD)])
-    head_page_table(
-        table,
-        cached,
-        scene.head_indptr,
-        scene.stores,
-        scene.tail_start,
-        rows.to(device),
-        torch.cat([lengths, torch.tensor([ABSURD])]).int().to(device),
-        padded.to(device)[:, :-1],
-        block_size,
-    )
-    real = len(due) * heads
-    assert torch.equal(table[:, :real, : expected.shape[-1]].cpu(), expected)
-    assert not table[:, :real, expected.shape[-1] :].any() and not table[:, real:].any()
-    assert torch.equal(cached[:, :real].cpu(), expected_lengths) and not cached[:, real:].any()
 
 
 def check_compact(device: str, shape: Shape) -> None:
@@ -121,8 +70,6 @@ def check_compact(device: str, shape: Shape) -> None:
     for cache, wanted in zip(bytes_of, expected, strict=True):
         assert torch.equal(cache.cpu(), wanted)
 
-
-TABLE_CASES = [(1, 16), (2, 32), (3, 64), (8, 128)]
 
 COMPACT_CASES = [
     Shape(2, 2, 16, 64, 1, scaled(REQUESTS, 16), torch.float16),

@@ -18,6 +18,8 @@ import sys, torch
 torch.ops.load_library(sys.argv[1])
 names = [n for n in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")]
 print(*sorted(n.split("::")[1] for n in names if n.startswith("vllm_kvevict::")))
+ops = torch.ops.vllm_kvevict
+print(ops.cuda_built(), ops.cuda_driver())
 tensors = [torch.zeros(1)] * 6
 try:
     torch.ops.vllm_kvevict.select(*tensors, 16)
@@ -36,7 +38,9 @@ def test_nvcc_compiles_what_torch_loads(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOADED, str(library)], capture_output=True, text=True, check=True
     )
-    registered, refused = done.stdout.splitlines()
+    registered, versions, refused = done.stdout.splitlines()
+    built, driver = map(int, versions.split())
+    assert built >= 12000 and (driver == 0 or driver >= 11000)
     assert registered.split() == sorted(OPERATIONS)
     assert "vllm_kvevict::select" in refused and "'CPU' backend" in refused
 

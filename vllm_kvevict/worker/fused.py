@@ -10,8 +10,16 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
+from vllm_kvevict.ops.cuda.limits import (
+    BLOCK_SIZES,
+    CHUNK,
+    DTYPES,
+    HEAD_SIZES,
+    MOST_LAYERS,
+    rows_at_once,
+)
 from vllm_kvevict.ops.cuda.pages import compact
-from vllm_kvevict.ops.cuda.score import CHUNK, FEWEST_ROWS, WindowLayers, window_scores
+from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.policies.allocators import Adaptive
@@ -22,11 +30,6 @@ from vllm_kvevict.schedule.timeline import blocks_for
 
 if TYPE_CHECKING:
     from vllm_kvevict.cache.layer_cache import LayerCache
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HEAD_SIZES = (64, 80, 96, 128, 256)
-BLOCK_SIZES = (16, 32, 64, 128)
-MOST_LAYERS = 128
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def workspace_bytes(layers: int, heads: int, query_rows: int, block_size: int, l
         longest: Longest sequence in tokens.
 
     """
-    groups = blocks_for(query_rows, FEWEST_ROWS)
+    groups = blocks_for(query_rows, min(map(rows_at_once, HEAD_SIZES)))
     scores_and_sort = 4 * groups + 4 + 2 * 4 + blocks_for(8, block_size)
     kept_columns = 4
     lse = 4 * query_rows * (1 + 2 * blocks_for(longest, CHUNK))

@@ -14,7 +14,7 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.ops.cuda.extension import is_built
+from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
@@ -55,7 +55,7 @@ class EvictingWorker(EvictionWorkerMixin):
         return available - self._workspace_bytes() - self._allocate_scratch().op_bytes
 
     def _workspace_bytes(self) -> int:
-        if self._rings is None or not is_built():
+        if self._rings is None or not extension.is_built():
             return 0
         impl = self._layer(self._evictable_layers[0]).impl
         return workspace_bytes(
@@ -71,9 +71,7 @@ class EvictingWorker(EvictionWorkerMixin):
     ) -> FusedEvictions | None:
         if self._rings is None:
             return None
-        problem = obstacle(states, caches, self._rings)
-        if not is_built():
-            problem = "this installation has no CUDA extension (docs/kernels.md, Building)"
+        problem = extension.obstacle() or obstacle(states, caches, self._rings)
         if problem is not None:
             logger.warning("KV eviction runs its PyTorch operations, which are slower: %s", problem)
             return None

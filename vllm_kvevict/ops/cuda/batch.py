@@ -190,7 +190,11 @@ class EvictionBatch:
 
 
 def _most_columns(due: Due, num_heads: int, block_size: int) -> int:
-    """At least the cached tokens of any head: ``pages.table_width`` says why."""
+    """At least the cached tokens of any head.
+
+    A head has at most all store pages but one for each other head, and never more than the
+    request had blocks before its tail.
+    """
     pages = max(0, (due.old_store_blocks - 1) * num_heads + 1)
     return min(pages * block_size, due.old_tail_start) + due.num_tokens - due.old_tail_start
 

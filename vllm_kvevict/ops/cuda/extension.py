@@ -19,6 +19,35 @@ def is_built() -> bool:
     return LIBRARY.is_file()
 
 
+def obstacle() -> str | None:
+    """Why the extension does not serve this machine, in one sentence; None where it does."""
+    if not is_built():
+        return "this installation has no CUDA extension (docs/kernels.md, Building)"
+    try:
+        _load_installed()
+    except OSError as error:
+        return f"the CUDA extension does not load ({str(error).splitlines()[0]})"
+    ops = getattr(torch.ops, NAMESPACE)
+    return driver_obstacle(ops.cuda_built(), ops.cuda_driver())
+
+
+def driver_obstacle(built: int, driver: int) -> str | None:
+    """What is missing where a driver is older than the CUDA runtime in the extension.
+
+    Args:
+        built: 1000 * major + 10 * minor.
+        driver: The newest version that the driver serves, likewise; 0 for no driver.
+
+    """
+    if driver // 1000 >= built // 1000:
+        return None
+    found = f"{driver // 1000}.{driver % 1000 // 10}" if driver else "none"
+    return (
+        f"the CUDA extension needs a driver for CUDA {built // 1000}.0 or newer, and this one "
+        f"serves up to CUDA {found}; a newer driver, or a build with an older nvcc, runs it"
+    )
+
+
 def load(path: Path, namespace: str, device: str) -> None:
     """Register a library's operations and let it serve a device type.
 

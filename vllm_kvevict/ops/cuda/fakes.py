@@ -3,8 +3,6 @@
 import torch
 
 OPERATIONS = (
-    "observe",
-    "head_page_table",
     "window_lse",
     "column_sums",
     "pool",

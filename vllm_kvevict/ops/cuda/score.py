@@ -8,12 +8,7 @@ import torch
 
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.extension import operations
-
-CHUNK = 1024
-"""Columns of a block; the maxima and sums of each are merged in order."""
-
-FEWEST_ROWS, MOST_ROWS = 128, 256
-"""Query rows that see a key at once, with a head size of 256 and below."""
+from vllm_kvevict.ops.cuda.limits import CHUNK, rows_at_once
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,7 @@ def column_sums(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -
 
     """
     head_size = layers.rings[0].shape[2]
-    together = MOST_ROWS if head_size <= 128 else FEWEST_ROWS
-    groups = -(-layers.query_rows(batch) // together)
+    groups = -(-layers.query_rows(batch) // rows_at_once(head_size))
     sums = torch.empty(groups, batch.sums, device=batch.requests.device)
     operations(sums).column_sums(sums, lse, *_arguments(batch, layers))
     return sums

@@ -2,19 +2,9 @@
 
 import pytest
 
-from tests.kernels import choose, observe, pages, score
+from tests.kernels import choose, pages, score
 
 pytestmark = pytest.mark.usefixtures("emulated")
-
-
-@pytest.mark.parametrize("case", observe.CASES)
-def test_observe(case):
-    observe.check("cpu", *case)
-
-
-@pytest.mark.parametrize("heads, block_size", pages.TABLE_CASES)
-def test_head_page_table(heads, block_size):
-    pages.check_table("cpu", heads, block_size)
 
 
 @pytest.mark.parametrize("shape", pages.COMPACT_CASES, ids=lambda s: f"{s.dtype}-{s.head_size}")

@@ -10,8 +10,7 @@ from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import adaptive_pages, batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
-from vllm_kvevict.ops.cuda.observe import observe
-from vllm_kvevict.ops.cuda.pages import compact, head_page_table
+from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.score import pool, window_scores
 from vllm_kvevict.ops.cuda.select import select_tokens
 
@@ -25,74 +24,11 @@ def scene() -> Scene:
     return Scene(CASE.shape, "cpu")
 
 
-def observe_arguments() -> dict:
-    return dict(
-        rings=torch.zeros(8, 2, 8),
-        query=torch.zeros(3, 2, 8),
-        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
-        seq_lens=torch.tensor([3], dtype=torch.int32),
-        ring=torch.tensor([0], dtype=torch.int32),
-        window=4,
-        max_query_len=3,
-    )
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(query=torch.zeros(3, 2, 8).half()), "rings must be Half, not Float"),
-        (dict(query=torch.zeros(3, 2, 4)), r"rings must have shape \[any, 2, 4\]"),
-        (dict(query=torch.zeros(3, 8, 2).mT), "heads of a query must be contiguous"),
-        (dict(query=torch.zeros(3, 1, 3), rings=torch.zeros(8, 1, 3)), "multiple of 16 bytes"),
-        (dict(ring=torch.tensor([0])), "ring must be Int, not Long"),
-        (dict(ring=torch.tensor([0, 1], dtype=torch.int32)), "seq_lens must have shape"),
-        (dict(window=3), "whole slots of 3"),
-        (dict(window=0), "window must be at least 1"),
-        (dict(ring=torch.tensor([2], dtype=torch.int32)), "assertion slot < work.slots"),
-        (dict(max_query_len=1), "assertion count <= work.queries"),
-        (dict(query=torch.zeros(2, 2, 8)), "assertion .*token < work.num_tokens"),
-        (dict(rings=torch.zeros(8, 2, 8, device="meta")), "take CUDA tensors, not meta"),
-    ],
-)
-def test_observe(change, message):
-    observe(**observe_arguments())
-    with pytest.raises(RuntimeError, match=message):
-        observe(**observe_arguments() | change)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(block_size=24), "block size must be 16, 32, 64 or 128, not 24"),
-        (dict(tail_start=torch.zeros(3, dtype=torch.int32)), r"tail_start must have shape \[2\]"),
-        (dict(rows=torch.tensor([2], dtype=torch.int32)), "assertion row < work.num_rows"),
-        (dict(table=torch.zeros(1, 2, 1, dtype=torch.int32)), "assertion used <= work.width"),
-        (dict(seq_lens=torch.tensor([90], dtype=torch.int32)), "assertion used <= work.width"),
-        (dict(store=torch.zeros(2, 4, dtype=torch.int32).T[:2]), "store must have contiguous rows"),
-    ],
-)
-def test_head_page_table(change, message):
-    arguments = dict(
-        table=torch.zeros(1, 2, 4, dtype=torch.int32),
-        lengths=torch.zeros(1, 2, dtype=torch.int32),
-        head_indptr=torch.tensor([[[0, 1, 2], [0, 2, 4]]], dtype=torch.int32),
-        store=torch.zeros(2, 2, dtype=torch.int32),
-        tail_start=torch.tensor([16, 32], dtype=torch.int32),
-        rows=torch.tensor([1], dtype=torch.int32),
-        seq_lens=torch.tensor([50], dtype=torch.int32),
-        block_table=torch.zeros(1, 4, dtype=torch.int32),
-        block_size=16,
-    )
-    head_page_table(**arguments)
-    with pytest.raises(RuntimeError, match=message):
-        head_page_table(**arguments | change)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
         (dict(rings=[torch.zeros(32, 4, 128)]), "caches, rings and scales must be of as many"),
-        (dict(rings=[torch.zeros(32, 4, 72)] * 2), "64, 80, 96, 128 or 256, not 72"),
+        (dict(rings=[torch.zeros(32, 4, 72)] * 2), "must be one of 64, 80, 96, 128, 256, not 72"),
         (dict(rings=[torch.zeros(32, 3, 128)] * 2), "must be a multiple of KV heads"),
         (
             dict(rings=[torch.zeros(32, 4, 128).half()] * 2),
@@ -194,6 +130,16 @@ def test_a_cuda_tensor_without_the_extension(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="installed without its CUDA extension"):
         extension._load_installed()
     extension._load_installed.cache_clear()
+
+
+def test_a_driver_older_than_the_runtime_is_named(monkeypatch, tmp_path):
+    assert extension.driver_obstacle(13000, 13010) is None
+    assert extension.driver_obstacle(12080, 13000) is None
+    said = extension.driver_obstacle(13000, 12080)
+    assert "driver for CUDA 13.0 or newer" in said and "up to CUDA 12.8" in said
+    assert "CUDA none" in extension.driver_obstacle(13000, 0)
+    monkeypatch.setattr(extension, "LIBRARY", tmp_path / "_C.abi3.so")
+    assert "has no CUDA extension" in extension.obstacle()
 
 
 def test_a_batch_bounds_what_it_does_not_know():
