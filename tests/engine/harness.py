@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -35,6 +36,7 @@ from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.shares import LayerShares, ModelIdentity
 
 STOP_TOKEN = 1
 VOCABULARY = 1000
@@ -46,7 +48,8 @@ class Setup:
 
     ``rings`` is the number of ring slots, None for one a sequence; ``second_budget`` adds a
     second evictable group and ``sliding_window`` a group that does not evict. ``pyramid`` is the
-    number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv.
+    number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
+    ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
     """
 
     budget: int | str = 40
@@ -56,6 +59,7 @@ class Setup:
     second_budget: int | None = None
     pyramid: int = 0
     beta: float = 20.0
+    shares: tuple[float, ...] = ()
     sliding_window: int | None = None
     blocks: int = 64
     block_size: int = 8
@@ -76,7 +80,21 @@ class Setup:
 
     @property
     def policy(self) -> str:
-        return "pyramidkv" if self.pyramid else "snapkv"
+        return "pyramidkv" if self.pyramid and not self.shares else "snapkv"
+
+    def grouped(self, policy: str) -> bool:
+        """Whether groups have budgets of their own under a policy."""
+        if self.shares:
+            return policy in ("snapkv", "h2o")  # Of those that a request may choose.
+        return policy == "pyramidkv"
+
+    def fractions(self, beside: int, most: int) -> list[Fraction]:
+        """Shares of the groups where the mean is ``beside`` of ``most`` tokens."""
+        if self.shares:
+            return [Fraction(share) for share in self.shares]
+        high = min(2 * beside - Fraction(beside) / Fraction(self.beta), Fraction(most))
+        step = 2 * (high - beside) / (self.pyramid - 1)
+        return [(high - group * step) / beside for group in range(self.pyramid)]
 
     @property
     def max_model_len(self) -> int:
@@ -129,6 +147,11 @@ def vllm_config(setup: Setup) -> Any:
     return config
 
 
+def layer_shares(shares: tuple[float, ...]) -> LayerShares:
+    model = ModelIdentity(architecture="any", layers=len(shares), kv_heads=2, config="any")
+    return LayerShares(model=model, policy="snapkv", budget="25%", layers=shares)
+
+
 def eviction_config(setup: Setup) -> EvictionConfig:
     return EvictionConfig(
         policy=setup.policy,
@@ -137,6 +160,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         interval=setup.interval,
         groups=max(2, setup.pyramid),
         beta=setup.beta,
+        layers=layer_shares(setup.shares) if setup.shares else None,
         allow="snapkv,streaming-llm,h2o,none",
     )
 

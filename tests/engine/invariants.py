@@ -1,8 +1,9 @@
 """What must hold of vLLM's pool and our bookkeeping, whatever happened before."""
 
-import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -48,6 +49,25 @@ class Asked:
         self.protect_first = int(given.get("kv_eviction_protect_first", 0))
         at = int(given.get("kv_eviction_at", 0))
         self.at = at + request.num_prompt_tokens if at < 0 else at
+
+
+def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[int]:
+    """Whole blocks in [1, most] by share that sum to ``mean`` a group, by halving an interval."""
+    total = mean * len(shares)
+    if total <= len(shares):
+        return [1] * len(shares)
+    low, high = Fraction(0), Fraction(10**6)
+    for _ in range(80):
+        each = (low + high) / 2
+        filled = sum(min(max(each * share, Fraction(1)), most) for share in shares)
+        low, high = (each, high) if filled < total else (low, each)
+    exact = [min(max(high * share, Fraction(1)), Fraction(most)) for share in shares]
+    exact = [Fraction(round(blocks, 6)) for blocks in exact]
+    kept = [int(blocks) for blocks in exact]
+    for group in sorted(range(len(kept)), key=lambda group: kept[group] - exact[group]):
+        if sum(kept) + 1 <= total and kept[group] < most:
+            kept[group] += 1
+    return kept
 
 
 class Invariants:
@@ -183,12 +203,11 @@ class Invariants:
         if isinstance(budget, str):
             budget = int(length * (float(budget[:-1]) / 100))
         beside, most = budget - self.setup.window, length - self.setup.window
-        if asked.policy == "pyramidkv" and 0 < beside < most:
-            high = min(2 * beside - beside / self.setup.beta, most)
-            low = 2 * beside - high
-            step = (high - low) / (self.setup.pyramid - 1)
-            beside = math.floor(high - group * step + 1e-7)
-        return max(1, beside // self.setup.block_size)
+        blocks = Fraction(beside) / self.setup.block_size
+        if self.setup.grouped(asked.policy) and beside < most and most >= 2 * self.setup.block_size:
+            shares = self.setup.fractions(max(beside, 1), most)
+            return apportioned(blocks, most // self.setup.block_size, shares)[group]
+        return max(1, int(blocks))
 
     def executed(self, output: Any) -> None:
         """Every block a step touched still belongs to its request when the step is processed."""

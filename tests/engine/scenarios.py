@@ -18,8 +18,9 @@ def setups(draw: Any) -> Setup:
     block_size = draw(st.sampled_from([4, 8, 16]))
     budgets = st.sampled_from([window + 1, 24, 40, 64, 96, "10%", "50%"])
     budget = draw(budgets.filter(lambda b: isinstance(b, str) or b > window))
-    kind = draw(st.sampled_from(["one", "one", "two", "sliding", "pyramid", "both"]))
+    kind = draw(st.sampled_from(["one", "one", "two", "sliding", "pyramid", "shares", "both"]))
     seqs = draw(st.integers(1, 8))
+    shares = draw(st.sampled_from([(1.9, 0.1), (2.1, 0.6, 0.3), (1.0, 1.0)])) * (kind == "shares")
     return Setup(
         budget=budget,
         window=window,
@@ -27,7 +28,8 @@ def setups(draw: Any) -> Setup:
         needs_window=draw(st.sampled_from([True, True, False])),
         second_budget=window + draw(st.integers(1, 100)) if kind == "two" else None,
         sliding_window=draw(st.sampled_from([5, 16, 40])) if kind in ("sliding", "both") else None,
-        pyramid=draw(st.integers(2, 4)) if kind in ("pyramid", "both") else 0,
+        pyramid=draw(st.integers(2, 4)) if kind in ("pyramid", "both") else len(shares),
+        shares=shares,
         beta=draw(st.sampled_from([20.0, 2.0])) if kind in ("pyramid", "both") else 20.0,
         blocks=draw(st.integers(16, 90)),
         block_size=block_size,

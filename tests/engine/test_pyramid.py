@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-from tests.engine.harness import Engine, Setup, eviction_config, vllm_config
+from tests.engine.harness import Engine, Setup, eviction_config, layer_shares, vllm_config
 from tests.engine.test_scheduler import counters, engine, evictions, tokens
 from tests.engine.test_spec import FULL
 from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.schedule.layers import cut, padding
+from vllm_kvevict.schedule.layers import alike, padding, pyramid
 from vllm_kvevict.schedule.step_plan import PLAN
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.config import EvictionConfig
 
 PYRAMID = Setup(budget=168, interval=64, pyramid=4, beta=4.0, blocks=640, max_batched=512)
 SNAPKV = {"kv_eviction": "snapkv"}
@@ -70,7 +72,10 @@ def test_a_pyramid_holds_what_equal_layers_hold(asynchronous):
 
 @BOTH
 def test_shallow_layers_join_when_they_outgrow_what_they_keep(asynchronous):
-    """Of 208 tokens 200 can go: 200, 173, 147 and 120 stay, so the shallowest layer keeps all."""
+    """Of 208 tokens 200 can go: 200, 173, 147 and 120 stay, so the shallowest layer keeps all.
+
+    That is 25, 21.7, 18.3 and 15 blocks, of which the largest remainder is rounded up.
+    """
     core = engine(replace(PYRAMID, asynchronous=asynchronous))
     request = core.add(tokens(208), 150)
     seen = {}
@@ -78,9 +83,9 @@ def test_shallow_layers_join_when_they_outgrow_what_they_keep(asynchronous):
         output = core.step()
         for found in stores(output):
             seen[evictions(output)[request.request_id]] = found
-    late = {0: 25, 1: 21, 2: 18, 3: 15}
-    assert seen == {208: {1: 21, 2: 18, 3: 15}, 272: late, 336: late}
-    assert sum(late.values()) == 4 * 20 - 1
+    late = {0: 25, 1: 22, 2: 18, 3: 15}
+    assert seen == {208: {1: 22, 2: 18, 3: 15}, 272: late, 336: late}
+    assert sum(late.values()) == 4 * 20
     core.finish()
 
 
@@ -129,13 +134,11 @@ def test_specs_of_different_depth_refuse_to_merge():
     with pytest.raises(AssertionError, match="different eviction timelines"):
         EvictableAttentionSpec.merge(specs)
     resized = replace(specs[0], block_size=2 * FULL.block_size)
-    assert resized.timeline.pyramid == timelines[0].pyramid
+    assert resized.timeline.share == timelines[0].share
 
 
-@pytest.mark.parametrize("layers", [2, 3, 4, 5, 7, 9, 10, 11, 16, 22, 26, 32, 61])
-@pytest.mark.parametrize("most", [2, 4, 6])
-def test_groups_and_their_padding_are_vllms(layers, most):
-    config = eviction_config(replace(PYRAMID, pyramid=most))
+def vllms_groups(config: EvictionConfig, layers: int) -> list[tuple[list[int], Timeline]]:
+    """The layers of each KV-cache group that vLLM makes, and the group's rule."""
     timelines = config.timelines(FULL.block_size, layers)
     names = [f"model.layers.{index}.self_attn.attn" for index in range(layers)]
     register_spec()
@@ -146,13 +149,57 @@ def test_groups_and_their_padding_are_vllms(layers, most):
             for name, timeline in zip(names, timelines, strict=True)
         },
     )
-    size = max(len(group.layer_names) for group in groups)
-    sizes = [len(part) for part in cut(layers, most)]
-    assert len(groups) * size - layers == padding(sizes)
+    found = []
     for group in groups:
-        found = {timelines[names.index(name)] for name in group.layer_names}
-        assert found == {group.kv_cache_spec.timeline}
+        mine = [names.index(name) for name in group.layer_names]
+        assert {timelines[layer] for layer in mine} == {group.kv_cache_spec.timeline}
+        found.append((mine, group.kv_cache_spec.timeline))
+    assert sorted(layer for mine, _ in found for layer in mine) == list(range(layers))
+    return found
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 5, 7, 9, 10, 11, 16, 22, 26, 32, 61])
+@pytest.mark.parametrize("most", [2, 4, 6])
+def test_groups_and_their_padding_are_vllms(layers, most):
+    groups = vllms_groups(eviction_config(replace(PYRAMID, pyramid=most)), layers)
+    size = max(len(mine) for mine, _ in groups)
+    expected = alike(pyramid(layers, PYRAMID.beta), most)
+    sizes = [len(part) for part in expected]
+    assert len(groups) * size - layers == padding(sizes)
     if padding(sizes) == 0 and len(set(sizes)) == 1:
-        assert sorted(names.index(group.layer_names[0]) for group in groups) == [
-            part.start for part in cut(layers, most)
-        ]
+        assert [tuple(mine) for mine, _ in groups] == expected
+
+
+def test_vllm_groups_layers_that_are_not_neighbours():
+    config = EvictionConfig(
+        policy="ada-snapkv", groups=2, layers=layer_shares((0.3, 1.5, 0.4, 1.6, 0.2, 2.0))
+    )
+    groups = vllms_groups(config, 6)
+    assert [(mine, rule.share.value) for mine, rule in groups] == [
+        ([0, 2, 4], pytest.approx(0.3)), ([1, 3, 5], pytest.approx(1.7)),
+    ]  # fmt: skip
+
+
+SHARES = replace(PYRAMID, shares=(2.0, 1.5, 0.4, 0.1))
+
+
+@BOTH
+@pytest.mark.parametrize("asked, evicts", [(None, 1), ({"kv_eviction": "streaming-llm"}, 1)])
+def test_blocks_follow_measured_shares(asynchronous, asked, evicts):
+    """20 blocks a layer on average; under streaming-llm layers do not compare, and are alike."""
+    core = engine(replace(SHARES, asynchronous=asynchronous))
+    core.add(tokens(400), 10, asked=asked)
+    while not (found := stores(core.step())):
+        pass
+    assert found == [{0: 20, 1: 20, 2: 20, 3: 20} if asked else {0: 40, 1: 30, 2: 8, 3: 2}]
+    core.finish()
+    assert counters(core).evictions == evicts
+
+
+def test_preempted_with_measured_shares():
+    """More prompts than the pool holds: all finish, every store as large as its share says."""
+    core = engine(replace(SHARES, blocks=400, budget=72, interval=128, reserve_full=False))
+    for seed in range(6):
+        core.add(tokens(120, seed), 300)
+    core.finish()
+    assert core.invariants.tally.preemptions > 0 and counters(core).evictions_decode > 0

@@ -6,16 +6,21 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.front import admission
+from vllm_kvevict.front.shares import load
 from vllm_kvevict.front.support import check
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.needs import ring_slots
 from vllm_kvevict.schedule.layers import padding
 from vllm_kvevict.settings.config import KEY, EvictionConfig
 from vllm_kvevict.settings.memory import evictable_layers, ring_bytes
-from vllm_kvevict.settings.names import PYRAMIDS
+from vllm_kvevict.settings.shares import LayerShares
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
+
+    from vllm_kvevict.schedule.timeline import Timeline
 
 logger = init_logger("vllm.kv_eviction.activate")
 
@@ -49,6 +54,8 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
 
     """
     check(vllm_config, config)
+    if config.layers is not None:
+        config = config.model_copy(update={"layers": load(config.layers, vllm_config)})
     arrange(vllm_config, config)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     worker_cls = _worker(parallel.worker_cls)
@@ -95,7 +102,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     timeline = config.timeline(block_size)
     how_often = f"every {timeline.stride} decode steps" if timeline.stride else "after prefill only"
     blocks, tokens = "depends on the prompt", config.budget_tokens
-    if config.policy in PYRAMIDS:
+    if config.keeps_by_layer(config.policy):
         blocks = "by layer"
     elif tokens is not None:
         blocks = f"{timeline.store_blocks(0)} per request"
@@ -113,7 +120,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         blocks,
         rings / 2**20,
     )
-    if config.has_pyramid:
+    if config.has_groups:
         _report_groups(vllm_config, config)
     if config.allow or config.max_budget is not None:
         logger.info(
@@ -146,7 +153,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
 def _kept(vllm_config: "VllmConfig", config: EvictionConfig) -> tuple[int, str]:
     """Tokens that whole blocks keep per KV head, on average over layers, and what would fit."""
     block_size = vllm_config.cache_config.block_size
-    if config.policy not in PYRAMIDS:
+    if not config.keeps_by_layer(config.policy):
         kept = config.timeline(block_size).store_blocks(0) * block_size + config.window
         return kept, f"A budget of {kept}, or a smaller --block-size, fits."
     rules = config.timelines(block_size, evictable_layers(vllm_config))
@@ -161,15 +168,17 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     layers = evictable_layers(vllm_config)
     longest = vllm_config.model_config.max_model_len
     timelines = config.timelines(vllm_config.cache_config.block_size, layers)
-    groups = list(dict.fromkeys(timelines))
+    groups = sorted(set(timelines), key=lambda rule: rule.share.group if rule.share else 0)
     sizes = [timelines.count(group) for group in groups]
     logger.info(
-        "KV eviction: layers in groups of %s, shallow to deep, with stores of %s blocks in a "
-        "sequence of %d tokens.",
+        "KV eviction: layers in groups of %s, %s, with stores of %s blocks in a sequence of %d "
+        "tokens.",
         ", ".join(map(str, sizes)),
+        _shares(config, groups),
         ", ".join(str(group.store_blocks(longest)) for group in groups),
         longest,
     )
+    _report_least(config, groups)
     missing = padding(sizes)
     # Among layers that do not evict vLLM makes other groups, and says itself what they waste.
     if missing and layers == vllm_config.model_config.get_total_num_hidden_layers():
@@ -179,4 +188,42 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             ", ".join(map(str, sizes)),
             100 * missing / (layers + missing),
             layers,
+        )
+
+
+def _shares(config: EvictionConfig, groups: "Sequence[Timeline]") -> str:
+    if not isinstance(config.layers, LayerShares):
+        return "shallow to deep"
+    shares = ", ".join(f"{rule.share.value:.2f}" for rule in groups if rule.share)
+    return f"with shares of {shares} as {config.layers.policy} measured them"
+
+
+def _report_least(config: EvictionConfig, groups: "Sequence[Timeline]") -> None:
+    """Say where groups keep more than their share, because a store has a block at least."""
+    if not config.keeps_by_layer(config.policy):
+        return
+    block_size = groups[0].block_size
+    least = min(rule.share.value for rule in groups if rule.share)
+    # What the mean must be beside the window for the smallest share to come to a block.
+    enough = block_size / least + config.window
+    if config.budget_share is not None:
+        logger.info(
+            "KV eviction: in prompts of less than %d tokens some layers keep a block of %d tokens "
+            "and not less, their share; the other layers keep as much less.",
+            enough / config.budget_share,
+            block_size,
+        )
+    elif config.budget_tokens is not None and config.budget_tokens < enough:
+        lifted = sum(
+            rule.share.value * (config.budget_tokens - config.window) < block_size
+            for rule in groups
+            if rule.share
+        )
+        logger.info(
+            "KV eviction: at a budget of %d tokens %d of %d groups keep a block of %d tokens and "
+            "not less, their share; the other layers keep as much less.",
+            config.budget_tokens,
+            lifted,
+            len(groups),
+            block_size,
         )

@@ -243,15 +243,15 @@ REFUSALS = (
 )
 
 
-PYRAMID_REFUSALS = (
+GROUP_REFUSALS = (
     Refusal(
-        "pyramidkv and ada-pyramid with pipeline parallelism",
-        "a stage holds neighbouring layers, and would leave the blocks of all other layers empty",
-        "set --pipeline-parallel-size to 1 or choose another policy",
+        "budgets by layer (--kv-eviction-layers, pyramidkv, ada-pyramid) with pipeline parallelism",
+        "a stage holds some layers of a group and none of another, whose blocks would stay empty",
+        "set --pipeline-parallel-size to 1 or keep layers alike",
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
     ),
     Refusal(
-        "pyramidkv and ada-pyramid for this model",
+        "budgets by layer (--kv-eviction-layers, pyramidkv, ada-pyramid) for this model",
         "it has fewer than two layers with full attention",
         "choose another policy",
         lambda c: evictable_layers(c) < 2,
@@ -270,7 +270,7 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
         ValueError: In one sentence: what is unsupported, why, and what to do.
 
     """
-    for refusal in REFUSALS + (PYRAMID_REFUSALS if config.has_pyramid else ()):
+    for refusal in REFUSALS + (GROUP_REFUSALS if config.has_groups else ()):
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())
     _check_policies(config)

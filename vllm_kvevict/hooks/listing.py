@@ -54,6 +54,12 @@ HOOKS = {
             ModelConfig.get_num_attention_heads(parallel_config)
         """,
     },
+    "front/shares.py": {
+        "vllm.config": """
+            ModelConfig.architecture ModelConfig.get_total_num_kv_heads ModelConfig.model
+            ModelConfig.hf_text_config
+        """,
+    },
     "engine/spec.py": {
         "vllm.v1.kv_cache_interface": """
             FullAttentionSpec.merge(specs) KVCacheSpec replace_as

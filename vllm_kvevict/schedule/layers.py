@@ -1,80 +1,176 @@
-"""Budgets that fall with depth, and how layers are grouped to hold them. Pure arithmetic.
+"""Layers with budgets of their own: shares, groups of like share, and blocks. Pure arithmetic.
 
-PyramidKV (arXiv:2406.02069), section 4.2, which Ada-KV section 3.4 takes over as "Pyramid":
-the deepest layer keeps ``k / (beta * L)`` of a total of k tokens beside the window, the
-shallowest ``2 k / L`` less that, and the others lie on the line between them.
+A layer's share is what it keeps beside the window relative to the mean over all layers. Shares
+are measured (:mod:`vllm_kvevict.calibrate`) or fall with depth: PyramidKV (arXiv:2406.02069),
+section 4.2, which Ada-KV section 3.4 takes over as "Pyramid".
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from math import fsum
+from operator import mul
 
 
 @dataclass(frozen=True)
-class Pyramid:
-    """The layers of one group in a pyramid, numbered by depth from 0.
+class Share:
+    """What one group of layers keeps, relative to the mean over all layers.
 
     Args:
-        first: Shallowest layer of the group.
-        stop: Behind its deepest layer.
-        layers: L, all layers that evict.
-        beta: Steepness; the deepest of all keeps ``1 / beta`` of the uniform budget.
+        group: Number of the group.
+        sizes: Layers of every group.
+        shares: Share of every group, the mean of its layers'. Over all layers they average 1.
+        steepest: The largest share of a layer, where shares fall with depth. Where that layer
+            would be given more than there is, all shares come nearer to 1, as PyramidKV's code
+            has it. None for measured shares: what a group cannot use goes to the others.
 
     Raises:
-        ValueError: The group lies outside the layers, or beta is below 1.
+        ValueError: The group is none of the groups, or a share is not above 0.
 
     """
 
-    first: int
-    stop: int
-    layers: int
-    beta: float
+    group: int
+    sizes: tuple[int, ...]
+    shares: tuple[float, ...]
+    steepest: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first < self.stop <= self.layers or self.beta < 1:
-            raise ValueError("a group must lie inside the layers, and beta must be at least 1")
+        if not 0 <= self.group < len(self.sizes) == len(self.shares) or min(self.shares) <= 0:
+            raise ValueError("a group must be one of the groups, and every share above 0")
 
-    def tokens(self, budget: float, length: float) -> float:
-        """Tokens per KV head that the group keeps beside the window: the mean of its layers.
+    @property
+    def value(self) -> float:
+        """The group's share."""
+        return self.shares[self.group]
 
-        No layer is given more than there is: where the shallowest would be, the line falls less
-        steeply, so that the layers still keep ``budget`` on average. Where all layers could keep
-        everything there is no pyramid.
+    def blocks(self, budget: float, length: float, block_size: int) -> int:
+        """Blocks that the group keeps beside the window, at least 1.
+
+        All layers together keep no more than ``budget`` on average, and as near to it as whole
+        blocks come, save where it is less than a block a layer. What a group is lifted to 1
+        block, or has no tokens for, is taken from or goes to the others.
 
         Args:
-            budget: Mean over all layers, window not included.
+            budget: Mean over all layers in tokens per KV head, window not included.
             length: Tokens before the window.
+            block_size: Tokens in a block.
 
         """
-        deepest = budget / self.beta
-        if 2 * budget - deepest > length:
-            deepest = 2 * budget - length
-        if budget >= length or self.layers == 1:
-            return budget
-        middle = (self.first + self.stop - 1) / 2
-        return budget + (budget - deepest) * (1 - 2 * middle / (self.layers - 1))
+        most = int(length // block_size)
+        if budget >= length or most <= 1:
+            return max(1, int(budget // block_size))
+        if budget <= block_size:
+            return 1
+        total = budget / block_size * sum(self.sizes)
+        held = [round(blocks, 6) for blocks in self._fill(total, most, length / budget)]
+        whole = [int(blocks) for blocks in held]
+        left = round(total - sum(map(mul, self.sizes, whole)), 6)
+        # The largest remainder is rounded up first.
+        for group in sorted(range(len(held)), key=lambda group: whole[group] - held[group]):
+            if self.sizes[group] <= left and whole[group] < most:
+                whole[group] += 1
+                left -= self.sizes[group]
+        return whole[self.group]
+
+    def _fill(self, total: float, most: int, room: float) -> list[float]:
+        """Blocks of every group in [1, ``most``] that sum to ``total`` over layers, by share."""
+        shares = self.shares
+        if self.steepest is not None and self.steepest > room:
+            bend = (room - 1) / (self.steepest - 1)
+            shares = tuple(1 + (share - 1) * bend for share in shares)
+        found: dict[int, float] = {}
+        while len(found) < len(shares):
+            free = [group for group in range(len(shares)) if group not in found]
+            left = total - fsum(self.sizes[group] * blocks for group, blocks in found.items())
+            each = left / fsum(self.sizes[group] * shares[group] for group in free)
+            wanted = {group: each * shares[group] for group in free}
+            given = {group: min(max(blocks, 1.0), most) for group, blocks in wanted.items()}
+            excess = fsum(self.sizes[group] * (given[group] - wanted[group]) for group in free)
+            # Only the bound that weighs more is final: the other may not hold after that.
+            final = {
+                group: blocks
+                for group, blocks in given.items()
+                if abs(excess) < 1e-9 or (blocks - wanted[group]) * excess > 0
+            }
+            found |= final
+        return [found[group] for group in range(len(shares))]
+
+
+def pyramid(layers: int, beta: float) -> tuple[float, ...]:
+    """Shares that fall with depth: the deepest layer has ``1 / beta``, the mean is 1.
+
+    Raises:
+        ValueError: ``beta`` is below 1.
+
+    """
+    if beta < 1:
+        raise ValueError("beta must be at least 1")
+    if layers == 1:
+        return (1.0,)
+    return tuple(1 + (1 - 1 / beta) * (1 - 2 * layer / (layers - 1)) for layer in range(layers))
+
+
+def by_layer(
+    shares: Sequence[float], most: int, steepest: float | None = None
+) -> tuple[Share, ...]:
+    """The share of each layer's group, by depth, for at most ``most`` groups."""
+    groups = alike(shares, most)
+    sizes = tuple(map(len, groups))
+    means = tuple(fsum(shares[layer] for layer in group) / len(group) for group in groups)
+    place = {layer: number for number, group in enumerate(groups) for layer in group}
+    return tuple(Share(place[layer], sizes, means, steepest) for layer in range(len(shares)))
 
 
 MOST_PADDING = 0.1
 """Share of the KV cache that uneven groups may leave unused before there are fewer groups."""
 
 
-def cut(layers: int, most: int) -> list[range]:
-    """Cut ``layers`` layers into at most ``most`` groups of neighbours, as even as can be.
+def alike(shares: Sequence[float], most: int) -> list[tuple[int, ...]]:
+    """Group layers of like share, in at most ``most`` groups as even in size as can be.
 
-    Fewer groups where they waste less than the most would, beyond :data:`MOST_PADDING`.
+    Of all such groups these lose least: the squares of what layers differ from the mean of
+    their group sum up to the least. Fewer groups where they waste less than the most would,
+    beyond :data:`MOST_PADDING`.
+
+    Returns:
+        The layers of each group, by depth; the group with the largest share comes first.
+
     """
+    layers = len(shares)
+    order = sorted(range(layers), key=lambda layer: -shares[layer])
 
     def waste(count: int) -> int:
-        missing = padding([len(group) for group in _even(layers, count)])
+        missing = padding([layers // count + (rest < layers % count) for rest in range(count)])
         return missing if missing > MOST_PADDING * layers else 0
 
-    return _even(layers, min(range(min(most, layers), min(layers, 2) - 1, -1), key=waste))
+    count = min(range(min(most, layers), min(layers, 2) - 1, -1), key=waste)
+    groups, start = [], 0
+    for size in _sizes([shares[layer] for layer in order], count):
+        groups.append(tuple(sorted(order[start : start + size])))
+        start += size
+    return groups
 
 
-def _even(layers: int, count: int) -> list[range]:
-    starts = [-(-layers * index // count) for index in range(count + 1)]
-    return [range(*pair) for pair in pairwise(starts)]
+def _sizes(ordered: Sequence[float], count: int) -> list[int]:
+    """Sizes of ``count`` groups that differ by one at most, and lose least."""
+    small, larger = divmod(len(ordered), count)
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for group in range(count):
+        longer: dict[int, tuple[float, list[int]]] = {}
+        for extra, (loss, sizes) in best.items():
+            for size in (small + 1, small):
+                start, now = group * small + extra, extra + size - small
+                if now > larger:
+                    continue
+                found = round(loss + _spread(ordered[start : start + size]), 9)
+                if now not in longer or found < longer[now][0]:
+                    longer[now] = found, [*sizes, size]
+        best = longer
+    return best[larger][1]
+
+
+def _spread(shares: Sequence[float]) -> float:
+    mean = fsum(shares) / len(shares)
+    return fsum((share - mean) ** 2 for share in shares)
 
 
 def padding(sizes: Sequence[int]) -> int:

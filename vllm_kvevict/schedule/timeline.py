@@ -9,7 +9,7 @@ tokens. ``n`` is the number of tokens whose keys are in the cache at the end of 
 
 from dataclasses import dataclass, field
 
-from vllm_kvevict.schedule.layers import Pyramid
+from vllm_kvevict.schedule.layers import Share
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -32,7 +32,7 @@ class Timeline:
         interval: Decode steps between evictions; 0 evicts after prefill only.
         budget_tokens: Tokens kept per KV head, window included; None if a share is given.
         budget_share: Share of the prompt kept per KV head, in (0, 1]; None if tokens are given.
-        pyramid: Where the group lies in a pyramid over all layers, whose mean the budget is;
+        share: What the group keeps relative to the mean over all layers, which the budget is;
             None where every layer has the same.
 
     Raises:
@@ -45,7 +45,7 @@ class Timeline:
     interval: int
     budget_tokens: int | None = None
     budget_share: float | None = None
-    pyramid: Pyramid | None = None
+    share: Share | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.window < 1 or self.interval < 0:
@@ -62,26 +62,21 @@ class Timeline:
         return blocks_for(self.interval, self.block_size) * self.block_size
 
     def budget(self, length: int) -> int:
-        """Tokens kept per KV head of ``length`` tokens in the group's layers, window included.
+        """Tokens kept per KV head of ``length`` tokens, window included: the mean over all layers.
 
         ``length`` is the prompt, or the part of it before a request's eviction point.
         """
-        mean = self.mean_budget(length)
-        beside = mean - self.window
-        if self.pyramid is None or beside <= 0:
-            return mean
-        return self.window + _whole(self.pyramid.tokens(beside, length - self.window))
-
-    def mean_budget(self, length: int) -> int:
-        """As :meth:`budget`, the mean over all layers: what the operator or the request set."""
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.budget_share is not None
         return _whole(length * self.budget_share)
 
     def store_blocks(self, length: int) -> int:
-        """S, the blocks of the store: a layer keeps S pages per KV head on average."""
-        return max(1, (self.budget(length) - self.window) // self.block_size)
+        """S, the blocks of the group's store: a layer keeps S pages per KV head on average."""
+        beside = self.budget(length) - self.window
+        if self.share is None:
+            return max(1, beside // self.block_size)
+        return self.share.blocks(beside, length - self.window, self.block_size)
 
     def tail_start(self, n: int) -> int:
         """T, the first position that stays in its positional block when evicting at ``n``."""

@@ -5,9 +5,10 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_kvevict.schedule.layers import Pyramid, cut
+from vllm_kvevict.schedule.layers import by_layer, pyramid
 from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.names import POLICY_NAMES, PYRAMIDS
+from vllm_kvevict.settings.names import COMPARABLE, POLICY_NAMES, PYRAMIDS, keeps_by_layer
+from vllm_kvevict.settings.shares import LayerShares, parse
 
 KEY = "kv_eviction"
 """Key of the configuration in ``VllmConfig.additional_config``."""
@@ -177,8 +178,15 @@ class EvictionConfig(BaseModel):
         ge=2,
         strict=True,
         description=(
-            "Groups of neighbouring layers that pyramidkv and ada-pyramid give budgets of their "
-            "own; at most one a layer."
+            "Groups of layers with budgets of their own, under --kv-eviction-layers, pyramidkv and "
+            "ada-pyramid; at most one a layer."
+        ),
+    )
+    layers: str | LayerShares | None = Field(
+        default=None,
+        description=(
+            "Shares of the budget by layer, measured by python -m vllm_kvevict.calibrate: a file, "
+            "or auto for one that ships for this model."
         ),
     )
     beta: float = Field(
@@ -232,6 +240,15 @@ class EvictionConfig(BaseModel):
     def _parse_max_budget(cls, value: Any) -> int | str | None:
         return None if value is None else parse_budget(value)
 
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _parse_layers(cls, value: Any) -> str | LayerShares | None:
+        if value is None or isinstance(value, LayerShares) or (isinstance(value, str) and value):
+            return value
+        if isinstance(value, dict):
+            return parse(value)
+        raise ValueError(f"give a file of shares, or auto, not {value!r}")
+
     @field_validator("allow", mode="before")
     @classmethod
     def _known_policies(cls, value: Any) -> tuple[str, ...]:
@@ -259,6 +276,23 @@ class EvictionConfig(BaseModel):
             raise ValueError(
                 f"budget {self.budget_tokens} leaves no room beside the window of "
                 f"{self.window} tokens; raise --kv-eviction-budget or lower --kv-eviction-window"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source_of_shares(self) -> Self:
+        if self.layers is None:
+            return self
+        for name in self.policies:
+            if name in PYRAMIDS:
+                raise ValueError(
+                    f"--kv-eviction-layers and {name} both give layers budgets of their own; "
+                    "choose one of the two"
+                )
+        if self.policy not in COMPARABLE:
+            raise ValueError(
+                "--kv-eviction-layers needs a policy whose scores compare across layers "
+                f"({', '.join(COMPARABLE)}), not {self.policy}"
             )
         return self
 
@@ -313,20 +347,29 @@ class EvictionConfig(BaseModel):
         )
 
     @property
-    def has_pyramid(self) -> bool:
-        """Whether layers have budgets of their own: a policy that may be chosen asks for it."""
-        return any(name in PYRAMIDS for name in self.policies)
+    def has_groups(self) -> bool:
+        """Whether layers have budgets of their own under a policy that may be chosen."""
+        return self.layers is not None or any(name in PYRAMIDS for name in self.policies)
+
+    def keeps_by_layer(self, policy: str) -> bool:
+        """Whether layers have budgets of their own under ``policy``."""
+        return self.has_groups and keeps_by_layer(policy, self.layers is not None)
 
     def timelines(self, block_size: int, layers: int) -> tuple[Timeline, ...]:
-        """The eviction schedule of each layer that evicts, by depth; equal inside a group."""
+        """The eviction schedule of each layer that evicts, by depth; equal inside a group.
+
+        Where shares are measured, :attr:`layers` must hold them, not the file's name.
+        """
         rule = self.timeline(block_size)
-        if not self.has_pyramid:
+        if not self.has_groups:
             return (rule,) * layers
-        return tuple(
-            replace(rule, pyramid=Pyramid(group.start, group.stop, layers, self.beta))
-            for group in cut(layers, self.groups)
-            for _ in group
-        )
+        if self.layers is None:
+            falling = pyramid(layers, self.beta)
+            shares = by_layer(falling, self.groups, steepest=falling[0])
+        else:
+            assert isinstance(self.layers, LayerShares) and len(self.layers.layers) == layers
+            shares = by_layer(self.layers.layers, self.groups)
+        return tuple(replace(rule, share=share) for share in shares)
 
     @classmethod
     def parse(cls, value: Any) -> Self | None:

@@ -15,8 +15,8 @@ class Entry(NamedTuple):
     Args:
         module: Module in ``policies/`` whose ``build(config)`` makes the scorer.
         summary: One line for ``--help``.
-        adaptive: Whether scores of different heads compare, so that :data:`ADA` may stand
-            before the name.
+        adaptive: Whether scores of different heads and layers compare, so that :data:`ADA` may
+            stand before the name, and layers may have measured shares of the budget.
         pyramid: Whether budgets fall with the depth of a layer.
         ada: Name with the heads of a layer sharing the budget, where the paper has another one
             than :data:`ADA` and the name.
@@ -78,4 +78,23 @@ PYRAMIDS = frozenset(
     if entry.pyramid
     for name in (plain, entry.ada or ADA + plain)
 )
-"""Policies under which layers have budgets of their own."""
+"""Policies whose budgets fall with the depth of a layer."""
+
+COMPARABLE = tuple(
+    name
+    for plain, entry in TABLE.items()
+    if entry.adaptive and not entry.pyramid
+    for name in (entry.ada or ADA + plain, plain)
+)
+"""Policies under which layers may have measured shares of the budget."""
+
+
+def keeps_by_layer(policy: str, measured: bool) -> bool:
+    """Whether layers have budgets of their own under a policy.
+
+    Args:
+        policy: A policy of a server whose layers have shares.
+        measured: Whether these are measured; else they fall with depth.
+
+    """
+    return policy in (COMPARABLE if measured else PYRAMIDS)

@@ -13,7 +13,7 @@ from vllm_kvevict.settings.config import (
     budget_tokens,
     parse_budget,
 )
-from vllm_kvevict.settings.names import PYRAMIDS
+from vllm_kvevict.settings.names import keeps_by_layer
 
 POLICY = KEY
 BUDGET = f"{KEY}_budget"
@@ -49,8 +49,9 @@ class RequestOptions:
 
     def timeline(self, rule: Timeline) -> Timeline:
         """The rule of a KV-cache group as this request has it."""
-        if rule.pyramid is not None and self.policy not in PYRAMIDS:
-            rule = replace(rule, pyramid=None)
+        share = rule.share
+        if share is not None and not keeps_by_layer(self.policy, share.steepest is None):
+            rule = replace(rule, share=None)
         if self.budget is not None:
             rule = replace(
                 rule,
@@ -185,7 +186,7 @@ def _check_store(
     mine = options.timeline(rule)
     if config.max_budget is not None:
         cap = RequestOptions(config.policy, budget=config.max_budget).timeline(rule)
-        asked, most = mine.mean_budget(length), cap.mean_budget(length)
+        asked, most = mine.budget(length), cap.budget(length)
         if options.budget is not None and asked > most:
             raise ValueError(
                 f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, and "
@@ -193,7 +194,7 @@ def _check_store(
             )
         # Where nothing evicts later, all that follows the point stays.
         held = min(asked, length) + prompt_len - length
-        most = max(cap.mean_budget(prompt_len), rule.mean_budget(prompt_len))
+        most = max(cap.budget(prompt_len), rule.budget(prompt_len))
         if options.at is not None and not rule.interval and held > most:
             raise ValueError(
                 f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
@@ -201,11 +202,12 @@ def _check_store(
                 f"included, and this server allows at most {most} tokens"
             )
     least = config.least_slots(options.policy)
-    stores = [options.timeline(one).store_blocks(length) for one in set(rules)]
+    mine_by_group = {options.timeline(one) for one in rules}
+    stores = [one.store_blocks(length) for one in mine_by_group]
     room = min(stores) * block_size - least
     if options.protect_first > room:
         beside = f" and the {least} slots that {options.policy} needs" if least else ""
-        where = " in the deepest layers" if options.policy in PYRAMIDS else ""
+        where = " in the layers that keep least" if len(mine_by_group) > 1 else ""
         raise ValueError(
             f"KV eviction: {PROTECT} must be at most the {room} tokens that the budget of "
             f"{options.budget or config.budget} keeps beside the window{beside}{where}, in whole "

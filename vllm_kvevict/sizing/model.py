@@ -38,7 +38,7 @@ def rank_specs(
     stages = vllm_config.parallel_config.pipeline_parallel_size
     block_size = vllm_config.cache_config.block_size
     kinds = _kinds(vllm_config)
-    if config.has_pyramid and stages > 1:
+    if config.has_groups and stages > 1:
         raise SizingError("layers have budgets of their own only without pipeline parallelism")
     timelines = iter(config.timelines(block_size, kinds.count("full_attention")))
     specs: list[KVCacheSpec] = []

@@ -88,14 +88,14 @@ class EvictionWorkerMixin(Worker, ABC):
 
         """
         by_depth = evictable
-        if self.eviction_config.has_pyramid:
+        if self.eviction_config.has_groups:
             by_depth = sorted(evictable, key=extract_layer_index)
             expected = evictable_layers(self.vllm_config)
             if len(evictable) != expected:
                 raise ValueError(
                     "KV eviction cannot give this model's layers budgets of their own, because "
                     f"{len(evictable)} of them evict and its configuration counts {expected}; "
-                    "serve it without pyramidkv and ada-pyramid."
+                    "serve it without --kv-eviction-layers, pyramidkv and ada-pyramid."
                 )
         block_size = specs[by_depth[0]].block_size
         timelines = self.eviction_config.timelines(block_size, len(by_depth))

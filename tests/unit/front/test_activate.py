@@ -117,15 +117,16 @@ def test_says_what_the_groups_of_a_pyramid_keep(
     build({"policy": policy, "allow": "ada-pyramid"}, block_size=32)
     assert {record.levelname for record in records} == {"INFO"}
     assert f"store blocks: {shown}" in records[0].getMessage()
-    # Of the budget of 1024 the shallower of two layers keeps 32 + 1942, the other 32 + 49.
-    assert "groups of 1, 1, shallow to deep, with stores of 60, 1 blocks" in records[1].getMessage()
+    # Of the budget of 1024 the shallower of two layers keeps 1942 beside the window and the
+    # other 49: 60.7 and 1.6 blocks.
+    assert "groups of 1, 1, shallow to deep, with stores of 60, 2 blocks" in records[1].getMessage()
 
 
 def test_warns_of_what_uneven_groups_waste(build: Any, records: list[logging.LogRecord]) -> None:
     overrides = {"num_hidden_layers": 26}
     build({"policy": "ada-pyramid", "groups": 4}, block_size=32, hf_overrides=overrides)
     assert [record.levelname for record in records] == ["INFO", "INFO", "WARNING"]
-    assert "7, 6, 7, 6 layers leave 7.1% of the KV cache unused" in records[2].getMessage()
+    assert "7, 7, 6, 6 layers leave 7.1% of the KV cache unused" in records[2].getMessage()
     assert "divides the 26 layers" in records[2].getMessage()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_kvevict.front import support
-from vllm_kvevict.front.support import PYRAMID_REFUSALS, REFUSALS
+from vllm_kvevict.front.support import GROUP_REFUSALS, REFUSALS
 from vllm_kvevict.settings.config import EvictionConfig
 
 COMMON: dict[str, Any] = dict(
@@ -327,7 +327,7 @@ def test_accepts_head_major_layout(
     build()
 
 
-@pytest.mark.parametrize("row", REFUSALS + PYRAMID_REFUSALS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", REFUSALS + GROUP_REFUSALS, ids=lambda row: row.what)
 def test_every_row_is_one_sentence(row: Any) -> None:
     assert_sentence(row.sentence())
 

@@ -1,20 +1,25 @@
-"""Budgets that fall with depth, beside a plain reading of PyramidKV's formula."""
+"""Shares of layers, beside plain readings: PyramidKV's formula, all partitions, all splits."""
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvevict.schedule.layers import Pyramid, cut, padding
+from vllm_kvevict.schedule.layers import Share, alike, by_layer, padding, pyramid
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 
 WINDOW, BLOCK = 32, 16
 
+SHARES = st.lists(st.floats(0.05, 4), min_size=2, max_size=12).map(
+    lambda values: tuple(value * len(values) / sum(values) for value in values)
+)
 
-def by_layer(budget: int, length: int, layers: int, beta: int) -> list[Fraction]:
+
+def pyramidkv(budget: int, length: int, layers: int, beta: int) -> list[Fraction]:
     """Tokens beside the window, from the shallowest layer on, as PyramidKV's code assigns them."""
     low = Fraction(budget, beta)
     high = 2 * budget - low
@@ -28,22 +33,25 @@ def by_layer(budget: int, length: int, layers: int, beta: int) -> list[Fraction]
 
 
 @given(
-    budget=st.integers(1, 5000),
-    length=st.integers(0, 9000),
+    budget=st.integers(20, 5000),
+    more=st.integers(1, 9000),
     layers=st.integers(2, 70),
-    beta=st.integers(1, 60),
+    beta=st.integers(1, 19),
     most=st.integers(2, 9),
 )
-def test_groups_keep_the_mean_of_their_layers(budget, length, layers, beta, most):
-    expected = by_layer(budget, length, layers, beta)
+def test_a_pyramid_is_pyramidkvs(budget, more, layers, beta, most):
+    """To the token: blocks of one, and a deepest layer that keeps at least that."""
+    length = budget + more
+    expected = pyramidkv(budget, length, layers, beta)
     assert sum(expected) == layers * budget
-    total = 0.0
-    for group in cut(layers, most):
-        mean = float(sum(expected[layer] for layer in group) / len(group))
-        kept = Pyramid(group.start, group.stop, layers, beta).tokens(budget, length)
-        assert kept == pytest.approx(mean, rel=1e-9, abs=1e-6)
-        total += kept * len(group)
-    assert total == pytest.approx(layers * budget)
+    shares = pyramid(layers, beta)
+    assert shares[0] == pytest.approx(2 - 1 / beta) and shares[-1] == pytest.approx(1 / beta)
+    places = by_layer(shares, most, steepest=shares[0])
+    kept = [share.blocks(budget, length, 1) for share in places]
+    assert layers * budget - max(places[0].sizes) < sum(kept) <= layers * budget
+    for share, tokens in zip(places, kept, strict=True):
+        group = [layer for layer, other in enumerate(places) if other == share]
+        assert abs(float(sum(expected[layer] for layer in group) / len(group)) - tokens) < 1.001
 
 
 def test_the_default_pyramid_of_a_model_with_32_layers():
@@ -52,11 +60,67 @@ def test_the_default_pyramid_of_a_model_with_32_layers():
     timelines = config.timelines(32, 32)
     groups = list(dict.fromkeys(timelines))
     assert [timelines.count(group) for group in groups] == [8, 8, 8, 8]
-    step = (1934.4 - 49.6) / 31
-    means = [1934.4 - step * (8 * index + 3.5) for index in range(4)]
-    assert [group.budget(8000) for group in groups] == [int(mean) + 32 for mean in means]
-    assert [group.store_blocks(8000) for group in groups] == [53, 38, 23, 8]
-    assert sum(group.store_blocks(8000) for group in groups) == 4 * 31 - 2
+    # 53.8, 38.6, 23.4 and 8.2 blocks: the two largest remainders are rounded up.
+    assert [group.store_blocks(8000) for group in groups] == [54, 39, 23, 8]
+    assert sum(group.store_blocks(8000) for group in groups) == 4 * 31
+
+
+@given(
+    shares=SHARES,
+    most=st.integers(2, 6),
+    budget=st.floats(0, 400),
+    length=st.integers(0, 500),
+    block=st.sampled_from([1, 8, 16]),
+)
+def test_layers_together_keep_the_mean(shares, most, budget, length, block):
+    places = by_layer(shares, most)
+    kept = [share.blocks(budget, length, block) for share in places]
+    if budget >= length:
+        assert set(kept) == {max(1, int(budget // block))}, "nothing is evicted"
+        return
+    pages = length // block
+    total = budget / block * len(shares)
+    assert all(1 <= blocks <= max(1, pages) for blocks in kept)
+    assert sum(kept) <= max(total, len(shares)) + 1e-6, "never more than the budget"
+    bounded = all(blocks == max(1, pages) for blocks in kept)
+    assert sum(kept) > total - max(places[0].sizes) or bounded, "and less by a group at most"
+    order = sorted(places, key=lambda share: share.value)
+    stores = [share.blocks(budget, length, block) for share in order]
+    assert all(one <= other + 1 for one, other in pairwise(stores))
+
+
+@given(
+    shares=st.lists(st.floats(0.05, 4), min_size=2, max_size=4),
+    total=st.integers(4, 24),
+    pages=st.integers(3, 9),
+)
+def test_no_split_in_whole_blocks_is_nearer_to_the_shares(shares, total, pages):
+    """Where no group meets a bound: Hamilton's apportionment has the least squared distance."""
+    count = len(shares)
+    mean = sum(shares) / count
+    shares = tuple(share / mean for share in shares)
+    wanted = [share * total / count for share in shares]
+    if not all(1 <= blocks <= pages for blocks in wanted) or total >= pages * count:
+        return
+    places = [Share(group, (1,) * count, shares) for group in range(count)]
+    kept = [share.blocks(total / count, pages, 1) for share in places]
+
+    def distance(split):
+        return sum((a - b) ** 2 for a, b in zip(split, wanted, strict=True))
+
+    splits = (s for s in product(range(1, pages + 1), repeat=count) if sum(s) == total)
+    assert sum(kept) == total
+    assert distance(kept) == pytest.approx(min(map(distance, splits)))
+
+
+def test_what_a_small_share_is_given_is_taken_from_the_others():
+    """Three blocks a layer on average; the shares alone would give 0.3, 2.7 and 6."""
+    places = [Share(group, (2, 2, 2), (0.1, 0.9, 2.0)) for group in range(3)]
+    assert [share.blocks(3 * BLOCK, 100 * BLOCK, BLOCK) for share in places] == [1, 2, 6]
+    # Room for five blocks: what the largest cannot use goes to the others.
+    assert [share.blocks(3 * BLOCK, 5 * BLOCK, BLOCK) for share in places] == [1, 3, 5]
+    # Less than a block a layer: a block each all the same.
+    assert [share.blocks(0.9 * BLOCK, 100 * BLOCK, BLOCK) for share in places] == [1, 1, 1]
 
 
 @given(
@@ -68,7 +132,7 @@ def test_the_default_pyramid_of_a_model_with_32_layers():
     allowed=st.booleans(),
 )
 def test_layers_together_hold_the_uniform_budget(budget, length, layers, most, beta, allowed):
-    """To within one block per group, each as large as its layers; a store has at least one."""
+    """To within a block of the largest group; a store has at least one."""
     config = EvictionConfig(
         policy="snapkv" if allowed else "pyramidkv",
         allow="ada-pyramid" if allowed else "",
@@ -82,7 +146,7 @@ def test_layers_together_hold_the_uniform_budget(budget, length, layers, most, b
     mean = config.timeline(BLOCK).budget(length)
     blocks = sum(group.store_blocks(length) for group in timelines)
     uniform = Fraction(max(mean - WINDOW, 0), BLOCK) * layers
-    assert abs(blocks - uniform) <= sum(timelines.count(group) for group in groups)
+    assert abs(blocks - uniform) <= layers
     stores = [group.store_blocks(length) for group in groups]
     assert stores == sorted(stores, reverse=True), "shallow layers hold no less than deep ones"
     if mean >= length:
@@ -91,32 +155,69 @@ def test_layers_together_hold_the_uniform_budget(budget, length, layers, most, b
 
 def test_the_shallowest_layers_are_not_given_more_than_there_is():
     rule = Timeline(BLOCK, WINDOW, 64, budget_tokens=WINDOW + 320)
-    first, last = (replace(rule, pyramid=Pyramid(i, i + 1, 4, 20)) for i in (0, 3))
-    assert (first.budget(2000), last.budget(2000)) == (WINDOW + 624, WINDOW + 16)
-    assert (first.budget(432), last.budget(432)) == (432, WINDOW + 240)
+    places = by_layer(pyramid(4, 20), 4, steepest=1.95)
+    first, last = (replace(rule, share=places[index]) for index in (0, 3))
+    assert (first.store_blocks(2000), last.store_blocks(2000)) == (39, 1)
+    assert (first.store_blocks(432), last.store_blocks(432)) == (400 // BLOCK, 240 // BLOCK)
     early, late = (RequestTimeline(rule, 432, 432) for rule in (first, last))
     assert (early.point, late.point) == (None, 432), "all of it fits the shallowest"
     assert early.due == 432 + 64, "which joins once it has outgrown its budget"
 
 
-def test_unequal_places_are_unequal_rules():
+def test_groups_of_one_share_are_different_rules():
     rule = Timeline(BLOCK, WINDOW, 64, budget_tokens=300)
-    rules = {rule} | {replace(rule, pyramid=Pyramid(i, i + 2, 4, 20)) for i in (0, 2)}
-    rules |= {replace(rule, pyramid=Pyramid(0, 2, 4, 10))}
-    assert len(rules | set(rules)) == 4
+    rules = {replace(rule, share=share) for share in by_layer((1.0,) * 4, 2)}
+    assert len(rules) == 2
+    assert len(rules | {rule} | {replace(rule, share=Share(0, (2, 2), (1.5, 0.5)))}) == 4
 
 
-@pytest.mark.parametrize(
-    "bad", [dict(first=2, stop=2), dict(stop=5), dict(first=-1), dict(beta=0.5)]
+@pytest.mark.parametrize("bad", [dict(group=2), dict(sizes=(1,)), dict(shares=(2.0, 0.0))])
+def test_a_share_of_no_group(bad):
+    with pytest.raises(ValueError, match="one of the groups"):
+        Share(**dict(group=0, sizes=(1, 1), shares=(1.5, 0.5)) | bad)
+    with pytest.raises(ValueError, match="at least 1"):
+        pyramid(4, 0.5)
+
+
+def partitions(layers: tuple[int, ...], sizes: list[int]):
+    if not sizes:
+        yield []
+        return
+    for group in combinations(layers, sizes[0]):
+        rest = tuple(layer for layer in layers if layer not in group)
+        for others in partitions(rest, sizes[1:]):
+            yield [group, *others]
+
+
+@given(
+    shares=st.lists(st.floats(0.1, 4).map(lambda share: round(share, 1)), min_size=2, max_size=7),
+    most=st.integers(2, 4),
 )
-def test_a_group_outside_the_layers(bad):
-    with pytest.raises(ValueError, match="inside the layers"):
-        Pyramid(**dict(first=0, stop=2, layers=4, beta=20) | bad)
+def test_no_partition_into_even_groups_loses_less(shares, most):
+    def loss(groups):
+        means = [sum(shares[layer] for layer in group) / len(group) for group in groups]
+        return sum(
+            (shares[layer] - mean) ** 2
+            for group, mean in zip(groups, means, strict=True)
+            for layer in group
+        )
+
+    groups = alike(shares, most)
+    assert sorted(layer for group in groups for layer in group) == list(range(len(shares)))
+    every = partitions(tuple(range(len(shares))), sorted(map(len, groups)))
+    assert loss(groups) == pytest.approx(min(map(loss, every)), abs=1e-6)
 
 
-@given(layers=st.integers(1, 130), most=st.integers(2, 12))
-def test_groups_are_neighbours_and_nearly_even(layers, most):
-    groups = cut(layers, most)
+def test_groups_need_not_be_neighbours():
+    assert alike((0.4, 1.5, 0.5, 1.6), 2) == [(1, 3), (0, 2)]
+    places = by_layer((0.4, 1.5, 0.5, 1.6), 2)
+    assert [share.group for share in places] == [1, 0, 1, 0]
+    assert places[0].shares == pytest.approx((1.55, 0.45))
+
+
+@given(layers=st.integers(1, 130), most=st.integers(2, 12), beta=st.floats(1.5, 40))
+def test_groups_of_a_pyramid_are_neighbours_and_nearly_even(layers, most, beta):
+    groups = alike(pyramid(layers, beta), most)
     assert [layer for group in groups for layer in group] == list(range(layers))
     sizes = [len(group) for group in groups]
     assert max(sizes) - min(sizes) <= 1
@@ -129,9 +230,9 @@ def test_groups_are_neighbours_and_nearly_even(layers, most):
     "layers, sizes, unused",
     [
         (3, [1, 1, 1], 0), (4, [1] * 4, 0), (5, [2, 1, 1, 1], 0), (10, [5, 5], 0),
-        (13, [7, 6], 1), (26, [7, 6, 7, 6], 2), (28, [7] * 4, 0), (61, [16, 15, 15, 15], 3),
+        (13, [7, 6], 1), (26, [7, 7, 6, 6], 2), (28, [7] * 4, 0), (61, [16, 15, 15, 15], 3),
     ],
 )  # fmt: skip
 def test_four_groups_or_fewer_where_padding_would_cost_more_than_a_tenth(layers, sizes, unused):
-    assert [len(group) for group in cut(layers, 4)] == sizes
+    assert [len(group) for group in alike(pyramid(layers, 20.0), 4)] == sizes
     assert padding(sizes) == unused

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.schedule.layers import Pyramid
+from vllm_kvevict.schedule.layers import by_layer, pyramid
 from vllm_kvevict.settings.config import EvictionConfig, flag
 from vllm_kvevict.settings.names import POLICY_NAMES
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
-FIELDS += ["groups", "beta", "allow", "max_budget", "attention"]
+FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "attention"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -48,6 +48,7 @@ def test_defaults() -> None:
         "cluster_samples": 4,
         "value_share": 0.25,
         "groups": 4,
+        "layers": None,
         "beta": 20.0,
         "allow": (),
         "max_budget": None,
@@ -181,8 +182,8 @@ def test_layers_have_budgets_of_their_own_where_a_request_may_ask_for_it(
     policy: str, allow: str
 ) -> None:
     config = parse(policy=policy, allow=allow, groups=3, beta=10.0)
-    places = [timeline.pyramid for timeline in config.timelines(32, 6)]
-    assert places == [Pyramid(i, i + 2, 6, 10.0) for i in (0, 2, 4) for _ in range(2)]
+    places = tuple(timeline.share for timeline in config.timelines(32, 6))
+    assert places == by_layer(pyramid(6, 10.0), 3, steepest=1.9)
     flat = parse(allow="ada-snapkv,none", groups=3)
     assert flat.timelines(32, 6) == (flat.timeline(32),) * 6
 

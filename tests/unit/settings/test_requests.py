@@ -191,14 +191,14 @@ def pyramid_server(**settings: Any) -> EvictionConfig:
 def test_a_group_has_its_part_of_what_the_request_asks_for():
     config = pyramid_server()
     first, last = rules(config)[0], rules(config)[-1]
-    assert (first.budget(9000), last.budget(9000)) == (32 + 1857, 32 + 190)
+    assert (first.store_blocks(9000), last.store_blocks(9000)) == (58, 6)
     assert parse(9000, config).timeline(first) is first
     half = parse(9000, config, budget=544)
-    assert [half.timeline(rule).budget(9000) for rule in (first, last)] == [32 + 928, 32 + 95]
+    assert [half.timeline(rule).store_blocks(9000) for rule in (first, last)] == [29, 3]
     share = parse(9000, config, budget="25%")
-    means = [share.timeline(rule).budget(9000) for rule in rules(config)]
-    assert sum(means) == pytest.approx(8 * 2250, abs=8)
-    assert means == sorted(means, reverse=True) and len(set(means)) == 4
+    stores = [share.timeline(rule).store_blocks(9000) for rule in rules(config)]
+    assert sum(stores) == pytest.approx(8 * (2250 - 32) / BLOCK, abs=2)
+    assert stores == sorted(stores, reverse=True) and len(set(stores)) == 4
 
 
 def test_under_another_policy_every_group_has_the_whole_budget():
@@ -207,11 +207,11 @@ def test_under_another_policy_every_group_has_the_whole_budget():
     assert {options.timeline(rule) for rule in rules(config)} == {config.timeline(BLOCK)}
 
 
-def test_protected_tokens_must_fit_the_deepest_layers():
+def test_protected_tokens_must_fit_the_layers_that_keep_least():
     config = pyramid_server()
-    assert parse(9000, config, protect_first=160).protect_first == 160
-    message = complaint(9000, config, protect_first=161)
-    assert "at most the 160 tokens" in message and "in the deepest layers" in message
+    assert parse(9000, config, protect_first=192).protect_first == 192
+    message = complaint(9000, config, protect_first=193)
+    assert "at most the 192 tokens" in message and "in the layers that keep least" in message
     flat = parse(9000, config, protect_first=1024, **policy("snapkv"))
     assert flat.protect_first == 1024
 
