@@ -3,7 +3,14 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A busy machine is slow, which says nothing of the code.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 # vLLM reads these when it is imported.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -23,7 +23,8 @@ SETTINGS = dict(policy="snapkv", budget=96, interval=32, allow="streaming-llm,su
 PROMPT = random_prompt(400, seed=11)
 CASES = [{}, asks(at=300, interval=0), asks("streaming-llm", at="-20"), asks(budget="50%")]
 CASES += [asks("subgen-stream")]
-MESSAGES = [dict(role="user", content=random_text(120, seed=3))]
+PROMPT_TEXT = random_text(120, seed=3)
+MESSAGES = [dict(role="user", content=PROMPT_TEXT)]
 
 BAD: list[tuple[dict[str, Any], str]] = [
     (asks("none"), "(snapkv, streaming-llm, subgen-stream), not 'none'"),
@@ -36,6 +37,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asks(at=0), "kv_eviction_at must be between 1 and the prompt's"),
     (asks(at=5000), "kv_eviction_at must be between 1 and the prompt's"),
     (asks(point=3), "unknown key 'kv_eviction_point'"),
+]
+BAD_ONLY_IN: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", asks(at_message=0), "needs a chat of two messages or more"),
+    ("completions", asks(at_text="nowhere"), "stands nowhere in the prompt"),
+    ("completions", asks(at_message=0), "at_message is for chat completions"),
+    ("chat/completions", asks(at_text="x"), "at_text is for completions"),
+    ("responses", asks(at_message=0), "at_message is for chat completions"),
 ]
 
 
@@ -92,6 +100,44 @@ def test_chat_with_its_own_settings(server):
     wait_for(server, "vllm:num_requests_running", 0)
     assert server.evictions()["evictions"] - before == 3 + 1
     assert mine["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
+
+
+def evicting(server: Server, path: str, body: dict[str, Any]) -> list[int]:
+    """Token ids of an answer before which the prompt evicted."""
+    before = server.evictions()["evictions"]
+    answer = server.post(path, body | GREEDY)["choices"][0]["token_ids"]
+    wait_for(server, "vllm:num_requests_running", 0)
+    assert server.evictions()["evictions"] > before
+    return answer
+
+
+def test_a_context_named_by_message_or_text_is_the_point_in_tokens(server):
+    turns = [*MESSAGES, dict(role="assistant", content="yes"), dict(role="user", content="who?")]
+    chat = dict(model="tiny", messages=turns)
+    part = dict(model="tiny", messages=turns[:2], add_generation_prompt=False)
+    whole = server.post("/tokenize", chat)["tokens"]
+    end = server.post("/tokenize", part)["tokens"]
+    assert end == whole[: len(end)]
+    path = "/v1/chat/completions"
+    named = evicting(server, path, chat | dict(vllm_xargs=asks(at_message=1, interval=0)))
+    counted = evicting(server, path, chat | dict(vllm_xargs=asks(at=len(end), interval=0)))
+    other = evicting(server, path, chat | dict(vllm_xargs=asks(at=-1, interval=0)))
+    assert named == counted != other
+    prompt = dict(model="tiny", prompt=PROMPT_TEXT + " who?")
+    at = len(server.post("/tokenize", dict(model="tiny", prompt=PROMPT_TEXT))["tokens"])
+    path = "/v1/completions"
+    named = evicting(server, path, prompt | dict(vllm_xargs=asks(at_text=" who?", interval=0)))
+    assert named == evicting(server, path, prompt | dict(vllm_xargs=asks(at=at, interval=0)))
+
+
+@pytest.mark.parametrize("path, asked, reason", BAD_ONLY_IN)
+def test_points_that_an_interface_does_not_take(server, path, asked, reason):
+    content = {
+        "completions": dict(prompt=PROMPT_TEXT),
+        "chat/completions": dict(messages=MESSAGES),
+        "responses": dict(input=PROMPT_TEXT),
+    }[path]
+    assert reason in refusal(server, f"/v1/{path}", dict(model="tiny", vllm_xargs=asked) | content)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
+from vllm_kvevict.front import context
 from vllm_kvevict.settings.config import KEY, EvictionConfig
 from vllm_kvevict.settings.memory import evictable_layers
 from vllm_kvevict.settings.requests import AT, asks, parse_options
@@ -106,6 +107,7 @@ def install() -> None:
         InputProcessor.process_inputs = process_inputs
         AsyncLLM.generate = generate
     if _API_SERVER in sys.modules:
+        context.install()
         _install_responses()
 
 

@@ -21,6 +21,23 @@ HOOKS = {
             SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling
         """,
     },
+    "front/context.py": {
+        "vllm.renderers.online_renderer": """
+            OnlineRenderer.render_chat(request) OnlineRenderer.render_completion(request)
+            OnlineRenderer.create_error_response(message,param)
+        """,
+        "vllm.entrypoints.openai.chat_completion.protocol": """
+            ChatCompletionRequest.vllm_xargs ChatCompletionRequest.messages
+            ChatCompletionRequest.add_generation_prompt
+            ChatCompletionRequest.continue_final_message
+            ChatCompletionRequest.truncate_prompt_tokens
+        """,
+        "vllm.entrypoints.openai.completion.protocol": """
+            CompletionRequest.vllm_xargs CompletionRequest.prompt CompletionRequest.suffix
+            CompletionRequest.prompt_embeds CompletionRequest.truncate_prompt_tokens
+        """,
+        "vllm.entrypoints.serve.engine.protocol": "ErrorResponse.error",
+    },
     "front/admission.py": {
         "vllm.v1.engine.input_processor": "InputProcessor.process_inputs",
         "vllm.v1.engine.async_llm": "AsyncLLM.generate(prompt,sampling_params)",

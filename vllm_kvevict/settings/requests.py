@@ -20,7 +20,9 @@ BUDGET = f"{KEY}_budget"
 INTERVAL = f"{KEY}_interval"
 PROTECT = f"{KEY}_protect_first"
 AT = f"{KEY}_at"
-KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, AT)
+AT_MESSAGE = f"{KEY}_at_message"
+AT_TEXT = f"{KEY}_at_text"
+KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, AT, AT_MESSAGE, AT_TEXT)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,31 @@ def _interval(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
     return interval
 
 
+def message_index(value: Any, count: int) -> int:
+    """Which of ``count`` messages a request names; negative counts from the end, as in Python.
+
+    Raises:
+        ValueError: It is no whole number, or there is no such message, or nothing follows it.
+
+    """
+    index = _number({AT_MESSAGE: value}, AT_MESSAGE, least=None, what="messages")
+    found = index + count if index < 0 else index
+    if not 0 <= found < count - 1:
+        raise ValueError(
+            f"KV eviction: {AT_MESSAGE} must name one of the chat's {count} messages that another "
+            f"follows (0 to {count - 2}, or {-count} to -2), not {index}"
+            if count > 1
+            else f"KV eviction: {AT_MESSAGE} needs a chat of two messages or more"
+        )
+    return found
+
+
 def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
+    for key, api in ((AT_MESSAGE, "chat completions"), (AT_TEXT, "completions")):
+        if key in given:
+            raise ValueError(
+                f"KV eviction: {key} is for {api} of the API server; give {AT} in tokens here"
+            )
     if AT not in given:
         return None
     at = _number(given, AT, least=None, what="prompt tokens")
