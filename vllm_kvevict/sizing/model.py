@@ -25,9 +25,11 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def rank_specs(
-    vllm_config: "VllmConfig", config: "EvictionConfig"
+    vllm_config: "VllmConfig", config: "EvictionConfig | None"
 ) -> "list[dict[str, KVCacheSpec]]":
     """The specs of every pipeline stage's layers, as a tensor-parallel rank of it has them.
+
+    Without ``config`` they are vLLM's own, which do not evict.
 
     Raises:
         SizingError: The configuration does not tell what the layers are like.
@@ -38,13 +40,14 @@ def rank_specs(
     stages = vllm_config.parallel_config.pipeline_parallel_size
     block_size = vllm_config.cache_config.block_size
     kinds = _kinds(vllm_config)
-    if config.has_groups and stages > 1:
+    if config is not None and config.has_groups and stages > 1:
         raise SizingError("layers have budgets of their own only without pipeline parallelism")
-    timelines = iter(config.timelines(block_size, kinds.count("full_attention")))
+    evictable = kinds.count("full_attention")
+    timelines = iter(config.timelines(block_size, evictable) if config is not None else ())
     specs: list[KVCacheSpec] = []
     for kind in kinds:
         spec = _spec(vllm_config, kind)
-        evicts = isinstance(spec, FullAttentionSpec)
+        evicts = config is not None and isinstance(spec, FullAttentionSpec)
         specs.append(EvictableAttentionSpec.of(spec, next(timelines)) if evicts else spec)
     found = []
     for stage in range(stages):

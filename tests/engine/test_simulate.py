@@ -1,0 +1,84 @@
+"""The simulator of benchmarks/simulate: its loads, its clock, and a run of the real schedulers."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulate.__main__ import simulate
+from benchmarks.simulate.card import CARDS, Work, step_seconds
+from benchmarks.simulate.load import Lengths, Load, Trace
+from benchmarks.simulate.model import Sizes
+from benchmarks.simulate.options import Options
+from benchmarks.simulate.report import markdown
+from benchmarks.simulate.setting import Setting
+from tests.models import cached_tiny_llama
+
+SIZES = Sizes(layers=2, hidden=64, query_width=64, kv_token=256, weights=2000, itemsize=2, ranks=1)
+
+
+def test_poisson_arrivals_have_the_rate() -> None:
+    load = Load(Lengths(1, 9), Lengths(1, 1), rate=4.0, requests=4000)
+    jobs = list(load.jobs())
+    assert jobs == list(load.jobs()), "a seed repeats"
+    assert {job.prompt for job in jobs} == set(range(1, 10))
+    assert jobs[-1].arrival is not None
+    assert 4000 / jobs[-1].arrival == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_mooncake_trace_gives_arrivals_lengths_and_shared_blocks(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [5, 6, 7]},
+        {"timestamp": 1500, "input_length": 900, "output_length": 0, "hash_ids": [5, 8]},
+        {"timestamp": 2000, "input_length": 9000, "output_length": 9, "hash_ids": [5]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = Trace(path, speed=2.0, longest=4096).jobs()
+    assert (second.arrival, second.prompt, second.output) == (0.75, 900, 1)
+    one, two = first.request(32).block_hashes, second.request(32).block_hashes
+    assert (len(one), len(two)) == (34, 28)
+    assert one[:16] == two[:16], "512 tokens are 16 blocks"
+    assert not set(one[16:]) & set(two[16:])
+
+
+def test_a_step_takes_its_bytes_or_its_flops() -> None:
+    card = CARDS["h100"]
+    read = step_seconds(card, SIZES, Work(1, 10**6)) - step_seconds(card, SIZES, Work(1, 0))
+    assert read == pytest.approx(10**6 * 256 / (0.8 * 3.35e12))
+    computed = step_seconds(card, SIZES, Work(10**6, 0, 0)) - card.overhead
+    wrote = 10**6 * 256 / (0.8 * 3.35e12)
+    assert computed == pytest.approx(2 * 1000 * 10**6 / (0.6 * 989e12) + wrote)
+    evicted = step_seconds(card, SIZES, Work(1, evicted=1000, kept=100))
+    plain = step_seconds(card, SIZES, Work(1))
+    assert evicted - plain == pytest.approx((500 + 200) * 256 / (0.8 * 3.35e12))
+
+
+def test_settings_are_read() -> None:
+    assert Setting.parse("stock") == Setting("stock")
+    one = Setting.parse("snapkv:25%,interval=64,rings=7")
+    assert one.eviction == {"policy": "snapkv", "budget": "25%", "interval": 64}
+    assert one.rings == 7
+    for wrong in ("snapkv", "stock,interval=3", "snapkv:10,interval"):
+        with pytest.raises(ValueError, match=r"give|knows"):
+            Setting.parse(wrong)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_stock_and_eviction_run_side_by_side(asynchronous: bool) -> None:
+    arguments = (
+        f"--model {cached_tiny_llama(kv_heads=2)} --blocks 200 --max-num-seqs 16 --prompt 300-400 "
+        "--output-len 40-80 --shared 64 --aborts 0.2 --requests 40 --steps 4000"
+    ).split() + ["--async"] * asynchronous
+    options = Options.parse([*arguments, "--setting", "stock", "--setting", "snapkv:128"])
+    stock, evicting = (simulate(options, setting) for setting in options.settings)
+    jobs = list(itertools.islice(options.load.jobs(), 40))
+    least = sum(min(job.abort_after or job.output, job.output) for job in jobs)
+    for one in (stock, evicting):
+        assert one["finished"] + one["aborted"] == 40
+        assert one["sampled_tokens"] == least
+        assert one["aborted"] > 0
+    assert evicting["counters"]["evictions_prefill"] > 0
+    assert evicting["running_mean"] > stock["running_mean"]
+    assert "snapkv:128" in markdown(options, {"stock": stock, "snapkv:128": evicting})
