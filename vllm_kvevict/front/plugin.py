@@ -84,7 +84,7 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
 
     """
     from vllm_kvevict.settings.config import KEY, EvictionConfig, flag
-    from vllm_kvevict.settings.names import POLICY_NAMES
+    from vllm_kvevict.settings.plugins import policy_names
 
     given = {
         name: _typed(name, getattr(args, _dest(name)))
@@ -103,7 +103,7 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
             if "policy" not in base | given:
                 raise ValueError(
                     f"KV eviction: {flag(next(iter(given)))} needs a policy beside it; "
-                    f"add --kv-eviction and one of {', '.join(POLICY_NAMES)}"
+                    f"add --kv-eviction and one of {', '.join(policy_names())}"
                 )
             value = base | given
     config = EvictionConfig.parse(value)
@@ -217,8 +217,11 @@ def _dest(name: str) -> str:
 
 def _choices() -> str:
     from vllm_kvevict.settings.names import POLICIES
+    from vllm_kvevict.settings.plugins import plugin_policies
 
-    return "".join(f"\n- {name}: {summary}" for name, (_, summary) in POLICIES.items())
+    lines = [(name, summary) for name, (_, summary) in POLICIES.items()]
+    lines += [(name, p.summary) for name, p in plugin_policies().items() if not p.problem]
+    return "".join(f"\n- {name}: {summary}" for name, summary in lines)
 
 
 def _typed(name: str, text: Any) -> Any:

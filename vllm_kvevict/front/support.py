@@ -277,14 +277,16 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
 
 
 def _check_policies(config: "EvictionConfig") -> None:
-    """Refuse policies whose attention path this platform does not have."""
+    """Refuse policies that do not load, or whose attention path this platform does not have."""
     from vllm.platforms import current_platform
 
     from vllm_kvevict.policies.registry import build_policies
 
+    # Also where nothing is refused: a policy of another package may not load.
+    policies = build_policies(config).items()
     if current_platform.is_cpu():
         return
-    for name, policy in build_policies(config).items():
+    for name, policy in policies:
         if policy.scorer.page_channels:
             raise ValueError(
                 f"KV eviction does not support the policy {name} on this platform, because only "

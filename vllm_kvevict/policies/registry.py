@@ -1,20 +1,32 @@
 """Policies built from a configuration, which names them."""
 
 from importlib import import_module
+from importlib.metadata import EntryPoint
 
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
-from vllm_kvevict.policies.base import Policy
+from vllm_kvevict.policies.base import Policy, Scorer, WeightedScorer
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import ADA, POLICIES
+from vllm_kvevict.settings.plugins import GROUP, PluginPolicy, plugin_policies
 
 
 def build_policy(config: EvictionConfig) -> Policy:
-    """The policy that ``config`` names, with its parameters filled in."""
-    module, summary = POLICIES[config.policy]
-    scorer = import_module(f"vllm_kvevict.policies.{module}").build(config)
-    if config.policy.startswith(ADA):
-        return Policy(config.policy, summary, scorer.per_head(), Adaptive(config.floor))
-    return Policy(config.policy, summary, scorer, Uniform())
+    """The policy that ``config`` names, with its parameters filled in.
+
+    Raises:
+        ValueError: The policy is another package's, which does not import or makes no scorer.
+
+    """
+    name = config.policy
+    if name in POLICIES:
+        module, summary = POLICIES[name]
+        scorer = import_module(f"vllm_kvevict.policies.{module}").build(config)
+    else:
+        plugin = plugin_policies()[name]
+        scorer, summary = _load(name, plugin, config), plugin.summary
+    if name.startswith(ADA):
+        return Policy(name, summary, scorer.per_head(), Adaptive(config.floor))
+    return Policy(name, summary, scorer, Uniform())
 
 
 def build_policies(config: EvictionConfig) -> dict[str, Policy]:
@@ -22,3 +34,16 @@ def build_policies(config: EvictionConfig) -> dict[str, Policy]:
     return {
         name: build_policy(config.model_copy(update={"policy": name})) for name in config.policies
     }
+
+
+def _load(name: str, plugin: PluginPolicy, config: EvictionConfig) -> Scorer:
+    where = f"KV eviction: the policy {name} of the package {plugin.package} ({plugin.value})"
+    try:
+        scorer = EntryPoint(name, plugin.value, GROUP).load()(config)
+    except Exception as error:
+        raise ValueError(f"{where} does not load: {error!r}") from error
+    if not isinstance(scorer, Scorer):
+        raise ValueError(f"{where} makes {scorer!r}, which is no vllm_kvevict Scorer")
+    if isinstance(scorer, WeightedScorer):
+        raise ValueError(f"{where} weighs tokens, which only built-in policies may")
+    return scorer

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_kvevict.schedule.layers import by_layer, pyramid
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.names import COMPARABLE, POLICY_NAMES, PYRAMIDS, keeps_by_layer
+from vllm_kvevict.settings.plugins import policy_names, unknown
 from vllm_kvevict.settings.shares import LayerShares, parse
 
 KEY = "kv_eviction"
@@ -226,9 +227,9 @@ class EvictionConfig(BaseModel):
     @field_validator("policy", mode="before")
     @classmethod
     def _known_policy(cls, value: Any) -> str:
-        if not isinstance(value, str) or value not in POLICY_NAMES:
-            raise ValueError(f"unknown policy {value!r}; choose from {', '.join(POLICY_NAMES)}")
-        return value
+        if isinstance(value, str) and (value in POLICY_NAMES or value in policy_names()):
+            return value
+        raise ValueError(unknown(value, policy_names()))
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -257,10 +258,10 @@ class EvictionConfig(BaseModel):
             names = [name.strip() for name in value.split(",") if name.strip()]
         if not isinstance(names, (list, tuple)):
             raise ValueError(f"give policies separated by commas, not {value!r}")
-        known = (*POLICY_NAMES, NONE)
+        known = (*policy_names(), NONE)
         for name in names:
             if name not in known:
-                raise ValueError(f"unknown policy {name!r}; choose from {', '.join(known)}")
+                raise ValueError(unknown(name, known))
         return tuple(name for name in known if name in names)
 
     @field_validator("pool_kernel")
@@ -394,7 +395,7 @@ class EvictionConfig(BaseModel):
         if not isinstance(value, dict):
             raise ValueError(
                 f"KV eviction: additional_config[{KEY!r}] must be a policy name "
-                f"({', '.join(POLICY_NAMES)}) or a mapping, not {value!r}"
+                f"({', '.join(policy_names())}) or a mapping, not {value!r}"
             )
         try:
             return cls.model_validate(value)
@@ -417,7 +418,7 @@ def _one_sentence(error: ValidationError) -> str:
             key = item["loc"][0] if item["type"] == "extra_forbidden" else item["input"]
             parts.append(f"unknown key {key!r} in {KEY!r} (known: {known})")
         elif item["type"] == "missing":
-            parts.append(f"{flag(where)} is missing; choose from {', '.join(POLICY_NAMES)}")
+            parts.append(f"{flag(where)} is missing; choose from {', '.join(policy_names())}")
         elif where:
             given = "" if item["type"] == "value_error" else f", not {item['input']!r}"
             message = message.replace("Input should be", "must be")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.plugins import importable
 from tests.unit.front.test_plugin import DEFAULTS, settings
 from vllm_kvevict.settings.config import EvictionConfig
 
@@ -249,3 +250,17 @@ def test_says_what_requests_may_choose(build: Any, records: list[logging.LogReco
     build({"policy": "snapkv", "budget": 512, "allow": "streaming-llm", "max_budget": "50%"})
     (line,) = [record.getMessage() for record in records if "may choose" in record.getMessage()]
     assert "snapkv, streaming-llm" in line and "at most 50%" in line
+
+
+def test_a_policy_that_does_not_load_is_refused_at_start_up(build, tmp_path):
+    metadata = tmp_path / "theirs-2.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: theirs\nVersion: 2.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_kvevict.policies]\nmine = not_there:build\n")
+    with importable(tmp_path):
+        for eviction in (dict(policy="mine"), dict(policy="snapkv", allow="mine")):
+            with pytest.raises(
+                ValueError, match=r"mine of the package theirs 2.0 .* does not load"
+            ):
+                build(eviction)
+        assert build(dict(policy="snapkv")) is not None

@@ -1,47 +1,30 @@
-"""The policy that docs/policies.md writes down: one file and one line, and it evicts."""
+"""The policy that docs/policies.md writes down: two files and pip, and it evicts."""
 
-import re
-import sys
-from importlib import util
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.plugins import PAGE, importable, install_documented
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.ops.reference.select import select_tokens
-from vllm_kvevict.policies import registry
+from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings import names
 from vllm_kvevict.settings.config import EvictionConfig
 
-PAGE = Path(__file__).parents[3] / "docs" / "policies.md"
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with importable(install_documented(tmp_path_factory.mktemp("own"))):
+        yield
 
 
-@pytest.fixture
-def added(tmp_path, monkeypatch):
-    """The page's file as a module of the package, and its line in the table."""
-    code, line = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    path = tmp_path / "key_norm.py"
-    path.write_text(code)
-    spec = util.spec_from_file_location("vllm_kvevict.policies.key_norm", path)
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    table = names.TABLE | eval("{" + line + "}", {"Entry": names.Entry})
-    monkeypatch.setattr(names, "TABLE", table)
-    monkeypatch.setattr(registry, "POLICIES", names._names())
-
-
-def build(name: str):
-    return registry.build_policy(EvictionConfig.model_construct(policy=name, floor=0.0))
-
-
-def test_the_page_adds_a_policy_and_its_adaptive_twin(added):
+def test_the_page_adds_a_policy_and_its_adaptive_twin(installed):
     candidates = random_candidates(padding=(0, 4))
     norms = candidates.keys.norm(dim=-1)
     caps = torch.tensor([[6, 5]])
     for name in ("key-norm", "ada-key-norm"):
-        policy = build(name)
+        policy = build_policy(EvictionConfig(policy=name, floor=0.0))
         assert not policy.needs_window
         scores = policy.scorer.scores(candidates)[None]
         pages = policy.allocator.pages(scores, caps, 3, 4)
@@ -51,6 +34,20 @@ def test_the_page_adds_a_policy_and_its_adaptive_twin(added):
             own = range(4 * head, 24)
             smallest = sorted(own, key=lambda c, head=head: norms[head, c])[: len(columns)]
             assert columns.tolist() == sorted(smallest)
+
+
+def test_an_engine_evicts_with_it(installed, tiny_model):
+    """In this process, after prefill and in decode; every block comes back."""
+    from tests.models import random_prompt
+    from tests.oracles.engine import engine
+
+    with engine(tiny_model, dict(policy="ada-key-norm", budget=96, interval=32)) as run:
+        free = run.free_blocks()
+        run.generate([random_prompt(400, seed=1)], 70)
+        assert run.counters.evictions_prefill == 1 and run.counters.evictions_decode >= 1
+        assert run.worker.kv_eviction.evictions == run.counters.evictions
+        assert run.scheduler._ledger.rings is None, "the policy needs no queries"
+        assert run.free_blocks() == free
 
 
 def test_the_page_names_every_policy():
