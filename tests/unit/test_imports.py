@@ -9,7 +9,7 @@ import vllm_kvevict
 PACKAGE = Path(vllm_kvevict.__file__).parent
 
 FLOORS = (
-    {"plan"},
+    {"calibrate", "plan"},
     {"sizing", "inspect", "ray_serve"},
     {"worker"},
     {"engine", "front"},

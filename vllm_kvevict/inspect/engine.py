@@ -54,7 +54,7 @@ def run(options: Options, engine_args: Any) -> Run:
     config = EvictionConfig.parse((engine_args.additional_config or {}).get(KEY))
     if config is None:
         raise InspectError("eviction is off, so there is nothing to draw: give --kv-eviction")
-    tokenizer = _load_tokenizer(engine_args)
+    tokenizer = load_tokenizer(engine_args)
     try:
         text = options.prompt_file.read_text(encoding="utf-8")
         prompt = read_prompt(tokenizer, text, options.question, options.at, options.chat)
@@ -65,14 +65,20 @@ def run(options: Options, engine_args: Any) -> Run:
     except ValueError as error:
         raise InspectError(str(error)) from None
     _check_budget(options, config, prompt)
-    llm = _start(_sized(engine_args, len(prompt.ids) + options.max_tokens))
+    llm = start(sized(engine_args, len(prompt.ids) + options.max_tokens))
     try:
         return _generate(llm, options, config, prompt, tokenizer)
     finally:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _load_tokenizer(engine_args: Any) -> Any:
+def load_tokenizer(engine_args: Any) -> Any:
+    """The tokenizer of vLLM's ``EngineArgs``.
+
+    Raises:
+        InspectError: There is none.
+
+    """
     from vllm.tokenizers import get_tokenizer
 
     try:
@@ -106,7 +112,7 @@ def _too_short(config: EvictionConfig, end: int, context: int, block_size: int =
     )
 
 
-def _sized(engine_args: Any, num_tokens: int) -> Any:
+def sized(engine_args: Any, num_tokens: int) -> Any:
     """Room for this one request, where the user has not said how much there is.
 
     Without a size vLLM plans for the model's longest context, and its CPU worker takes most
@@ -130,7 +136,13 @@ def _sized(engine_args: Any, num_tokens: int) -> Any:
     return replace(engine_args, kv_cache_memory_bytes=blocks * block * token * model.dtype.itemsize)
 
 
-def _start(engine_args: Any) -> Any:
+def start(engine_args: Any) -> Any:
+    """An ``LLM`` in this process.
+
+    Raises:
+        InspectError: vLLM refuses to start, in its words.
+
+    """
     from vllm import LLM
 
     try:

@@ -33,7 +33,8 @@ class EvictionRecord:
 
     ``columns`` [L, S * H * block_size] index each head's candidates, heads concatenated;
     candidates are the head's former store and then the tail, behind ``padding`` [L, H]
-    padding columns. ``pages`` [L, H] are the pages each head kept. ``log_weights``
+    padding columns. ``pages`` [L, H] are the pages each head kept. ``scores`` [L, H, N] are those
+    of the candidates, -inf on padding. ``log_weights``
     [L, S * H * block_size, 2] are what each kept token counts for in the numerator and the
     denominator of attention, None where it counts for itself.
     """
@@ -43,6 +44,7 @@ class EvictionRecord:
     columns: torch.Tensor
     pages: torch.Tensor
     padding: torch.Tensor
+    scores: torch.Tensor
     log_weights: torch.Tensor | None = None
 
 
@@ -201,7 +203,9 @@ class WorkerEviction:
         state.record(row, group.tail_start, store, pages, weighted=log_weights is not None)
         self.meter.pages(pages)
         for listener in self.listeners:
-            listener(EvictionRecord(eviction, group, columns, pages, padding * bs, log_weights))
+            listener(
+                EvictionRecord(eviction, group, columns, pages, padding * bs, scores, log_weights)
+            )
 
     def _weigh(
         self,

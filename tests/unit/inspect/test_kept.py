@@ -80,7 +80,7 @@ class Memory:
         plan = GroupEviction(group_id, old, tail_start, self.store, positional, store)
         self.indptr[:, 1:] = pages.cumsum(-1)
         self.store, self.tail_start = store, tail_start
-        return EvictionRecord(eviction, plan, columns, pages, padding * bs)
+        return EvictionRecord(eviction, plan, columns, pages, padding * bs, scores=torch.empty(0))
 
     def _pages(self, caps: list[int]) -> torch.Tensor:
         pages = [1] * self.heads

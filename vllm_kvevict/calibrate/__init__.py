@@ -1,0 +1,1 @@
+"""Measure which share of the budget each layer and KV head of a model needs."""

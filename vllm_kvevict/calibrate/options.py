@@ -1,0 +1,103 @@
+"""The command line: our options beside vLLM's engine arguments and the ``--kv-eviction`` flags."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvevict.inspect.options import first_line
+from vllm_kvevict.settings.names import COMPARABLE
+
+DEFAULT_POLICY = "ada-defensive"
+DEFAULT_BUDGET = "25%"
+
+
+class CalibrateError(Exception):
+    """What went wrong, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to rank, and where to write the shares.
+
+    ``prompts`` is the operator's file, None for ``samples`` built-in texts of ``length`` tokens.
+    """
+
+    output: Path
+    prompts: Path | None
+    samples: int
+    length: int
+
+
+def parse(argv: list[str]) -> tuple[Options, Any]:
+    """Read the command line.
+
+    Returns:
+        The options, and vLLM's ``EngineArgs`` with eviction configured.
+
+    Raises:
+        CalibrateError: A wrong option, in one sentence.
+        SystemExit: argparse has printed its help or what is wrong.
+
+    """
+    # The flags, where the entry point is not loaded (VLLM_PLUGINS).
+    from vllm_kvevict.front.plugin import register
+
+    register()
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_kvevict.settings.config import KEY, EvictionConfig
+
+    args = _parser().parse_args(argv)
+    options = Options(args.output, args.prompts, args.samples, args.length)
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        raise CalibrateError("calibrate runs on one rank, and its shares serve any number of them")
+    if options.samples < 1 or options.length < 64:
+        raise CalibrateError("--samples must be at least 1, and --length at least 64 tokens")
+    if not options.output.absolute().parent.is_dir():
+        raise CalibrateError(f"--output: there is no folder {options.output.parent}")
+    args.model = args.model_tag
+    if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
+        args.kv_eviction = DEFAULT_POLICY
+    if not hasattr(args, "kv_eviction_budget"):
+        args.kv_eviction_budget = DEFAULT_BUDGET
+    try:
+        engine_args = EngineArgs.from_cli_args(args)
+    except (OSError, ValueError) as error:
+        raise CalibrateError(first_line(error)) from None
+    config = EvictionConfig.parse((engine_args.additional_config or {}).get(KEY))
+    if config is None or config.policy not in COMPARABLE or config.has_groups:
+        raise CalibrateError(
+            f"--kv-eviction: give a policy whose scores compare across layers "
+            f"({', '.join(COMPARABLE)}), without --kv-eviction-layers"
+        )
+    return options, engine_args
+
+
+def _parser() -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(
+        prog="python -m vllm_kvevict.calibrate",
+        usage="%(prog)s MODEL [--output FILE] [--prompts FILE] [options of vllm serve]",
+        description="Measure which share of the budget each layer and KV head of a model needs, "
+        f"under a policy (default: {DEFAULT_POLICY}) and a budget (default: {DEFAULT_BUDGET}).",
+    )
+    group = parser.add_argument_group(title="Calibrate", description="Prompts and result.")
+    group.add_argument("model_tag", metavar="MODEL", help="Folder or name of the model.")
+    group.add_argument(
+        "--output", type=Path, default=Path("shares.json"), help="The file of shares."
+    )
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines, each a text or a list of chat messages (default: a built-in set).",
+    )
+    group.add_argument("--samples", type=int, default=8, help="Texts of the built-in set.")
+    group.add_argument("--length", type=int, default=1400, help="Their length in tokens.")
+    EngineArgs.add_cli_args(parser)
+    # One prompt at a time: nothing to share, nothing worth compiling for.
+    parser.set_defaults(enforce_eager=True, max_num_seqs=1, enable_prefix_caching=False)
+    return parser
