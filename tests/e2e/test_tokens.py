@@ -1,11 +1,14 @@
 """Proof 1: every greedy token equals transformers' under the same per-head masks (float32)."""
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
+from vllm_kvevict.front.shares import identity
 from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.settings.shares import LayerShares
 
 EVICTION = dict(budget=128, interval=64)
 LENGTHS = (700, 333, 1200, 1, 60, 150)
@@ -194,6 +197,58 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
             assert_exact(oracle_kv4, run, prompts[:1], 20)
         assert hits[-1][1] == 96, "the window is computed, in every group"
         assert run.free_blocks() == 4 * 29
+
+
+HEADS = ((2.0, 0.4, 0.8, 0.8), (1.0, 1.0, 1.0, 1.0), (0.1, 0.1, 0.1, 3.7), (0.5, 1.5, 0.5, 1.5))
+
+
+@pytest.mark.parametrize("policy, heads", [("ada-snapkv", None), ("snapkv", HEADS)])
+def test_measured_shares_of_layers_that_are_not_neighbours(
+    tiny_model_kv4, oracle_kv4, policy, heads
+):
+    """Two groups of two layers, chunked prefill, preemption, re-eviction, prefix-cache hits."""
+    prompts = [random_prompt(n, seed=n) for n in (150, 500, 480, 460, 440, 420, 150 + 17)]
+    model = identity(EngineArgs(str(tiny_model_kv4), max_model_len=896).create_engine_config())
+    shares = LayerShares(
+        model=model, policy=policy, budget="25%", layers=(0.4, 1.5, 0.5, 1.6), heads=heads
+    )
+    with engine(
+        tiny_model_kv4,
+        dict(policy=policy, budget=128, interval=160, layers=shares.model_dump(), groups=2),
+        num_gpu_blocks_override=2 * 29 + 1,
+        max_model_len=896,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=True,
+    ) as run:
+        groups = {tuple(layers) for layers in run.recorder.layers.values()}
+        assert groups == {(1, 3), (0, 2)}
+        preempted = []
+        preempt = run.scheduler._preempt_request
+        run.scheduler._preempt_request = lambda request, *a, **k: (
+            preempted.append(request.request_id),
+            preempt(request, *a, **k),
+        )
+        assert_exact(oracle_kv4, run, prompts, 250)
+        assert preempted
+        evictions = run.lives()[1][-1].evictions
+        assert len(evictions) > 1
+        kept = [[len(head) // 32 for head in layer] for layer in evictions[0].positions]
+        # 3 blocks a layer on average: 1.35 and 4.65 by share.
+        assert [sum(layer) for layer in kept] == [4 * 1, 4 * 5, 4 * 1, 4 * 5]
+        if heads:
+            # One page at least; 20 pages by shares of 0.5 and 1.5 are 2.5 and 7.5.
+            assert kept[0] == [1] * 4 and kept[1] == [5] * 4 and kept[3] == [3, 8, 2, 7]
+        else:
+            assert any(len(set(layer)) > 1 for layer in kept)
+        hits = []
+        look_up = run.scheduler._get_local_prefix_cache_hit
+        run.scheduler._get_local_prefix_cache_hit = lambda request: (
+            hits.append(look_up(request)) or hits[-1]
+        )
+        for _ in range(2):
+            assert_exact(oracle_kv4, run, prompts[:1], 20)
+        assert hits[-1][1] == 96, "the window is computed, in every group"
+        assert run.free_blocks() == 2 * 29
 
 
 def test_interval_zero_evicts_after_prefill_only(tiny_model, oracle):

@@ -130,7 +130,12 @@ class Allocator(ABC):
 
     @abstractmethod
     def pages(
-        self, scores: torch.Tensor, caps: torch.Tensor, store_blocks: int, block_size: int
+        self,
+        scores: torch.Tensor,
+        caps: torch.Tensor,
+        store_blocks: int,
+        block_size: int,
+        shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Share ``store_blocks * H`` pages between the heads of each layer.
 
@@ -139,6 +144,7 @@ class Allocator(ABC):
             caps: [L, H] int64: pages of candidates each head has.
             store_blocks: S.
             block_size: Tokens in a page.
+            shares: [L, H] float of mean 1 in a layer: measured needs of the heads; None for none.
 
         Returns:
             [L, H] int64, each row summing to ``S * H``, each entry in [1, cap].

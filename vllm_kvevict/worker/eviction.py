@@ -20,6 +20,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.prompts import PromptDigests
@@ -59,7 +60,9 @@ class WorkerEviction:
         page_values: Numbers beside the cached tokens, or None where no policy needs them.
         rows: Adapter of the model runner.
         fused: What runs the evictions of some policies in the place of the PyTorch operations;
-            not while somebody listens.
+            not while somebody listens, nor where heads have fixed shares.
+        head_shares: [L, H] measured shares of the heads of every group, by group id; None where
+            heads have none. Policies whose scores compare follow them.
 
     """
 
@@ -72,6 +75,7 @@ class WorkerEviction:
         page_values: PageValues | None,
         rows: RunnerRows,
         fused: FusedEvictions | None = None,
+        head_shares: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.policies = policies
         self.states = states
@@ -83,7 +87,8 @@ class WorkerEviction:
         self.memories = Memories()
         self._caches = caches
         self._rows = rows
-        self._fused = fused
+        self._fused = fused if head_shares is None else None
+        self._head_shares = head_shares
         self._plan: StepPlan | None = None
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
@@ -187,7 +192,11 @@ class WorkerEviction:
             found.append(protect(raw, candidates.valid, eviction.protect_first))
         scores = torch.stack(found)
         allocator = self.policies[eviction.policy].allocator
-        pages = allocator.pages(scores, candidate_pages - padding, len(group.store), bs)
+        shares = None
+        if self._head_shares is not None and keeps_by_layer(eviction.policy, measured=True):
+            shares = self._head_shares[group.group_id]
+        caps = candidate_pages - padding
+        pages = allocator.pages(scores, caps, len(group.store), bs, shares)
         columns = select_tokens(scores, pages, bs)
         source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
         for index, name in enumerate(state.layer_names):

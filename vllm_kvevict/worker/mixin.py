@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -26,9 +27,12 @@ from vllm_kvevict.policies.needs import page_channels, ring_slots
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.settings.config import KEY, EvictionConfig
 from vllm_kvevict.settings.memory import beside_page_values, evictable_layers
+from vllm_kvevict.settings.shares import LayerShares
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
+from vllm_kvevict.worker.head_shares import by_group
 from vllm_kvevict.worker.meter import attach
+from vllm_kvevict.worker.ranks import first_head
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
 
 logger = init_logger("vllm.kv_eviction.worker")
@@ -165,6 +169,7 @@ class EvictionWorkerMixin(Worker, ABC):
             values,
             self._rows(),
             self._fused(states, caches),
+            self._head_shares(states),
         )
         self._bind(self.kv_eviction)
         logger.info(
@@ -180,6 +185,16 @@ class EvictionWorkerMixin(Worker, ABC):
     ) -> FusedEvictions | None:
         """What runs evictions in the place of the PyTorch operations, where there is something."""
         return None
+
+    def _head_shares(self, states: dict[int, GroupState]) -> dict[int, torch.Tensor] | None:
+        """Measured shares of this rank's heads, where there are any."""
+        shares = self.eviction_config.layers
+        if not isinstance(shares, LayerShares) or shares.heads is None:
+            return None
+        by_depth = sorted(self._evictable_layers, key=extract_layer_index)
+        first = first_head(next(iter(states.values())).num_heads)
+        ranks = self.parallel_config.tensor_parallel_size
+        return by_group(shares.heads, by_depth, states, first, ranks)
 
     def _rows(self) -> RunnerRows:
         if self.use_v2_model_runner:

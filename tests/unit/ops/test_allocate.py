@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.allocate import adaptive_pages, uniform_pages
+from vllm_kvevict.ops.reference.allocate import adaptive_pages, shared_pages, uniform_pages
 
 INFINITY = float("inf")
 
@@ -141,3 +142,42 @@ def test_uniform():
     assert uniform_pages(caps, 3).tolist() == [[3, 3], [3, 3]]
     with pytest.raises(ValueError, match="fewer than 4 pages"):
         uniform_pages(caps, 4)
+
+
+@given(
+    shares=st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    store=st.integers(1, 5),
+    data=st.data(),
+)
+def test_fixed_shares_are_websters(shares, store, data):
+    """One seat after another to the highest share over twice the seats plus one, within caps."""
+    heads = len(shares)
+    caps = data.draw(st.lists(st.integers(1, 9), min_size=heads, max_size=heads))
+    if sum(caps) < store * heads:
+        with pytest.raises(ValueError, match="cannot hold"):
+            shared_pages(torch.tensor([shares]), torch.tensor([caps]), store)
+        return
+    expected = [1] * heads
+    while sum(expected) < store * heads:
+        free = [head for head in range(heads) if expected[head] < caps[head]]
+        expected[max(free, key=lambda head: Fraction(shares[head], 2 * expected[head] + 1))] += 1
+    found = shared_pages(torch.tensor([shares]), torch.tensor([caps]), store)
+    assert found.tolist() == [expected]
+
+
+@given(layers_of_heads(), st.lists(st.integers(1, 9), min_size=3, max_size=3))
+def test_fixed_shares_as_the_floor(example, shares):
+    rows, store, block_size, floor = example
+    scores, caps = tensors(rows, block_size)
+    heads = caps.shape[1]
+    wanted = torch.tensor(shares[:heads]).expand(len(caps), -1)
+    pages = adaptive_pages(scores, caps, store, block_size, floor, wanted)
+    assert (pages.sum(-1) == store * heads).all() and (pages <= caps).all()
+    kept = shared_pages(wanted, caps, max(1, int(floor * store)))
+    assert (pages >= kept).all()
+    if floor == 1:
+        assert torch.equal(pages, kept), "fixed"
+    alike = adaptive_pages(scores, caps, store, block_size, floor, torch.ones_like(wanted))
+    guaranteed = max(1, int(floor * store))
+    if (caps >= guaranteed).all():
+        assert torch.equal(alike, adaptive_pages(scores, caps, store, block_size, floor))

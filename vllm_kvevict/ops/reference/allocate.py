@@ -22,8 +22,38 @@ def uniform_pages(caps: torch.Tensor, store_blocks: int) -> torch.Tensor:
     return torch.full_like(caps, store_blocks)
 
 
+def shared_pages(shares: torch.Tensor, caps: torch.Tensor, store_blocks: int) -> torch.Tensor:
+    """S * H pages by fixed shares: each next page goes to the head that is furthest behind.
+
+    The whole numbers nearest to ``S * shares`` (Webster's method: page k of a head is worth its
+    share over k + 1/2), where no bound is in the way. Ties go to the lower head.
+
+    Args:
+        shares: [L, H] float, above 0.
+        caps: [L, H] int64: pages of candidates each head has.
+        store_blocks: S.
+
+    Returns:
+        [L, H] int64, each row summing to ``S * H``, each entry in [1, cap].
+
+    Raises:
+        ValueError: The caps of a layer sum to less than ``S * H``.
+
+    """
+    num_heads = shares.shape[1]
+    # No head can have more: each of the others keeps a page.
+    page = torch.arange(store_blocks * num_heads, device=shares.device)
+    gains = shares.double()[..., None] / (page + 0.5)
+    return _best_pages(gains, torch.ones_like(caps), caps, store_blocks * num_heads)
+
+
 def adaptive_pages(
-    scores: torch.Tensor, caps: torch.Tensor, store_blocks: int, block_size: int, floor: float
+    scores: torch.Tensor,
+    caps: torch.Tensor,
+    store_blocks: int,
+    block_size: int,
+    floor: float,
+    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The S * H pages of each layer that hold the highest scores (Ada-KV Theorem 3.3).
 
@@ -39,6 +69,8 @@ def adaptive_pages(
         block_size: Tokens in a page.
         floor: Share of S, in [0, 1], that every head keeps; never less than one page, and
             never more than the head's cap.
+        shares: [L, H] float of mean 1 in a layer: what is kept is shared out by them, and not
+            alike. None for alike.
 
     Returns:
         [L, H] int64, each row summing to ``S * H``.
@@ -47,24 +79,35 @@ def adaptive_pages(
         ValueError: A size is out of range, or the caps of a layer sum to less than ``S * H``.
 
     """
-    num_layers, num_heads, columns = scores.shape
-    num_pages, total = columns // block_size, store_blocks * num_heads
+    columns = scores.shape[2]
+    num_pages = columns // block_size
     if store_blocks < 1 or columns % block_size or not 0 <= floor <= 1:
         raise ValueError("store_blocks must be at least 1, N whole pages, and floor in [0, 1]")
-    if bool((caps.sum(-1) < total).any()) or bool((caps > num_pages).any()):
-        raise ValueError(f"caps {caps.tolist()} cannot hold {total} of {num_pages} pages a head")
+    if bool((caps > num_pages).any()):
+        raise ValueError(f"caps {caps.tolist()} are above {num_pages} pages a head")
 
     ordered = scores.sort(dim=-1, descending=True).values
     gains = ordered.unflatten(-1, (num_pages, block_size)).double().sum(-1)
     limits = torch.finfo(gains.dtype)
     gains = gains.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
+    at_least = max(1, int(floor * store_blocks))
+    guaranteed = torch.full_like(caps, at_least)
+    if shares is not None:
+        guaranteed = shared_pages(shares, caps, at_least)
+    return _best_pages(gains, guaranteed, caps, store_blocks * scores.shape[1])
 
-    page = torch.arange(num_pages, device=scores.device)
-    guaranteed = max(1, int(floor * store_blocks))
-    gains = gains.masked_fill(page < guaranteed, float("inf"))
+
+def _best_pages(
+    gains: torch.Tensor, guaranteed: torch.Tensor, caps: torch.Tensor, total: int
+) -> torch.Tensor:
+    """[L, H] pages: what is guaranteed, then the best of ``gains`` [L, H, P], ``total`` a layer."""
+    if bool((caps.sum(-1) < total).any()):
+        raise ValueError(f"caps {caps.tolist()} cannot hold {total} pages")
+    num_pages = gains.shape[2]
+    page = torch.arange(num_pages, device=gains.device)
+    gains = gains.masked_fill(page < guaranteed[..., None], float("inf"))
     gains = gains.masked_fill(page >= caps[..., None], float("-inf"))
-
     # Only the number of chosen pages counts: a head keeps its first pages however sums round.
     best = gains.flatten(1).argsort(dim=-1, descending=True, stable=True)[:, :total]
-    chosen = torch.zeros(num_layers, num_heads * num_pages, dtype=torch.int64, device=scores.device)
-    return chosen.scatter_(1, best, 1).view(num_layers, num_heads, num_pages).sum(-1)
+    chosen = torch.zeros_like(gains, dtype=torch.int64).flatten(1)
+    return chosen.scatter_(1, best, 1).view(gains.shape).sum(-1)

@@ -1,0 +1,41 @@
+"""Shares of a rank's heads: its own, or copies where ranks share a KV head."""
+
+import pytest
+import torch
+
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.worker.head_shares import by_group, rank_shares
+
+ROW = [0.4, 0.8, 1.2, 1.6]
+
+
+@pytest.mark.parametrize(
+    "first, heads, copies, expected",
+    [
+        (0, 4, 4, ROW),
+        (2, 2, 4, [1.2 / 1.4, 1.6 / 1.4]),
+        (3, 1, 4, [1.0]),
+        # Eight ranks of one head each: two hold every KV head.
+        (5, 1, 8, [1.0]),
+        (4, 4, 8, [1.2 / 1.4, 1.2 / 1.4, 1.6 / 1.4, 1.6 / 1.4]),
+    ],
+)
+def test_a_rank_shares_out_the_pages_of_its_own_heads(first, heads, copies, expected):
+    assert rank_shares(ROW, first, heads, copies) == pytest.approx(expected)
+
+
+def test_layers_of_a_group_are_found_by_name():
+    rule = Timeline(32, 32, 0, budget_tokens=128)
+    device = torch.device("cpu")
+    states = {
+        7: GroupState(7, ["l.3", "l.1"], rule, 1, 2, 64, device),
+        8: GroupState(8, ["l.2"], rule, 1, 2, 64, device),
+    }
+    shares = [[1.0, 3.0], [2.0, 1.0], [5.0, 1.0]]
+    found = by_group(shares, ["l.1", "l.2", "l.3"], states, 1, 2)
+    assert {group: tensor.tolist() for group, tensor in found.items()} == {
+        7: [[1.0], [1.0]], 8: [[1.0]],
+    }  # fmt: skip
+    states[8] = GroupState(8, ["l.2"], rule, 2, 2, 64, device)
+    assert by_group(shares, ["l.1", "l.2", "l.3"], states, 0, 1)[8].tolist() == [[4 / 3, 2 / 3]]
