@@ -37,5 +37,5 @@ def test_layers_of_a_group_are_found_by_name():
     assert {group: tensor.tolist() for group, tensor in found.items()} == {
         7: [[1.0], [1.0]], 8: [[1.0]],
     }  # fmt: skip
-    states[8] = GroupState(8, ["l.2"], rule, 2, 2, 64, device)
-    assert by_group(shares, ["l.1", "l.2", "l.3"], states, 0, 1)[8].tolist() == [[4 / 3, 2 / 3]]
+    whole = {8: GroupState(8, ["l.2"], rule, 2, 2, 64, device)}
+    assert by_group(shares, ["l.1", "l.2", "l.3"], whole, 0, 1)[8].tolist() == [[4 / 3, 2 / 3]]
