@@ -25,6 +25,17 @@ class Completion:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Followed:
+    """What the model thought of given tokens, one entry a token.
+
+    ``logprobs`` are theirs, ``greedy`` are the ids that the model would have said.
+    """
+
+    logprobs: tuple[float, ...]
+    greedy: tuple[int, ...]
+
+
 class Endpoint:
     """OpenAI completions, vLLM's /tokenize and /metrics of one server.
 
@@ -44,6 +55,10 @@ class Endpoint:
         """Token ids of a chat under the server's template, ready for an answer."""
         return self._post("/tokenize", {"messages": messages})["tokens"]
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text alone, without special tokens."""
+        return self._post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+
     def complete(
         self, ids: tuple[int, ...], max_tokens: int, xargs: dict[str, str | int]
     ) -> Completion:
@@ -58,6 +73,29 @@ class Endpoint:
             body["vllm_xargs"] = xargs
         choice = self._post("/v1/completions", body)["choices"][0]
         return Completion(choice["text"], tuple(choice["token_ids"]))
+
+    def follow(
+        self, ids: tuple[int, ...], tokens: tuple[int, ...], xargs: dict[str, Any]
+    ) -> Followed:
+        """Make the server say ``tokens`` after ``ids``; it must run ``forced.ForcedTokens``.
+
+        Raises:
+            RuntimeError: The server said other tokens.
+
+        """
+        body = {
+            "prompt": list(ids), "max_tokens": len(tokens), "temperature": 0, "logprobs": 1,
+            "ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "vllm_xargs": {**xargs, "forced_tokens": list(tokens)},
+        }  # fmt: skip
+        choice = self._post("/v1/completions", body)["choices"][0]
+        if tuple(choice["token_ids"]) != tokens:
+            raise RuntimeError(f"{self.url} does not run benchmarks.quality.forced:ForcedTokens")
+        found = choice["logprobs"]
+        greedy = [max(top, key=top.__getitem__) for top in found["top_logprobs"]]
+        return Followed(
+            tuple(found["token_logprobs"]), tuple(int(name.partition(":")[2]) for name in greedy)
+        )
 
     def check_eviction_per_request(self, ids: tuple[int, ...]) -> None:
         """Fail where the server would silently ignore what this benchmark asks of it.

@@ -29,6 +29,7 @@ class RequestedCell(BaseModel):
 
 class RequestedPrompt(BaseModel):
     ids: list[int]
+    max_tokens: int
     cells: list[RequestedCell]
 
 
@@ -36,7 +37,7 @@ class Request(BaseModel):
     """What kvpress is asked. ``check`` prompts are also answered by its context manager."""
 
     model: str
-    max_tokens: int
+    dtype: str
     check: int
     settings: dict[str, float | int]
     prompts: list[RequestedPrompt]
@@ -80,7 +81,8 @@ def answer_with_kvpress(
     *,
     window: int,
     block_size: int,
-    max_tokens: int,
+    max_tokens: int | None,
+    dtype: str,
     folder: Path,
     processes: int,
     check: int,
@@ -102,12 +104,13 @@ def answer_with_kvpress(
     tokenizer = AutoTokenizer.from_pretrained(model)
     request = Request(
         model=str(Path(model).resolve()),
-        max_tokens=max_tokens,
+        dtype=dtype,
         check=min(check, len(prompts)),
         settings={"window": window, "kernel": kernel},
         prompts=[
             RequestedPrompt(
                 ids=list(prompt.ids),
+                max_tokens=max_tokens or prompt.sample.max_tokens,
                 cells=[request_cell(cell, prompt, window, block_size) for cell in cells],
             )
             for prompt in prompts

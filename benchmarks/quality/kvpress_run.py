@@ -1,4 +1,4 @@
-"""Answers of kvpress's presses, on CPU in float32. Run by the interpreter of .venv-kvpress:
+"""Answers of kvpress's presses, on CPU. Run by the interpreter of .venv-kvpress:
 
     python -m benchmarks.quality.kvpress_run REQUEST ANSWERS [--part I/N]
 
@@ -29,11 +29,9 @@ from benchmarks.quality.kvpress_decode import (
 from benchmarks.quality.kvpress_kept import Settings, kept_masks, make_press, prefill
 
 
-def answer_prompt(
-    model: PreTrainedModel, prompt: dict, settings: Settings, max_tokens: int
-) -> list[list[int]]:
+def answer_prompt(model: PreTrainedModel, prompt: dict, settings: Settings) -> list[list[int]]:
     """Tokens of each cell of a prompt; cells that evict at the same point share a batch."""
-    ids, cells = prompt["ids"], prompt["cells"]
+    ids, cells, max_tokens = prompt["ids"], prompt["cells"], prompt["max_tokens"]
     layers, first = prefill(model, ids)
     answers: dict[int, list[int]] = {}
     for point in sorted({cell["point"] for cell in cells}):
@@ -50,15 +48,13 @@ def answer_prompt(
     return [answers[index] for index in range(len(cells))]
 
 
-def check(
-    model: PreTrainedModel, prompt: dict, settings: Settings, max_tokens: int, ours: list[list[int]]
-) -> None:
+def check(model: PreTrainedModel, prompt: dict, settings: Settings, ours: list[list[int]]) -> None:
     """Raise where kvpress's context manager gives other tokens than ``ours``."""
     for cell, answer in zip(prompt["cells"], ours, strict=True):
         if cell["keep"] >= cell["point"]:
             continue
         press = make_press(cell["press"], cell["point"], cell["keep"], settings)
-        theirs = decode_with_press(model, press, prompt["ids"], cell["point"], max_tokens)
+        theirs = decode_with_press(model, press, prompt["ids"], cell["point"], prompt["max_tokens"])
         if cut(theirs, stop_tokens(model)) != answer:
             raise RuntimeError(f"kvpress answers {theirs}, the shared prefill {answer}: {cell}")
 
@@ -73,11 +69,11 @@ def main() -> None:
     request = json.loads(options.request.read_text())
     disable_progress_bar()
     torch.set_num_threads(1)
-    settings, limit = Settings(**request["settings"]), request["max_tokens"]
+    settings = Settings(**request["settings"])
 
     def load(attention: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(
-            request["model"], dtype=torch.float32, attn_implementation=attention
+            request["model"], dtype=getattr(torch, request["dtype"]), attn_implementation=attention
         ).eval()
 
     model, stock = load(ATTENTION), load("sdpa")
@@ -87,9 +83,9 @@ def main() -> None:
         for index, prompt in enumerate(
             tqdm(chosen, desc=f"kvpress {options.part}", unit="sample", position=part)
         ):
-            answers.append(answer_prompt(model, prompt, settings, limit))
+            answers.append(answer_prompt(model, prompt, settings))
             if part + index * parts < request["check"]:
-                check(stock, prompt, settings, limit, answers[-1])
+                check(stock, prompt, settings, answers[-1])
     versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
     result = {"versions": versions, "checked": request["check"], "answers": answers}
     options.answers.write_text(json.dumps(result))

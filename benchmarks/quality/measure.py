@@ -9,8 +9,9 @@ from tqdm import tqdm
 from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion, Endpoint
+from benchmarks.quality.journal import Journal
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
-from benchmarks.quality.tasks import Sample
+from benchmarks.quality.suite import Sample
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Plan:
     labels: dict[str, str]
     budgets: tuple[str, ...]
     scenarios: tuple[str, ...]
-    max_tokens: int
+    max_tokens: int | None
     window: int
     block_size: int
 
@@ -34,6 +35,10 @@ class Plan:
             for label in self.labels
             for budget in self.budgets
         ]
+
+    def limit(self, prompt: Prompt) -> int:
+        """Most tokens of an answer."""
+        return self.max_tokens or prompt.sample.max_tokens
 
     def xargs(self, cell: Cell, prompt: Prompt) -> dict[str, str | int]:
         """``vllm_xargs`` of a request: every key is given, so no server default enters.
@@ -51,11 +56,22 @@ class Plan:
             wanted["kv_eviction_at"] = prompt.context
         return wanted
 
-    def expected(self, prompts: Sequence[Prompt]) -> dict[str, int]:
+    def missing(self, prompt: Prompt, journal: Journal) -> list[Cell]:
+        """Cells of a prompt that were not asked before."""
+        limit = self.limit(prompt)
+        return [
+            cell
+            for cell in (FULL_CELL, *self.cells())
+            if journal.find(prompt.ids, limit, self.xargs(cell, prompt)) is None
+        ]
+
+    def expected(self, prompts: Sequence[Prompt], journal: Journal) -> dict[str, int]:
         """What the server must count: requests that evict, and tokens evicted per KV head."""
         expected = {"evictions": 0, "tokens_evicted": 0}
-        for cell in self.cells():
-            for prompt in prompts:
+        for prompt in prompts:
+            for cell in self.missing(prompt, journal):
+                if cell == FULL_CELL:
+                    continue
                 point = prompt.point(cell.scenario)
                 found = kept(cell.budget, point, self.window, self.block_size)
                 expected["evictions"] += found.evicts
@@ -74,14 +90,16 @@ def score(prompts: Sequence[Prompt], answers: Iterable[Completion]) -> dict[str,
 def render(endpoint: Endpoint, samples: Sequence[Sample], concurrency: int) -> list[Prompt]:
     """Prompts of the samples under the server's chat template."""
     with ThreadPoolExecutor(concurrency) as threads:
-        made = threads.map(lambda sample: make_prompt(sample, endpoint.tokenize), samples)
+        made = threads.map(
+            lambda sample: make_prompt(sample, endpoint.tokenize, endpoint.encode), samples
+        )
         return list(tqdm(made, total=len(samples), desc="chat template", unit="sample"))
 
 
 def measure(
-    endpoint: Endpoint, plan: Plan, prompts: Sequence[Prompt], concurrency: int
+    endpoint: Endpoint, plan: Plan, prompts: Sequence[Prompt], concurrency: int, journal: Journal
 ) -> dict[Cell, list[Completion]]:
-    """Ask everything, ``concurrency`` samples at a time.
+    """Ask everything that ``journal`` does not hold, ``concurrency`` samples at a time.
 
     A sample's requests follow one another, the full cache first: with prefix caching the others
     find its prompt computed and prefill only what the eviction must see.
@@ -102,8 +120,9 @@ def measure(
         def ask(prompt: Prompt) -> list[Completion]:
             row = []
             for cell in cells:
-                xargs = plan.xargs(cell, prompt)
-                row.append(endpoint.complete(prompt.ids, plan.max_tokens, xargs))
+                wanted = prompt.ids, plan.limit(prompt), plan.xargs(cell, prompt)
+                known = journal.find(*wanted)
+                row.append(known or journal.enter(*wanted, endpoint.complete(*wanted)))
                 bar.update()
             return row
 

@@ -3,16 +3,15 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from benchmarks.quality.prompt import SCENARIOS
-from benchmarks.quality.tasks import TASKS
+from benchmarks.quality.suite import SUITES
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
 
-SHIPPED = Path(__file__).parent / "model"
 POOLED = ("snapkv", "ada-snapkv")
 """Policies whose scores are pooled along the sequence."""
 
@@ -25,46 +24,70 @@ class Options(BaseModel):
     base_url: str | None = Field(
         None, description="a running server; without it one is started here and ended"
     )
-    model: str | None = Field(
-        None, description="folder of the model to serve, or its name at --base-url"
+    suite: str = Field(
+        "ruler",
+        description="ruler: RULER's tasks in English, for any model; words: the generated language "
+        "of the small trained model",
     )
-    tasks: tuple[str, ...] = Field(TASKS, description="tasks, comma-separated")
+    model: str | None = Field(
+        None,
+        description="folder of the model to serve, or its name at --base-url; without it "
+        "SmolLM2-135M-Instruct (ruler), which is fetched, or the trained model (words)",
+    )
+    tasks: tuple[str, ...] = Field(SUITES["ruler"].tasks, description="tasks, comma-separated")
     policies: tuple[str, ...] = Field(
         ("streaming-llm", "snapkv", "ada-snapkv"), description="policies, comma-separated"
     )
     budgets: tuple[str, ...] = Field(
-        ("10%", "20%", "40%", "60%", "80%"),
+        ("12.5%", "25%", "50%"),
         description="shares of what is in the cache at the eviction, or tokens; comma-separated",
     )
     scenarios: tuple[str, ...] = Field(SCENARIOS, description="scenarios, comma-separated")
-    samples: int = Field(200, ge=1, description="samples of each task")
-    words: int = Field(900, ge=50, description="words of context of each sample, about")
-    max_tokens: int = Field(48, ge=2, description="most tokens of an answer")
+    samples: int = Field(100, ge=1, description="samples of each task")
+    length: int = Field(
+        1400,
+        ge=50,
+        description="length of a sample, about: tokens of its prompt (ruler), or words of its "
+        "context (words)",
+    )
+    max_tokens: int | None = Field(
+        None, ge=2, description="most tokens of an answer; without it each task has its own"
+    )
     seed: int = Field(0, ge=0, description="seed of the samples")
-    concurrency: int = Field(16, ge=1, description="samples that are asked at once")
+    concurrency: int = Field(8, ge=1, description="samples that are asked at once")
     threshold: float = Field(
         0.5, ge=0, le=1, description="full-cache accuracy below which a task is left out"
     )
     kvpress: bool = Field(True, description="also measure kvpress (own server only)")
     check: int = Field(3, ge=0, description="samples that kvpress answers in two ways")
     like_for_like: bool = Field(
-        True, description="also measure ours with kvpress's pooling (own server only)"
+        False, description="also measure ours with kvpress's pooling (own server only)"
     )
     window: int = Field(32, ge=1, description="observation window of the server")
     block_size: int | None = Field(
         None, ge=1, description="block size of the server, where it does not publish it"
     )
+    dtype: str = Field("bfloat16", description="precision of an own server and of kvpress")
     kv_memory: str = Field("1G", description="KV-cache memory of an own server")
     threads: int = Field(
         1, ge=1, description="CPU threads of an own server; processes of kvpress, one thread each"
     )
     output: Path = Field(Path("benchmarks/results/quality.json"), description="result file")
+    resume: bool = Field(False, description="keep the answers that an earlier run left in --work")
     work: Path = Field(Path(".cache/quality"), description="folder of logs and raw answers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suite_defaults(cls, given: Any) -> Any:
+        suite = SUITES.get(given.get("suite", "ruler"))
+        if suite is None:
+            raise ValueError(f"--suite: {given['suite']}; choose from {', '.join(SUITES)}")
+        return suite.defaults | given
 
     @model_validator(mode="after")
     def _known(self) -> Self:
         for name, given, valid in (
-            ("tasks", self.tasks, TASKS),
+            ("tasks", self.tasks, SUITES[self.suite].tasks),
             ("policies", self.policies, tuple(p for p in POLICY_NAMES if p != "none")),
             ("scenarios", self.scenarios, SCENARIOS),
         ):
@@ -76,8 +99,8 @@ class Options(BaseModel):
                 )
         for budget in self.budgets:
             EvictionConfig(policy="snapkv", budget=budget, window=self.window)
-        if self.base_url is None and not Path(self.model or SHIPPED).is_dir():
-            raise ValueError(f"--model: no folder {self.model or SHIPPED}")
+        if self.base_url is None and self.model is not None and not Path(self.model).is_dir():
+            raise ValueError(f"--model: no folder {self.model}")
         return self
 
     @classmethod

@@ -28,9 +28,9 @@ def variants(options: Options) -> list[Variant]:
 
 
 def start(options: Options, variant: Variant, model: Path) -> Server:
-    """A server of ``variant``, to be entered; float32, as kvpress runs the model."""
+    """A server of ``variant``, to be entered."""
     args = [
-        "--dtype", "float32", "--enforce-eager", "--block-size", str(options.block_size or 32),
+        "--dtype", options.dtype, "--enforce-eager", "--block-size", str(options.block_size or 32),
         "--kv-cache-memory-bytes", options.kv_memory, "--max-num-seqs", str(options.concurrency),
         "--max-num-batched-tokens", "4096", "--enable-prefix-caching", "--seed", "0",
         "--no-enable-log-requests", "--disable-uvicorn-access-log",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.quality.tasks import Sample
+from benchmarks.quality.suite import Sample
 
 AWARE, AGNOSTIC = "question-aware", "question-agnostic"
 SCENARIOS = (AWARE, AGNOSTIC)
@@ -38,8 +38,14 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return min(len(first), len(second))
 
 
-def make_prompt(sample: Sample, tokenize: Callable[[list[dict[str, str]]], list[int]]) -> Prompt:
+def make_prompt(
+    sample: Sample,
+    tokenize: Callable[[list[dict[str, str]]], list[int]],
+    encode: Callable[[str], list[int]],
+) -> Prompt:
     """Render a sample through ``tokenize``, which applies the chat template.
+
+    ``encode`` gives the tokens of a text alone: the beginning of the answer.
 
     The context ends where the prompt first differs from that of another question or of none:
     what is compressed there is the same whatever will be asked.
@@ -56,4 +62,4 @@ def make_prompt(sample: Sample, tokenize: Callable[[list[dict[str, str]]], list[
             f"{sample.task}: {context} of {len(ids)} prompt tokens come before the question; "
             "question-agnostic compression needs a chat template that puts the context first"
         )
-    return Prompt(sample, tuple(ids), context)
+    return Prompt(sample, (*ids, *(encode(sample.prefix) if sample.prefix else ())), context)

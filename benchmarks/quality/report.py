@@ -68,7 +68,7 @@ def _head(data: dict) -> str:
         "# Quality under eviction",
         "",
         f"`{data['command']}`, {data['date']}, commit {data['commit']}. Model {data['model']}; "
-        f"{options['samples']} samples of each task, {options['words']} words, seed "
+        f"{options['samples']} samples of each task, --length {options['length']}, seed "
         f"{options['seed']}, blocks of {data['block_size']} tokens. {data['machine']}. {versions}.",
         "",
         "Accuracy in percent with 95% intervals. What the columns and rows mean: docs/quality.md.",

@@ -10,17 +10,18 @@ from threading import Lock
 from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL, Cell, Scores
 from benchmarks.quality.endpoint import Completion, Endpoint
+from benchmarks.quality.journal import Journal
 from benchmarks.quality.kvpress_baseline import (
     TRANSFORMERS_FULL,
     answer_with_kvpress,
     baseline_cells,
 )
 from benchmarks.quality.measure import Plan, measure, render, score
-from benchmarks.quality.options import SHIPPED, Options
+from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import Variant, start, variants
-from benchmarks.quality.prompt import Prompt
+from benchmarks.quality.prompt import Prompt, message
 from benchmarks.quality.raw_answers import write_answers
-from benchmarks.quality.tasks import make
+from benchmarks.quality.suite import SUITES, Sample
 
 EVICTIONS = "vllm_kvevict:evictions_total"
 
@@ -41,16 +42,19 @@ class Run:
     @property
     def folder(self) -> Path:
         """The model of an own server."""
-        return Path(self.options.model or SHIPPED)
+        return Path(self.options.model or SUITES[self.options.suite].model())
 
     def prepare(self, endpoint: Endpoint) -> None:
         """Make the prompts of all samples under the server's chat template."""
-        options = self.options
-        samples = [
-            make(task, options.words, options.seed * 1_000_000 + index)
-            for task in options.tasks
-            for index in range(options.samples)
-        ]
+        options, suite = self.options, SUITES[self.options.suite]
+        seeds = [options.seed * 1_000_000 + index for index in range(options.samples)]
+
+        def count(sample: Sample) -> int:
+            return len(endpoint.tokenize(message(sample)))
+
+        # Task by task within a seed: a run that is cut off has as many samples of each.
+        by_task = [suite.samples(task, options.length, seeds, count) for task in options.tasks]
+        samples = [sample for together in zip(*by_task, strict=True) for sample in together]
         self.prompts = render(endpoint, samples, options.concurrency)
         self.block_size = options.block_size or endpoint.block_size()
 
@@ -67,13 +71,16 @@ class Run:
             variant.labels, options.budgets, options.scenarios, options.max_tokens,
             options.window, self.block_size,
         )  # fmt: skip
-        expected = plan.expected(self.prompts)
-        if not expected["evictions"]:
+        journal = Journal(
+            options.work / f"answers-{variant.name}.jsonl", options.resume, endpoint.model
+        )
+        expected = plan.expected(self.prompts, journal)
+        if not self.evicts(plan):
             raise RuntimeError(
                 "every budget covers its whole prompt, so nothing would be evicted: give more "
-                "--words or smaller --budgets"
+                "--length or smaller --budgets"
             )
-        answers = measure(endpoint, plan, self.prompts, options.concurrency)
+        answers = measure(endpoint, plan, self.prompts, options.concurrency, journal)
         with self._lock:
             pairs = zip(self.answers.get(FULL_CELL, ()), answers[FULL_CELL], strict=False)
             changed = sum(first != second for first, second in pairs)
@@ -81,6 +88,14 @@ class Run:
                 self.notes.append(f"{changed} full-cache answers differ under {variant.name}")
             self.enter(answers | self.answers)
         return expected
+
+    def evicts(self, plan: Plan) -> bool:
+        """Whether any request of a plan evicts."""
+        return any(
+            kept(cell.budget, prompt.point(cell.scenario), plan.window, plan.block_size).evicts
+            for cell in plan.cells()
+            for prompt in self.prompts
+        )
 
     def enter(self, answers: dict[Cell, list[Completion]]) -> None:
         """Keep answers, also in a file: a later failure must not lose them."""
@@ -180,7 +195,7 @@ def _kvpress(gathered: Run, model: Path) -> None:
     cells = baseline_cells(options.policies, options.budgets, options.scenarios)
     answers, gathered.versions = answer_with_kvpress(
         model, gathered.prompts, cells, window=options.window, block_size=gathered.block_size,
-        max_tokens=options.max_tokens, folder=options.work, processes=options.threads,
-        check=options.check,
+        max_tokens=options.max_tokens, dtype=options.dtype, folder=options.work,
+        processes=options.threads, check=options.check,
     )  # fmt: skip
     gathered.enter(answers)

@@ -29,6 +29,8 @@ class Sample:
     question: str
     answers: tuple[str, ...]
     separator: str = ", "
+    prefix: str = ""
+    max_tokens: int = 48
 
     def score(self, text: str) -> float:
         """Share of the expected answers found in ``text``, in [0, 1], as RULER counts it."""
