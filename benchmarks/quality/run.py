@@ -72,7 +72,9 @@ class Run:
             options.window, self.block_size,
         )  # fmt: skip
         journal = Journal(
-            options.work / f"answers-{variant.name}.jsonl", options.resume, endpoint.model
+            options.work / f"answers-{variant.name}.jsonl",
+            options.resume,
+            Path(endpoint.model).name,
         )
         expected = plan.expected(self.prompts, journal)
         if not self.evicts(plan):

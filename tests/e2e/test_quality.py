@@ -28,7 +28,8 @@ LABELS = {
 @pytest.fixture(scope="module")
 def arguments(tiny_model_kv4) -> list[str]:
     return [
-        "--tasks", ",".join(TASKS), "--samples", str(SAMPLES), "--words", str(WORDS),
+        "--suite", "words", "--tasks", ",".join(TASKS), "--samples", str(SAMPLES),
+        "--length", str(WORDS),
         "--budgets", ",".join(BUDGETS), "--max-tokens", str(MAX_TOKENS), "--threshold", "0",
         "--concurrency", "4", "--kv-memory", "128M", "--threads", "1", "--check", "1",
     ]  # fmt: skip
@@ -63,7 +64,7 @@ def remote(tiny_model_kv4, arguments, tmp_path_factory) -> tuple[Path, list[str]
         body["vllm_xargs"] = {"kv_eviction": "none"}
         direct = [
             server.post("/v1/chat/completions", body | dict(messages=message(sample)))
-            for sample in (make(task, WORDS, n) for task in TASKS for n in range(SAMPLES))
+            for sample in (make(task, WORDS, n) for n in range(SAMPLES) for task in TASKS)
         ]
     return folder, [answer["choices"][0]["message"]["content"] for answer in direct]
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL
 from benchmarks.quality.endpoint import Endpoint, EndpointError
+from benchmarks.quality.journal import Journal
 from benchmarks.quality.measure import Plan, measure, score
 from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import variants
@@ -80,8 +81,13 @@ def plan(**changes) -> Plan:
     return Plan(**settings | changes)
 
 
-def test_requests_of_a_sample(endpoint, prompts):
-    answers = measure(endpoint, plan(), prompts, concurrency=2)
+@pytest.fixture
+def journal(tmp_path) -> Journal:
+    return Journal(tmp_path / "answers.jsonl", resume=False, model="served")
+
+
+def test_requests_of_a_sample(endpoint, prompts, journal):
+    answers = measure(endpoint, plan(), prompts, 2, journal)
     assert len(answers) == 9 and all(len(row) == 3 for row in answers.values())
     for prompt in prompts:
         asked = [body for body in Handler.seen if body["prompt"] == list(prompt.ids)]
@@ -96,6 +102,28 @@ def test_requests_of_a_sample(endpoint, prompts):
             (policy, budget) for policy in ("snapkv", "ada-snapkv") for budget in ("20%", "80%")
         }
     assert [answer.text for answer in answers[FULL_CELL]] == ["none 300", "none 340", "none 380"]
+
+
+def test_a_run_that_was_cut_off_goes_on(endpoint, prompts, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    first = measure(endpoint, plan(), prompts[:2], 2, Journal(path, False, "served"))
+    with path.open("a") as file:
+        file.write('{"key": "half a li')
+    Handler.seen.clear()
+    again = Journal(path, resume=True, model="served")
+    assert plan().expected(prompts, again) == plan().expected(prompts[2:], journal_of(tmp_path))
+    answers = measure(endpoint, plan(), prompts, 2, again)
+    assert {tuple(body["prompt"]) for body in Handler.seen} == {prompts[2].ids}
+    assert all(answers[cell][:2] == row for cell, row in first.items())
+    other = Journal(path, resume=True, model="another")
+    assert len(plan().missing(prompts[0], other)) == 9
+    Handler.seen.clear()
+    measure(endpoint, plan(), prompts, 2, Journal(path, True, "served"))
+    assert not Handler.seen
+
+
+def journal_of(folder) -> Journal:
+    return Journal(folder / "empty.jsonl", resume=False, model="served")
 
 
 def test_scores_keep_the_order_of_the_samples(prompts):
@@ -128,12 +156,18 @@ def test_kept_is_what_a_request_holds(budget):
         assert found.tokens == held < point
 
 
-def test_expected_counters(prompts):
-    assert plan(budgets=("100%",)).expected(prompts) == {"evictions": 0, "tokens_evicted": 0}
+def test_expected_counters(prompts, journal):
+    assert plan(budgets=("100%",)).expected(prompts, journal) == {
+        "evictions": 0,
+        "tokens_evicted": 0,
+    }
     one = plan(budgets=("20%",), scenarios=(AWARE,), labels={"snapkv": "snapkv"})
     # Of 300, 340 and 380 tokens the windows leave 256, 288 and 320 candidates; 20% beside the
     # window are 28, 36 and 44 tokens, so one block is kept.
-    assert one.expected(prompts) == {"evictions": 3, "tokens_evicted": 256 + 288 + 320 - 3 * 32}
+    assert one.expected(prompts, journal) == {
+        "evictions": 3,
+        "tokens_evicted": 256 + 288 + 320 - 3 * 32,
+    }
 
 
 def test_a_server_without_the_plugin_is_refused(endpoint):
@@ -155,14 +189,14 @@ def test_endpoint(endpoint):
     "counted", [{"evictions": 9, "tokens_evicted": 100}, {"evictions": 10, "tokens_evicted": 96}]
 )
 def test_wrong_counters_fail_the_run(counted, tmp_path):
-    run = Run(Options(model=str(tmp_path)))
+    run = Run(Options(suite="words", model=str(tmp_path)))
     variant = variants(run.options)[0]
     with pytest.raises(RuntimeError, match="not what they say"):
         run.count(variant, {"evictions": 10, "tokens_evicted": 100}, counted)
 
 
 def test_right_counters(tmp_path):
-    run = Run(Options(model=str(tmp_path)))
+    run = Run(Options(suite="words", model=str(tmp_path)))
     default, pooled = variants(run.options)
     expected = {"evictions": 10, "tokens_evicted": 100}
     run.count(default, expected, expected)
@@ -181,6 +215,8 @@ def test_right_counters(tmp_path):
         (["--scenarios", "both"], "question-agnostic"),
         (["--model", "/nowhere"], "no folder /nowhere"),
         (["--samples", "0"], "samples"),
+        (["--suite", "chess"], "--suite: chess; choose from ruler, words"),
+        (["--suite", "words", "--tasks", "qa"], "--tasks: qa; choose from s-niah"),
     ],
 )
 def test_wrong_options_are_named(arguments, message, tmp_path, capsys):
@@ -191,8 +227,8 @@ def test_wrong_options_are_named(arguments, message, tmp_path, capsys):
 
 def test_options_from_the_command_line(tmp_path):
     options = Options.parse(
-        ["--model", str(tmp_path), "--tasks", "vt, lines", "--scenarios", AGNOSTIC, "--no-kvpress",
+        ["--model", str(tmp_path), "--tasks", "vt, qa", "--scenarios", AGNOSTIC, "--no-kvpress",
          "--samples", "3"]
     )  # fmt: skip
-    assert options.tasks == ("vt", "lines") and options.scenarios == (AGNOSTIC,)
-    assert (options.kvpress, options.like_for_like, options.samples) == (False, True, 3)
+    assert options.tasks == ("vt", "qa") and options.scenarios == (AGNOSTIC,)
+    assert (options.kvpress, options.like_for_like, options.samples) == (False, False, 3)

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.quality import tokenizer as words
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, common_prefix, make_prompt, message
+from benchmarks.quality.ruler.tasks import make as make_ruler
 from benchmarks.quality.tasks import TASKS, Sample, make
 
 
@@ -35,13 +36,30 @@ def renderer(tokenizer):
     return render, lambda messages: tokenizer(render(messages), add_special_tokens=False)
 
 
+def no_prefix(text):
+    raise AssertionError("these samples have no answer prefix")
+
+
+def test_the_answer_begins_with_the_prefix(byte_level):
+    _, encode = renderer(byte_level)
+    sample = make_ruler("qa", 800, 3)
+    prompt = make_prompt(
+        sample,
+        lambda messages: encode(messages)["input_ids"],
+        lambda text: byte_level(text, add_special_tokens=False)["input_ids"],
+    )
+    text = byte_level.decode(prompt.ids)
+    assert text.endswith(sample.prefix) and text.count(sample.question) == 1
+    assert byte_level.decode(prompt.ids[: prompt.context]).endswith("any other words.\n\n")
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("kind", ["byte_level", "word_level"])
 def test_context_ends_where_the_question_begins(task, kind, request):
     render, encode = renderer(request.getfixturevalue(kind))
     for seed in range(5):
         sample = make(task, 120, seed)
-        prompt = make_prompt(sample, lambda messages: encode(messages)["input_ids"])
+        prompt = make_prompt(sample, lambda messages: encode(messages)["input_ids"], no_prefix)
         text = render(message(sample))
         question = text.rindex(sample.question)
         encoded = encode(message(sample))
@@ -63,7 +81,7 @@ def test_the_context_is_the_same_for_any_question(kind, request):
     for seed in range(2, 8):
         other = make("vt" if seed % 2 else "lines", 150, seed)
         sample = Sample(first.task, first.context, other.question, other.answers)
-        prompt = make_prompt(sample, lambda messages: encode(messages)["input_ids"])
+        prompt = make_prompt(sample, lambda messages: encode(messages)["input_ids"], no_prefix)
         seen.add(prompt.ids[: prompt.context])
     assert len(seen) == 1
 
@@ -74,4 +92,4 @@ def test_a_template_that_puts_the_question_first_is_refused():
         return list((question + context).encode())
 
     with pytest.raises(ValueError, match="puts the context first"):
-        make_prompt(Sample("vt", "the context", "what?", ("x",)), question_first)
+        make_prompt(Sample("vt", "the context", "what?", ("x",)), question_first, no_prefix)
