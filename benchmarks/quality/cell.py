@@ -20,4 +20,6 @@ class Cell:
 FULL_CELL = Cell("", FULL, "")
 
 Scores = dict[Cell, dict[str, list[float]]]
-"""Scores in [0, 1] by cell and task; the n-th score of a task is always the same sample's."""
+"""Scores in [0, 1] by cell and task; the n-th score of a task is always the same sample's.
+
+kvpress may have answered only the first samples."""

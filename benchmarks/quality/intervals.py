@@ -80,12 +80,12 @@ def estimate_average(groups: Sequence[Sequence[float]]) -> Estimate:
 def estimate_difference(
     ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
 ) -> Estimate:
-    """Average of ``ours - theirs`` over groups, sample by sample: both answered the same ones.
+    """Average of ``ours - theirs`` over groups, sample by sample, as far as both answered.
 
     The interval is a bootstrap over samples inside each group.
     """
     paired = [
-        [a - b for a, b in zip(first, second, strict=True)]
+        [a - b for a, b in zip(first, second, strict=False)]
         for first, second in zip(ours, theirs, strict=True)
     ]
     mean = float(np.mean([np.mean(group) for group in paired]))

@@ -1,5 +1,7 @@
 """kvpress's answers to the same prompts, from an environment of its own, through files."""
 
+import hashlib
+import json
 import os
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ from benchmarks.quality.prompt import Prompt
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
 PREFIX = "kvpress "
-PRESSES = ("snapkv", "ada-snapkv", "streaming-llm")
+PRESSES = (
+    "snapkv", "ada-snapkv", "streaming-llm", "critical-ada-snapkv", "expected-attention", "keydiff",
+)  # fmt: skip
 TRANSFORMERS_FULL = Cell("", f"{FULL} (transformers)", "")
 
 
@@ -34,7 +38,10 @@ class RequestedPrompt(BaseModel):
 
 
 class Request(BaseModel):
-    """What kvpress is asked. ``check`` prompts are also answered by its context manager."""
+    """What kvpress is asked. ``check`` prompts are also answered by its context manager.
+
+    ``model`` is a folder, ``dtype`` torch's name of a precision.
+    """
 
     model: str
     dtype: str
@@ -42,24 +49,30 @@ class Request(BaseModel):
     settings: dict[str, float | int]
     prompts: list[RequestedPrompt]
 
+    def key(self, index: int) -> str:
+        """Names what is asked of a prompt: other settings or cells make another name."""
+        asked = [self.model, self.dtype, self.settings, self.prompts[index].model_dump()]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+
 
 class Response(BaseModel):
+    """A line of kvpress's answers: token ids of each cell of one prompt."""
+
+    key: str
     versions: dict[str, str]
-    checked: int
-    answers: list[list[list[int]]]
+    answers: list[list[int]]
 
 
 def baseline_cells(
-    policies: Sequence[str], budgets: Sequence[str], scenarios: Sequence[str]
+    presses: Sequence[str], budgets: Sequence[str], scenarios: Sequence[str]
 ) -> list[Cell]:
     """Cells of kvpress: the full cache, and each press at each budget in each scenario."""
     return [
         TRANSFORMERS_FULL,
         *(
-            Cell(scenario, PREFIX + policy, budget)
+            Cell(scenario, PREFIX + press, budget)
             for scenario in scenarios
-            for policy in policies
-            if policy in PRESSES
+            for press in presses
             for budget in budgets
         ),
     ]
@@ -86,6 +99,7 @@ def answer_with_kvpress(
     folder: Path,
     processes: int,
     check: int,
+    resume: bool = False,
     kernel: int = 5,
 ) -> tuple[dict[Cell, list[Completion]], dict[str, str]]:
     """Run ``benchmarks.quality.kvpress_run`` over files in ``folder``.
@@ -117,14 +131,18 @@ def answer_with_kvpress(
         ],
     )
     folder.mkdir(parents=True, exist_ok=True)
-    asked = folder / "kvpress-request.json"
-    asked.write_text(request.model_dump_json())
-    responses = _run(asked, folder, min(processes, len(prompts)))
-    # Process i of n answered prompts i, i + n, ...
-    rows = [
-        responses[index % len(responses)].answers[index // len(responses)]
-        for index in range(len(prompts))
-    ]
+    asked, answered = folder / "kvpress-request.json", folder / "kvpress-answers.jsonl"
+    keys = [request.key(index) for index in range(len(prompts))]
+    known = _read(answered) if resume else {}
+    # Only what is kept is written again; further answers are appended as they come.
+    answered.write_text("".join(found.model_dump_json() + "\n" for found in known.values()))
+    missing = [index for index, key in enumerate(keys) if key not in known]
+    if missing:
+        named = [{"key": keys[i], **request.prompts[i].model_dump()} for i in missing]
+        asked.write_text(json.dumps({**request.model_dump(), "prompts": named}))
+        _run(asked, answered, min(processes, len(missing)))
+        known = _read(answered)
+    rows = [known[key].answers for key in keys]
     answers = {
         cell: [
             Completion(tokenizer.decode(row[index], skip_special_tokens=True), tuple(row[index]))
@@ -132,18 +150,23 @@ def answer_with_kvpress(
         ]
         for index, cell in enumerate(cells)
     }
-    return answers, responses[0].versions
+    return answers, known[keys[0]].versions
 
 
-def _run(asked: Path, folder: Path, processes: int) -> list[Response]:
+def _read(path: Path) -> dict[str, Response]:
+    """Answers by key; half a line, which a process that was killed leaves, counts for nothing."""
+    lines = path.read_text().rpartition("\n")[0].split("\n") if path.exists() else []
+    found = map(Response.model_validate_json, filter(None, lines))
+    return {one.key: one for one in found}
+
+
+def _run(asked: Path, answered: Path, processes: int) -> None:
     """Let each process answer its part; all are ended where one fails."""
-    outputs = [folder / f"kvpress-answers-{part}.json" for part in range(processes)]
     env, running = os.environ | {"OMP_NUM_THREADS": "1"}, []
-    command = [PYTHON, "-m", "benchmarks.quality.kvpress_run", asked.resolve()]
+    command = [PYTHON, "-m", "benchmarks.quality.kvpress_run", asked.resolve(), answered.resolve()]
     try:
-        for part, output in enumerate(outputs):
-            output.unlink(missing_ok=True)
-            mine = [*command, output.resolve(), "--part", f"{part}/{processes}"]
+        for part in range(processes):
+            mine = [*command, "--part", f"{part}/{processes}"]
             running.append(subprocess.Popen(mine, cwd=ROOT, env=env))
         for process in running:
             if process.wait():
@@ -153,4 +176,3 @@ def _run(asked: Path, folder: Path, processes: int) -> list[Response]:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    return [Response.model_validate_json(output.read_text()) for output in outputs]

@@ -7,7 +7,16 @@ or its ratio: every (press, budget) can be asked of one and the same prefill.
 from dataclasses import dataclass
 
 import torch
-from kvpress import AdaKVPress, BasePress, SnapKVPress, StreamingLLMPress
+from kvpress import (
+    AdaKVPress,
+    BasePress,
+    CriticalAdaKVPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    ScorerPress,
+    SnapKVPress,
+    StreamingLLMPress,
+)
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -52,6 +61,9 @@ def prefill(model: PreTrainedModel, ids: list[int]) -> tuple[list[LayerPrefill],
     finally:
         for hook in hooks:
             hook.remove()
+    for module, _ in inputs:
+        # As kvpress's context manager does: ExpectedAttentionPress asks a layer for it.
+        module.rotary_emb = model.model.rotary_emb
     layers = [
         LayerPrefill(
             module, kwargs["hidden_states"], kwargs["position_embeddings"],
@@ -72,14 +84,18 @@ def make_press(name: str, point: int, keep: int, settings: Settings) -> BasePres
 
     """
     ratio = 1 - (keep + 0.5) / point
-    if name == "streaming-llm":
-        return StreamingLLMPress(ratio, n_sink=settings.sinks)
     snapkv = SnapKVPress(ratio, window_size=settings.window, kernel_size=settings.kernel)
-    if name == "snapkv":
-        return snapkv
-    if name == "ada-snapkv":
-        return AdaKVPress(snapkv, settings.safeguard)
-    raise ValueError(f"no press for {name!r}; choose from snapkv, ada-snapkv, streaming-llm")
+    presses: dict[str, BasePress] = {
+        "snapkv": snapkv,
+        "ada-snapkv": AdaKVPress(snapkv, settings.safeguard),
+        "critical-ada-snapkv": CriticalAdaKVPress(snapkv, settings.safeguard),
+        "expected-attention": ExpectedAttentionPress(ratio),
+        "keydiff": KeyDiffPress(ratio),
+        "streaming-llm": StreamingLLMPress(ratio, n_sink=settings.sinks),
+    }
+    if name not in presses:
+        raise ValueError(f"no press for {name!r}; choose from {', '.join(presses)}")
+    return presses[name]
 
 
 def kept_masks(
@@ -87,8 +103,9 @@ def kept_masks(
 ) -> torch.Tensor:
     """Which of the first ``point`` tokens each press keeps in each head of a layer.
 
-    Asks ``press.compress`` with the layer's tensors cut at ``point``, and with positions in the
-    place of the values. SnapKV's scores depend on no ratio and are computed once.
+    Asks ``press.compress`` with the layer's tensors cut at ``point``. Where it returns what it
+    kept, it gets positions in the place of the values. Scores depend on no ratio and are computed
+    once.
 
     Args:
         layer: A layer of the prefill.
@@ -101,23 +118,28 @@ def kept_masks(
 
     """
     hidden, keys = layer.hidden[:, :point], layer.keys[:, :, :point]
+    values = layer.values[:, :, :point]
     kwargs = {"position_embeddings": tuple(part[:, :point] for part in layer.rotary)}
-    position = torch.arange(point, dtype=keys.dtype)[None, None, :, None].expand_as(keys)
-    scores = None
+    position = torch.arange(point)[None, None, :, None].expand_as(keys)
+    scores: dict[type, torch.Tensor] = {}
     masks = torch.zeros(len(presses), keys.shape[1], point, dtype=torch.bool)
     for mask, (name, keep) in zip(masks, presses, strict=True):
         if keep >= point:
             mask.fill_(True)
             continue
         press = make_press(name, point, keep, settings)
-        scorer = press.press if isinstance(press, AdaKVPress) else press
-        if isinstance(scorer, SnapKVPress):
-            if scores is None:
-                scores = scorer.score(layer.module, hidden, keys, position, None, kwargs)
+        adaptive = not isinstance(press, ScorerPress)
+        scorer = press.press if adaptive else press
+        # StreamingLLMPress scores by the ratio, and costs nothing.
+        if not isinstance(scorer, StreamingLLMPress):
+            kind = type(scorer)
+            if kind not in scores:
+                scores[kind] = scorer.score(layer.module, hidden, keys, values, None, kwargs)
             # AdaKVPress writes into the scores it is given.
-            scorer.score = lambda *_, computed=scores: computed.clone()
-        _, survivors = press.compress(layer.module, hidden, keys, position, None, kwargs)
-        if isinstance(press, AdaKVPress):
+            scorer.score = lambda *_, computed=scores[kind]: computed.clone()
+        given = values if adaptive else position
+        _, survivors = press.compress(layer.module, hidden, keys, given, None, kwargs)
+        if adaptive:
             _, heads, positions = layer.module.masked_key_indices
             mask.fill_(True)
             mask[heads, positions] = False

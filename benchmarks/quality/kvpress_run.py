@@ -2,8 +2,9 @@
 
     python -m benchmarks.quality.kvpress_run REQUEST ANSWERS [--part I/N]
 
-REQUEST is the JSON of :class:`benchmarks.quality.kvpress_baseline.Request`. ANSWERS becomes
-``{"versions": {...}, "checked": int, "answers": [[token ids of each cell] of each prompt]}``.
+REQUEST is the JSON of :class:`benchmarks.quality.kvpress_baseline.Request`, with a ``key`` for each
+prompt. To ANSWERS a line is appended for each prompt as soon as it is answered, ``{"key": ...,
+"versions": {...}, "answers": [token ids of each cell]}``.
 With ``--part`` only every N-th prompt from the I-th on is answered: several processes with one
 thread each beat one process with several. The first prompts are answered by kvpress's own context
 manager as well: other tokens are an error.
@@ -76,19 +77,20 @@ def main() -> None:
             request["model"], dtype=getattr(torch, request["dtype"]), attn_implementation=attention
         ).eval()
 
-    model, stock = load(ATTENTION), load("sdpa")
-    answers = []
-    with torch.inference_mode():
+    model = load(ATTENTION)
+    stock = load("sdpa") if request["check"] else model
+    versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
+    with torch.inference_mode(), options.answers.open("a") as file:
         chosen = request["prompts"][part::parts]
         for index, prompt in enumerate(
             tqdm(chosen, desc=f"kvpress {options.part}", unit="sample", position=part)
         ):
-            answers.append(answer_prompt(model, prompt, settings))
+            answers = answer_prompt(model, prompt, settings)
             if part + index * parts < request["check"]:
-                check(stock, prompt, settings, answers[-1])
-    versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
-    result = {"versions": versions, "checked": request["check"], "answers": answers}
-    options.answers.write_text(json.dumps(result))
+                check(stock, prompt, settings, answers)
+            line = {"key": prompt["key"], "versions": versions, "answers": answers}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from benchmarks.quality.kvpress_baseline import PRESSES
 from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.suite import SUITES
 from vllm_kvevict.settings.config import EvictionConfig
@@ -14,6 +15,10 @@ from vllm_kvevict.settings.names import POLICY_NAMES
 
 POOLED = ("snapkv", "ada-snapkv")
 """Policies whose scores are pooled along the sequence."""
+QUICK: dict[str, Any] = dict(
+    tasks=("s-niah",), policies=("snapkv", "ada-snapkv"), budgets=("25%",), samples=10,
+    kvpress=False, threads=2, output=Path(".cache/quality/quick.json"),
+)  # fmt: skip
 
 
 class Options(BaseModel):
@@ -43,6 +48,9 @@ class Options(BaseModel):
         description="shares of what is in the cache at the eviction, or tokens; comma-separated",
     )
     scenarios: tuple[str, ...] = Field(SCENARIOS, description="scenarios, comma-separated")
+    quick: bool = Field(
+        False, description="few samples, one task and no kvpress: five minutes on two cores"
+    )
     samples: int = Field(100, ge=1, description="samples of each task")
     length: int = Field(
         1400,
@@ -59,7 +67,13 @@ class Options(BaseModel):
         0.5, ge=0, le=1, description="full-cache accuracy below which a task is left out"
     )
     kvpress: bool = Field(True, description="also measure kvpress (own server only)")
-    check: int = Field(3, ge=0, description="samples that kvpress answers in two ways")
+    presses: tuple[str, ...] = Field(PRESSES, description="presses of kvpress, comma-separated")
+    kvpress_samples: int | None = Field(
+        None, ge=1, description="samples of each task that kvpress answers; all without it"
+    )
+    check: int = Field(
+        0, ge=0, description="samples that kvpress answers in two ways; they agree in float32"
+    )
     like_for_like: bool = Field(
         False, description="also measure ours with kvpress's pooling (own server only)"
     )
@@ -78,11 +92,12 @@ class Options(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _suite_defaults(cls, given: Any) -> Any:
+    def _defaults(cls, given: Any) -> Any:
+        """Those of the suite, and of ``quick``, below what is given."""
         suite = SUITES.get(given.get("suite", "ruler"))
         if suite is None:
             raise ValueError(f"--suite: {given['suite']}; choose from {', '.join(SUITES)}")
-        return suite.defaults | given
+        return suite.defaults | (QUICK if given.get("quick") else {}) | given
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -90,6 +105,7 @@ class Options(BaseModel):
             ("tasks", self.tasks, SUITES[self.suite].tasks),
             ("policies", self.policies, tuple(p for p in POLICY_NAMES if p != "none")),
             ("scenarios", self.scenarios, SCENARIOS),
+            ("presses", self.presses, PRESSES),
         ):
             unknown = [value for value in given if value not in valid]
             if unknown or not given:

@@ -24,10 +24,12 @@ class Prompt:
         return len(self.ids) if scenario == AWARE else self.context
 
 
-def message(sample: Sample, question: str | None = None) -> list[dict[str, str]]:
+def message(
+    sample: Sample, question: str | None = None, between: str = "\n"
+) -> list[dict[str, str]]:
     """The chat of a sample: one user message, the context and below it the question."""
     asked = sample.question if question is None else question
-    return [{"role": "user", "content": f"{sample.context}\n{asked}"}]
+    return [{"role": "user", "content": f"{sample.context}{between}{asked}"}]
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -42,10 +44,12 @@ def make_prompt(
     sample: Sample,
     tokenize: Callable[[list[dict[str, str]]], list[int]],
     encode: Callable[[str], list[int]],
+    between: str = "\n",
 ) -> Prompt:
     """Render a sample through ``tokenize``, which applies the chat template.
 
-    ``encode`` gives the tokens of a text alone: the beginning of the answer.
+    ``encode`` gives the tokens of a text alone: the beginning of the answer. ``between`` stands
+    between context and question.
 
     The context ends where the prompt first differs from that of another question or of none:
     what is compressed there is the same whatever will be asked.
@@ -54,8 +58,8 @@ def make_prompt(
         ValueError: The context does not survive the chat template as a prefix.
 
     """
-    ids = tokenize(message(sample))
-    others = [tokenize(message(sample, question)) for question in OTHER_QUESTIONS]
+    ids = tokenize(message(sample, None, between))
+    others = [tokenize(message(sample, question, between)) for question in OTHER_QUESTIONS]
     context = min(common_prefix(ids, other) for other in others)
     if not 0 < context < len(ids):
         raise ValueError(

@@ -27,8 +27,12 @@ def write_answers(
             "expected": prompt.sample.answers,
             "prompt_tokens": len(prompt.ids),
             "context_tokens": prompt.context,
-            "answers": {names[cell]: row[index].text for cell, row in answers.items()},
-            "tokens": {names[cell]: row[index].ids for cell, row in answers.items()},
+            "answers": {
+                names[cell]: row[index].text for cell, row in answers.items() if index < len(row)
+            },
+            "tokens": {
+                names[cell]: row[index].ids for cell, row in answers.items() if index < len(row)
+            },
         }
         for index, prompt in enumerate(prompts)
     ]

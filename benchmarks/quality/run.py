@@ -143,14 +143,14 @@ class Run:
         return table
 
     def scores(self) -> Scores:
-        return {cell: score(self.prompts, row) for cell, row in self.answers.items()}
+        return {cell: score(self.prompts[: len(row)], row) for cell, row in self.answers.items()}
 
     def full_agreement(self) -> float | None:
         """Share of prompts that transformers answers as the server does, with the full cache."""
         theirs = self.answers.get(TRANSFORMERS_FULL)
         if theirs is None:
             return None
-        pairs = zip(self.answers[FULL_CELL], theirs, strict=True)
+        pairs = zip(self.answers[FULL_CELL], theirs, strict=False)
         return fmean(ours.ids == other.ids for ours, other in pairs)
 
 
@@ -194,10 +194,12 @@ def _remote(gathered: Run) -> None:
 
 def _kvpress(gathered: Run, model: Path) -> None:
     options = gathered.options
-    cells = baseline_cells(options.policies, options.budgets, options.scenarios)
+    cells = baseline_cells(options.presses, options.budgets, options.scenarios)
+    # A seed has one prompt of each task.
+    count = (options.kvpress_samples or options.samples) * len(options.tasks)
     answers, gathered.versions = answer_with_kvpress(
-        model, gathered.prompts, cells, window=options.window, block_size=gathered.block_size,
-        max_tokens=options.max_tokens, dtype=options.dtype, folder=options.work,
-        processes=options.threads, check=options.check,
+        model, gathered.prompts[:count], cells, window=options.window,
+        block_size=gathered.block_size, max_tokens=options.max_tokens, dtype=options.dtype,
+        folder=options.work, processes=options.threads, check=options.check, resume=options.resume,
     )  # fmt: skip
     gathered.enter(answers)

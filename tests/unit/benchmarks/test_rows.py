@@ -1,0 +1,103 @@
+"""kvpress's rows through a pretended server: what it is sent, and what comes out."""
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+
+from benchmarks.quality.rows import main, read
+
+TEMPLATE = "<user>{}<assistant>"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Tokens are code points. It answers with its own evicted context's last letters."""
+
+    seen: ClassVar[list[dict]] = []
+
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            text = body.get("prompt") or TEMPLATE.format(body["messages"][0]["content"])
+            return self.reply(200, {"tokens": [ord(c) for c in text]})
+        xargs = body["vllm_xargs"]
+        if xargs["kv_eviction"] == "no-such-policy":
+            return self.reply(400, {"error": "unknown"})
+        self.seen.append(body)
+        prompt = "".join(map(chr, body["prompt"]))
+        text = prompt[: xargs.get("kv_eviction_at", len(prompt))][-7:]
+        return self.reply(200, {"choices": [{"text": text, "token_ids": [1]}]})
+
+    def reply(self, status: int, body: dict) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url():
+    Handler.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+ROWS = [
+    dict(context="It is 4711.\n", question="What is it?", answer_prefix="It is", answer=["4711"],
+         max_new_tokens=9, task="niah_single_1", index=0),
+    dict(context="Red or blue?\n", question="Which?", answer_prefix="", answer=["red", "blue"],
+         max_new_tokens=5, task="qa_1", index=1),
+]  # fmt: skip
+
+
+def test_rows_in_predictions_out(url, tmp_path):
+    rows, out = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    scores = main([str(rows), str(out), "--base-url", url, "--budget", "30%"])
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [{k: v for k, v in row.items() if k != "predicted_answer"} for row in found] == ROWS
+    assert [row["predicted_answer"] for row in found] == [" 4711.\n", " blue?\n"]
+    assert scores == {"niah_single_1": 1.0, "qa_1": 1.0}
+    first, second = sorted(Handler.seen, key=lambda body: body["max_tokens"], reverse=True)
+    assert "".join(map(chr, first["prompt"])) == TEMPLATE.format("It is 4711.\nWhat is it?") + (
+        "It is"
+    )
+    assert first["vllm_xargs"] == {
+        "kv_eviction": "ada-snapkv", "kv_eviction_budget": "30%", "kv_eviction_interval": 0,
+        "kv_eviction_at": len("<user>It is 4711.\n"),
+    }  # fmt: skip
+    assert (first["max_tokens"], second["max_tokens"]) == (9, 5)
+
+
+def test_question_aware_and_full_cache(url, tmp_path):
+    rows, out = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    main([str(rows), str(out), "--base-url", url, "--question-aware"])
+    assert not any("kv_eviction_at" in body["vllm_xargs"] for body in Handler.seen)
+    Handler.seen.clear()
+    main([str(rows), str(out), "--base-url", url, "--policy", "none"])
+    assert {tuple(body["vllm_xargs"].items()) for body in Handler.seen} == {
+        (("kv_eviction", "none"),)
+    }
+
+
+def test_what_is_no_row_is_named(tmp_path):
+    path = write(tmp_path / "in.jsonl", [*ROWS, {"context": "x", "task": "qa"}])
+    with pytest.raises(ValueError, match=r"line 3: no column question, answer_prefix, answer, max"):
+        list(read(path))
+    path.write_text("{]\n")
+    with pytest.raises(ValueError, match="line 1: no JSON"):
+        list(read(path))
