@@ -16,10 +16,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.demo import BLOCK_BYTES, KV_BLOCKS, KV_HEADS, OUTPUT, PROMPT, server_args
 from benchmarks.load import Load, measure
 from benchmarks.provenance import provenance
 from benchmarks.server import Server
+from benchmarks.serving.tiny import BLOCK_BYTES, KV_BLOCKS, KV_HEADS, OUTPUT, PROMPT, server_args
 from tests.models import cached_tiny_llama
 
 

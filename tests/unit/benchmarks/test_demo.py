@@ -1,0 +1,39 @@
+"""The demo's questions and memory, without a server."""
+
+import json
+
+import pytest
+
+from benchmarks.demo import block_bytes, server_args, side_by_side
+from benchmarks.facts import FACTS, questions
+
+
+def test_every_fact_stands_in_its_text_once_and_nowhere_else():
+    asked = questions(len(FACTS), 8000)
+    for index, question in enumerate(asked):
+        sentence, wanted, holds = FACTS[index]
+        assert question.text.count(sentence) == 1 and question.question == wanted
+        assert question.right(sentence) and not question.right("I do not know.")
+        assert sum(other.right(sentence) for other in asked) == 1
+        assert 7900 < len(question.text) < 8800
+        assert question.text.count(holds) == sentence.count(holds)
+    with pytest.raises(ValueError, match="there are 1 to"):
+        questions(len(FACTS) + 1, 8000)
+
+
+def test_memory_for_two_full_prompts(tmp_path):
+    config = dict(num_hidden_layers=30, num_key_value_heads=3, head_dim=64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    token = 30 * 3 * 2 * 64 * 2
+    assert block_bytes(tmp_path) == 32 * token
+    args = server_args(tmp_path)
+    memory = int(args[args.index("--kv-cache-memory-bytes") + 1])
+    assert 2 * (2048 + 192) * token <= memory < 2 * (2048 + 192 + 64) * token
+
+
+def test_answers_side_by_side():
+    asked = questions(1, 900)
+    text = side_by_side(
+        asked, {"stock": {"answers": ["It is\nhere."]}, "eviction": {"answers": [""]}}
+    )
+    assert asked[0].question in text and "stock vLLM     It is here." in text
