@@ -72,6 +72,7 @@ class Setup:
     rings: int | None = None
     reserve_full: bool = True
     watermark: float = 0.0
+    shared: str = "keep"
 
     @property
     def groups(self) -> int:
@@ -161,6 +162,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         groups=max(2, setup.pyramid),
         beta=setup.beta,
         layers=layer_shares(setup.shares) if setup.shares else None,
+        shared_blocks=setup.shared,
         allow="snapkv,streaming-llm,h2o,none",
     )
 

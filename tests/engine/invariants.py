@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,12 @@ class Tally:
     orphans: int = 0
     at_point: int = 0
     """Evictions at a request's own eviction point, with prompt left to prefill."""
+    mixed: int = 0
+    """Evictions into blocks of the request and fresh ones."""
+    at_a_loss: int = 0
+    """Evictions that took more blocks than they gave back."""
+    put_off: int = 0
+    """Evictions that did not run because they would have."""
     switched_off: int = 0
     """Steps of requests that switched eviction off."""
 
@@ -37,6 +43,8 @@ class Life:
 
     number: int
     postponed: bool = False
+    due: dict[int, int | None] = field(default_factory=dict)
+    """When each group would evict, after the last step that was scheduled."""
 
 
 class Asked:
@@ -117,10 +125,10 @@ class Invariants:
         preempt that request later in the same call, and the step then never computes them.
         """
         owners = {
-            block.block_id
-            for manager in self.managers
+            block
+            for owned in self._owned()
             for request_id in output.num_scheduled_tokens
-            for block in manager.req_to_blocks[request_id]
+            for block in owned.get(request_id, ())
         }
         orphans = {
             block.block_id
@@ -166,6 +174,7 @@ class Invariants:
                 self.tally.switched_off += 1
             if asked.policy in ("streaming-llm", "h2o"):
                 assert request_id not in plan.rings, "a ring for a policy without a window"
+            self._expect_gains(request_id, entry, evicted.get(request_id), end)
             if request_id in evicted:
                 assert not still_due
                 assert evicted[request_id].num_tokens == end
@@ -181,9 +190,45 @@ class Invariants:
                 prefill = end <= next(iter(entry.timelines.values())).prefill_end
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
                     stores = sum(entry.timelines[group].store_blocks for group in still_due)
-                    assert self.pool.get_num_free_blocks() < stores, (
+                    short = self.pool.get_num_free_blocks() < stores
+                    assert short and self.setup.shared == "evict", (
                         f"{request_id}: postponed at the end of prefill with room for the store"
                     )
+
+    def _expect_gains(self, request_id: str, entry: Any, eviction: Any, end: int) -> None:
+        """Evictions that take more than they give back do not run by default, others do."""
+        life, bs = self._lives[request_id], self.setup.block_size
+        parts = {part.group_id: part for part in eviction.groups} if eviction else {}
+        for manager in self.evicting:
+            group = manager.kv_cache_group_id
+            if (timeline := entry.timelines.get(group)) is None:
+                continue
+            due = life.due.get(group, timeline.point)
+            life.due[group] = timeline.due
+            if (part := parts.get(group)) is not None:
+                replaced = (part.tail_start - part.old_tail_start) // bs
+                mine = {*part.old_store, *part.positional[:replaced]}
+                reused = set(part.store[: part.reused])
+                assert mine >= reused and mine.isdisjoint(part.store[part.reused :])
+                gains = len(self._held_once(mine) | reused) > len(part.store)
+                assert gains or self.setup.shared == "evict", f"{request_id} evicts at a loss"
+                self.tally.at_a_loss += not gains
+                self.tally.mixed += 0 < part.reused < len(part.store)
+            elif due is not None and timeline.due is not None and timeline.due > due:
+                assert self.setup.shared == "keep", f"{request_id} was put off"
+                last = (max(end, due) - self.setup.window) // bs
+                first = timeline.tail_start // bs
+                table = manager.req_to_blocks[request_id][first:last]
+                shared = len(table) - len(self._held_once({b.block_id for b in table}))
+                old = timeline.store_blocks if timeline.evicted else 0
+                assert old + last - first - shared <= timeline.store_blocks
+                life.postponed = True
+                self.tally.put_off += 1
+
+    def _held_once(self, blocks: set[int]) -> set[int]:
+        """Those of ``blocks`` with one owner."""
+        owners = Counter(b for owned in self._owned() for mine in owned.values() for b in mine)
+        return {block for block in blocks if owners[block] == 1}
 
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""
@@ -246,7 +291,8 @@ class Invariants:
             for blocks in manager.req_to_blocks.values():
                 references.update(b.block_id for b in blocks if not b.is_null)
             for holding in getattr(manager, "holdings", {}).values():
-                exclusive.extend(b.block_id for b in holding.blocks)
+                exclusive.extend(b.block_id for b in holding.store + holding.granted)
+                references.update(b.block_id for _, old in holding.retiring for b in old)
         references.update(exclusive)
         for block_id in exclusive:
             assert references[block_id] == 1, f"store block {block_id} has another owner"

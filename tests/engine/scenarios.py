@@ -41,6 +41,7 @@ def setups(draw: Any) -> Setup:
         priority=draw(st.booleans()),
         rings=draw(st.sampled_from([None, None, 1, 2])),
         reserve_full=draw(st.booleans()),
+        shared=draw(st.sampled_from(["keep", "keep", "evict"])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
     )
 
@@ -213,5 +214,8 @@ class Day:
             "own_settings": self.wishes,
             "evictions_at_point": tally.at_point,
             "steps_switched_off": tally.switched_off,
+            "put_off": tally.put_off,
+            "at_a_loss": tally.at_a_loss,
+            "mixed": tally.mixed,
             **counters.as_dict(),
         }

@@ -46,5 +46,8 @@ def test_no_block_is_lost_shared_or_overwritten() -> None:
         "evictions_at_point",
         "steps_switched_off",
         "blocks_freed",
+        "evictions_in_place",
+        "put_off",
+        "at_a_loss",
     ):
         assert totals[name] > 0, f"the load never saw any of {name}"

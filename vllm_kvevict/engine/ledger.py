@@ -1,16 +1,15 @@
 """What the engine core knows about the eviction of each request. Counts and lengths only."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline, blocks_for
+from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
 from vllm_kvevict.settings.requests import RequestOptions
 
 if TYPE_CHECKING:
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
 
@@ -65,9 +64,18 @@ class Entry:
         """Whether a step that ends at ``end`` belongs to the prefill."""
         return any(end <= t.prefill_end for t in self.timelines.values())
 
+    def coming_groups(self, end: int) -> list[int]:
+        """Groups whose next eviction needs queries of the step that ends at ``end``."""
+        return [group for group, t in self.timelines.items() if t.observes(end)]
+
     def due_groups(self, end: int) -> list[int]:
         """Groups whose eviction is due with the step that ends at ``end``."""
         return [group for group, t in self.timelines.items() if t.is_due(end)]
+
+    def defer(self, group: int, end: int) -> None:
+        """Put one group's eviction off to its next interval."""
+        self.timelines[group].defer(end)
+        self._refresh()
 
     def evict(self, group: int, end: int) -> tuple[int, int]:
         """Advance one group's timeline; returns the old and the new tail start."""
@@ -87,11 +95,12 @@ class EvictionLedger:
         requests: vLLM's requests by id.
         rules: The timeline of each evictable group, by group id.
         rings: Ring slots, or None where no policy needs queries.
-        managers: The block managers of all groups, those that do not evict included.
         max_model_len: Longest sequence; a request that reaches it ends.
         options: The settings of a request.
         windowless: Policies that need no queries.
         accumulating: Policies that add up the attention of every query.
+        evicts_shared: Whether an eviction runs that takes more blocks than it gives back, because
+            others hold what it replaces.
 
     """
 
@@ -100,20 +109,20 @@ class EvictionLedger:
         requests: "Mapping[str, Request]",
         rules: dict[int, Timeline],
         rings: RingSlots | None,
-        managers: "Sequence[SingleTypeKVCacheManager]",
         max_model_len: int,
         options: "Callable[[Request], RequestOptions]",
         windowless: frozenset[str] = frozenset(),
         accumulating: frozenset[str] = frozenset(),
+        evicts_shared: bool = False,
     ) -> None:
         self.requests = requests
         self.rules = rules
         self.rings = rings
-        self.managers = managers
         self.max_model_len = max_model_len
         self.options = options
         self.windowless = windowless
         self.accumulating = accumulating
+        self.evicts_shared = evicts_shared
         self.window = max(rule.window for rule in rules.values())
         self.entries: dict[str, Entry] = {}
 
@@ -163,19 +172,6 @@ class EvictionLedger:
         request = self.requests[request_id]
         return end + 1 >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
-    def fits(self, entry: Entry, end: int) -> bool:
-        """Whether the stores due at ``end`` find room beside the request's other blocks, alone."""
-        needed = sum(t.store_blocks for t in entry.timelines.values() if t.is_due(end))
-        for group, manager in enumerate(self.managers):
-            positional = blocks_for(end, manager.block_size)
-            cap = manager.max_admission_blocks_per_request
-            needed += positional if cap is None else min(positional, cap)
-            timeline = entry.timelines.get(group)
-            if timeline is not None and timeline.evicted:
-                needed += timeline.store_blocks - timeline.tail_start // manager.block_size
-        # One block is vLLM's null block.
-        return needed < self.managers[0].block_pool.num_gpu_blocks
-
     def window_ready(self, entry: Entry, start: int, end: int) -> bool:
         """Whether a step over [start, end) completes the window that ends at ``end``.
 
@@ -186,6 +182,15 @@ class EvictionLedger:
         if entry.ring is not None:
             return entry.recorded_from <= end - self.window
         return self.rings.num_free > 0 and start <= end - self.window
+
+    def takes_slot(self, entry: Entry) -> bool:
+        """Whether the entry would take a ring slot, were it asked to observe."""
+        return (
+            self.rings is not None
+            and entry.ring is None
+            and entry.needs_window
+            and self.rings.num_free > 0
+        )
 
     def observe(self, entry: Entry, start: int, end: int) -> None:
         """Give the entry a ring slot if the step over [start, end) reaches its window."""

@@ -10,16 +10,16 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.schedule.step_plan import GroupEviction
-from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.schedule.timeline import RequestTimeline, blocks_for
 
 
 @dataclass
 class Holding:
     """Blocks of one request beside its positional ones.
 
-    ``granted`` is a store in waiting: counted and owned, not yet part of a plan. ``retiring``
-    pairs each eviction in flight with the store it replaces. ``saved`` are the positional blocks
-    given back, less the blocks held beside those that are left.
+    ``granted`` are fresh blocks in waiting: owned, not yet part of a plan. ``retiring`` pairs each
+    eviction in flight with the blocks that it replaced. ``saved`` are the blocks that evictions
+    of the request gave back to the pool, less those they took from it.
     """
 
     store: list[KVCacheBlock] = field(default_factory=list)
@@ -27,27 +27,31 @@ class Holding:
     retiring: list[tuple[GroupEviction, list[KVCacheBlock]]] = field(default_factory=list)
     saved: int = 0
 
-    def take_retiring(self, eviction: GroupEviction) -> list[KVCacheBlock] | None:
-        """The store that an eviction of this request replaced; None if it is not one of them."""
-        for index, (retiring, store) in enumerate(self.retiring):
+    def take_retiring(self, eviction: GroupEviction) -> list[KVCacheBlock]:
+        """What an eviction of this request replaced; nothing if it is not one of them."""
+        for index, (retiring, blocks) in enumerate(self.retiring):
             if retiring is eviction:
                 del self.retiring[index]
-                return store
-        return None
+                return blocks
+        return []
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
-        old = [block for _, store in self.retiring for block in store]
+        old = [block for _, blocks in self.retiring for block in blocks]
         return old + self.store + self.granted
 
 
 class EvictableAttentionManager(FullAttentionManager):
     """Full attention whose old positional blocks give way to a store of S blocks.
 
-    The block table stays positional: a freed block leaves a null block behind, so vLLM's slot
-    mapping and its prefix caching need no change. The scheduler binds a ledger before the
-    first request; without one (vLLM builds managers for its own sizing too) this is vLLM's
-    full-attention manager.
+    The block table stays positional: a block that an eviction replaces leaves a null block behind,
+    so vLLM's slot mapping and its prefix caching need no change. The scheduler binds a ledger
+    before the first request; without one (vLLM builds managers for its own sizing too) this is
+    vLLM's full-attention manager.
+
+    A store is S fresh blocks where the pool has room, which keeps the prompt in the prefix cache.
+    Else the survivors go into blocks that the request has and nobody else: *own* blocks, those of
+    the old store and the positional ones it covers. None of them is reachable by hash then.
     """
 
     ledger: EvictionLedger | None = None
@@ -57,8 +61,8 @@ class EvictableAttentionManager(FullAttentionManager):
         self.timeline = kv_cache_spec.timeline
         self.holdings: dict[str, Holding] = {}
         self.blocks_saved = 0
-        """Blocks that requests would hold without eviction, less what they hold. A block that
-        requests share counts once for each of them."""
+        """Blocks that evictions of running requests gave back to the pool, less those they took.
+        A block that requests share counts once, for the eviction that gave it up last."""
         self._starts: dict[str, int] = {}
 
     def get_num_blocks_to_allocate(
@@ -70,7 +74,7 @@ class EvictableAttentionManager(FullAttentionManager):
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """Blocks the step needs: vLLM's own count, plus the store where its prefill evicts."""
+        """Blocks the step needs: vLLM's own count, plus what its eviction takes for certain."""
         needed = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
@@ -78,36 +82,32 @@ class EvictableAttentionManager(FullAttentionManager):
             return needed
         self._starts[request_id] = total_computed_tokens
         entry = self.ledger.entry(request_id)
-        if self._needs_store(request_id, entry, total_computed_tokens, num_tokens):
+        if self._must_evict(request_id, entry, total_computed_tokens, num_tokens):
             assert entry is not None
-            needed += entry.timelines[self.kv_cache_group_id].store_blocks
+            hits = [block for block in new_computed_blocks if block.ref_cnt]
+            needed += self._missing(request_id, entry, num_tokens, len(hits))
         return needed
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Allocate positional blocks up to ``num_tokens``, and the store where prefill evicts."""
+        """Allocate positional blocks up to ``num_tokens``, and what the step's eviction takes."""
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         if self.ledger is None or self.ledger.quiet(request_id, num_tokens):
             return new_blocks
         start = self._starts.pop(request_id)
         entry = self.ledger.admit(request_id)
-        if entry is None:
-            return new_blocks
-        due = self._needs_store(request_id, entry, start, num_tokens)
-        self.ledger.observe(entry, start, num_tokens)
-        if due:
-            self.grant(request_id, entry)
+        if entry is not None and self._must_evict(request_id, entry, start, num_tokens):
+            self.grant(request_id, self._missing(request_id, entry, num_tokens))
         return new_blocks
 
-    def _needs_store(self, request_id: str, entry: Entry | None, start: int, end: int) -> bool:
-        """Whether a step over [start, end) must come with a store: its prefill evicts.
+    def _must_evict(self, request_id: str, entry: Entry | None, start: int, end: int) -> bool:
+        """Whether a step over [start, end) must come with what its prefill's eviction takes.
 
-        A store that could never stand beside the request's other blocks is not asked for: the
-        request runs unevicted, and the scheduler tries again at every later step.
+        Only where requests evict whatever they share: else own blocks are always enough.
         """
         assert self.ledger is not None
-        if entry is None or self.granted(request_id):
+        if entry is None or not self.ledger.evicts_shared or self.granted(request_id):
             return False
         timeline = entry.timelines.get(self.kv_cache_group_id)
         return (
@@ -116,8 +116,35 @@ class EvictableAttentionManager(FullAttentionManager):
             and timeline.is_due(end)
             and not self.ledger.last_step(request_id, end)
             and self.ledger.window_ready(entry, start, end)
-            and self.ledger.fits(entry, end)
         )
+
+    def _missing(self, request_id: str, entry: Entry, end: int, hits: int = 0) -> int:
+        """Blocks of the store that an eviction at ``end`` could not find among own blocks.
+
+        ``hits`` are blocks of others that the request is about to share.
+        """
+        timeline = entry.timelines[self.kv_cache_group_id]
+        return max(0, timeline.store_blocks - self._own(request_id, timeline, end, hits))
+
+    def _own(self, request_id: str, timeline: RequestTimeline, end: int, hits: int = 0) -> int:
+        """Blocks that the eviction at ``end`` or after replaces and nobody else holds."""
+        end = max(end, timeline.due or 0)
+        first = timeline.tail_start // self.block_size
+        last = timeline.timeline.tail_start(end) // self.block_size
+        positional = self.req_to_blocks.get(request_id, ())
+        shared = hits + sum(block.ref_cnt > 1 for block in positional[first:last])
+        store = timeline.store_blocks if timeline.evicted else 0
+        return store + max(0, last - first - shared)
+
+    def gain(self, request_id: str, entry: Entry, end: int) -> int:
+        """Blocks that the eviction at ``end`` or after gives back, less those it takes."""
+        timeline = entry.timelines[self.kv_cache_group_id]
+        return self._own(request_id, timeline, end) - timeline.store_blocks
+
+    def missing(self, request_id: str, entry: Entry, end: int) -> int:
+        """Blocks that an eviction at ``end`` must find in the pool."""
+        granted = self.holdings[request_id].granted if self.granted(request_id) else []
+        return max(0, self._missing(request_id, entry, end) - len(granted))
 
     def retiring(self, request_id: str) -> bool:
         """Whether an eviction of the request is planned whose step was not processed yet."""
@@ -125,61 +152,82 @@ class EvictableAttentionManager(FullAttentionManager):
         return holding is not None and bool(holding.retiring)
 
     def granted(self, request_id: str) -> bool:
-        """Whether a store is waiting for the request's next eviction."""
+        """Whether fresh blocks are waiting for the request's next eviction."""
         holding = self.holdings.get(request_id)
         return holding is not None and bool(holding.granted)
 
-    def grant(self, request_id: str, entry: Entry) -> None:
-        """Take a store of fresh blocks; the pool must have them."""
-        holding = self.holdings.setdefault(request_id, Holding())
-        assert not holding.granted
-        store_blocks = entry.timelines[self.kv_cache_group_id].store_blocks
-        holding.granted = self.block_pool.get_new_blocks(store_blocks)
-        self._save(holding, -store_blocks)
+    def grant(self, request_id: str, blocks: int) -> None:
+        """Take fresh blocks for the request's next eviction; the pool must have them."""
+        if blocks:
+            holding = self.holdings.setdefault(request_id, Holding())
+            holding.granted += self.block_pool.get_new_blocks(blocks)
+            self._save(holding, -blocks)
 
-    def evict(self, request_id: str, entry: Entry, end: int) -> GroupEviction:
-        """Turn the granted store into the eviction of the step that ends at ``end``.
+    def evict(self, request_id: str, entry: Entry, end: int, room: int) -> GroupEviction:
+        """Choose the blocks of the eviction that follows the step which ends at ``end``.
 
-        The old store and the positional blocks it covers stay until :meth:`retire`: the step,
-        and with async scheduling the one before it, still read them.
+        Called when the step is scheduled as a whole, so whoever shares a block with it is known.
+        What the eviction replaces stays until :meth:`retire`: the step, and with async scheduling
+        the one before it, still read it. Own blocks that survivors go to are written after that.
+
+        Args:
+            request_id: The request.
+            entry: Its entry, advanced.
+            end: Tokens in the cache after the step.
+            room: Blocks that may be taken from the pool where own ones would do.
+
         """
-        holding = self.holdings[request_id]
+        holding = self.holdings.setdefault(request_id, Holding())
         old, new = entry.evict(self.kv_cache_group_id, end)
+        first, last = old // self.block_size, new // self.block_size
         positional = self.req_to_blocks[request_id]
+        tail = positional[first : blocks_for(end, self.block_size)]
+        replaced = positional[first:last]
+        positional[first:last] = [self._null_block] * (last - first)
+        wanted = entry.timelines[self.kv_cache_group_id].store_blocks
+        # Tail first: it leaves the prefix cache first.
+        own, old_store = [*holding.store, *reversed(replaced)], holding.store
+        missing = wanted - len(holding.granted)
+        reused = self._take_own(own, missing) if room < missing else []
+        self.grant(request_id, missing - len(reused))
+        holding.store, holding.granted = reused + holding.granted, []
         eviction = GroupEviction(
             group_id=self.kv_cache_group_id,
             old_tail_start=old,
             tail_start=new,
-            old_store=[block.block_id for block in holding.store],
-            positional=[
-                block.block_id
-                for block in positional[old // self.block_size : blocks_for(end, self.block_size)]
-            ],
-            store=[block.block_id for block in holding.granted],
+            old_store=[block.block_id for block in old_store],
+            positional=[block.block_id for block in tail],
+            store=[block.block_id for block in holding.store],
+            reused=len(reused),
         )
-        holding.retiring.append((eviction, holding.store))
-        holding.store, holding.granted = holding.granted, []
+        kept = {block.block_id for block in reused}
+        gone = [block for block in own if block.block_id not in kept]
+        holding.retiring.append((eviction, gone))
         return eviction
+
+    def _take_own(self, blocks: list[KVCacheBlock], most: int) -> list[KVCacheBlock]:
+        """At most so many of ``blocks`` that nobody else holds, reachable by hash no more."""
+        own = [block for block in blocks if block.ref_cnt == 1]
+        # Stable: those that no hash leads to come first.
+        own.sort(key=lambda block: block.block_hash is not None)
+        taken = own[:most]
+        self.block_pool.evict_blocks({b.block_id for b in taken if b.block_hash is not None})
+        return taken
 
     def retire(self, request_id: str, eviction: GroupEviction) -> int:
         """Free what an eviction replaced, once the step that carried it was processed.
 
         Returns:
-            Blocks given back; 0 where the request was preempted, aborted or finished since.
+            Blocks given back to the pool, without those that others still hold; 0 where the
+            request was preempted, aborted or finished since.
 
         """
         holding = self.holdings.get(request_id)
-        store = holding.take_retiring(eviction) if holding is not None else None
-        if store is None:
+        if holding is None:
             return 0
-        first, last = (
-            eviction.old_tail_start // self.block_size,
-            eviction.tail_start // self.block_size,
-        )
-        self._remove_blocks_in_range(request_id, first, last)
-        self.block_pool.free_blocks(store)
-        freed = last - first + len(store)
-        assert holding is not None
+        replaced = holding.take_retiring(eviction)
+        freed = sum(block.ref_cnt == 1 for block in replaced)
+        self.block_pool.free_blocks(replaced)
         self._save(holding, freed)
         return freed
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
-from vllm_kvevict.engine.stores import StoreGrants
+from vllm_kvevict.engine.stores import Stores
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
 
@@ -20,7 +20,7 @@ class StepPlanner:
         requests: vLLM's requests by id.
         ledger: Timelines and ring slots of all admitted requests.
         managers: The block managers that evict, by KV-cache group.
-        stores: Who gets a store.
+        stores: Where survivors go.
         counters: Totals, counted here.
 
     """
@@ -30,7 +30,7 @@ class StepPlanner:
         requests: "Mapping[str, Request]",
         ledger: EvictionLedger,
         managers: Mapping[int, EvictableAttentionManager],
-        stores: StoreGrants,
+        stores: Stores,
         counters: Counters,
     ) -> None:
         self._requests = requests
@@ -53,6 +53,10 @@ class StepPlanner:
                 plan.accumulating.append(request_id)
             if not entry.observes(end):
                 continue
+            if self._ledger.takes_slot(entry):
+                coming = entry.coming_groups(end)
+                if not self._stores.worthwhile(request_id, entry, coming, end):
+                    continue
             self._ledger.observe(entry, start, end)
             if entry.ring is not None:
                 plan.rings[request_id] = entry.ring
@@ -68,19 +72,27 @@ class StepPlanner:
     ) -> None:
         if not entry.due_groups(end) or self._ledger.last_step(request_id, end):
             return
-        groups = self._stores.runnable(request_id, entry, start, end)
-        if not groups or not self._stores.grant(request_id, entry, groups, headroom=0):
-            self._counters.postponed += 1
-            return
         counters = self._counters
+        if not self._ledger.window_ready(entry, start, end):
+            counters.postponed += 1
+            return
+        groups = self._stores.worthwhile(request_id, entry, entry.due_groups(end), end)
+        if not groups:
+            return
+        if self._stores.short(request_id, entry, groups, end):
+            counters.postponed += 1
+            return
         if entry.in_prefill(end):
             counters.evictions_prefill += 1
         else:
             counters.evictions_decode += 1
-        evictions = [self._managers[g].evict(request_id, entry, end) for g in groups]
+        evictions = [
+            self._managers[g].evict(request_id, entry, end, self._stores.room) for g in groups
+        ]
         for eviction in evictions:
             bs = self._managers[eviction.group_id].block_size
-            counters.store_blocks_allocated += len(eviction.store)
+            counters.store_blocks_allocated += len(eviction.store) - eviction.reused
+            counters.evictions_in_place += eviction.reused > 0
             counters.tokens_evicted += (
                 eviction.tail_start
                 - eviction.old_tail_start

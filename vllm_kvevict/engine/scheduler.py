@@ -15,7 +15,7 @@ from vllm_kvevict.engine.prefix import PrefixCaps
 from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.reports import StepReports
 from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.engine.stores import StoreGrants
+from vllm_kvevict.engine.stores import Stores
 from vllm_kvevict.engine.totals import TotalsLog
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.report import Reporter
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class EvictionMixin(Scheduler):
     """Plans evictions around vLLM's own scheduling, which it leaves as it is.
 
-    Prefill evictions are admitted with their step (the block manager counts the store).
-    Decode evictions take a store from free blocks before the step is scheduled, and only
-    where every running request still finds its next block; else they are postponed.
+    Who evicts is settled when a step is scheduled as a whole: who shares blocks with whom is
+    known then. The survivors get fresh blocks where running requests still find their next ones,
+    and go into blocks of their own request elsewhere.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,8 +62,8 @@ class EvictionMixin(Scheduler):
         for manager in managers.values():
             manager.ledger = ledger
         self._points = EvictionPoints(ledger, managers)
-        self._stores = StoreGrants(self, ledger, managers, self._points)
-        self._planner = StepPlanner(self.requests, ledger, managers, self._stores, counters)
+        stores = Stores(self, ledger, managers, counters)
+        self._planner = StepPlanner(self.requests, ledger, managers, stores, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, counters)
         self._reports: StepReports | None = None
         if self.log_stats:
@@ -83,11 +83,11 @@ class EvictionMixin(Scheduler):
             self.requests,
             {group: rule for group, rule in rules.items() if rule is not None},
             RingSlots(slots) if slots else None,
-            self.kv_cache_manager.coordinator.single_type_managers,
             self.max_model_len,
             self._options,
             windowless=frozenset(n for n, p in policies if not p.needs_window),
             accumulating=frozenset(n for n, p in policies if p.needs_accumulated),
+            evicts_shared=self._config.shared_blocks == "evict",
         )
 
     def _options(self, request: "Request") -> RequestOptions:
@@ -101,7 +101,6 @@ class EvictionMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         pointed = self._points.any_alive(self.requests)
         self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
-        self._stores.reserve()
         return super().schedule(*args, **kwargs)
 
     def _mamba_block_aligned_split(

@@ -1,26 +1,25 @@
-"""Who gets a store: fresh blocks for an eviction, where the pool has them to spare."""
+"""Where the survivors of an eviction go, and whether it is worth its blocks."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
-from vllm_kvevict.engine.points import EvictionPoints
+from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.schedule.timeline import blocks_for
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
 
 
-class StoreGrants:
-    """Grants stores to evictions, to all groups of a request that are due or to none.
+class Stores:
+    """What evictions may take from the pool, and which of them give more back.
 
     Args:
         scheduler: vLLM's, whose running requests and blocks are counted.
         ledger: Timelines of all admitted requests.
         managers: The block managers that evict, by KV-cache group.
-        points: Where chunks of prefill end.
+        counters: Totals, counted here.
 
     """
 
@@ -29,72 +28,47 @@ class StoreGrants:
         scheduler: "Scheduler",
         ledger: EvictionLedger,
         managers: Mapping[int, EvictableAttentionManager],
-        points: EvictionPoints,
+        counters: Counters,
     ) -> None:
         self._scheduler = scheduler
         self._ledger = ledger
         self._managers = managers
-        self._points = points
+        self._counters = counters
 
-    def reserve(self) -> None:
-        """Grant stores to decode evictions that would run in the coming step.
+    def worthwhile(
+        self, request_id: str, entry: Entry, groups: list[int], end: int
+    ) -> list[int]:
+        """Those of ``groups`` whose next eviction gives back more blocks than it takes.
 
-        Only while every running request still finds its next block.
+        The others share too much with other requests, and are put off to their next interval.
+        Where evictions run whatever is shared: all.
         """
-        headroom = -1
-        entries = self._ledger.entries
-        for request in self._scheduler.running:
-            entry = entries.get(request.request_id)
-            start = request.num_computed_tokens
-            if entry is None or start < entry.quiet_until or request.is_prefill_chunk:
-                continue
-            groups = self.runnable(request.request_id, entry, start, start + 1)
-            if not groups:
-                continue
-            if headroom < 0:
-                headroom = sum(map(self._next_blocks, self._scheduler.running))
-            self.grant(request.request_id, entry, groups, headroom)
+        if self._ledger.evicts_shared:
+            return groups
+        gains = {g: self._managers[g].gain(request_id, entry, end) for g in groups}
+        for group, gain in gains.items():
+            if gain <= 0:
+                entry.defer(group, end)
+                self._counters.skipped_shared += 1
+        return [group for group, gain in gains.items() if gain > 0]
 
-    def runnable(self, request_id: str, entry: Entry, start: int, end: int) -> list[int]:
-        """Groups that should evict with a step over [start, end), if they get a store."""
-        groups = entry.due_groups(end)
-        if (
-            not groups
-            or self._ledger.last_step(request_id, end)
-            or not self._ledger.window_ready(entry, start, end)
-        ):
-            return []
-        return groups
+    def short(self, request_id: str, entry: Entry, groups: list[int], end: int) -> bool:
+        """Whether the pool lacks what the evictions of ``groups`` must take from it.
 
-    def grant(self, request_id: str, entry: Entry, groups: list[int], headroom: int) -> bool:
-        """Grant a store to every one of the groups, or to none.
-
-        Args:
-            request_id: The request.
-            entry: Its entry.
-            groups: Groups that should evict; those that have a store already keep it.
-            headroom: Blocks that must stay free beside the stores.
-
+        Never where they give back more than they take: they find room in their own blocks.
         """
-        missing = [g for g in groups if not self._managers[g].granted(request_id)]
-        blocks = sum(entry.timelines[g].store_blocks for g in missing)
-        pool = self._scheduler.kv_cache_manager.block_pool
-        if pool.get_num_free_blocks() < blocks + headroom:
+        if not self._ledger.evicts_shared:
             return False
-        for group in missing:
-            self._managers[group].grant(request_id, entry)
-        return True
+        missing = sum(self._managers[g].missing(request_id, entry, end) for g in groups)
+        return missing > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def _next_blocks(self, request: "Request") -> int:
-        """Most blocks that a running request takes in the coming step."""
-        start = request.num_computed_tokens
-        end, store = start + 1, 0
-        if request.is_prefill_chunk:
-            end = min(request.num_tokens, start + self._scheduler.max_num_scheduled_tokens)
-            end = self._points.clip(request.request_id, start, end)
-            if (entry := self._ledger.entries.get(request.request_id)) is not None:
-                store = sum(entry.timelines[g].store_blocks for g in entry.due_groups(end))
-        return store + sum(
-            blocks_for(end, size) - blocks_for(start, size)
-            for size in self._scheduler.kv_cache_manager.coordinator.group_block_sizes
+    @property
+    def room(self) -> int:
+        """Free blocks, less what running requests may take in the next step."""
+        scheduler = self._scheduler
+        chunk = scheduler.max_num_scheduled_tokens if scheduler._inflight_prefills else 0
+        next_step = sum(
+            len(scheduler.running) + blocks_for(chunk, size)
+            for size in scheduler.kv_cache_manager.coordinator.group_block_sizes
         )
+        return scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - next_step

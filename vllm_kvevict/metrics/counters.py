@@ -8,16 +8,20 @@ class Counters:
     """Totals since start-up, kept by the scheduler.
 
     ``tokens_evicted`` counts cached tokens per KV head (average over heads), once per request
-    and KV-cache group; blocks are vLLM's. ``postponed`` counts steps in which an eviction was
-    due and could not run, for want of store blocks or of a ring slot.
+    and KV-cache group; blocks are vLLM's. ``evictions_in_place`` counts evictions, once per request
+    and KV-cache group, whose survivors went into blocks of their own request. ``postponed`` counts
+    steps in which an eviction was due and could not run, for want of a ring slot or of blocks;
+    ``skipped_shared`` those put off because others hold what they would give back.
     """
 
     evictions_prefill: int = 0
     evictions_decode: int = 0
     blocks_freed: int = 0
     store_blocks_allocated: int = 0
+    evictions_in_place: int = 0
     tokens_evicted: int = 0
     postponed: int = 0
+    skipped_shared: int = 0
     prefix_hits_capped: int = 0
 
     @property

@@ -11,7 +11,9 @@ class GroupEviction:
     """One request's eviction in one KV-cache group.
 
     Block ids are vLLM's physical block ids. ``positional`` holds every block from the old
-    tail start to the end of the request; ``store`` are the fresh blocks to fill.
+    tail start to the end of the request; ``store`` are the blocks to fill. The first ``reused`` of
+    those are in ``old_store`` or ``positional`` too: then every survivor of a layer must be read
+    before one is written.
     """
 
     group_id: int
@@ -20,6 +22,7 @@ class GroupEviction:
     old_store: list[int]
     positional: list[int]
     store: list[int]
+    reused: int = 0
 
 
 @dataclass

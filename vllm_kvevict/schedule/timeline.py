@@ -174,6 +174,16 @@ class RequestTimeline:
         self.due = max(n + stride, self.prefill_end) if stride else None
         return old, self.tail_start
 
+    def defer(self, n: int) -> None:
+        """Try the eviction of the step that ends at ``n`` again in the next interval.
+
+        Where nothing evicts in decode, after four windows: a slot of the observation rings is
+        then held a quarter of the time at most.
+        """
+        rule = self.timeline
+        pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
+        self.due = max(n + pause, self.prefill_end)
+
     def peak_blocks(self, n: int) -> int:
         """Most blocks the request can hold up to length ``n`` if no eviction is postponed.
 

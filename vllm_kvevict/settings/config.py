@@ -215,6 +215,14 @@ class EvictionConfig(BaseModel):
         ),
     )
 
+    shared_blocks: Literal["keep", "evict"] = Field(
+        default="keep",
+        description=(
+            "What an eviction does that would take more blocks than it gives back, because other "
+            "requests hold the same prefix: keep waits for the next interval, evict runs it, so "
+            "that tokens do not depend on who shares the prefix."
+        ),
+    )
     attention: Literal["auto", "flash", "triton", "xformers"] = Field(
         default="auto",
         description=(
