@@ -296,6 +296,17 @@ class Engine:
         while self.pending:
             self.process()
 
+    def hold(self, free: int) -> None:
+        """Take blocks from the pool so that ``free`` are left."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self.invariants.held += pool.get_new_blocks(pool.get_num_free_blocks() - free)
+
+    def release(self, blocks: int | None = None) -> None:
+        """Give back what :meth:`hold` took, or so many of its blocks."""
+        held = self.invariants.held
+        self.scheduler.kv_cache_manager.block_pool.free_blocks(held[:blocks])
+        del held[:blocks]
+
     def abort(self, request: Request) -> None:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
         self.invariants.check()

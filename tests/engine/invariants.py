@@ -89,6 +89,8 @@ class Invariants:
         self.managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         self.evicting = [m for m in self.managers if isinstance(m, EvictableAttentionManager)]
         self.tally = Tally()
+        self.held: list[Any] = []
+        """Blocks that the test itself took from the pool."""
         self._lives: dict[str, Life] = {}
         self._steps: dict[int, dict[str, int]] = {}
         self._scheduled = 0
@@ -285,7 +287,7 @@ class Invariants:
 
     def check(self) -> None:
         """All that must hold between any two moves."""
-        references: Counter[int] = Counter()
+        references = Counter(block.block_id for block in self.held)
         exclusive: list[int] = []
         for manager in self.managers:
             for blocks in manager.req_to_blocks.values():

@@ -1,6 +1,5 @@
 """The ledger: entries, ring slots, and what may be published or reused."""
 
-from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
@@ -10,8 +9,6 @@ from vllm_kvevict.engine.rings import RingSlots
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.requests import RequestOptions
 
-Pool = namedtuple("Pool", "num_gpu_blocks")
-Manager = namedtuple("Manager", "block_size max_admission_blocks_per_request block_pool")
 DEFAULTS = RequestOptions("snapkv")
 
 
@@ -28,15 +25,11 @@ class Stub:
     options: RequestOptions = DEFAULTS
 
 
-def ledger(*requests: Stub, rings: int | None = 1, budgets=(40,), blocks=64, sliding=None):
-    managers = [Manager(8, None, Pool(blocks)) for _ in budgets]
-    if sliding is not None:
-        managers.append(Manager(8, sliding, Pool(blocks)))
+def ledger(*requests: Stub, rings: int | None = 1, budgets=(40,)):
     return EvictionLedger(
         {request.request_id: request for request in requests},
         {group: Timeline(8, 8, 16, budget_tokens=b) for group, b in enumerate(budgets)},
         RingSlots(rings) if rings is not None else None,
-        managers,
         max_model_len=200,
         options=lambda request: request.options,
         windowless=frozenset({"streaming-llm"}),
@@ -137,20 +130,3 @@ def test_a_hit_stops_at_the_tail_start():
     assert book.hit_cap(short) == 47
     assert book.hit_cap(long) == (100 - 8) // 8 * 8
     assert ledger(long, rings=None).hit_cap(long) == 100
-
-
-@pytest.mark.parametrize(
-    "options, blocks",
-    [
-        (dict(), 13 + 4),
-        (dict(budgets=(40, 72)), 2 * 13 + 4 + 8),
-        (dict(budgets=(40, 400)), 2 * 13 + 4),
-        (dict(sliding=5), 13 + 4 + 5),
-        (dict(sliding=50), 13 + 4 + 13),
-    ],
-)
-def test_fits_counts_every_group_and_the_null_block(options, blocks):
-    request = Stub("a", 100, 100)
-    tight, roomy = (ledger(request, blocks=n, **options) for n in (blocks, blocks + 1))
-    assert not tight.fits(tight.entry("a"), 100)
-    assert roomy.fits(roomy.entry("a"), 100)

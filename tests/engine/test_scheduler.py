@@ -116,65 +116,6 @@ def test_interval_0_evicts_after_prefill_only(setup):
 
 
 @BOTH
-def test_a_decode_eviction_without_room_is_postponed_counted_and_retried(setup):
-    # The session never evicts: it holds 72 tokens and more of 23 blocks.
-    core = engine(replace(setup, interval=16, blocks=24))
-    session = core.add(tokens(72, 1), 100, resumable=True)
-    short = core.add(tokens(30, 2), 60)
-    while short.num_computed_tokens < 58:
-        assert evictions(core.step()) == {}
-    assert counters(core).postponed == 58 - (32 + 8 + 16) + 1
-    core.abort(session)
-    assert evictions(core.step()) == {short.request_id: 59}
-    assert counters(core).postponed == 3
-    core.finish()
-
-
-def due_next(core: Engine, free: int) -> str:
-    """Bring a request to the step before its decode eviction, with ``free`` blocks left."""
-    request = core.add(tokens(100, 1), 90)
-    while request.num_computed_tokens < 163:
-        core.step()
-    core.settle()
-    pool = core.scheduler.kv_cache_manager.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks() - free)
-    return request.request_id
-
-
-def test_a_due_eviction_gets_its_store_before_a_waiting_request_gets_in():
-    core = engine(SYNC)
-    request_id = due_next(core, free=6)
-    waiting = core.add(tokens(30, 2), 4)
-    output = core.scheduler.schedule()
-    assert evictions(output) == {request_id: 164}
-    assert waiting.request_id not in output.num_scheduled_tokens
-
-
-@pytest.mark.parametrize("free, evicts", [(4, False), (5, True)])
-def test_a_store_is_not_taken_from_under_a_running_request(free, evicts):
-    core = engine(replace(SYNC, max_batched=512))
-    other = core.add(tokens(9, 2), 150)
-    request_id = due_next(core, free=free)
-    # The other needs a block for position 72 in this very step.
-    assert other.num_computed_tokens == 72
-    output = core.scheduler.schedule()
-    assert set(output.num_scheduled_tokens) == {request_id, other.request_id}
-    assert evictions(output) == ({request_id: 164} if evicts else {})
-    assert counters(core).postponed == (not evicts)
-
-
-@BOTH
-def test_a_prompt_that_leaves_no_room_for_its_store_is_served_unevicted(setup):
-    core = engine(replace(setup, blocks=17, budget=112, max_batched=512))
-    request = core.add(tokens(126), 2)
-    core.step()
-    assert used_blocks(core) == 16
-    core.finish()
-    assert request.num_tokens == 128
-    assert (counters(core).evictions, counters(core).postponed) == (0, 1)
-
-
-@BOTH
 def test_without_a_ring_slot_the_eviction_waits_for_a_whole_window(setup):
     core = engine(replace(setup, rings=1, max_batched=512))
     first, second = core.add(tokens(100, 1), 40), core.add(tokens(120, 2), 40)
@@ -286,20 +227,6 @@ def test_a_next_turn_reuses_an_unevicted_answer(setup):
     # 39 of its 40 tokens were computed; the last was only sampled.
     assert hit(core.step(), turn) == 32
     core.finish()
-
-
-@BOTH
-def test_several_samples_of_one_prompt_share_it_until_each_is_evicted(setup):
-    core = engine(replace(setup, max_batched=512))
-    samples = [core.add(tokens(100), 70) for _ in range(3)]
-    output = core.schedule()
-    assert evictions(output) == {sample.request_id: 100 for sample in samples}
-    # 13 blocks of the first, two more from position 88 on for each other, three stores.
-    assert used_blocks(core) == 13 + 2 + 2 + 3 * 4
-    core.settle()
-    assert used_blocks(core) == 3 * (2 + 4)
-    core.finish()
-    assert counters(core).evictions_prefill == 3 and counters(core).evictions_decode == 3
 
 
 @BOTH

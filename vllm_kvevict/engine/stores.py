@@ -35,9 +35,7 @@ class Stores:
         self._managers = managers
         self._counters = counters
 
-    def worthwhile(
-        self, request_id: str, entry: Entry, groups: list[int], end: int
-    ) -> list[int]:
+    def worthwhile(self, request_id: str, entry: Entry, groups: list[int], end: int) -> list[int]:
         """Those of ``groups`` whose next eviction gives back more blocks than it takes.
 
         The others share too much with other requests, and are put off to their next interval.
