@@ -107,11 +107,13 @@ class PageLayout:
     ) -> None:
         """Copy tokens to whole pages, which they fill in order.
 
+        Every token is read before one is written, so targets may be among the sources.
+
         Args:
             pages: [num_pages, 2 * block_size * D], written in place.
             source_page: [K] int64.
             source_slot: [K] int64, slot of each token in its page.
-            target_page: [K / block_size] int64, none of them among the sources.
+            target_page: [K / block_size] int64, each once.
 
         """
         for view in self._views:

@@ -74,7 +74,7 @@ class PageValues:
             layer_name: An evictable layer.
             source_page: [K] int64.
             source_slot: [K] int64, slot of each token in its page.
-            target_page: [K / block_size] int64, none of them among the sources.
+            target_page: [K / block_size] int64, each once; they may be among the sources.
 
         """
         values = self._layers[layer_name]

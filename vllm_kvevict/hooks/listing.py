@@ -98,10 +98,15 @@ HOOKS = {
               new_computed_blocks,total_computed_tokens)
             FullAttentionManager.allocate_new_blocks(request_id,num_tokens,num_tokens_main_model)
             FullAttentionManager.pop_blocks_for_free(request_id)
-            FullAttentionManager._remove_blocks_in_range FullAttentionManager.kv_cache_group_id
+            FullAttentionManager.kv_cache_group_id FullAttentionManager._null_block
         """,
-        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_id",
-        "vllm.v1.core.block_pool": "BlockPool.get_new_blocks BlockPool.free_blocks",
+        "vllm.v1.core.kv_cache_utils": """
+            KVCacheBlock.block_id KVCacheBlock.ref_cnt KVCacheBlock.block_hash
+        """,
+        "vllm.v1.core.block_pool": """
+            BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
+            BlockPool.evict_blocks(block_ids)
+        """,
     },
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
@@ -129,11 +134,12 @@ HOOKS = {
         "vllm.v1.request": "Request.block_hashes",
     },
     "engine/stores.py": {
-        "vllm.v1.core.sched.scheduler": "Scheduler.running Scheduler.max_num_scheduled_tokens",
+        "vllm.v1.core.sched.scheduler": """
+            Scheduler.running Scheduler.max_num_scheduled_tokens Scheduler._inflight_prefills
+        """,
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.group_block_sizes",
         "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks",
-        "vllm.v1.request": "Request.is_prefill_chunk",
     },
     "engine/options.py": {
         "vllm.v1.request": "Request.sampling_params",
@@ -143,10 +149,6 @@ HOOKS = {
             Request.num_computed_tokens Request.num_tokens Request.num_prompt_tokens
             Request.max_tokens Request.resumable Request.pooling_params
         """,
-        "vllm.v1.core.single_type_kv_cache_manager": """
-            SingleTypeKVCacheManager.max_admission_blocks_per_request
-        """,
-        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
     },
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",

@@ -29,6 +29,14 @@ COUNTERS = {
     ),
     "blocks_freed": ("freed_blocks", "Blocks given back to the pool by evictions."),
     "store_blocks_allocated": ("store_blocks", "Blocks taken from the pool for what was kept."),
+    "evictions_in_place": (
+        "in_place_evictions",
+        "Evictions into blocks of their own request, once per KV-cache group.",
+    ),
+    "skipped_shared": (
+        "skipped_evictions",
+        "Evictions put off because others hold what they would give back.",
+    ),
     "postponed": (
         "postponed_evictions",
         "Steps in which an eviction was due and waited for blocks or for an observation ring.",
@@ -105,7 +113,7 @@ class EvictionMetrics:
             self._make(
                 "gauge",
                 "blocks_saved",
-                "Blocks that running requests would hold without eviction, less what they hold.",
+                "Blocks that evictions of running requests gave back, less those that they took.",
             )
         )
         settings = info(config, block_size)

@@ -23,7 +23,9 @@ TOTALS = (
     "tokens_evicted",
     "blocks_freed",
     "store_blocks_allocated",
+    "evictions_in_place",
     "postponed",
+    "skipped_shared",
     "prefix_hits_capped",
 )
 """Fields of :class:`~vllm_kvevict.metrics.counters.Counters` that a report brings as growth."""
@@ -43,7 +45,9 @@ class Report:
     tokens_evicted: int = 0
     blocks_freed: int = 0
     store_blocks_allocated: int = 0
+    evictions_in_place: int = 0
     postponed: int = 0
+    skipped_shared: int = 0
     prefix_hits_capped: int = 0
     kept_share: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

@@ -112,7 +112,9 @@ class WorkerEviction:
             return
         fused: dict[str, list[Eviction]] = {}
         for eviction in plan.evictions:
-            if self._fused and self._fused.takes(eviction.policy) and not self.listeners:
+            in_place = any(group.reused for group in eviction.groups)
+            takes = self._fused and self._fused.takes(eviction.policy)
+            if takes and not in_place and not self.listeners:
                 fused.setdefault(eviction.policy, []).append(eviction)
                 continue
             with self.meter.evictions(1):
