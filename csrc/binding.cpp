@@ -17,7 +17,7 @@
 KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
   module.def(
       "compact(Tensor(a!)[] caches, Tensor columns, Tensor pages, Tensor store, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, Tensor(b!) staging) -> ()");
   module.def(
       "select(Tensor(a!) columns, Tensor scores, Tensor start, Tensor length, Tensor pages, "
       "Tensor first_kept, int block_size) -> ()");

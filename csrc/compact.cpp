@@ -7,7 +7,7 @@ namespace kvevict {
 
 void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
-             const Tensor& old_store, const Tensor& positional) {
+             const Tensor& old_store, const Tensor& positional, const Tensor& staging) {
   const Launch launch(columns);
   Compact work{};
   work.caches = check_caches<unsigned char>(caches, columns);
@@ -26,6 +26,16 @@ void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pa
   work.slot_bytes = narrow(slot, "bytes of a slot");
   work.num_layers = narrow(layers, "layers");
   work.store_width = narrow(store.size(1), "store blocks");
+  work.pass_layers = work.num_layers;
+  check(staging, "staging", ScalarType::Byte, {kAny}, columns);
+  if (staging.numel() > 0) {
+    const int64_t layer_bytes = requests.size(0) * store.size(1) * heads * block_size * slot;
+    STD_TORCH_CHECK(staging.numel() >= layer_bytes, "staging must hold a layer of every request, ",
+                    layer_bytes, " bytes, not ", staging.numel());
+    check_aligned(staging, "staging", 16);
+    work.staging = out<unsigned char>(staging);
+    work.pass_layers = narrow(staging.numel() / layer_bytes, "layers");
+  }
   launch_compact(work, narrow(requests.size(0), "requests"), launch.stream());
   launch.check();
 }

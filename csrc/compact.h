@@ -1,7 +1,8 @@
 // compact: survivors of every layer and request to the new store. Bytes are copied, so any KV dtype
 // moves as it is, with whatever scales lie inside a slot.
 //
-// ops/reference/pages.py, compact_index, and the copy. Sources and targets share no block.
+// ops/reference/pages.py, compact_index, and the copy. Without staging, sources and targets share no block.
+// With it they may: as many layers as it holds are gathered there, then scattered, pass after pass.
 #pragma once
 
 #include "candidates.h"
@@ -17,7 +18,9 @@ struct Compact {
   const int32_t* pages;        // [E, L, H] pages each head keeps
   const int32_t* store;        // [E, store_width] blocks to fill
   int64_t num_pages;           // of a cache
+  unsigned char* staging;      // [E, pass layers, store_width * H] pages, or null
   int slot_bytes, num_layers, store_width;
+  int first_layer, pass_layers;
 };
 
 void launch_compact(const Compact& work, int num_requests, Stream stream);

@@ -17,7 +17,7 @@ int64_t cuda_driver();
 
 void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
-             const Tensor& old_store, const Tensor& positional);
+             const Tensor& old_store, const Tensor& positional, const Tensor& staging);
 
 void select(const Tensor& columns, const Tensor& scores, const Tensor& start, const Tensor& length,
             const Tensor& pages, const Tensor& first_kept, int64_t block_size);

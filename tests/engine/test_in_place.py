@@ -126,7 +126,7 @@ def test_the_next_eviction_is_planned_before_the_last_was_processed():
     core = engine(replace(ASYNC, interval=8, window=8, max_batched=512, blocks=20))
     request = core.add(tokens(100), 40)
     core.hold(14)
-    stores = []
+    stores = [part.store for part in parts(core.step())]
     for _ in range(60):
         core.hold(min(2, core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()))
         stores += [part.store for part in parts(core.step())]

@@ -36,8 +36,9 @@ def unsynchronised() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shape", pages.COMPACT_CASES, ids=lambda s: f"{s.dtype}-{s.head_size}")
-def test_compact(shape):
-    pages.check_compact("cuda", shape)
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
+def test_compact(shape, in_place):
+    pages.check_compact("cuda", shape, in_place)
 
 
 @pytest.mark.parametrize("case", choose.CASES, ids=lambda case: "-".join(map(str, case)))

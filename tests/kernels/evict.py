@@ -72,31 +72,37 @@ def pages(count: int, size: int, fp8: bool) -> torch.Tensor:
     return (8 * elements).to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else elements
 
 
-def due(old: list[int], fresh: list[int], start: int, end: int, first: int) -> GroupEviction:
+def due(old: list[int], store: list[int], start: int, end: int, first: int) -> GroupEviction:
     """An eviction over positional blocks from ``start`` to ``end`` (in blocks), and a window."""
+    own = {*old, *range(first, first + end - start)}
     return GroupEviction(
         group_id=0,
         old_tail_start=start * BLOCK,
         tail_start=end * BLOCK,
         old_store=old,
         positional=list(range(first, first + end - start + 2)),
-        store=fresh,
+        store=store,
+        reused=len(own & set(store)),
     )
 
 
-def steps(policy: str) -> list[StepPlan]:
-    """Two requests after their prefill in one step, then one again beside a third."""
+def steps(policy: str, in_place: bool = False) -> list[StepPlan]:
+    """Two requests after their prefill in one step, then one again beside a third.
+
+    ``in_place`` moves three of the four into blocks of their own, or into some and fresh ones.
+    """
+    first, other = ([5, 60], [9]) if in_place else ([60, 61], [62])
 
     def both(request, tokens, ring, group, other, protect=0):
         other.group_id = 1
         return Eviction(request, tokens, ring, [group, other], policy, protect)
 
-    a = both("a", 102, 1, due([], [60, 61], 0, 5, 1), due([], [62], 0, 5, 8), protect=3)
+    a = both("a", 102, 1, due([], first, 0, 5, 1), due([], other, 0, 5, 8), protect=3)
     b = both("b", 230, 0, due([], [63, 64, 65], 0, 13, 15), due([], [66, 67], 0, 13, 30))
-    again = both(
-        "a", 150, 2, due([60, 61], [68, 69, 70], 5, 8, 45), due([62], [71, 72], 5, 8, 50), protect=3
-    )
-    c = both("c", 75, 0, due([], [73], 0, 4, 80), due([], [74, 75], 0, 4, 86))
+    second, third = ([60, 46, 5], [9, 71]) if in_place else ([68, 69, 70], [71, 72])
+    last = [81] if in_place else [73]
+    again = both("a", 150, 2, due(first, second, 5, 8, 45), due(other, third, 5, 8, 50), protect=3)
+    c = both("c", 75, 0, due([], last, 0, 4, 80), due([], [74, 75], 0, 4, 86))
     return [StepPlan(evictions=[a, b]), StepPlan(evictions=[again, c])]
 
 

@@ -42,7 +42,10 @@ def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     pages = ints(1, 1).view(1, 2)
     yield "select", (empty(32), floats(64), starts, length, pages, first, 16)
     columns = torch.arange(16, device=device).repeat(2).int()
-    yield "compact", (scene.caches, columns, pages[None], batch.store, *tables)
+    yield (
+        "compact",
+        (scene.caches, columns, pages[None], batch.store, *tables, empty(0, dtype=torch.uint8)),
+    )
 
 
 def check(device: str, namespace: str) -> None:

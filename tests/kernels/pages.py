@@ -1,8 +1,11 @@
 """Compaction against the reference's."""
 
+from dataclasses import replace
+
 import torch
 
 from tests.kernels.scene import Lengths, Scene, Shape
+from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.reference import pages as reference
 
@@ -22,10 +25,20 @@ def scaled(requests: tuple[Lengths, ...], block_size: int) -> tuple[Lengths, ...
     )
 
 
-def check_compact(device: str, shape: Shape) -> None:
-    """Random survivors of every head; the whole cache is compared, byte by byte."""
+def check_compact(device: str, shape: Shape, in_place: bool = False) -> None:
+    """Random survivors of every head; the whole cache is compared, byte by byte.
+
+    ``in_place`` fills blocks of the requests themselves, but for the first request's.
+    """
     scene = Scene(shape, device, shape.head_size)
     heads, bs = shape.heads, shape.block_size
+    for index, one in enumerate(scene.due[1:] if in_place else [], 1):
+        tail = one.positional[: (one.tail_start - one.old_tail_start) // bs]
+        own = scene.random.sample([*scene.store(one).tolist(), *tail], len(one.store))
+        scene.due[index] = replace(one, store=own, in_place=True)
+    scene.batch = EvictionBatch.build(
+        scene.due, shape.layers, heads, bs, shape.window, scene.device
+    )
     bytes_of = [cache.view(torch.uint8) for cache in scene.caches]
     expected = [cache.cpu().clone() for cache in bytes_of]
     columns, pages = [], []

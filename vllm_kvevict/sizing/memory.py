@@ -205,6 +205,7 @@ def _workspace(
         query_heads // heads * config.window,
         evictable[0].block_size,
         vllm_config.model_config.max_model_len,
+        evictable[0].page_size_bytes // (heads * evictable[0].block_size),
     )
 
 

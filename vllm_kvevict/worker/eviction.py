@@ -112,9 +112,7 @@ class WorkerEviction:
             return
         fused: dict[str, list[Eviction]] = {}
         for eviction in plan.evictions:
-            in_place = any(group.reused for group in eviction.groups)
-            takes = self._fused and self._fused.takes(eviction.policy)
-            if takes and not in_place and not self.listeners:
+            if self._fused and self._fused.takes(eviction.policy) and not self.listeners:
                 fused.setdefault(eviction.policy, []).append(eviction)
                 continue
             with self.meter.evictions(1):

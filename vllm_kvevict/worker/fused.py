@@ -18,7 +18,7 @@ from vllm_kvevict.ops.cuda.limits import (
     MOST_LAYERS,
     rows_at_once,
 )
-from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.pages import STAGING_BYTES, compact
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.fp8 import FP8
@@ -94,6 +94,7 @@ class FusedEvictions:
                 by_group.setdefault(group.group_id, []).append(_due(eviction, group, int(row)))
         kept: list[torch.Tensor] = []
         for group_id, due in by_group.items():
+            due.sort(key=lambda one: one.in_place)
             for launch in launches(due, self._longest):
                 kept += self._launch(self._policies[policy], self._groups[group_id], launch)
         return kept
@@ -115,6 +116,7 @@ class FusedEvictions:
             equal = batch.store_blocks()[:, None, None]
             pages = equal.expand(-1, len(group.caches), state.num_heads).contiguous()
         columns = batch_columns(batch, scores, pages, split)
+        del scores
         compact(group.caches, columns, pages, batch, split, state.stores)
         for index, one in enumerate(due):
             store = batch.store[index, : len(one.store)]
@@ -157,8 +159,12 @@ def obstacle(
     return None
 
 
-def workspace_bytes(layers: int, heads: int, query_rows: int, block_size: int, longest: int) -> int:
+def workspace_bytes(
+    layers: int, heads: int, query_rows: int, block_size: int, longest: int, slot_bytes: int
+) -> int:
     """Most bytes that a launch works in.
+
+    What survivors pass through in place takes the room of the scores, which are dead by then.
 
     Args:
         layers: Evictable layers on this rank.
@@ -166,13 +172,16 @@ def workspace_bytes(layers: int, heads: int, query_rows: int, block_size: int, l
         query_rows: Query heads of a KV head, times the window.
         block_size: Tokens in a page.
         longest: Longest sequence in tokens.
+        slot_bytes: Bytes of a cached token of a head: key, value, and scales if any.
 
     """
     groups = blocks_for(query_rows, min(map(rows_at_once, HEAD_SIZES)))
     scores_and_sort = 4 * groups + 4 + 2 * 4 + blocks_for(8, block_size)
     kept_columns = 4
     lse = 4 * query_rows * (1 + 2 * blocks_for(longest, CHUNK))
-    return layers * heads * (longest * (scores_and_sort + kept_columns) + lse)
+    scoring = layers * heads * (longest * scores_and_sort + lse)
+    moving = max(STAGING_BYTES, heads * longest * slot_bytes)
+    return layers * heads * longest * kept_columns + max(scoring, moving)
 
 
 def launches(due: Sequence[Due], longest: int) -> Iterator[list[Due]]:
@@ -217,4 +226,5 @@ def _due(eviction: Eviction, group: GroupEviction, row: int) -> Due:
         positional=group.positional,
         store=group.store,
         protect_first=eviction.protect_first,
+        in_place=group.reused > 0,
     )

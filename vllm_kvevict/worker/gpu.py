@@ -57,13 +57,14 @@ class EvictingWorker(EvictionWorkerMixin):
     def _workspace_bytes(self) -> int:
         if self._rings is None or not extension.is_built():
             return 0
-        impl = self._layer(self._evictable_layers[0]).impl
+        impl, spec = self._layer(self._evictable_layers[0]).impl, self._evictable_specs[0]
         return workspace_bytes(
             layers=len(self._evictable_layers),
             heads=impl.num_kv_heads,
             query_rows=impl.num_heads // impl.num_kv_heads * self.eviction_config.window,
-            block_size=self._evictable_specs[0].block_size,
+            block_size=spec.block_size,
             longest=self.model_config.max_model_len,
+            slot_bytes=spec.page_size_bytes // (spec.num_kv_heads * spec.block_size),
         )
 
     def _fused(

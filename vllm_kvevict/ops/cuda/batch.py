@@ -19,8 +19,9 @@ class Due:
         tail_start: T of this one.
         old_store_blocks: Blocks of its store, 0 for none.
         positional: Blocks from the old tail start to the end of the request.
-        store: Fresh blocks to fill.
+        store: Blocks to fill.
         protect_first: Tokens that stay whatever their score.
+        in_place: Whether blocks of ``store`` are among ``positional`` or in the old store.
 
     """
 
@@ -33,6 +34,7 @@ class Due:
     positional: Sequence[int]
     store: Sequence[int]
     protect_first: int = 0
+    in_place: bool = False
 
     def check(self, block_size: int, window: int) -> None:
         """Raise ValueError where the numbers contradict one another."""

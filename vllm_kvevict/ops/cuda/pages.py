@@ -7,6 +7,9 @@ import torch
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.extension import operations
 
+STAGING_BYTES = 2**26
+"""What survivors pass through on their way within a request, unless a layer of one needs more."""
+
 
 def compact(
     caches: Sequence[torch.Tensor],
@@ -17,6 +20,9 @@ def compact(
     old_store: torch.Tensor,
 ) -> None:
     """Copy the survivors of due evictions to their stores, all layers in one launch.
+
+    Evictions in place, which come last in the batch, take two launches for as many layers and
+    requests as :data:`STAGING_BYTES` hold: all are read before one is written.
 
     Args:
         caches: [blocks, H, block_size, slot] contiguous each, any dtype, written in place. A slot
@@ -30,15 +36,36 @@ def compact(
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.
+        ValueError: An eviction in place comes before one that is not.
 
     """
-    operations(columns).compact(
-        list(caches),
-        columns,
-        pages,
-        batch.store,
-        batch.requests,
-        head_indptr,
-        old_store,
-        batch.positional,
-    )
+    in_place = [one.in_place for one in batch.due]
+    if in_place != sorted(in_place):
+        raise ValueError("evictions in place must come last in a batch")
+
+    def move(start: int, stop: int, staging: torch.Tensor) -> None:
+        some = slice(start, stop)
+        operations(columns).compact(
+            list(caches),
+            columns,
+            pages[some],
+            batch.store[some],
+            batch.requests[some],
+            head_indptr,
+            old_store,
+            batch.positional[some],
+            staging,
+        )
+
+    fresh, count = in_place.count(False), len(in_place)
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=columns.device)
+    if fresh:
+        move(0, fresh, bytes_)
+    if fresh == count:
+        return
+    layer = batch.store.shape[1] * caches[0][0].nbytes
+    at_once = max(1, STAGING_BYTES // layer)
+    requests = min(count - fresh, max(1, at_once // len(caches)))
+    staging = bytes_.new_empty(min(at_once, requests * len(caches)) * layer)
+    for start in range(fresh, count, requests):
+        move(start, min(start + requests, count), staging)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.kernels import choose, pages, score
+from vllm_kvevict.ops.cuda import pages as operations_on_pages
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -10,6 +11,14 @@ pytestmark = pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("shape", pages.COMPACT_CASES, ids=lambda s: f"{s.dtype}-{s.head_size}")
 def test_compact(shape):
     pages.check_compact("cpu", shape)
+
+
+@pytest.mark.parametrize("staging", [1, 10_000, 2**26])
+@pytest.mark.parametrize("shape", pages.COMPACT_CASES, ids=lambda s: f"{s.dtype}-{s.head_size}")
+def test_compact_in_place(shape, staging, monkeypatch):
+    """Layer by layer, request by request, and all at once."""
+    monkeypatch.setattr(operations_on_pages, "STAGING_BYTES", staging)
+    pages.check_compact("cpu", shape, in_place=True)
 
 
 @pytest.mark.parametrize("case", choose.CASES, ids=lambda case: "-".join(map(str, case)))
