@@ -157,7 +157,7 @@ def test_a_hit_spares_the_window_of_an_eviction_soon_after_the_prefill(setup, le
 @BOTH
 def test_requests_with_one_prefix_and_different_budgets_share_only_what_full_attention_saw(setup):
     """The invariants compare every published block with full attention's, after every step."""
-    core = engine(replace(setup, max_batched=512))
+    core = engine(replace(setup, max_batched=512, shared="evict"))
     small = core.add(tokens(160), 60, asked=AT_100)
     large = core.add(tokens(160), 60, asked=AT_100 | {"kv_eviction_budget": 72})
     plain = core.add(tokens(160), 60, asked={"kv_eviction": "none"})

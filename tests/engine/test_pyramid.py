@@ -89,30 +89,28 @@ def test_shallow_layers_join_when_they_outgrow_what_they_keep(asynchronous):
     core.finish()
 
 
-@pytest.mark.parametrize("free, evicts", [(79, False), (80, True)])
-def test_all_groups_evict_or_none(free, evicts):
+@pytest.mark.parametrize("free, in_place", [(0, 4), (9, 3), (84, 0)])
+def test_groups_without_room_evict_in_place(free, in_place):
+    """Five blocks of store for the deepest group, and one more for each, fit where nine are."""
     core = engine(PYRAMID)
     request = core.add(tokens(400), 100)
     while request.num_computed_tokens < 463:
         core.step()
-    pool = core.scheduler.kv_cache_manager.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks() - free)
-    output = core.scheduler.schedule()
+    core.hold(free)
+    output = core.schedule()
     assert output.num_scheduled_tokens == {request.request_id: 1}
-    assert stores(output) == ([{0: 35, 1: 25, 2: 15, 3: 5}] if evicts else [])
-    assert counters(core).postponed == (not evicts)
-    assert pool.get_num_free_blocks() == (0 if evicts else free)
+    assert stores(output) == [{0: 35, 1: 25, 2: 15, 3: 5}]
+    assert (counters(core).evictions_in_place, counters(core).postponed) == (in_place, 0)
 
 
 @BOTH
-@pytest.mark.parametrize("blocks, evicts", [(281, True), (280, False)])
-def test_stores_of_all_groups_must_fit_beside_the_prompt(asynchronous, blocks, evicts):
-    """50 blocks of prompt in each group, 80 of stores, and vLLM's null block."""
-    core = engine(replace(PYRAMID, asynchronous=asynchronous, blocks=blocks))
-    core.add(tokens(396), 10)
-    assert len(stores(core.step())) == evicts
+def test_a_prompt_that_fills_the_pool_evicts_in_every_group(asynchronous):
+    """50 blocks of prompt in each group, and vLLM's null block."""
+    core = engine(replace(PYRAMID, asynchronous=asynchronous, blocks=201))
+    core.add(tokens(396), 4)
+    assert len(stores(core.step())) == 1
     core.finish()
-    assert (counters(core).evictions, counters(core).postponed > 0) == (evicts, not evicts)
+    assert (counters(core).evictions_in_place, counters(core).postponed) == (4, 0)
 
 
 @BOTH

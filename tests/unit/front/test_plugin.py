@@ -35,6 +35,7 @@ DEFAULTS = {
     "beta": 20.0,
     "allow": [],
     "max_budget": None,
+    "shared_blocks": "keep",
     "attention": "auto",
 }
 
@@ -140,6 +141,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-beta": "8",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
         "--kv-eviction-max-budget": "50%",
+        "--kv-eviction-shared-blocks": "evict",
         "--kv-eviction-attention": "triton",
     }
     expected = {
@@ -162,6 +164,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "beta": 8.0,
         "allow": ["ada-snapkv", "streaming-llm"],
         "max_budget": "50%",
+        "shared_blocks": "evict",
         "attention": "triton",
     }
     assert set(expected) == set(EvictionConfig.model_fields)

@@ -14,7 +14,7 @@ from vllm_kvevict.settings.names import POLICY_NAMES
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
-FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "attention"]
+FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "shared_blocks", "attention"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -52,6 +52,7 @@ def test_defaults() -> None:
         "beta": 20.0,
         "allow": (),
         "max_budget": None,
+        "shared_blocks": "keep",
         "attention": "auto",
     }
 
