@@ -1,15 +1,19 @@
 # One word, from a fresh checkout: everything that is missing is installed first.
 PYTHON_VENV := .venv/bin/python
 PYTEST_ARGS ?=
+# Two processes, a file at a time, long files first; a server or an engine takes a core.
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress lint format test demo wheel vllm-source clean
+.PHONY: help setup setup-kvpress lint format check test demo wheel dist vllm-source clean
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
 	@echo "make demo     serve the same load without and with eviction; print one table"
+	@echo "make check    lint, types, units, one engine, one eviction: a minute or two"
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
+	@echo "make dist     what a package index takes, checked by twine, in dist/"
 	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff fix what it can"
@@ -30,14 +34,20 @@ format: setup
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+check: lint
+	$(PYTHON_VENV) -m pytest -q $(PARALLEL) -m "not slow" tests/engine tests/unit $(PYTEST_ARGS)
+
 test: setup setup-kvpress
-	$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
+	$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 demo: setup
 	@$(PYTHON_VENV) -m benchmarks.demo
 
 wheel: setup
 	@packaging/build_wheel.sh
+
+dist:
+	@packaging/dist.sh
 
 vllm-source:
 	@packaging/fetch_vllm_source.sh

@@ -33,7 +33,14 @@ def no_gpu_reason() -> str | None:
     return None
 
 
+def process_of(path: Path) -> str:
+    """Tests of one name share a process: a file, or the folder whose servers are shared."""
+    return str(path.parent if path.parent.name == "faults" else path)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(process_of(item.path)))
     needing = [item for item in items if item.get_closest_marker("gpu")]
     reason = no_gpu_reason() if needing else None
     if reason:

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.engine.harness import Engine, Setup
@@ -88,6 +89,7 @@ class Metered(Engine):
         return held / (tokens * len(self.evicting)) if tokens > 0 else None
 
 
+@pytest.mark.slow
 def test_reports_under_random_load() -> None:
     totals: Counter[str] = Counter()
 

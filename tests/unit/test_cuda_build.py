@@ -11,6 +11,8 @@ import pytest
 from csrc.build import ARCHITECTURES, architectures, compile_extension, find_nvcc
 from vllm_kvevict.ops.cuda.fakes import OPERATIONS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ALL = os.environ.get("KVEVICT_TEST_ALL_ARCHS") == "1"
 LOADED = """

@@ -102,12 +102,53 @@ def test_every_folder_with_modules_is_a_package() -> None:
     assert {"vllm_kvevict.policies", "vllm_kvevict.ops.reference", "vllm_kvevict.engine"} <= names
 
 
-def test_wheel_contains_every_module_and_nothing_else(tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_wheel_contains_every_module_and_nothing_else(wheel: Path) -> None:
     tree = ROOT / "vllm_kvevict"
     expected = {str(p.relative_to(ROOT)) for p in tree.rglob("*.py")}
-    shipped = {name for name in wheel if not re.match(r"vllm_kvevict-[^/]+\.dist-info/", name)}
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    shipped = {name for name in names if not re.match(r"vllm_kvevict-[^/]+\.dist-info/", name)}
     assert shipped == expected
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_evicts(wheel: Path, tmp_path: Path, tiny_model: Path) -> None:
+    """Nothing but the wheel: its metadata brings the flags, and an engine evicts."""
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
+    (found,) = importlib.metadata.distributions(name="vllm-kvevict", path=[str(site)])
+    assert found.metadata["License-Expression"] == "Apache-2.0"
+    assert [f.read_text() for f in found.files or () if f.name == "LICENSE"] == [
+        (ROOT / "LICENSE").read_text()
+    ]
+    points = found.entry_points.select(group="vllm.general_plugins")
+    assert [point.value for point in points] == ["vllm_kvevict.front.plugin:register"]
+    code = (
+        "import vllm_kvevict\n"
+        f"assert vllm_kvevict.__file__.startswith({str(site)!r})\n"
+        "from vllm import LLM, SamplingParams\n"
+        "settings = {'kv_eviction': {'policy': 'ada-snapkv', 'budget': 96}}\n"
+        "memory = dict(kv_cache_memory_bytes=64 << 20, block_size=32, max_model_len=512)\n"
+        f"llm = LLM({str(tiny_model)!r}, additional_config=settings, dtype='float32',\n"
+        "    enforce_eager=True, **memory)\n"
+        "prompt = {'prompt_token_ids': list(range(3, 403))}\n"
+        "llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))\n"
+        "scheduler = llm.llm_engine.engine_core.engine_core.scheduler\n"
+        "assert scheduler.eviction_counters.evictions_prefill == 1\n"
+        "assert scheduler.eviction_counters.blocks_freed > 0\n"
+    )
+    environment = os.environ | dict(PYTHONPATH=str(site), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    environment.pop("VLLM_PLUGINS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_a_process_left_behind_is_ended(tmp_path: Path) -> None:
@@ -132,8 +173,8 @@ def test_a_process_left_behind_is_ended(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def build_wheel(folder: Path) -> set[str]:
-    """File names of a wheel built from a copy of the sources, so that the tree stays clean."""
+def build_wheel(folder: Path) -> Path:
+    """A wheel built from a copy of the sources, so that the tree stays clean."""
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -147,5 +188,4 @@ def build_wheel(folder: Path) -> set[str]:
     environment = os.environ | {"KVEVICT_CUDA": "0"}
     subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+    return wheel

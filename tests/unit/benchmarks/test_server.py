@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.server import Server, ServerFailed
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 # Two processes, of which the second follows the first, as vLLM's do.
 STUBBORN = """

@@ -14,6 +14,8 @@ from benchmarks.quality.options import SHIPPED
 from benchmarks.quality.train import Stage, rate_at, spelled, train
 from benchmarks.quality.train import weights as read_weights
 
+pytestmark = pytest.mark.slow
+
 
 def options(output: Path, stages: list[str], resume: bool) -> Namespace:
     return Namespace(

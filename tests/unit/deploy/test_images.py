@@ -15,6 +15,8 @@ import yaml
 from vllm_kvevict.hooks.versions import check_vllm
 from vllm_kvevict.settings.config import KEY, EvictionConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 RAY = sorted((DEPLOY / "ray").glob("*.yaml"))

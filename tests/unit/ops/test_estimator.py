@@ -16,6 +16,8 @@ from vllm_kvevict.ops.reference.estimator import (
 )
 from vllm_kvevict.ops.reference.sample import digest
 
+pytestmark = pytest.mark.slow
+
 ANY = 10**9
 
 

@@ -7,6 +7,8 @@ from triton.compiler import ASTSource
 
 from vllm_kvevict.ops.triton import decode, gather, observe, page_table, splits
 
+pytestmark = pytest.mark.slow
+
 HEADS = dict(HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128)
 ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, LOG2E=1.44, FP8=False)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")

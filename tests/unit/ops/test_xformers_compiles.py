@@ -8,6 +8,8 @@ from triton.compiler import ASTSource
 from tests.unit.ops.test_triton_compiles import FLOATS, KERNELS, NUMBERS
 from vllm_kvevict.ops.triton import gather, page_table, splits
 
+pytestmark = pytest.mark.slow
+
 ABSENT = (
     "Seq_starts_k Seq_starts_q Seq_starts_q_multiplier additive_bias K_fp8_scale_shift "
     "V_fp8_scale_shift stride_k_fp8_scale_shift_z stride_k_fp8_scale_shift_n "

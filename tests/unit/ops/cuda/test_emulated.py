@@ -5,7 +5,7 @@ import pytest
 from tests.kernels import choose, pages, score
 from vllm_kvevict.ops.cuda import pages as operations_on_pages
 
-pytestmark = pytest.mark.usefixtures("emulated")
+pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("shape", pages.COMPACT_CASES, ids=lambda s: f"{s.dtype}-{s.head_size}")

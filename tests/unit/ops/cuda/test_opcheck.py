@@ -5,7 +5,7 @@ import pytest
 from tests.emulation.build import NAMESPACE
 from tests.kernels import opcheck
 
-pytestmark = pytest.mark.usefixtures("emulation")
+pytestmark = [pytest.mark.usefixtures("emulation"), pytest.mark.slow]
 
 
 def test_opcheck():
