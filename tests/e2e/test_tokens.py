@@ -163,7 +163,7 @@ def test_preemption(tiny_model, oracle, policy, caching):
 
 def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
     """Groups that evict together and apart, preempted in a small pool, with prefix-cache hits."""
-    prompts = [random_prompt(n, seed=n) for n in (150, 500, 480, 460, 440, 420, 150 + 17)]
+    prompts = [random_prompt(n, seed=n) for n in (167, 500, 480, 460, 440, 420, 150)]
     with engine(
         tiny_model_kv4,
         dict(policy="ada-pyramid", budget=128, interval=160, beta=8.0),
@@ -182,12 +182,12 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
         assert preempted
         long, short = (run.lives()[index][-1].evictions for index in (1, 0))
         kept = [[len(head) for head in layer] for layer in long[0].positions]
-        # 96 tokens beside the window: 180, 124, 68 and 12 in layers of four heads.
-        assert [sum(layer) for layer in kept] == [4 * 32 * blocks for blocks in (5, 3, 2, 1)]
+        # 96 tokens beside the window: 180, 124, 68 and 12, or 5.3, 3.7, 2 and at least 1 blocks.
+        assert [sum(layer) for layer in kept] == [4 * 32 * blocks for blocks in (5, 4, 2, 1)]
         assert any(len(set(layer)) > 1 for layer in kept)
         evicted = [[layer is not None for layer in each.positions] for each in short]
-        assert evicted[0] == [False, False, True, True], "all of it fits the shallow layers"
-        assert [True, True, False, False] in evicted, "which evict when they have outgrown that"
+        assert evicted[0] == [False, True, True, True], "all of it fits the shallowest layer"
+        assert [True, False, False, False] in evicted, "which evicts when it has outgrown that"
         hits = []
         look_up = run.scheduler._get_local_prefix_cache_hit
         run.scheduler._get_local_prefix_cache_hit = lambda request: (
@@ -195,7 +195,7 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
         )
         for _ in range(2):
             assert_exact(oracle_kv4, run, prompts[:1], 20)
-        assert hits[-1][1] == 96, "the window is computed, in every group"
+        assert hits[-1][1] == 128, "the window is computed, in every group"
         assert run.free_blocks() == 4 * 29
 
 
@@ -246,8 +246,8 @@ def test_measured_shares_of_layers_that_are_not_neighbours(
             hits.append(look_up(request)) or hits[-1]
         )
         for _ in range(2):
-            assert_exact(oracle_kv4, run, prompts[:1], 20)
-        assert hits[-1][1] == 96, "the window is computed, in every group"
+            assert_exact(oracle_kv4, run, prompts[-1:], 20)
+        assert hits[-1][1] == 128, "the window is computed, in every group"
         assert run.free_blocks() == 2 * 29
 
 

@@ -41,7 +41,10 @@ def run(options: Options, engine_args: Any) -> LayerShares:
     longest = max(map(len, prompts))
     llm = start(sized(engine_args, longest + 2))
     try:
-        counts = [counted(llm, config, prompt) for prompt in _progress(prompts)]
+        counts = [
+            rank.kept(scores_of(llm, prompt), kept_tokens(config, len(prompt)))
+            for prompt in progress(prompts)
+        ]
         model = identity(llm.llm_engine.vllm_config)
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -74,8 +77,13 @@ def prompts_of(options: Options, tokenizer: Any) -> list[list[int]]:
     return [ids for sample in samples for ids in token_ids(tokenizer, sample)]
 
 
-def counted(llm: Any, config: EvictionConfig, prompt: Sequence[int]) -> torch.Tensor:
-    """[L, H] tokens that each KV head keeps of a prompt, all layers ranked together.
+def kept_tokens(config: EvictionConfig, length: int) -> int:
+    """Tokens that a KV head keeps of a prompt beside the window, on average."""
+    return config.timeline(block_size=1).store_blocks(length)
+
+
+def scores_of(llm: Any, prompt: Sequence[int]) -> torch.Tensor:
+    """[L, H, N] scores of all evictable layers, by depth, where the prompt ends.
 
     Raises:
         CalibrateError: The prompt is too short to evict.
@@ -104,14 +112,14 @@ def counted(llm: Any, config: EvictionConfig, prompt: Sequence[int]) -> torch.Te
         worker.listeners.remove(listen)
     if not found:
         raise CalibrateError(
-            f"nothing was evicted of a prompt of {len(prompt)} tokens at a budget of "
-            f"{config.budget}: give longer prompts or a lower --kv-eviction-budget"
+            f"nothing was evicted of a prompt of {len(prompt)} tokens: give longer prompts or a "
+            "lower --kv-eviction-budget"
         )
-    scores = torch.stack([found[layer] for layer in sorted(found)])
-    return rank.kept(scores, config.timeline(block_size=1).store_blocks(len(prompt)))
+    return torch.stack([found[layer] for layer in sorted(found)])
 
 
-def _progress(prompts: list[list[int]]) -> Any:
+def progress(prompts: list[list[int]]) -> Any:
+    """The prompts, with a bar on stderr."""
     from tqdm import tqdm
 
     return tqdm(prompts, desc="prompts", unit="prompt")

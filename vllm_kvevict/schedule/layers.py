@@ -64,11 +64,13 @@ class Share:
         held = [round(blocks, 6) for blocks in self._fill(total, most, length / budget)]
         whole = [int(blocks) for blocks in held]
         left = round(total - sum(map(mul, self.sizes, whole)), 6)
-        # The largest remainder is rounded up first.
+        # The largest remainder is rounded up first, and none instead of it: of two groups the one
+        # with the larger share never keeps less.
         for group in sorted(range(len(held)), key=lambda group: whole[group] - held[group]):
-            if self.sizes[group] <= left and whole[group] < most:
-                whole[group] += 1
-                left -= self.sizes[group]
+            if self.sizes[group] > left or whole[group] == most:
+                break
+            whole[group] += 1
+            left -= self.sizes[group]
         return whole[self.group]
 
     def _fill(self, total: float, most: int, room: float) -> list[float]:

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kvevict.schedule.layers import Share, alike, by_layer, padding, pyramid
@@ -86,7 +86,7 @@ def test_layers_together_keep_the_mean(shares, most, budget, length, block):
     assert sum(kept) > total - max(places[0].sizes) or bounded, "and less by a group at most"
     order = sorted(places, key=lambda share: share.value)
     stores = [share.blocks(budget, length, block) for share in order]
-    assert all(one <= other + 1 for one, other in pairwise(stores))
+    assert stores == sorted(stores), "the larger share never keeps less"
 
 
 @given(
@@ -123,6 +123,7 @@ def test_what_a_small_share_is_given_is_taken_from_the_others():
     assert [share.blocks(0.9 * BLOCK, 100 * BLOCK, BLOCK) for share in places] == [1, 1, 1]
 
 
+@example(budget="43%", length=126, layers=3, most=2, beta=1.0, allowed=False)
 @given(
     budget=st.one_of(st.integers(WINDOW + 1, 3000), st.integers(1, 100).map(lambda p: f"{p}%")),
     length=st.integers(1, 6000),
