@@ -3,7 +3,7 @@
 import json
 import random
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,10 @@ def from_file(path: Path, tokenizer: Any) -> list[list[int]]:
 def _ids(tokenizer: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    if not isinstance(prompt, Sequence):
+    messages = isinstance(prompt, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
+    )
+    if not messages:
         raise ValueError(f"a line must be a text or a list of messages, not {prompt!r:.40}")
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))

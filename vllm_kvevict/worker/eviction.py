@@ -192,11 +192,11 @@ class WorkerEviction:
             found.append(protect(raw, candidates.valid, eviction.protect_first))
         scores = torch.stack(found)
         allocator = self.policies[eviction.policy].allocator
-        shares = None
+        of_heads = None
         if self._head_shares is not None and keeps_by_layer(eviction.policy, measured=True):
-            shares = self._head_shares[group.group_id]
+            of_heads = self._head_shares[group.group_id]
         caps = candidate_pages - padding
-        pages = allocator.pages(scores, caps, len(group.store), bs, shares)
+        pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
         columns = select_tokens(scores, pages, bs)
         source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
         for index, name in enumerate(state.layer_names):

@@ -84,7 +84,7 @@ def test_layers_together_keep_the_mean(shares, most, budget, length, block):
     assert sum(kept) <= max(total, len(shares)) + 1e-6, "never more than the budget"
     bounded = all(blocks == max(1, pages) for blocks in kept)
     assert sum(kept) > total - max(places[0].sizes) or bounded, "and less by a group at most"
-    order = sorted(places, key=lambda share: share.value)
+    order = sorted(places, key=lambda share: (share.value, -share.group))
     stores = [share.blocks(budget, length, block) for share in order]
     assert stores == sorted(stores), "the larger share never keeps less"
 
