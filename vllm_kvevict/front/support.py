@@ -280,6 +280,7 @@ def _check_policies(config: "EvictionConfig") -> None:
     """Refuse policies that do not load, or whose attention path this platform does not have."""
     from vllm.platforms import current_platform
 
+    from vllm_kvevict.policies.base import WeightedScorer
     from vllm_kvevict.policies.registry import build_policies
 
     # Also where nothing is refused: a policy of another package may not load.
@@ -287,9 +288,9 @@ def _check_policies(config: "EvictionConfig") -> None:
     if current_platform.is_cpu():
         return
     for name, policy in policies:
-        if policy.scorer.page_channels:
+        if policy.needs_accumulated or isinstance(policy.scorer, WeightedScorer):
             raise ValueError(
                 f"KV eviction does not support the policy {name} on this platform, because only "
-                "its CPU attention backend keeps numbers beside the cached tokens; choose another "
-                "policy."
+                "its CPU attention backend reads or writes numbers beside the cached tokens; "
+                "choose another policy."
             )

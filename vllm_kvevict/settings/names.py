@@ -34,6 +34,9 @@ TABLE = {
     "snapkv": Entry(
         "snapkv", "attention of the last queries, pooled; every head keeps as much", True
     ),
+    "defensive": Entry(
+        "defensive", "highest attention of the last queries, times the share of the values", True
+    ),
     "h2o": Entry("h2o", "attention of all queries so far (heavy hitters), and recent tokens", True),
     "pyramidkv": Entry(
         "snapkv",

@@ -1,7 +1,7 @@
 """The worker's side of eviction: follows the scheduler's plan and moves the survivors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from zlib import crc32
 
@@ -18,13 +18,14 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.ops.reference.shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.prompts import PromptDigests
-from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
+from vllm_kvevict.worker.ranks import first_head, mean_of_ranks, sum_of_ranks
 from vllm_kvevict.worker.runners import RunnerRows
 
 
@@ -179,11 +180,15 @@ class WorkerEviction:
         tail_blocks = (group.tail_start - group.old_tail_start) // bs
         candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
         scorer = self.policies[eviction.policy].scorer
+        shares = self._shares(state, grid, group) if scorer.needs_shares else None
         found, summaries = [], []
         for index, name in enumerate(state.layer_names):
             candidates = self._candidates(
                 name, grid[index], padding[index], candidate_pages, eviction, group
             )
+            if shares is not None:
+                mine = shares[index, :, : candidates.valid.shape[1]]
+                candidates = replace(candidates, shares=mine)
             if isinstance(scorer, WeightedScorer):
                 summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
                 raw = summaries[-1].scores
@@ -203,7 +208,9 @@ class WorkerEviction:
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
             cache.layout.copy(cache.pages, *source, target_page)
-            if scorer.page_channels:
+            if shares is not None:
+                self._keep_shares(name, shares[index], columns[index], pages[index], target_page)
+            elif scorer.page_channels:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
         log_weights = None
@@ -215,6 +222,38 @@ class WorkerEviction:
             listener(
                 EvictionRecord(eviction, group, columns, pages, padding * bs, scores, log_weights)
             )
+
+    def _shares(self, state: GroupState, grid: torch.Tensor, group: GroupEviction) -> torch.Tensor:
+        """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
+
+        Of a token of the store it is what :meth:`_keep_shares` wrote; all heads hold the others.
+        """
+        assert self.page_values is not None
+        stored, norms = [], []
+        store_pages = grid.shape[-1] - len(group.positional)
+        for name, pages in zip(state.layer_names, grid, strict=True):
+            stored.append(self.page_values.layer(name)[pages[:, :store_pages], :, 0])
+            values = self._caches[name].values(pages[:, store_pages:])
+            norms.append(values.float().norm(dim=-1))
+        found = value_shares(torch.stack(norms).flatten(2), sum_of_ranks)
+        return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
+
+    def _keep_shares(
+        self,
+        layer_name: str,
+        shares: torch.Tensor,
+        columns: torch.Tensor,
+        pages: torch.Tensor,
+        target_page: torch.Tensor,
+    ) -> None:
+        """Write the shares of a layer's survivors beside them."""
+        assert self.page_values is not None
+        values = self.page_values.layer(layer_name)
+        block_size = values.shape[1]
+        heads = torch.arange(len(pages), device=pages.device).repeat_interleave(
+            pages * block_size, output_size=columns.numel()
+        )
+        values[target_page, :, 0] = shares[heads, columns].view(-1, block_size)
 
     def _weigh(
         self,

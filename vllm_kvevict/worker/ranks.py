@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of a layer: their average, and which heads are whose."""
+"""The tensor-parallel ranks of a layer: their sum and average, and which heads are whose."""
 
 import torch
 from vllm.distributed import (
@@ -8,10 +8,15 @@ from vllm.distributed import (
 )
 
 
-def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Average over the tensor-parallel ranks, the same on each; every rank must call it."""
+def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the tensor-parallel ranks, the same on each; every rank must call it."""
     size = get_tensor_model_parallel_world_size()
-    return tensor if size == 1 else tensor_model_parallel_all_reduce(tensor) / size
+    return tensor if size == 1 else tensor_model_parallel_all_reduce(tensor)
+
+
+def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Average over the tensor-parallel ranks, as :func:`sum_of_ranks`."""
+    return sum_of_ranks(tensor) / get_tensor_model_parallel_world_size()
 
 
 def first_head(num_heads: int) -> int:

@@ -255,7 +255,7 @@ def test_bench_throughput() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--kv-eviction", "nope"], "choose from ada-snapkv, snapkv, ada-h2o, h2o, ada-pyramid"),
+        (["--kv-eviction", "nope"], "choose from ada-snapkv, snapkv, ada-defensive, defensive"),
         (["--kv-eviction", "snapkv", "--kv-eviction-window", "x"],
          "--kv-eviction-window: must be a valid integer, not 'x'"),
         (["--kv-eviction", "snapkv", "--kv-eviction-floor", "low"],

@@ -205,7 +205,7 @@ def test_max_budget() -> None:
 def test_unknown_policy_names_the_valid_ones(policy: Any) -> None:
     message = complaint({"policy": policy})
     assert f"--kv-eviction: unknown policy {policy!r}" in message
-    assert "choose from ada-snapkv, snapkv, ada-h2o, h2o, ada-pyramid, pyramidkv" in message
+    assert "choose from ada-snapkv, snapkv, ada-defensive, defensive, ada-h2o, h2o" in message
 
 
 def test_missing_policy() -> None:

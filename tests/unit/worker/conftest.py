@@ -10,4 +10,5 @@ from vllm_kvevict.worker import eviction as eviction_pass
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor parallelism, and nothing of vLLM's that would say so."""
     monkeypatch.setattr(eviction_pass, "first_head", lambda num_heads: 0)
-    monkeypatch.setattr(eviction_pass, "mean_of_ranks", lambda scores: scores)
+    for name in ("mean_of_ranks", "sum_of_ranks"):
+        monkeypatch.setattr(eviction_pass, name, lambda tensor: tensor)

@@ -1,17 +1,23 @@
 """score: attention of the observation window over the cached tokens, and its pooling. Reference."""
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
 
+LOGITS = 2**20
+"""Most logits that stand in memory at once, unless :data:`FEWEST` rows have more: 4 MiB."""
+
+FEWEST = 16
+"""Rows of a block at least: with fewer a product would wait for the keys."""
+
 
 def window_attention(candidates: Candidates) -> torch.Tensor:
     """Mean attention weight that the window's queries give each token before the window.
 
-    Ada-KV section 3.4 (SnapKV), and 3.5 for the mean over the query heads of a group. Query i
-    of the w sees every valid column up to its own, which is column ``columns - w + i``. Works
-    on one KV head at a time: the largest temporary is [G * w, columns].
+    Ada-KV section 3.4 (SnapKV), and 3.5 for the mean over the query heads of a group.
 
     Returns:
         [H, num_candidates + r] float32; 0 where ``valid`` is False.
@@ -20,12 +26,47 @@ def window_attention(candidates: Candidates) -> torch.Tensor:
         ValueError: The candidates carry no queries, or not ``window`` of them.
 
     """
-    columns = candidates.keys.shape[1] - candidates.window
-    scores = candidates.keys.new_empty(candidates.num_heads, columns, dtype=torch.float32)
+    columns = candidates.valid.shape[1] - candidates.window
+    sums = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
     for head in range(candidates.num_heads):
-        weights = head_attention(candidates, head, candidates.window)
-        scores[head] = weights[..., :columns].mean((0, 1))
-    return scores
+        for weights in window_rows(candidates, head):
+            sums[head] += weights[:, :columns].sum(0)
+    assert candidates.queries is not None
+    return sums / (candidates.queries.shape[1] * candidates.window)
+
+
+def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
+    """Attention weights of the window's queries on what one KV head holds, some rows at a time.
+
+    Row ``g * w + i`` belongs to query head g of the group and query i of the window. A block has
+    :data:`FEWEST` rows, or more while they are no more than :data:`LOGITS` logits: what stands
+    in memory grows with the columns only.
+
+    Yields:
+        [b, columns] float32, each row summing to 1; as :func:`head_attention`. G * w rows in all.
+
+    Raises:
+        ValueError: The candidates carry no queries, or not ``window`` of them.
+
+    """
+    queries, window = candidates.queries, candidates.window
+    if queries is None or queries.shape[2] != window:
+        raise ValueError(f"window attention needs the queries of the last {window} tokens")
+    keys = candidates.keys[head].float().T
+    valid = candidates.valid[head]
+    columns = len(valid)
+    ahead = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
+    ahead = ahead.repeat(queries.shape[1], 1)
+    padding = columns - int(valid.sum())
+    rows = queries[head].float().flatten(0, 1) * candidates.scale
+    count = max(FEWEST, LOGITS // columns)
+    for block, hidden in zip(rows.split(count), ahead.split(count), strict=True):
+        logits = block @ keys
+        if candidates.softcap:
+            logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
+        logits[:, columns - window :].masked_fill_(hidden, float("-inf"))
+        logits[:, :padding] = float("-inf")
+        yield logits.softmax(-1)
 
 
 def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""Peaks of the window's attention against attention spelled out number by number."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.policies.spelled_out import attention, cases
+from tests.unit.policies.test_policies import random_candidates
+from vllm_kvevict.ops.reference import score
+from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.policies.base import Candidates
+
+
+def spelled_out(candidates: Candidates, kernel: int) -> list[dict[int, float]]:
+    """[H] for each cached token before the window: the highest of all rows' averages, floored."""
+    last = candidates.valid.shape[1] - candidates.window
+    found = []
+    for head in range(candidates.num_heads):
+        mine = [c for c in range(last) if candidates.valid[head, c]]
+        highest = {}
+        for c in mine:
+            averages = []
+            for rows in attention(candidates, head):
+                for row in rows:
+                    near = range(c - kernel // 2, c + kernel // 2 + 1)
+                    averages.append(math.fsum(row.get(n, 0) for n in near if n < last) / kernel)
+            highest[c] = max(averages)
+        mean = math.fsum(highest.values()) / len(mine)
+        found.append({c: max(peak, mean) for c, peak in highest.items()})
+    return found
+
+
+@settings(deadline=None)
+@given(cases(), st.sampled_from([1, 3, 5]), st.sampled_from([1, 2, 16]))
+def test_window_peaks(case, kernel, rows_at_once):
+    """However few rows stand in memory at once."""
+    limits = score.LOGITS, score.FEWEST
+    score.LOGITS, score.FEWEST = 1, rows_at_once
+    try:
+        peaks = window_peaks(case.candidates, kernel)
+    finally:
+        score.LOGITS, score.FEWEST = limits
+    assert peaks.dtype == torch.float32
+    assert peaks.shape[1] == case.candidates.valid.shape[1] - case.candidates.window
+    for mine, expected in zip(peaks, spelled_out(case.candidates, kernel), strict=True):
+        torch.testing.assert_close(
+            mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
+        )
+
+
+@settings(deadline=None)
+@given(cases())
+def test_bounds(case):
+    """Peaks lie in [0, 1], the least is at least a mean's share; a wider average lowers the top."""
+    narrow, wide = window_peaks(case.candidates, 1), window_peaks(case.candidates, 5)
+    for head, valid in enumerate(case.candidates.valid[:, : narrow.shape[1]]):
+        for peaks in (narrow[head, valid], wide[head, valid]):
+            assert 0 <= peaks.max() / len(peaks) <= peaks.min() * (1 + 1e-5)
+        assert wide[head, valid].max() <= narrow[head, valid].max() + 1e-6 <= 1 + 1e-5
+
+
+def test_needs_the_whole_window():
+    candidates = random_candidates()
+    for queries in (None, candidates.queries[:, :, 1:]):
+        with pytest.raises(ValueError, match="last 4 tokens"):
+            window_peaks(replace(candidates, queries=queries), 5)

@@ -1,0 +1,40 @@
+"""defensive against its definition, number by number."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from tests.unit.ops.test_defensive import spelled_out
+from tests.unit.policies.spelled_out import best, cases
+from tests.unit.policies.test_policies import random_candidates
+from vllm_kvevict.policies.allocators import Adaptive, Uniform
+from vllm_kvevict.policies.defensive import Defensive
+from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.settings.config import EvictionConfig
+
+
+@settings(deadline=None)
+@given(cases())
+def test_keeps_the_highest_peaks_times_shares(case):
+    expected = []
+    for head, peaks in enumerate(spelled_out(case.candidates, 5)):
+        shares = case.candidates.shares[head].tolist()
+        scores = {c: peaks[c] * shares[c] for c in case.columns(head)}
+        expected.append(best(scores, case.keep))
+    assert case.kept(Defensive()) == expected
+
+
+def test_policies_and_what_they_read():
+    config = EvictionConfig(policy="ada-defensive", floor=0.35, pool_kernel=9, pool="max")
+    for name, allocator in [("ada-defensive", Adaptive(0.35)), ("defensive", Uniform())]:
+        policy = build_policy(config.model_copy(update={"policy": name}))
+        assert policy.allocator == allocator and policy.scorer == Defensive(5)
+        assert policy.needs_window and policy.scorer.needs_shares
+        assert not policy.needs_accumulated and not policy.scorer.needs_values
+        assert policy.scorer.page_channels == 1
+
+
+def test_needs_shares():
+    with pytest.raises(ValueError, match="shares"):
+        Defensive().scores(replace(random_candidates(), shares=None))

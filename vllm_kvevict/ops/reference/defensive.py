@@ -1,0 +1,46 @@
+"""defensive: the most attention that any query of the window gives a cached token. Reference."""
+
+import torch
+
+from vllm_kvevict.ops.candidates import Candidates
+from vllm_kvevict.ops.reference.score import window_rows
+
+
+def window_peaks(candidates: Candidates, kernel: int) -> torch.Tensor:
+    """Highest attention that a query of the window gives each token before the window.
+
+    Defensive aggregation (DefensiveKV, arXiv:2510.13334) in the place of a mean. Each row of
+    weights, one per query head and window query, is averaged over ``kernel`` neighbours along
+    the sequence; neighbours in the padding, in the window and beyond the ends count as zeros.
+    Then the maximum over the rows of a KV head. No token of a head is below the mean of that
+    head's tokens.
+
+    Args:
+        candidates: One layer of one request.
+        kernel: Width of the average in tokens, odd; 1 for none.
+
+    Returns:
+        [H, num_candidates + r] float32; means nothing where ``valid`` is False.
+
+    Raises:
+        ValueError: The candidates carry no queries, or not ``window`` of them.
+
+    """
+    columns = candidates.valid.shape[1] - candidates.window
+    peaks = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
+    for head in range(candidates.num_heads):
+        for weights in window_rows(candidates, head):
+            pooled = _neighbour_sums(weights[:, :columns], kernel)
+            torch.maximum(peaks[head], pooled.amax(0), out=peaks[head])
+    valid = candidates.valid[:, :columns]
+    peaks = (peaks / kernel).masked_fill(~valid, 0.0)
+    return peaks.maximum(peaks.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True))
+
+
+def _neighbour_sums(rows: torch.Tensor, kernel: int) -> torch.Tensor:
+    """[rows, N] sums over ``kernel`` neighbours. Faster than torch's pooling of a long row."""
+    sums = rows.clone()
+    for step in range(1, kernel // 2 + 1):
+        sums[:, step:] += rows[:, :-step]
+        sums[:, :-step] += rows[:, step:]
+    return sums
