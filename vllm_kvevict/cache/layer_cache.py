@@ -52,6 +52,20 @@ class LayerCache:
         """
         return self._widened(self.layout.read_keys(self.pages, pages), self.key_scale)
 
+    def sequences(self, elements: torch.Tensor) -> torch.Tensor:
+        """Keys or values of pages behind one another.
+
+        Args:
+            elements: [H, P, block_size, D] of :meth:`keys` or :meth:`values`.
+
+        Returns:
+            [H, P * block_size, D]; the smaller of the last two strides stays the smaller.
+
+        """
+        if elements.stride(-2) < elements.stride(-1):
+            return elements.permute(0, 3, 1, 2).flatten(2).mT
+        return elements.flatten(1, 2)
+
     def values(self, pages: torch.Tensor) -> torch.Tensor:
         """Values of whole pages, as :meth:`keys`."""
         return self._widened(self.layout.read_values(self.pages, pages), self.value_scale)

@@ -87,16 +87,15 @@ class PageLayout:
             index: [...] int64 pages.
 
         Returns:
-            [..., block_size, D] in the cache's dtype, a copy.
+            [..., block_size, D] in the cache's dtype, a copy. Where a page holds keys dimension by
+            dimension, the copy may, too.
 
         """
-        strided = self._views[0].of(pages)
-        return pages[index][..., self.keys] if strided is None else strided[index]
+        return self._views[0].read(pages, index)
 
     def read_values(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Values of whole pages, as :meth:`read_keys`."""
-        strided = self._views[1].of(pages)
-        return pages[index][..., self.values] if strided is None else strided[index]
+        return self._views[1].read(pages, index)
 
     def copy(
         self,
@@ -117,32 +116,78 @@ class PageLayout:
 
         """
         for view in self._views:
-            shape = (-1, *view.offsets.shape)
-            strided = view.of(pages)
-            if strided is not None:
-                strided[target_page] = strided[source_page, source_slot].view(shape)
-            else:
-                tokens = pages[source_page[:, None], view.offsets[source_slot]]
-                target = target_page[:, None, None].expand(-1, *view.offsets.shape)
-                pages[target, view.offsets] = tokens.view(shape)
+            view.copy(pages, source_page, source_slot, target_page)
+
+
+def _split(offsets: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """Outer and inner size of a row of offsets, and their strides; None where it has no such."""
+    count = len(offsets)
+    inner = 1
+    while inner < count and int(offsets[inner]) == inner * int(offsets[1]):
+        inner += 1
+    if count % inner:
+        return None
+    steps = [int(offsets[inner]) if inner < count else 0, int(offsets[1]) if inner > 1 else 0]
+    index = torch.arange(count)
+    even = torch.equal(index // inner * steps[0] + index % inner * steps[1], offsets)
+    return (count // inner, inner, steps[0], steps[1]) if even else None
 
 
 class _View:
-    """Offsets [block_size, D], as a strided view of the pages where they are evenly spaced."""
+    """Offsets [block_size, D], as a strided view of the pages where they are evenly spaced.
+
+    Tokens and dimensions may each lie in groups, as a kernel for tiles stores them: the view has
+    an outer and an inner dimension for both.
+    """
 
     def __init__(self, offsets: torch.Tensor) -> None:
         self.offsets = offsets
-        rows, columns = offsets.shape
         self.base = int(offsets[0, 0])
-        self.token = int(offsets[1, 0]) - self.base if rows > 1 else 1
-        self.dim = int(offsets[0, 1]) - self.base if columns > 1 else 1
-        even = self.base + torch.arange(rows)[:, None] * self.token
-        self.even = torch.equal(even + torch.arange(columns) * self.dim, offsets)
+        tokens, dims = offsets[:, 0] - self.base, offsets[0] - self.base
+        by_token, by_dim = _split(tokens), _split(dims)
+        self.even = False
+        if by_token and by_dim:
+            self.even = torch.equal(offsets, offsets[:, :1] + dims)
+            (outer, self.inner, *token_strides), (groups, size, *dim_strides) = by_token, by_dim
+            self.shape = (outer, self.inner, groups, size)
+            self.strides = (*token_strides, *dim_strides)
+            # Dimensions of the view from the largest stride to the smallest: pages in memory order.
+            self.order = sorted(range(4), key=lambda dim: -self.strides[dim])
 
     def of(self, pages: torch.Tensor) -> torch.Tensor | None:
-        """[num_pages, block_size, D], sharing memory with ``pages``; None if not evenly spaced."""
+        """[num_pages, tokens, tokens in a group, dims, dims in a group], not a copy; None if not
+        evenly spaced."""
         if not self.even:
             return None
-        shape = (pages.shape[0], *self.offsets.shape)
-        strides = (pages.stride(0), self.token, self.dim)
-        return pages.as_strided(shape, strides, pages.storage_offset() + self.base)
+        strides = (pages.stride(0), *self.strides)
+        first = pages.storage_offset() + self.base
+        return pages.as_strided((pages.shape[0], *self.shape), strides, first)
+
+    def read(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """[..., block_size, D] of pages ``index``, a copy in the order of memory if even."""
+        strided = self.of(pages)
+        if strided is None:
+            return pages[index][..., self.offsets]
+        read = self._ordered(strided).index_select(0, index.flatten())
+        back = [1 + self.order.index(dim) for dim in range(4)]
+        return read.permute(0, *back).reshape(*index.shape, *self.offsets.shape)
+
+    def copy(
+        self,
+        pages: torch.Tensor,
+        source_page: torch.Tensor,
+        source_slot: torch.Tensor,
+        target_page: torch.Tensor,
+    ) -> None:
+        """As :meth:`PageLayout.copy`."""
+        strided = self.of(pages)
+        if strided is None:
+            tokens = pages[source_page[:, None], self.offsets[source_slot]]
+            target = target_page[:, None, None].expand(-1, *self.offsets.shape)
+            pages[target, self.offsets] = tokens.view(target.shape)
+            return
+        tokens = strided[source_page, source_slot // self.inner, source_slot % self.inner]
+        self._ordered(strided)[target_page] = self._ordered(tokens.view(-1, *self.shape))
+
+    def _ordered(self, strided: torch.Tensor) -> torch.Tensor:
+        return strided.permute(0, *(1 + dim for dim in self.order))

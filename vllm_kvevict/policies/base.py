@@ -41,6 +41,8 @@ class Scorer(ABC):
 
     needs_window: ClassVar[bool] = True
 
+    needs_keys: ClassVar[bool] = True
+
     random: ClassVar[bool] = False
 
     needs_accumulated: ClassVar[bool] = False

@@ -37,6 +37,7 @@ class H2O(Scorer):
     """
 
     needs_window: ClassVar[bool] = False
+    needs_keys: ClassVar[bool] = False
     needs_accumulated: ClassVar[bool] = True
     page_channels: ClassVar[int] = 1
 

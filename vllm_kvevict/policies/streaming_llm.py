@@ -27,6 +27,7 @@ class StreamingLLM(Scorer):
     """
 
     needs_window: ClassVar[bool] = False
+    needs_keys: ClassVar[bool] = False
 
     sinks: int = 4
 

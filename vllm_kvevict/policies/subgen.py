@@ -27,7 +27,7 @@ class SubGen(Scorer):
     def scores(self, candidates: Candidates) -> torch.Tensor:
         columns, keep = candidates.num_candidates, candidates.keep
         valid = candidates.valid[:, :columns]
-        centers = greedy_centers(candidates.keys[:, :columns], valid, keep)
+        centers = greedy_centers(candidates.keys[:, :columns].float(), valid, keep)
         order = torch.arange(keep, 0, -1, dtype=torch.float32, device=valid.device)
         scores = torch.zeros(valid.shape, dtype=torch.float32, device=valid.device)
         scores.scatter_(-1, centers, order.expand_as(centers))

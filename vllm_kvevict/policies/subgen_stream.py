@@ -67,7 +67,7 @@ class SubGenStream(WeightedScorer):
             raise ValueError("subgen-stream needs the values of the cached tokens")
         columns = candidates.num_candidates
         valid = candidates.valid[:, :columns]
-        points = finite(candidates.keys[:, :columns])
+        points = finite(candidates.keys[:, :columns].float())
         norms = squared_norms(candidates.values[:, :columns])
         scores = torch.zeros(valid.shape, dtype=torch.float32)
         log_weights = torch.full((*valid.shape, 2), float("-inf"))

@@ -234,7 +234,7 @@ class WorkerEviction:
         for name, pages in zip(state.layer_names, grid, strict=True):
             stored.append(self.page_values.layer(name)[pages[:, :store_pages], :, 0])
             values = self._caches[name].values(pages[:, store_pages:])
-            norms.append(values.float().norm(dim=-1))
+            norms.append(torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32))
         found = value_shares(torch.stack(norms).flatten(2), sum_of_ranks)
         return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
 
@@ -292,9 +292,10 @@ class WorkerEviction:
         bs, window = state.timeline.block_size, state.timeline.window
         store_pages = grid.shape[-1] - len(group.positional)
         columns = store_pages * bs + eviction.num_tokens - group.old_tail_start
-        keys = cache.keys(grid).flatten(1, 2)[:, :columns]
-        queries = None
         policy = self.policies[eviction.policy]
+        queries = None
+        read = grid if policy.scorer.needs_keys else grid[:, :0]
+        keys = cache.sequences(cache.keys(read))[:, :columns]
         if policy.needs_window:
             assert self.rings is not None and eviction.ring is not None
             recorded = window_queries(
@@ -309,10 +310,10 @@ class WorkerEviction:
             accumulated = sums.flatten(1)[:, :columns]
         values = None
         if policy.scorer.needs_values:
-            values = cache.values(grid).flatten(1, 2)[:, :columns].float()
+            values = cache.sequences(cache.values(grid))[:, :columns].float()
         return Candidates(
-            keys=keys.float(),
-            valid=torch.arange(columns, device=keys.device) >= (padding * bs)[:, None],
+            keys=keys,
+            valid=torch.arange(columns, device=grid.device) >= (padding * bs)[:, None],
             queries=queries,
             window=window,
             num_candidates=candidate_pages * bs,

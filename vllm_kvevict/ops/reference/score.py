@@ -55,10 +55,10 @@ def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
     keys = candidates.keys[head].float().T
     valid = candidates.valid[head]
     columns = len(valid)
-    ahead = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
-    ahead = ahead.repeat(queries.shape[1], 1)
     padding = columns - int(valid.sum())
     rows = queries[head].float().flatten(0, 1) * candidates.scale
+    own = torch.arange(len(rows), device=keys.device)[:, None] % window
+    ahead = torch.arange(window, device=keys.device) > own
     count = max(FEWEST, LOGITS // columns)
     for block, hidden in zip(rows.split(count), ahead.split(count), strict=True):
         logits = block @ keys

@@ -28,8 +28,11 @@ def select_tokens(scores: torch.Tensor, pages: torch.Tensor, block_size: int) ->
         raise ValueError("a head has fewer tokens than its pages hold")
     if bool((per_layer != per_layer[0]).any()):
         raise ValueError(f"layers keep different numbers of pages: {pages.sum(-1).tolist()}")
-    best = scores.argsort(dim=-1, descending=True, stable=True)
-    position = torch.arange(scores.shape[-1], device=scores.device).expand_as(best)
-    rank = torch.empty_like(best).scatter_(-1, best, position)
-    columns = (rank < kept[..., None]).nonzero()[:, 2]
+    # NaN ranks first, as in a sort; a few best are found sooner than all are sorted.
+    ranked = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    best = ranked.topk(int(kept.max()), dim=-1).values
+    least = best.gather(-1, kept[..., None] - 1)
+    above, equal = ranked > least, ranked == least
+    room = kept[..., None] - above.sum(-1, keepdim=True)
+    columns = (above | (equal & (equal.cumsum(-1) <= room))).nonzero()[:, 2]
     return columns.view(scores.shape[0], -1)
