@@ -38,9 +38,9 @@ class Candidates:
             False. None for a policy with ``needs_accumulated = False``.
         values: [H, N + w + r, D] float32: values of all cached tokens, or None for a policy with
             ``needs_values = False``.
-        shares: [H, N + w + r] float32: each head's share of the norms that a token's values had
-            in all heads of the layer (``ops/reference/shares.py``); anything where ``valid`` is
-            False. None for a policy with ``needs_shares = False``.
+        value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values had
+            in all heads of the layer (``ops/reference/value_shares.py``); anything where ``valid`` is
+            False. None for a policy with ``needs_value_shares = False``.
         protected: The first tokens that are kept whatever the scores.
 
     """
@@ -59,7 +59,7 @@ class Candidates:
     first_head: int = 0
     accumulated: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    shares: torch.Tensor | None = None
+    value_shares: torch.Tensor | None = None
     protected: int = 0
 
     @property

@@ -50,7 +50,7 @@ class Scorer(ABC):
 
     needs_values: ClassVar[bool] = False
 
-    needs_shares: ClassVar[bool] = False
+    needs_value_shares: ClassVar[bool] = False
     """Whether a kept token's share of the value norms stands in channel 0 of the page values."""
 
     page_channels: ClassVar[int] = 0

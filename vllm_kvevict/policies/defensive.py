@@ -27,7 +27,7 @@ class Defensive(Scorer):
 
     """
 
-    needs_shares: ClassVar[bool] = True
+    needs_value_shares: ClassVar[bool] = True
     page_channels: ClassVar[int] = 1
 
     kernel: int = 5
@@ -39,11 +39,11 @@ class Defensive(Scorer):
             ValueError: The candidates carry no queries of the window, or no shares.
 
         """
-        if candidates.shares is None:
+        if candidates.value_shares is None:
             raise ValueError("defensive needs the heads' shares of the value norms")
         columns = candidates.num_candidates
         peaks = window_peaks(candidates, self.kernel)[:, :columns]
-        scores = peaks * candidates.shares[:, :columns]
+        scores = peaks * candidates.value_shares[:, :columns]
         return scores.masked_fill(~candidates.valid[:, :columns], float("-inf"))
 
 

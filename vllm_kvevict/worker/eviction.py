@@ -18,7 +18,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
-from vllm_kvevict.ops.reference.shares import value_shares
+from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
@@ -180,7 +180,7 @@ class WorkerEviction:
         tail_blocks = (group.tail_start - group.old_tail_start) // bs
         candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
         scorer = self.policies[eviction.policy].scorer
-        shares = self._shares(state, grid, group) if scorer.needs_shares else None
+        shares = self._value_shares(state, grid, group) if scorer.needs_value_shares else None
         found, summaries = [], []
         for index, name in enumerate(state.layer_names):
             candidates = self._candidates(
@@ -188,7 +188,7 @@ class WorkerEviction:
             )
             if shares is not None:
                 mine = shares[index, :, : candidates.valid.shape[1]]
-                candidates = replace(candidates, shares=mine)
+                candidates = replace(candidates, value_shares=mine)
             if isinstance(scorer, WeightedScorer):
                 summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
                 raw = summaries[-1].scores
@@ -223,7 +223,9 @@ class WorkerEviction:
                 EvictionRecord(eviction, group, columns, pages, padding * bs, scores, log_weights)
             )
 
-    def _shares(self, state: GroupState, grid: torch.Tensor, group: GroupEviction) -> torch.Tensor:
+    def _value_shares(
+        self, state: GroupState, grid: torch.Tensor, group: GroupEviction
+    ) -> torch.Tensor:
         """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
 
         Of a token of the store it is what :meth:`_keep_shares` wrote; all heads hold the others.

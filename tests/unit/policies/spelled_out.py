@@ -95,7 +95,7 @@ def cases(draw, ragged: bool = True):
         scale=size**-0.5,
         softcap=draw(st.sampled_from([0.0, 5.0])),
         keep=store * block_size,
-        shares=torch.rand(heads, columns, generator=generator).masked_fill(~valid, math.nan),
+        value_shares=torch.rand(heads, columns, generator=generator).masked_fill(~valid, math.nan),
         seed=(draw(st.integers(-(2**63), 2**63 - 1)), columns),
     )
     return Case(candidates, block_size, store)

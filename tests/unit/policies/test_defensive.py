@@ -19,7 +19,7 @@ from vllm_kvevict.settings.config import EvictionConfig
 def test_keeps_the_highest_peaks_times_shares(case):
     expected = []
     for head, peaks in enumerate(spelled_out(case.candidates, 5)):
-        shares = case.candidates.shares[head].tolist()
+        shares = case.candidates.value_shares[head].tolist()
         scores = {c: peaks[c] * shares[c] for c in case.columns(head)}
         expected.append(best(scores, case.keep))
     assert case.kept(Defensive()) == expected
@@ -30,11 +30,11 @@ def test_policies_and_what_they_read():
     for name, allocator in [("ada-defensive", Adaptive(0.35)), ("defensive", Uniform())]:
         policy = build_policy(config.model_copy(update={"policy": name}))
         assert policy.allocator == allocator and policy.scorer == Defensive(5)
-        assert policy.needs_window and policy.scorer.needs_shares
+        assert policy.needs_window and policy.scorer.needs_value_shares
         assert not policy.needs_accumulated and not policy.scorer.needs_values
         assert policy.scorer.page_channels == 1
 
 
-def test_needs_shares():
+def test_needs_value_shares():
     with pytest.raises(ValueError, match="shares"):
-        Defensive().scores(replace(random_candidates(), shares=None))
+        Defensive().scores(replace(random_candidates(), value_shares=None))

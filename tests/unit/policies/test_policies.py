@@ -28,7 +28,7 @@ def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.
         softcap=softcap,
         keep=12,
         values=torch.randn(len(padding), columns, 8, generator=generator),
-        shares=torch.rand(len(padding), columns, generator=generator),
+        value_shares=torch.rand(len(padding), columns, generator=generator),
         accumulated=torch.rand(len(padding), columns, generator=generator),
     )
 

@@ -114,7 +114,6 @@ def _best_pages(
     return chosen.scatter_(1, best, 1).view(gains.shape).sum(-1)
 
 
-
 def _descending(scores: torch.Tensor) -> torch.Tensor:
     """Rows from the highest score to the lowest, NaN first. On a CPU numpy sorts far faster."""
     if scores.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""shares: how much of a token's values lies in each KV head. Reference."""
+"""value shares: how much of a token's values lies in each KV head. Reference."""
 
 from collections.abc import Callable
 
