@@ -38,9 +38,9 @@ class Candidates:
             False. None for a policy with ``needs_accumulated = False``.
         values: [H, N + w + r, D] float32: values of all cached tokens, or None for a policy with
             ``needs_values = False``.
-        value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values had
-            in all heads of the layer (``ops/reference/value_shares.py``); anything where ``valid`` is
-            False. None for a policy with ``needs_value_shares = False``.
+        value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values
+            had in all heads of the layer (``ops/reference/value_shares.py``); anything where
+            ``valid`` is False. None for a policy with ``needs_value_shares = False``.
         protected: The first tokens that are kept whatever the scores.
 
     """

@@ -180,14 +180,16 @@ class WorkerEviction:
         tail_blocks = (group.tail_start - group.old_tail_start) // bs
         candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
         scorer = self.policies[eviction.policy].scorer
-        shares = self._value_shares(state, grid, group) if scorer.needs_value_shares else None
+        of_values = None
+        if scorer.needs_value_shares:
+            of_values = self._value_shares(state, grid, group)
         found, summaries = [], []
         for index, name in enumerate(state.layer_names):
             candidates = self._candidates(
                 name, grid[index], padding[index], candidate_pages, eviction, group
             )
-            if shares is not None:
-                mine = shares[index, :, : candidates.valid.shape[1]]
+            if of_values is not None:
+                mine = of_values[index, :, : candidates.valid.shape[1]]
                 candidates = replace(candidates, value_shares=mine)
             if isinstance(scorer, WeightedScorer):
                 summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
@@ -208,8 +210,9 @@ class WorkerEviction:
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
             cache.layout.copy(cache.pages, *source, target_page)
-            if shares is not None:
-                self._keep_shares(name, shares[index], columns[index], pages[index], target_page)
+            if of_values is not None:
+                kept = columns[index], pages[index], target_page
+                self._keep_value_shares(name, of_values[index], *kept)
             elif scorer.page_channels:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
@@ -228,7 +231,8 @@ class WorkerEviction:
     ) -> torch.Tensor:
         """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
 
-        Of a token of the store it is what :meth:`_keep_shares` wrote; all heads hold the others.
+        Of a token of the store it is what :meth:`_keep_value_shares` wrote; all heads hold the
+        others.
         """
         assert self.page_values is not None
         stored, norms = [], []
@@ -240,7 +244,7 @@ class WorkerEviction:
         found = value_shares(torch.stack(norms).flatten(2), sum_of_ranks)
         return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
 
-    def _keep_shares(
+    def _keep_value_shares(
         self,
         layer_name: str,
         shares: torch.Tensor,
