@@ -7,7 +7,7 @@ from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 from vllm_kvevict.front.shares import identity
-from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.settings.names import POLICY_NAMES, PYRAMIDS
 from vllm_kvevict.settings.shares import LayerShares
 
 EVICTION = dict(budget=128, interval=64)
@@ -25,20 +25,32 @@ def oracle_kv4(tiny_model_kv4):
     return MaskedModel(tiny_model_kv4)
 
 
-def assert_exact(oracle, run, prompts, max_tokens) -> None:
-    """All tokens equal the oracle's, and evictions ran on both sides."""
+def assert_exact(oracle, run, prompts, max_tokens, asked=None) -> list[list[int]]:
+    """All tokens equal the oracle's, and evictions ran on both sides; returns the tokens."""
     before = run.counters.evictions
-    outputs = run.generate(prompts, max_tokens)
+    outputs = run.generate(prompts, max_tokens, asked)
     for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
         agreed, total = check_tokens(oracle, prompt, output, lives)
         assert agreed == total == len(output)
     assert run.counters.evictions > before
     assert run.worker.kv_eviction.evictions == run.counters.evictions
+    return outputs
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
-@pytest.mark.parametrize("chunk", [64, 512, 4096])
-@pytest.mark.parametrize("policy", ["ada-snapkv", "snapkv", "streaming-llm"])
+@pytest.mark.parametrize(
+    ("policy", "chunk", "caching"),
+    [
+        ("ada-snapkv", 64, True),
+        ("ada-snapkv", 512, False),
+        ("ada-snapkv", 4096, True),
+        ("snapkv", 64, False),
+        ("snapkv", 512, True),
+        ("snapkv", 4096, False),
+        ("streaming-llm", 64, True),
+        ("streaming-llm", 512, True),
+        ("streaming-llm", 4096, False),
+    ],
+)
 def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
     with engine(
@@ -48,7 +60,7 @@ def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
         enable_prefix_caching=caching,
     ) as run:
         free = run.free_blocks()
-        assert_exact(oracle, run, prompts, NEW_TOKENS)
+        outputs = assert_exact(oracle, run, prompts, NEW_TOKENS)
         longest = run.lives()[2][-1]
         assert len(longest.evictions) >= 4, "one after prefill and at least three in decode"
         assert run.free_blocks() == free
@@ -61,30 +73,38 @@ def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
             assert_exact(oracle, run, prompts, NEW_TOKENS)
             assert sum(num_tokens for _, num_tokens, *_ in hits) > 1000
             assert run.counters.prefix_hits_capped > 0 or policy == "streaming-llm"
+        if policy == "ada-snapkv" and not caching:
+            for prompt, output in zip(prompts[:2], outputs[:2], strict=True):
+                agreed, total = check_tokens(oracle, prompt, output, [Life(len(prompt))])
+                assert agreed < total * 0.9, "the oracle could not tell: full attention agrees"
 
 
 OTHERS = [n for n in POLICY_NAMES if n not in ("ada-snapkv", "snapkv", "streaming-llm")]
 
 
-@pytest.mark.parametrize("policy", OTHERS)
-def test_tokens_of_the_other_policies(tiny_model_kv4, oracle_kv4, policy):
+@pytest.mark.parametrize("by_depth", [False, True], ids=["layers-alike", "layers-in-groups"])
+def test_tokens_of_the_other_policies(tiny_model_kv4, oracle_kv4, by_depth):
     """Chunked prefill, first and later evictions; a second run keeps the same, nacl's too."""
     prompts = [random_prompt(n, seed=n) for n in (700, 333)]
-    # Sums over all queries differ little between the heads of a random model.
-    budget = 288 if policy == "ada-h2o" else 160
-    settings = dict(policy=policy, budget=budget, interval=64)
+    names = [name for name in OTHERS if (name in PYRAMIDS) == by_depth]
+    settings = dict(policy=names[0], budget=160, interval=64, allow=names)
     with engine(tiny_model_kv4, settings, max_num_batched_tokens=128) as run:
         free = run.free_blocks()
-        assert_exact(oracle_kv4, run, prompts, 150)
-        lives = run.lives()
-        assert [len(life[0].evictions) for life in lives] == [3, 3]
-        assert_exact(oracle_kv4, run, prompts, 150)
-        assert run.lives() == lives
-        assert run.free_blocks() == free
-    kept = [layer for life in lives for layer in life[0].evictions[-1].positions]
-    assert any(layer[0] != layer[1] for layer in kept) == (policy != "tova")
-    adaptive = any(len({len(head) for head in layer}) > 1 for layer in kept)
-    assert adaptive == policy.startswith("ada-")
+        for name in names:
+            asked = {"kv_eviction": name}
+            if name == "ada-h2o":
+                # Sums over all queries differ little between the heads of a random model.
+                asked["kv_eviction_budget"] = 288
+            assert_exact(oracle_kv4, run, prompts, 150, [asked, asked])
+            lives = run.lives()
+            assert [len(life[0].evictions) for life in lives] == [3, 3], name
+            assert_exact(oracle_kv4, run, prompts, 150, [asked, asked])
+            assert run.lives() == lives, name
+            assert run.free_blocks() == free
+            kept = [layer for life in lives for layer in life[0].evictions[-1].positions]
+            assert any(layer[0] != layer[1] for layer in kept) == (name != "tova"), name
+            adaptive = any(len({len(head) for head in layer}) > 1 for layer in kept)
+            assert adaptive == name.startswith("ada-"), name
 
 
 def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
@@ -107,17 +127,6 @@ def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
             assert run.lives() == [lives[index]]
 
 
-def test_full_attention_would_disagree(tiny_model, oracle):
-    """The oracle can tell: without the masks most tokens differ."""
-    prompts = [random_prompt(n, seed=n) for n in (700, 333)]
-    with engine(tiny_model, dict(policy="ada-snapkv", **EVICTION)) as run:
-        outputs = run.generate(prompts, NEW_TOKENS)
-        assert run.counters.evictions > 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        agreed, total = check_tokens(oracle, prompt, output, [Life(len(prompt))])
-        assert agreed < total * 0.9
-
-
 def test_budgets_of_heads_differ(tiny_model_kv4, oracle_kv4):
     """ada-snapkv really moves budget between four KV heads, and stays exact."""
     prompts = [random_prompt(n, seed=n) for n in (900, 3000)]
@@ -136,8 +145,10 @@ def test_budget_as_a_share_of_the_prompt(tiny_model, oracle):
     assert stores == [(3000 // 4 - 32) // 32 * 32, (800 // 4 - 32) // 32 * 32]
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "streaming-llm", "nacl"])
-@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
+@pytest.mark.parametrize(
+    ("policy", "caching"),
+    [("ada-snapkv", False), ("ada-snapkv", True), ("streaming-llm", True), ("nacl", False)],
+)
 def test_preemption(tiny_model, oracle, policy, caching):
     """A pool too small for the load: requests are preempted, recomputed, evicted anew."""
     prompts = [random_prompt(n, seed=n) for n in (500, 480, 460, 440, 420, 400, 380, 360)]
@@ -276,10 +287,10 @@ def test_alone_and_among_forty(tiny_model):
 def test_tokens_do_not_depend_on_the_chunk_size(tiny_model):
     prompt = random_prompt(1100, seed=1100)
     outputs = []
-    for chunk in (48, 300, 4096):
+    for chunk in (48, 4096):
         with engine(
             tiny_model, dict(policy="ada-snapkv", **EVICTION), max_num_batched_tokens=chunk
         ) as run:
             outputs.append((run.generate([prompt], 200), run.lives()))
             assert run.counters.evictions >= 4
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] == outputs[1]
