@@ -30,6 +30,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **HYBRID, query_pre_attn_scalar=32, attn_logit_softcapping=4.0, tie_word_embeddings=True
     ),
     "Gemma3Text": dict(**HYBRID, query_pre_attn_scalar=32),
+    "GptOss": dict(
+        **HYBRID,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=150000.0,
+            factor=2.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=2048,
+        ),
+    ),
 }
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 
@@ -63,7 +77,10 @@ def spread_weights(model: Any) -> None:
     for name, weight in model.named_parameters():
         layer = name.split(".")[-2]
         if weight.dim() == 1:
-            if name.endswith("bias"):
+            if name.endswith("sinks"):
+                # As heavy as dozens of tokens.
+                weight.normal_(mean=4.0)
+            elif name.endswith("bias"):
                 weight.normal_(std=0.3)
             else:
                 weight.fill_(0.0 if gemma else 1.0)

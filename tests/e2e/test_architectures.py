@@ -62,3 +62,11 @@ def test_sliding_window_layers_are_left_alone(name, caching, tmp_path):
             assert_exact(oracle, run)
             assert run.counters.prefix_hits_capped > 0
         assert run.free_blocks() == free
+
+
+def test_attention_sinks(tmp_path):
+    path = architecture("GptOss", tmp_path)
+    with engine(path, EVICTION) as run:
+        caches = [run.worker.kv_eviction.cache(f"model.layers.{i}.attn.attn") for i in (1, 3)]
+        assert all(cache.sinks.std() > 0.5 for cache in caches)
+        assert_exact(MaskedArchitecture(path), run)

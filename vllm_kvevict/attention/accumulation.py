@@ -85,7 +85,10 @@ class Accumulation:
             end = offset + len(pages) * count
             mine = queries[offset:end].unflatten(0, (len(pages), count)).transpose(1, 2)
             keys = cache.keys(pages).flatten(1, 2)
-            sums = column_sums(mine, keys, lengths, cache.scale, cache.softcap)
+            sinks = None
+            if cache.sinks is not None:
+                sinks = cache.sinks.float().repeat(last - first, 1)
+            sums = column_sums(mine, keys, lengths, cache.scale, cache.softcap, sinks)
             # A row's spare entries are all page 0 of vLLM's null block, and add 0 there.
             values[pages] += sums.view(*pages.shape, bs)
             offset = end

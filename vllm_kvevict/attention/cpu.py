@@ -1,5 +1,6 @@
 """The CPU attention backend: vLLM's CPU kernel, per KV head for requests that were evicted."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -155,7 +156,8 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             metadata.binding.attend_weighted(name, query, metadata.weighted, output)
         if metadata.heads is not None:
             index = metadata.binding.state.layer_index[name]
-            self._per_head(layer, query, kv_cache, metadata.heads, index, output)
+            for heads, sinks in self._launches(metadata.heads):
+                self._per_head(layer, query, kv_cache, heads, index, output, sinks)
         return output
 
     def _stock(
@@ -178,6 +180,19 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         )
         output.index_copy_(0, tokens, part)
 
+    def _launches(
+        self, heads: PerHeadBatch
+    ) -> Iterator[tuple[PerHeadBatch, torch.Tensor | None]]:
+        """All heads at once; one KV head after another where its query heads have sinks.
+
+        The kernel takes one sink for each query head of a launch.
+        """
+        if self.sinks is None:
+            yield heads, None
+            return
+        sinks = self.sinks.float().view(heads.num_heads, -1)
+        yield from zip(heads.by_head, sinks, strict=True)
+
     def _per_head(
         self,
         layer: Any,
@@ -186,6 +201,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         heads: PerHeadBatch,
         index: int,
         output: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> None:
         size = self.head_size
         pages = kv_cache.view(-1, 1, 2 * kv_cache.shape[2], size)
@@ -220,7 +236,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             block_table=heads.table[index],
             softcap=self.logits_soft_cap,
             scheduler_metadata=metadata,
-            s_aux=None,
+            s_aux=sinks,
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
             kv_cache_dtype=self.kv_cache_dtype,

@@ -1,7 +1,7 @@
 """A GPU backend with eviction: what the derived backends share, whatever their stock kernel is."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -33,8 +33,13 @@ class EvictingImplMixin:
     """Stock attention for some requests, per-head attention for the others."""
 
     num_queries_per_kv: int
+    num_kv_heads: int
     scale: float
     logits_soft_cap: float
+    sinks: torch.Tensor | None
+
+    serves_all_sinks: ClassVar[bool] = True
+    """Whether :meth:`attend_pages` takes the sinks of every query, or those of one KV head."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -53,6 +58,7 @@ class EvictingImplMixin:
         max_query_len: int,
         max_seq_len: int,
         num_splits: int,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Causal attention of N sequences with G query heads and one KV head.
 
@@ -69,6 +75,8 @@ class EvictingImplMixin:
             max_query_len: Longest query.
             max_seq_len: At least the longest sequence.
             num_splits: As :meth:`~vllm_kvevict.attention.layouts.EvictingBuilderMixin.num_splits`.
+            sinks: [queries, G] float32 attention sinks, or [G], where the class serves one KV
+                head at a time; None for none.
 
         """
 
@@ -149,13 +157,14 @@ class EvictingImplMixin:
             if query.dtype == FP8:
                 scale *= layer._q_scale_float
             caps = (self.logits_soft_cap, layer._v_scale_float)
-            decode(query, kv_cache, output, step, buffers, index, scale, *caps)
+            decode(query, kv_cache, output, step, buffers, index, scale, *caps, self._sinks())
             return
         assert step.in_order
         requests, size = len(step.rows), query.shape[2]
         sequences = requests * buffers.state.num_heads
         table = buffers.scratch.table[:sequences]
         self._write_table(step, buffers, index, table)
+        sinks = self._sinks()
         self.attend_pages(
             layer,
             query[:requests].reshape(sequences, -1, size),
@@ -167,6 +176,7 @@ class EvictingImplMixin:
             1,
             step.max_seq_len,
             metadata.num_splits,
+            None if sinks is None else sinks.repeat(requests, 1),
         )
 
     def _extend(
@@ -186,7 +196,7 @@ class EvictingImplMixin:
         if buffers.attend is not None:
             lengths, scratch = step.lengths[index], buffers.scratch
             buffers.attend(queries, kv_cache, result, step, lengths, self.scale, scratch)
-        else:
+        elif (sinks := self._sinks()) is None or self.serves_all_sinks:
             self.attend_pages(
                 layer,
                 queries,
@@ -198,8 +208,50 @@ class EvictingImplMixin:
                 step.max_query_len,
                 step.max_seq_len,
                 metadata.num_splits,
+                None if sinks is None else sinks[step.order % self.num_kv_heads],
             )
+        else:
+            self._head_by_head(layer, queries, kv_cache, metadata, step, result, sinks)
         output.view(-1, *result.shape[1:]).index_copy_(0, step.order, result)
+
+    def _head_by_head(
+        self,
+        layer: Any,
+        queries: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: EvictingMetadata,
+        step: Extend,
+        result: torch.Tensor,
+        sinks: torch.Tensor,
+    ) -> None:
+        """A launch for each KV head: its sequences, and its query heads' sinks."""
+        heads, index = self.num_kv_heads, metadata.buffers.state.layer_index[layer.layer_name]
+        # Every KV head of a request has as many queries.
+        rows_of = (step.order % heads).argsort(stable=True).view(heads, -1)
+        query_start_loc = step.query_start_loc[::heads] // heads
+        for head, rows in enumerate(rows_of):
+            mine = queries.index_select(0, rows)
+            out = torch.empty_like(mine, dtype=result.dtype)
+            self.attend_pages(
+                layer,
+                mine,
+                *head_pages(kv_cache),
+                out,
+                query_start_loc,
+                step.lengths[index, head::heads].contiguous(),
+                step.table[head::heads],
+                step.max_query_len,
+                step.max_seq_len,
+                metadata.num_splits,
+                sinks[head],
+            )
+            result.index_copy_(0, rows, out)
+
+    def _sinks(self) -> torch.Tensor | None:
+        """[KV heads, G] float32 attention sinks; None where the layer has none."""
+        if self.sinks is None:
+            return None
+        return self.sinks.float().view(self.num_kv_heads, -1)
 
     def _write_table(
         self, step: Decode | Extend, buffers: GroupBuffers, index: int, table: torch.Tensor

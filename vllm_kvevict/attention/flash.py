@@ -59,9 +59,10 @@ class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
         max_query_len: int,
         max_seq_len: int,
         num_splits: int,
+        sinks: torch.Tensor | None,
     ) -> None:
         shape = (len(lengths), 1)
-        flash_attn.flash_attn_varlen_func(
+        attended = flash_attn.flash_attn_varlen_func(
             q=query,
             k=typed(keys),
             v=typed(values),
@@ -80,4 +81,8 @@ class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
             q_descale=layer._q_scale.expand(shape) if self.supports_quant_query_input else None,
             k_descale=layer._k_scale.expand(shape),
             v_descale=layer._v_scale.expand(shape),
+            return_softmax_lse=sinks is not None,
         )
+        if sinks is not None:
+            # The kernel knows one sink a query head, which here is another head's in each sequence.
+            out.mul_((attended[1].T - sinks).sigmoid()[..., None])

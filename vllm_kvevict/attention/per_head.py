@@ -1,6 +1,7 @@
 """Requests as attention sees them per head: one sequence per (request, KV head)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -78,6 +79,26 @@ class PerHeadBatch:
             token += starts.repeat_interleave(heads).repeat_interleave(per_sequence)
             order = token * heads + head
         return cls(heads, common.num_actual_tokens, table, seq_lens, query_start_loc, order)
+
+    @cached_property
+    def by_head(self) -> list["PerHeadBatch"]:
+        """The sequences of one KV head after another's, R each."""
+        order = self.order
+        if order is None:
+            order = torch.arange(self.num_sequences)
+        counts = self.query_start_loc.diff()[:: self.num_heads]
+        query_start_loc = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        query_start_loc[1:] = counts.cumsum(0)
+        return [
+            replace(
+                self,
+                table=self.table[:, head :: self.num_heads].contiguous(),
+                seq_lens=self.seq_lens[:, head :: self.num_heads].contiguous(),
+                query_start_loc=query_start_loc,
+                order=order[order % self.num_heads == head],
+            )
+            for head in range(self.num_heads)
+        ]
 
     def take(self, tokens: torch.Tensor) -> torch.Tensor:
         """Regroup queries of the batch.

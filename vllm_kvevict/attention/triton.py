@@ -34,6 +34,8 @@ class EvictingTritonMetadataBuilder(EvictingBuilderMixin, TritonAttentionMetadat
 class EvictingTritonImpl(EvictingImplMixin, TritonAttentionImpl):
     """vLLM's Triton attention; several query tokens of an evicted request run through it too."""
 
+    serves_all_sinks = False
+
     def attend_pages(
         self,
         layer: Any,
@@ -47,6 +49,7 @@ class EvictingTritonImpl(EvictingImplMixin, TritonAttentionImpl):
         max_query_len: int,
         max_seq_len: int,
         num_splits: int,
+        sinks: torch.Tensor | None,
     ) -> None:
         triton_attn.unified_attention(
             q=query,
@@ -66,4 +69,5 @@ class EvictingTritonImpl(EvictingImplMixin, TritonAttentionImpl):
             k_descale=layer._k_scale.expand(len(lengths), 1),
             v_descale=layer._v_scale.expand(len(lengths), 1),
             kv_quant_mode=self._kv_quant_mode,
+            sinks=sinks,
         )

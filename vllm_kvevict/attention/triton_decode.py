@@ -18,6 +18,7 @@ def decode(
     scale: float,
     softcap: float,
     value_scale: float,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Attention of a step's single query tokens, one layer, straight from the eviction state.
 
@@ -31,6 +32,7 @@ def decode(
         scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
         softcap: 0 for none.
         value_scale: Of an FP8 cache's values, 1 for others.
+        sinks: [query heads] float32 attention sinks, None for none.
 
     """
     state, scratch = buffers.state, buffers.scratch
@@ -55,4 +57,5 @@ def decode(
         softcap,
         scratch.programs,
         value_scale,
+        sinks,
     )

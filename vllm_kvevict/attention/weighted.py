@@ -111,4 +111,7 @@ class WeightedBatch:
             logits = torch.tanh(logits / cache.softcap) * cache.softcap
         seen = column < (lengths - count + 1 + torch.arange(count))[..., None]
         logits = logits.masked_fill(~seen[:, :, None], float("-inf")).flatten(1, 2)
-        return weighted_attention(logits, values, log_weights).view_as(queries)
+        sinks = None
+        if cache.sinks is not None:
+            sinks = cache.sinks.float()[:, None].expand(-1, count, -1).flatten(1)
+        return weighted_attention(logits, values, log_weights, sinks).view_as(queries)

@@ -20,6 +20,7 @@ class LayerCache:
         query_scale: A recorded query times this is the query that attention sees.
         key_scale: A stored key times this is the key; 1 unless the cache is FP8.
         value_scale: As ``key_scale``.
+        sinks: [H, G] of any float type: the layer's attention sinks, None where it has none.
 
     """
 
@@ -30,6 +31,7 @@ class LayerCache:
     query_scale: float = 1.0
     key_scale: float = 1.0
     value_scale: float = 1.0
+    sinks: torch.Tensor | None = None
 
     @property
     def is_fp8(self) -> bool:

@@ -146,12 +146,6 @@ REFUSALS = (
         lambda c: c.model_config.uses_alibi,
     ),
     Refusal(
-        "learned attention sinks",
-        "scores leave them out",
-        WITHOUT,
-        lambda c: getattr(c.model_config.hf_text_config, "model_type", "") == "gpt_oss",
-    ),
-    Refusal(
         "a KV cache shared between layers",
         "two layers would have to agree on what to evict",
         WITHOUT,

@@ -42,6 +42,7 @@ class Candidates:
             had in all heads of the layer (``ops/reference/value_shares.py``); anything where
             ``valid`` is False. None for a policy with ``needs_value_shares = False``.
         protected: The first tokens that are kept whatever the scores.
+        sinks: [H, G] float32: attention sinks of the query heads, None where the layer has none.
 
     """
 
@@ -61,6 +62,7 @@ class Candidates:
     values: torch.Tensor | None = None
     value_shares: torch.Tensor | None = None
     protected: int = 0
+    sinks: torch.Tensor | None = None
 
     @property
     def num_heads(self) -> int:

@@ -12,7 +12,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
-from vllm_kvevict.worker.mixin import EvictionWorkerMixin
+from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
 
 class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
@@ -47,6 +47,7 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
             softcap=layer.impl.logits_soft_cap,
             key_scale=layer._k_scale_float,
             value_scale=layer._v_scale_float,
+            sinks=sinks_of(layer.impl),
         )
 
 

@@ -333,6 +333,7 @@ class WorkerEviction:
             accumulated=accumulated,
             values=values,
             protected=eviction.protect_first,
+            sinks=None if cache.sinks is None else cache.sinks.float(),
         )
 
     def _seed(self, eviction: Eviction) -> tuple[int, ...]:

@@ -149,6 +149,7 @@ def obstacle(
             "values of another size than keys": (
                 any(caches[name].layout.values.shape[-1] != ring.shape[-1] for name in names)
             ),
+            "attention sinks": any(caches[name].sinks is not None for name in names),
             "logit soft caps that differ between layers": (
                 len({caches[name].softcap for name in names}) > 1
             ),

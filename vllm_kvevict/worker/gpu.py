@@ -18,7 +18,7 @@ from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
-from vllm_kvevict.worker.mixin import EvictionWorkerMixin
+from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
 logger = init_logger("vllm.kv_eviction.worker")
 
@@ -105,6 +105,11 @@ class EvictingWorker(EvictionWorkerMixin):
                     f"KV eviction: {FLAG} xformers does not work here, because xformers does not "
                     "cap attention logits, which this model needs."
                 )
+            if self._kernel() == "xformers" and any(sinks_of(impl) is not None for impl in impls):
+                raise ValueError(
+                    f"KV eviction: {FLAG} xformers does not work here, because xformers has no "
+                    "attention sinks, which this model needs; remove the flag."
+                )
             shape = Shape(
                 *shapes.pop(),
                 block_size=sizes.pop(),
@@ -148,6 +153,7 @@ class EvictingWorker(EvictionWorkerMixin):
             query_scale=layer._q_scale_float if layer.query_quant is not None else 1.0,
             key_scale=layer._k_scale_float,
             value_scale=layer._v_scale_float,
+            sinks=sinks_of(layer.impl),
         )
 
 

@@ -276,7 +276,6 @@ def _check_layer(name: str, layer: Any) -> None:
     impl = layer.impl
     problems = {
         "ALiBi biases, which need every key's position": getattr(impl, "alibi_slopes", None),
-        "learned attention sinks": getattr(impl, "sinks", None),
         "a KV cache shared with another layer": getattr(impl, "kv_sharing_target_layer_name", None),
     }
     for problem, value in problems.items():
@@ -285,3 +284,9 @@ def _check_layer(name: str, layer: Any) -> None:
                 f"KV eviction does not support {problem} (layer {name}): serve this model "
                 "without --kv-eviction."
             )
+
+
+def sinks_of(impl: Any) -> torch.Tensor | None:
+    """[H, G] attention sinks of a layer's attention, a view of its weights; None without them."""
+    sinks: torch.Tensor | None = getattr(impl, "sinks", None)
+    return None if sinks is None else sinks.view(impl.num_kv_heads, -1)

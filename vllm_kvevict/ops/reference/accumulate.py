@@ -12,6 +12,7 @@ def column_sums(
     lengths: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over the queries of the softmax weight that each gives every token.
 
@@ -28,9 +29,10 @@ def column_sums(
             ``length - q + i + 1``.
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
+        sinks: [B, G] float32 attention sinks, None for none.
 
     Returns:
-        [B, N] float32; 0 behind a length. A sequence's sums add up to q.
+        [B, N] float32; 0 behind a length. A sequence's sums add up to q, to less beside sinks.
 
     """
     group, count = queries.shape[1], queries.shape[2]
@@ -47,6 +49,9 @@ def column_sums(
             logits = torch.tanh(logits / softcap) * softcap
         last = lengths[:, None] - count + start + torch.arange(here, device=keys.device)
         logits.masked_fill_((column > last[..., None])[:, None], float("-inf"))
-        weights = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
+        whole = logits.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            whole = torch.logaddexp(whole, sinks[..., None, None])
+        weights = logits.sub_(whole).exp_()
         sums += weights.sum((1, 2))
     return sums / group

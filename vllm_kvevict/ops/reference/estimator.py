@@ -150,7 +150,10 @@ def squared_norms(values: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_attention(
-    logits: torch.Tensor, values: torch.Tensor, log_weights: torch.Tensor
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    log_weights: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Lines 29 to 31: the estimate of attention.
 
@@ -161,13 +164,17 @@ def weighted_attention(
         values: [..., n, D] float32.
         log_weights: [..., n, 2] float32: numerator, denominator. Every query sees a token whose
             denominator weight is above -inf.
+        sinks: [..., q] float32: a sink of each query, which counts once in the denominator; None
+            for none.
 
     Returns:
-        [..., q, D] float32: ``sum exp(logit + a) v / sum exp(logit + b)``.
+        [..., q, D] float32: ``sum exp(logit + a) v / (exp(sink) + sum exp(logit + b))``.
 
     """
     above = logits + log_weights[..., None, :, 0]
     below = logits + log_weights[..., None, :, 1]
+    if sinks is not None:
+        below = torch.cat([below, sinks[..., None]], dim=-1)
     peak = torch.maximum(above.amax(-1, keepdim=True), below.amax(-1, keepdim=True))
     whole = (below - peak).exp().sum(-1, keepdim=True)
     return (above - peak).exp() @ values / whole

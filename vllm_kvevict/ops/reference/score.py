@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
+from vllm_kvevict.ops.reference.sinks import attention_weights
 
 LOGITS = 2**20
 """Most logits that stand in memory at once, unless :data:`FEWEST` rows have more: 4 MiB."""
@@ -78,8 +79,8 @@ def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor
         rows: Queries, at most ``window``.
 
     Returns:
-        [G, rows, columns] float32, each row summing to 1; 0 where ``valid`` is False, and on
-        the columns after the query's own.
+        [G, rows, columns] float32, each row summing to 1, or less beside a sink; 0 where
+        ``valid`` is False, and on the columns after the query's own.
 
     Raises:
         ValueError: The candidates carry no queries, or not ``window`` of them.
@@ -93,7 +94,9 @@ def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor
     logits = queries[head, :, window - rows :].float() @ keys.float().T * candidates.scale
     if candidates.softcap:
         logits = torch.tanh(logits / candidates.softcap) * candidates.softcap
-    return logits.masked_fill_(~(seen & candidates.valid[head]), float("-inf")).softmax(-1)
+    logits.masked_fill_(~(seen & candidates.valid[head]), float("-inf"))
+    sinks = None if candidates.sinks is None else candidates.sinks[head, :, None]
+    return attention_weights(logits, sinks)
 
 
 def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:

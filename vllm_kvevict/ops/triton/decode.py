@@ -33,6 +33,7 @@ def _attend_kernel(
     size,
     starts,
     owners,
+    sinks,
     num_sequences,
     scale,
     softcap,
@@ -51,6 +52,7 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     LOG2E: tl.constexpr,
     FP8: tl.constexpr,
 ):
@@ -83,6 +85,10 @@ def _attend_kernel(
             q = q.to(out.dtype.element_ty)
         best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([GROUP_PAD], tl.float32)
+        if SINKS:
+            if alone:
+                best = tl.load(sinks + own_head, mask=group < GROUP, other=0.0) * LOG2E
+                weight = tl.full([GROUP_PAD], 1.0, tl.float32)
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for base in range(begin, end, TILE):
             key = base + tl.arange(0, TILE)
@@ -136,6 +142,7 @@ def _merge_kernel(
     weights,
     tokens,
     starts,
+    sinks,
     value_scale,
     out_token,
     out_head,
@@ -144,6 +151,8 @@ def _merge_kernel(
     GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
+    LOG2E: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     first = tl.load(starts + sequence)
@@ -152,8 +161,12 @@ def _merge_kernel(
         group = tl.arange(0, GROUP_PAD)
         dim = tl.arange(0, DIM_PAD)
         mask = (group < GROUP)[:, None] & (dim < DIM)[None, :]
+        own_head = sequence % HEADS * GROUP + group
         best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([GROUP_PAD], tl.float32)
+        if SINKS:
+            best = tl.load(sinks + own_head, mask=group < GROUP, other=0.0) * LOG2E
+            weight = tl.full([GROUP_PAD], 1.0, tl.float32)
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for split in range(first, last):
             at = tl.cast(split, tl.int64) * GROUP + group
@@ -167,7 +180,6 @@ def _merge_kernel(
             sums = sums * decay[:, None] + own * scale[:, None]
             best = new_best
         token = tl.load(tokens + sequence // HEADS).to(tl.int64)
-        own_head = sequence % HEADS * GROUP + group
         # A sequence without keys is padding: its result is 0, as FlashAttention's is.
         result = sums * (value_scale / tl.where(weight > 0, weight, 1.0))[:, None]
         at_out = token * out_token + own_head[:, None] * out_head + dim[None, :]
@@ -195,6 +207,7 @@ def decode_attention(
     softcap: float,
     programs: int,
     value_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of one query token per request, one layer.
 
@@ -221,6 +234,7 @@ def decode_attention(
         softcap: 0 for none.
         programs: Programs of the launch; what the GPU runs at once.
         value_scale: Of an FP8 cache's values.
+        sinks: [H * G] float32 attention sinks, contiguous; None for none.
 
     Raises:
         ValueError: The cache is not contiguous, its type is not the query's, or shapes differ.
@@ -247,7 +261,10 @@ def decode_attention(
         GROUP_PAD=max(16, triton.next_power_of_2(query_heads // heads)),
         DIM=dim,
         DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        SINKS=sinks is not None,
+        LOG2E=_LOG2E,
     )
+    sinks = weights if sinks is None else sinks
     num_sequences = rows.shape[0] * heads
     _attend_kernel[(programs,)](
         query,
@@ -266,6 +283,7 @@ def decode_attention(
         size,
         starts,
         owners,
+        sinks,
         num_sequences,
         scale,
         softcap or 1.0,
@@ -280,7 +298,6 @@ def decode_attention(
         PAGE=page,
         TILE=TILE,
         SOFTCAP=softcap > 0,
-        LOG2E=_LOG2E,
         FP8=quantised,
         num_warps=4,
         # Tiles in flight must fit into the 99 KiB of shared memory of the smaller GPUs.
@@ -292,6 +309,7 @@ def decode_attention(
         weights,
         tokens,
         starts,
+        sinks,
         value_scale,
         out.stride(0),
         out.stride(1),
