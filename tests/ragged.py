@@ -69,9 +69,17 @@ class Ragged:
         return int(self.seq_lens[request]) - tail + (kept * self.block_size if tail else 0)
 
     def attention(
-        self, layer: int, query: torch.Tensor, scale: float, softcap: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        softcap: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[R, query heads, D] float64 for ``query`` [R, query heads, D]; 0 without keys."""
+        """[R, query heads, D] float64 for ``query`` [R, query heads, D]; 0 without keys.
+
+        ``sinks`` [query heads] are learned: each is a logit without a value.
+        """
         group = query.shape[1] // self.num_heads
         out = torch.zeros(query.shape, dtype=torch.float64)
         flat = self.cache.cpu().flatten(0, 1)
@@ -86,7 +94,11 @@ class Ragged:
                 logits = query[request, mine].cpu().double() @ keys.T * scale
                 if softcap:
                     logits = softcap * torch.tanh(logits / softcap)
-                out[request, mine] = logits.softmax(-1) @ values
+                weights = logits.exp()
+                whole = weights.sum(-1, keepdim=True)
+                if sinks is not None:
+                    whole += sinks[mine, None].cpu().double().exp()
+                out[request, mine] = weights / whole @ values
         return out
 
 

@@ -54,6 +54,7 @@ def check_decode(
     target: int = 4,
     programs: int = 3,
     fp8: bool = False,
+    sinks: bool = False,
     **options: int,
 ) -> None:
     """Decode attention of a random batch against lists of pages in float64.
@@ -79,6 +80,7 @@ def check_decode(
     tokens = torch.randperm(count).to(torch.int32).to(device)
     partial = torch.full((owners.shape[1], group, dim), float("nan"), device=device)
     weights = torch.full((owners.shape[1], group, 2), float("nan"), device=device)
+    sink = torch.linspace(-2, 6, heads * group) if sinks else None
     for layer in range(batch.num_layers):
         out = torch.full_like(out_like, float("nan"))
         decode_attention(
@@ -102,9 +104,10 @@ def check_decode(
             softcap,
             programs,
             value_scale,
+            None if sink is None else sink.to(device),
         )
         meant = query.float().cpu()[tokens.long().cpu()] * query_scale
-        expected = host.attention(layer, meant, dim**-0.5, softcap)
+        expected = host.attention(layer, meant, dim**-0.5, softcap, sink)
         tolerance = TOLERANCE[dtype]
         result = out[tokens.long()].cpu().double()
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)

@@ -22,15 +22,19 @@ def flash_attn_varlen_func(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
     **ignored: Any,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Causal paged attention, the mask aligned to the end; rows without a key become 0.
 
-    Scales of FP8 are [sequences, KV heads], as FlashAttention 3 takes them.
+    Scales of FP8 are [sequences, KV heads], sinks [query heads], as FlashAttention 3 takes them.
+    The log-sum-exp is [query heads, queries].
     """
     assert causal and q.shape[0] == out.shape[0] == int(cu_seqlens_q[-1])
     assert window_size in (None, [-1, -1])
     starts = cu_seqlens_q.tolist()
+    lse = torch.zeros(q.shape[1], len(q), dtype=torch.float32)
     page, group = k.shape[1], q.shape[1] // k.shape[2]
     for index, length in enumerate(seqused_k.tolist()):
         first, last = starts[index], starts[index + 1]
@@ -48,8 +52,12 @@ def flash_attn_varlen_func(
             logits = softcap * torch.tanh(logits / softcap)
         position = torch.arange(last - first)[:, None] + length - (last - first)
         logits = logits.masked_fill(torch.arange(length) > position, float("-inf"))
-        weights = logits.softmax(-1).nan_to_num(0.0)
+        lse[:, first:last] = logits.logsumexp(-1)
+        sinks = torch.full((len(logits),), float("-inf")) if s_aux is None else s_aux
+        sinks = sinks.double()[:, None, None].expand(-1, last - first, 1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+    return (out, lse) if return_softmax_lse else None
 
 
 def reshape_and_cache_flash(

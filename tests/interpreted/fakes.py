@@ -47,6 +47,7 @@ class Backend:
         max_requests: Of a batch.
         dtype: What the model computes in; the cache's where it is not FP8.
         scales: Of queries, keys and values of an FP8 cache, None for a cache of ``dtype``.
+        sinks: [query heads] attention sinks, None for none.
 
     """
 
@@ -58,6 +59,7 @@ class Backend:
         max_requests: int,
         dtype: torch.dtype | None = None,
         scales: tuple[float, float, float] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.dtype, self.scales = dtype or batch.cache.dtype, scales or (1.0, 1.0, 1.0)
         version, device = 2, batch.cache.device
@@ -112,7 +114,7 @@ class Backend:
             fa4_hd256=False,
             dcp_world_size=1,
             supports_quant_query_input=scales is not None,
-            sinks=None,
+            sinks=sinks,
         ).items():
             setattr(self.impl, name, value)
 

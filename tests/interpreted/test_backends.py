@@ -41,7 +41,13 @@ def shown(query: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tens
     return given, given.float() * scales[0]
 
 
-def expected_at(batch: Ragged, layer: int, query: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def expected_at(
+    batch: Ragged,
+    layer: int,
+    query: torch.Tensor,
+    counts: list[int],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One query at a time: a token sees all but the tokens behind it."""
     out = torch.zeros(query.shape, dtype=torch.float64)
     start = 0
@@ -52,7 +58,8 @@ def expected_at(batch: Ragged, layer: int, query: torch.Tensor, counts: list[int
             part.seq_lens = batch.seq_lens[request : request + 1] - (count - 1 - within)
             part.block_table = batch.block_table[request : request + 1]
             token = start + within
-            out[token] = part.attention(layer, query[token : token + 1], query.shape[2] ** -0.5, 0)
+            mine = query[token : token + 1]
+            out[token] = part.attention(layer, mine, query.shape[2] ** -0.5, 0, sinks)
         start += count
     return out
 
@@ -143,6 +150,41 @@ def test_a_mixed_step(kernel, seed, scales):
         assert int((~backend.rings[layer].isnan()).flatten(1).all(1).sum()) == recorded
 
 
+@pytest.mark.parametrize("kernel", ["flash", "triton"])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 1, 2]], ids=["decode", "mixed"])
+def test_attention_sinks(kernel, counts):
+    """A sink for each query head, in every path: stock, decode, several queries."""
+    batch = random_ragged(16, requests=3, longest_tail=50)
+    evicted = batch.tail_start[batch.rows.long()] > 0
+    assert evicted.any() and not evicted.all()
+    sinks = torch.linspace(-2, 5, batch.num_heads * GROUP)
+    backend = Backend(kernel, batch, GROUP, 3, sinks=sinks)
+    backend.step.update(rows=batch.rows.long(), slots=None)
+    metadata = backend.builder.build(0, common_of(batch, counts))
+    query = queries(sum(counts), batch)
+    for layer in range(2):
+        out = backend.forward(layer, query, batch.cache, metadata)
+        close(out, expected_at(batch, layer, query, counts, sinks))
+
+
+def test_attention_sinks_through_vllms_triton_attention():
+    """Several queries of evicted requests, a KV head after another."""
+    batch = random_ragged(12, requests=3, evicted_share=1.0, heads=3, longest_tail=40)
+    counts = [3, 2, 4]
+    assert bool((batch.seq_lens - batch.tail_start[batch.rows.long()] >= 4).all())
+    sinks = torch.linspace(-2, 5, batch.num_heads * GROUP)
+    backend = Backend("triton", batch, GROUP, 3, sinks=sinks)
+    impl = EvictingTritonImpl.__new__(EvictingTritonImpl)
+    vars(impl).update(vars(backend.impl), _kv_quant_mode=get_kv_quant_mode("auto"))
+    backend.impl = impl
+    backend.step.update(rows=batch.rows.long(), slots=None)
+    metadata = backend.builder.build(0, common_of(batch, counts))
+    assert metadata.decode is None and metadata.stock is None
+    query = queries(sum(counts), batch)
+    out = backend.forward(1, query, batch.cache, metadata)
+    close(out, expected_at(batch, 1, query, counts, sinks))
+
+
 @pytest.mark.parametrize("kernel", ["flash", "triton", "xformers"])
 def test_only_evicted_requests(kernel):
     batch = random_ragged(8, requests=2, evicted_share=1.0, longest_tail=40)
@@ -194,7 +236,7 @@ def test_several_queries_through_vllms_triton_attention(scales):
     pages = head_pages(cache if scales is None else stored.view(torch.uint8))
     seqused = torch.tensor(lengths, dtype=torch.int32)
     out, expected = torch.full_like(query, float("nan")), torch.empty_like(query)
-    impl.attend_pages(layer, given, *pages, out, starts, seqused, table, 3, 64, 0)
+    impl.attend_pages(layer, given, *pages, out, starts, seqused, table, 3, 64, 0, None)
     rest = (seqused, 64, dim**-0.5, True, table)
     flash_attn_varlen_func(query, *head_pages(cache), expected, starts, max(counts), *rest)
     # With FP8 queries that kernel rounds the weights of the values to FP8, 4 bits, too.

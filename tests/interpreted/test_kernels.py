@@ -23,6 +23,13 @@ def test_decode_over_an_fp8_cache(dtype, softcap):
     check_decode("cpu", dtype, seed=6, softcap=softcap, padding=1, fp8=True)
 
 
+@pytest.mark.parametrize("target", [1, 5, 64])
+def test_decode_sinks(target):
+    # Sequences of one split and of several, and padding without keys.
+    shape = dict(heads=3, group=2, longest_tail=200, padding=1)
+    check_decode("cpu", torch.float32, seed=7, softcap=5.0, target=target, sinks=True, **shape)
+
+
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_decode_head_sizes(dim):
     check_decode("cpu", torch.float32, seed=dim, dim=dim, requests=2, layers=1)

@@ -19,6 +19,8 @@ from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 4, 2, 2, 3, 40
 OFFSETS = torch.arange(2 * BLOCK * SIZE).view(2, BLOCK, SIZE)
 SCALE = SIZE**-0.5
+SINKS = {"a": None, "b": torch.tensor([[-1.0, 2.0], [0.5, 3.0]])}
+"""Of the layers: [H, G]."""
 
 
 class Pool:
@@ -32,6 +34,7 @@ class Pool:
                 PageLayout(OFFSETS[0], OFFSETS[1]),
                 SCALE,
                 0.0,
+                sinks=SINKS[name],
             )
             for name in self.names
         }
@@ -94,7 +97,7 @@ class Pool:
             self.binding.accumulate(name, padded, batch)
 
 
-def matrix(queries, keys, first, last, seen):
+def matrix(queries, keys, first, last, seen, sinks):
     """[H, n] float64: what queries [first, last) give; head h sees ``seen[h]`` and, causally,
     itself and everything from ``first`` on."""
     n = keys.shape[1]
@@ -106,7 +109,9 @@ def matrix(queries, keys, first, last, seen):
                 mask[seen[head]] = True
                 mask &= torch.arange(n) <= i
                 logits = SCALE * keys[head].double() @ queries[head * GROUP + g, i].double()
-                sums[head] += logits.masked_fill(~mask, -torch.inf).softmax(0) / GROUP
+                weights = logits.masked_fill(~mask, -torch.inf).exp()
+                sink = 0 if sinks is None else sinks[head, g].double().exp()
+                sums[head] += weights / (weights.sum() + sink) / GROUP
     return sums
 
 
@@ -145,7 +150,8 @@ def test_prefill_and_decode_in_any_chunks(data):
                 continue
             got = torch.stack([values[tables[row][p // BLOCK], :, p % BLOCK] for p in range(n)], 1)
             everything = [range(n)] * HEADS
-            expected = matrix(queries[name][row], keys[name][row], 0, n, everything)
+            inputs = queries[name][row], keys[name][row]
+            expected = matrix(*inputs, 0, n, everything, SINKS[name])
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -185,7 +191,8 @@ def test_evicted_rows_give_weights_to_survivors_only(chunks):
     for name in pool.names:
         values = pool.values.layer(name)[..., 0]
         seen = [[*kept[name, head], *range(tail_start, n)] for head in range(HEADS)]
-        expected = matrix(queries[name][row], keys[name][row], tail_start, n, seen)
+        inputs = queries[name][row], keys[name][row]
+        expected = matrix(*inputs, tail_start, n, seen, SINKS[name])
         for head in range(HEADS):
             for position in kept[name, head]:
                 got = float(values[homes[name, head, position]]) - 100.0 - position

@@ -53,6 +53,16 @@ def test_queries_are_regrouped_and_put_back(lengths):
             row += 1
     assert row == len(taken) == int(batch.query_start_loc[-1])
 
+    apart = torch.zeros_like(tokens)
+    for head, one in enumerate(batch.by_head):
+        assert one.num_sequences == len(requests) == len(one.query_start_loc) - 1
+        assert torch.equal(one.table, batch.table[:, head::HEADS])
+        assert torch.equal(one.seq_lens, batch.seq_lens[:, head::HEADS])
+        assert one.query_start_loc.diff().tolist() == [counts[r] for r in requests.tolist()]
+        mine = one.take(tokens)
+        assert len(mine) == int(one.query_start_loc[-1])
+        one.put(apart, mine)
+
     output = torch.zeros_like(tokens)
     batch.put(output, taken)
     expected = tokens.clone()
@@ -60,3 +70,4 @@ def test_queries_are_regrouped_and_put_back(lengths):
         if not flag:
             expected[starts[request] : starts[request + 1]] = 0
     assert torch.equal(output, expected)
+    assert torch.equal(apart, expected)

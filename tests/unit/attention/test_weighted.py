@@ -16,19 +16,19 @@ from vllm_kvevict.worker.cpu import measure_layout
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 32, 3, 2, 32, 40
 
 
-def spelled_out(query, keys, values, above, below, scale, softcap):
+def spelled_out(query, keys, values, above, below, scale, softcap, sink):
     """One query [D] over what it sees: the two sums of Algorithm 1, lines 29 to 31."""
     logits = (keys.double() @ query.double()) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     numerator = (above.double() + logits).exp() @ values.double()
-    return numerator / (below.double() + logits).exp().sum()
+    return numerator / ((below.double() + logits).exp().sum() + sink.double().exp())
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("counts", [[1, 1], [3, 1], [40]])
-def test_rows_that_weigh(counts, softcap, dtype, tolerance):
+@pytest.mark.parametrize("counts, sinks", [([1, 1], False), ([3, 1], True), ([40], False)])
+def test_rows_that_weigh(counts, sinks, softcap, dtype, tolerance):
     """Requests of a batch with others before, between and behind them, in one layer of two."""
     torch.manual_seed(0)
     keys, values = (torch.randn(BLOCKS, HEADS, BLOCK, SIZE).to(dtype) for _ in range(2))
@@ -37,7 +37,11 @@ def test_rows_that_weigh(counts, softcap, dtype, tolerance):
     flat = [x.transpose(1, 2).reshape(-1, HEADS, SIZE).contiguous() for x in (keys, values)]
     ops.cpu_attn_reshape_and_cache(*flat, *halves, torch.arange(BLOCKS * BLOCK), "vec")
     layout = measure_layout(BLOCK, SIZE, dtype, dtype, "vec")
-    layer_cache = LayerCache(cache.view(BLOCKS * HEADS, -1), layout, SIZE**-0.5, softcap)
+    sink = torch.linspace(-2, 5, HEADS * GROUP).view(HEADS, GROUP).to(dtype)
+    layer_cache = LayerCache(
+        cache.view(BLOCKS * HEADS, -1), layout, SIZE**-0.5, softcap, sinks=sink if sinks else None
+    )
+    sink = sink if sinks else torch.full_like(sink, -math.inf)
     page_values = torch.full((BLOCKS * HEADS, BLOCK, 3), math.nan)
 
     state = GroupState(0, ["a", "b"], Timeline(BLOCK, 1, 0, 128), HEADS, 6, 4096, "cpu")
@@ -91,7 +95,12 @@ def test_rows_that_weigh(counts, softcap, dtype, tolerance):
                 weights = torch.cat([weights, torch.zeros(len(late), 2)])
                 for one in range(head * GROUP, (head + 1) * GROUP):
                     expected = spelled_out(
-                        query[token, one], *seen, *weights.T, SIZE**-0.5, softcap
+                        query[token, one],
+                        *seen,
+                        *weights.T,
+                        SIZE**-0.5,
+                        softcap,
+                        sink.flatten()[one],
                     )
                     got = output[token, one].double()
                     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)

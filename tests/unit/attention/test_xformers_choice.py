@@ -71,9 +71,11 @@ def test_soft_capped_logits(build, gpu):
     assert "does not cap attention logits" in refusal(vllm_config)
 
 
-def worker(soft_cap: float) -> EvictingWorker:
+def worker(soft_cap: float, sinks: torch.Tensor | None = None) -> EvictingWorker:
     one = EvictingWorker.__new__(EvictingWorker)
-    impl = SimpleNamespace(num_kv_heads=1, num_heads=2, head_size=32, logits_soft_cap=soft_cap)
+    impl = SimpleNamespace(
+        num_kv_heads=1, num_heads=2, head_size=32, logits_soft_cap=soft_cap, sinks=sinks
+    )
     for name, value in dict(
         _kernel=lambda: "xformers",
         _layer=lambda name: SimpleNamespace(impl=impl),
@@ -92,6 +94,11 @@ def worker(soft_cap: float) -> EvictingWorker:
 def test_a_layer_that_caps_logits_unannounced():
     with pytest.raises(ValueError, match="xformers does not work here, because xformers does not"):
         worker(soft_cap=30.0)._allocate_scratch()
+
+
+def test_a_layer_with_attention_sinks():
+    with pytest.raises(ValueError, match="xformers has no attention sinks.*remove the flag"):
+        worker(soft_cap=0.0, sinks=torch.zeros(2))._allocate_scratch()
 
 
 def test_memory_of_the_op_is_left_free(monkeypatch):

@@ -11,7 +11,7 @@ from vllm_kvevict.ops.reference import accumulate
 from vllm_kvevict.ops.reference.accumulate import column_sums
 
 
-def spelled_out(queries, keys, lengths, scale, softcap):
+def spelled_out(queries, keys, lengths, scale, softcap, sinks=None):
     """[B, N] float64: one softmax row at a time."""
     batch, group, count, _ = queries.shape
     sums = torch.zeros(batch, keys.shape[1], dtype=torch.float64)
@@ -22,7 +22,9 @@ def spelled_out(queries, keys, lengths, scale, softcap):
                 logits = scale * (keys[b, :seen].double() @ queries[b, g, i].double())
                 if softcap:
                     logits = softcap * torch.tanh(logits / softcap)
-                sums[b, :seen] += logits.softmax(0) / group
+                weights = logits.exp()
+                sink = 0.0 if sinks is None else math.exp(sinks[b, g])
+                sums[b, :seen] += weights / (weights.sum() + sink) / group
     return sums
 
 
@@ -35,11 +37,14 @@ def spelled_out(queries, keys, lengths, scale, softcap):
     spare=st.integers(0, 4),
     size=st.integers(1, 5),
     softcap=st.sampled_from([0.0, 5.0]),
+    sink=st.sampled_from([None, -2.0, 3.0]),
     garbage=st.sampled_from([math.nan, math.inf, 1e30]),
     limit=st.sampled_from([1, 30, 2**22]),
     seed=st.integers(0, 2**31),
 )
-def test_column_sums(batch, group, count, before, spare, size, softcap, garbage, limit, seed):
+def test_column_sums(
+    batch, group, count, before, spare, size, softcap, sink, garbage, limit, seed
+):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(before[:batch]) + count
     columns = int(lengths.max()) + spare
@@ -48,8 +53,9 @@ def test_column_sums(batch, group, count, before, spare, size, softcap, garbage,
     keys.masked_fill_((torch.arange(columns) >= lengths[:, None])[..., None], garbage)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accumulate, "LOGITS", limit)
-        sums = column_sums(queries, keys, lengths, size**-0.5, softcap)
-    expected = spelled_out(queries, keys, lengths, size**-0.5, softcap)
+        sinks = None if sink is None else sink + torch.randn(batch, group, generator=generator)
+        sums = column_sums(queries, keys, lengths, size**-0.5, softcap, sinks)
+    expected = spelled_out(queries, keys, lengths, size**-0.5, softcap, sinks)
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums.double(), expected, rtol=1e-4, atol=1e-5)
     assert not bool(sums[torch.arange(columns) >= lengths[:, None]].any())

@@ -21,7 +21,7 @@ def spelled_out(candidates: Candidates) -> list[list[float]]:
     result = []
     for head, group in enumerate(queries):
         received = [0.0] * (columns - window)
-        for query_head in group:
+        for number, query_head in enumerate(group):
             for i, query in enumerate(query_head):
                 weights = {}
                 for column in range(columns - window + i + 1):
@@ -34,6 +34,8 @@ def spelled_out(candidates: Candidates) -> list[list[float]]:
                         logit = candidates.softcap * math.tanh(logit / candidates.softcap)
                     weights[column] = math.exp(logit)
                 whole = math.fsum(weights.values())
+                if candidates.sinks is not None:
+                    whole += math.exp(candidates.sinks[head, number].item())
                 for column, weight in weights.items():
                     if column < columns - window:
                         received[column] += weight / whole / len(group) / window
@@ -60,6 +62,7 @@ def ragged_candidates(draw):
         num_candidates=evictable,
         scale=draw(st.sampled_from([1.0, 0.3])),
         softcap=draw(st.sampled_from([0.0, 0.5, 2.0])),
+        sinks=draw(st.sampled_from([None, torch.linspace(-3, 3, heads * group).view(heads, -1)])),
     )
 
 

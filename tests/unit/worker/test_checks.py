@@ -14,7 +14,7 @@ FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 def test_plain_layers_pass():
     _check_specs({"a": FullAttentionSpec(**FULL)}, {})
-    impl = SimpleNamespace(alibi_slopes=None, sinks=None, kv_sharing_target_layer_name=None)
+    impl = SimpleNamespace(alibi_slopes=None, sinks=torch.ones(2), kv_sharing_target_layer_name=None)
     _check_layer("a", SimpleNamespace(impl=impl))
 
 
@@ -42,7 +42,6 @@ def test_shared_caches_are_refused():
     ("field", "reason"),
     [
         ("alibi_slopes", "ALiBi"),
-        ("sinks", "attention sinks"),
         ("kv_sharing_target_layer_name", "shared with another layer"),
     ],
 )

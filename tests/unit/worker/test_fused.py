@@ -1,6 +1,7 @@
 """Evictions by the CUDA operations, emulated on the CPU, against those of PyTorch operations."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,5 +105,7 @@ def test_what_the_kernels_do_not_serve_is_named(monkeypatch):
         capped["layer.2"].pages, capped["layer.2"].layout, capped["layer.2"].scale, 30.0
     )
     assert "soft caps" in obstacle(good.states, capped, good.rings)
+    sinks = {n: replace(c, sinks=torch.zeros(2, 2)) for n, c in good._caches.items()}
+    assert "attention sinks" in obstacle(good.states, sinks, good.rings)
     monkeypatch.setattr(fused_pass, "MOST_LAYERS", 1)
     assert "2 layers" in obstacle(good.states, good._caches, good.rings)
