@@ -16,36 +16,112 @@ SHAPE: dict[str, Any] = dict(
     max_position_embeddings=4096,
     tie_word_embeddings=False,
 )
-HYBRID: dict[str, Any] = dict(
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=32,
-    sliding_window=64,
-    layer_types=["sliding_attention", "full_attention"] * 2,
+GQA: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=2)
+HEADS: dict[str, Any] = dict(**GQA, head_dim=32)
+SLIDING: dict[str, Any] = dict(
+    sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2
+)
+EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=128)
+MAMBA: dict[str, Any] = dict(
+    mamba_n_heads=8, mamba_d_head=64, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=64
+)
+"""States are small in all hybrids here, so that vLLM's blocks stay small."""
+LINEAR: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
+YARN: dict[str, Any] = dict(
+    rope_type="yarn",
+    rope_theta=150000.0,
+    factor=2.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=2048,
 )
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Cohere2": dict(**GQA, **SLIDING, tie_word_embeddings=True, logit_scale=1.0),
+    "Ernie4_5": HEADS,
+    "Exaone4": dict(**HEADS, **SLIDING),
+    "FalconH1": dict(**HEADS, **MAMBA, mamba_d_ssm=512),
+    "Gemma2": dict(
+        **HEADS,
+        **SLIDING,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=4.0,
+        tie_word_embeddings=True,
+    ),
+    "Gemma3Text": dict(**HEADS, **SLIDING, query_pre_attn_scalar=32),
+    "Gemma4Text": dict(
+        **HEADS,
+        **SLIDING,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        tie_word_embeddings=True,
+    ),
+    "Glm4": HEADS,
+    "Glm4Moe": dict(**HEADS, **EXPERTS, n_routed_experts=4, first_k_dense_replace=1),
+    "GptOss": dict(
+        **HEADS, **SLIDING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN
+    ),
+    "Granite": dict(**GQA, attention_multiplier=32**-0.5),
+    "GraniteMoeHybrid": dict(
+        **GQA,
+        **MAMBA,
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=0,
+        shared_intermediate_size=512,
+        attention_multiplier=32**-0.5,
+        position_embedding_type="rope",
+    ),
+    "Lfm2": dict(
+        **GQA,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+        conv_dim=256,
+    ),
+    "Llama4Text": dict(
+        **HEADS,
+        moe_layers=[],
+        intermediate_size_mlp=512,
+        attention_chunk_size=64,
+        layer_types=["chunked_attention", "full_attention"] * 2,
+        no_rope_layers=[1, 0, 1, 0],
+    ),
+    "MiniMaxM2": dict(**HEADS, num_local_experts=4, num_experts_per_tok=2),
+    "Mistral": dict(**HEADS, sliding_window=None),
+    "Mixtral": dict(**GQA, num_local_experts=4),
+    "NemotronH": dict(
+        **HEADS,
+        num_hidden_layers=6,
+        layers_block_type=["mamba", "attention", "mlp"] * 2,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=64,
+    ),
+    "Olmo2": GQA,
+    "Olmo3": dict(**GQA, **SLIDING),
+    "Phi3": GQA,
     "Qwen2": dict(num_attention_heads=4, num_key_value_heads=2),
     "Qwen3": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=128),
-    "Gemma2": dict(
-        **HYBRID, query_pre_attn_scalar=32, attn_logit_softcapping=4.0, tie_word_embeddings=True
+    "Qwen3Moe": dict(**HEADS, **EXPERTS, num_experts=4),
+    "Qwen3Next": dict(
+        **HEADS, **EXPERTS, **LINEAR, num_experts=4, shared_expert_intermediate_size=128
     ),
-    "Gemma3Text": dict(**HYBRID, query_pre_attn_scalar=32),
-    "GptOss": dict(
-        **HYBRID,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters=dict(
-            rope_type="yarn",
-            rope_theta=150000.0,
-            factor=2.0,
-            beta_fast=32.0,
-            beta_slow=1.0,
-            truncate=False,
-            original_max_position_embeddings=2048,
-        ),
-    ),
+    "Qwen3_5Text": dict(**HEADS, **LINEAR),
+    "SeedOss": HEADS,
+    "SmolLM3": GQA,
 }
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+CLASSES = {
+    name: name.removesuffix("Text") + "ForCausalLM" for name in CONFIGS if name.endswith("Text")
+}
+FULL_ATTENTION = ("full_attention", "attention")
 
 
 def architecture(name: str, path: Path) -> Path:
@@ -73,20 +149,19 @@ def architecture(name: str, path: Path) -> Path:
 def spread_weights(model: Any) -> None:
     """Random weights under which greedy decoding depends on the whole context."""
     scale = {"q_proj": 1.4, "k_proj": 1.4, "v_proj": 1.5, "o_proj": 1.5, "lm_head": 2.0}
-    gemma = "Gemma" in type(model).__name__
     for name, weight in model.named_parameters():
         layer = name.split(".")[-2]
-        if weight.dim() == 1:
-            if name.endswith("sinks"):
-                # As heavy as dozens of tokens.
-                weight.normal_(mean=4.0)
-            elif name.endswith("bias"):
+        if name.endswith("sinks"):
+            # As heavy as dozens of tokens.
+            weight.normal_(mean=4.0)
+        elif weight.dim() == 1:
+            # Norms and the parameters of recurrences stay as they start.
+            if name.endswith(".bias"):
                 weight.normal_(std=0.3)
-            else:
-                weight.fill_(0.0 if gemma else 1.0)
         elif layer == "embed_tokens":
             # Small where it is the output matrix too, so that a token does not repeat itself.
-            weight.normal_(std=0.25 * weight.shape[1] ** -0.5 if gemma else 1.0)
+            tied = model.config.tie_word_embeddings
+            weight.normal_(std=0.25 * weight.shape[1] ** -0.5 if tied else 1.0)
         else:
             weight.normal_(std=scale.get(layer, 1.0) * weight.shape[1] ** -0.5)
 
@@ -107,15 +182,29 @@ class MaskedArchitecture(MaskedModel):
         self.heads = config.num_attention_heads
         self.group = self.heads // config.num_key_value_heads
         self._masks: list[torch.Tensor] = []
-        types = getattr(config, "layer_types", None) or ["full_attention"] * 99
-        self._full = [i for i in range(config.num_hidden_layers) if types[i] == "full_attention"]
+        types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+        self._full = [
+            layer
+            for layer in range(config.num_hidden_layers)
+            if not types or types[layer] in FULL_ATTENTION
+        ]
         for index, layer in enumerate(self._full):
-            attention = self.model.model.layers[layer].self_attn
+            block = self.model.model.layers[layer]
+            attention = block.self_attn if hasattr(block, "self_attn") else block.mixer
             attention.register_forward_pre_hook(self._hook(index), with_kwargs=True)
 
     @property
     def _layers(self) -> int:
         return len(self._full)
+
+    @torch.inference_mode()
+    def predictions(self, tokens: list[int], life: Life) -> torch.Tensor:
+        """All tokens in one pass: recurrent layers of transformers take no second piece."""
+        n = len(tokens)
+        self._masks = [self._mask(index, 0, n, life) for index in range(self._layers)]
+        logits = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
+        self._masks = []
+        return logits[life.prefill_end - 1 :]
 
 
 def log_probabilities(model: MaskedModel, prompt: list[int], output: list[int], life: Life):

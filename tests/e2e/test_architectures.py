@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.e2e.architectures import MaskedArchitecture, architecture
+from tests.e2e.architectures import CONFIGS, MaskedArchitecture, architecture
+from tests.e2e.test_hybrids import FAMILIES, IN_BFLOAT16
 from tests.models import cached_tiny_llama, random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, check_tokens
@@ -41,11 +42,20 @@ def test_llama_shapes(shape):
         assert run.free_blocks() == free
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
-def test_qwen(name, tmp_path):
+EVERY_NIGHT = sorted(
+    CONFIGS.keys() - {"Qwen2", "Gemma2", "Gemma3Text", "GptOss", *FAMILIES, *IN_BFLOAT16}
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2", *(pytest.param(name, marks=pytest.mark.nightly) for name in EVERY_NIGHT)]
+)
+def test_every_architecture(name, tmp_path):
     path = architecture(name, tmp_path)
     with engine(path, EVICTION) as run:
+        free = run.free_blocks()
         assert_exact(MaskedArchitecture(path), run)
+        assert run.free_blocks() == free
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])

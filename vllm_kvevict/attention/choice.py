@@ -1,6 +1,6 @@
 """Which attention runs evicted requests, decided before workers start."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.attention.xformers_ops import xformers_problem
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
@@ -31,10 +31,18 @@ def flash_problem(vllm_config: "VllmConfig") -> str | None:
     size = model.get_head_size()
     if size % 8 or size > 256 or (size == 256 and capability.major in (10, 11)):
         return f"FlashAttention has no kernel for head size {size} and these pages on this GPU"
+    if capability < (9, 0) and _names_sinks(model.hf_text_config):
+        return "FlashAttention takes attention sinks on compute capability 9.0 and newer only"
     # vLLM takes FlashAttention 3 on 9.0 and 4 on 10.x; others read no FP8.
     if vllm_config.cache_config.cache_dtype in CACHE_DTYPES and capability.major not in (9, 10):
         return "FlashAttention reads FP8 KV caches on compute capability 9.0 and 10.x only"
     return None
+
+
+def _names_sinks(text: Any) -> bool:
+    """Whether a model's configuration tells of attention sinks; layers say it later for sure."""
+    named = any("sink" in name and value for name, value in text.to_dict().items())
+    return named or text.model_type == "gpt_oss"
 
 
 def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel", str]:

@@ -1,6 +1,5 @@
 """The CPU attention backend: vLLM's CPU kernel, per KV head for requests that were evicted."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -156,8 +155,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             metadata.binding.attend_weighted(name, query, metadata.weighted, output)
         if metadata.heads is not None:
             index = metadata.binding.state.layer_index[name]
-            for heads, sinks in self._launches(metadata.heads):
-                self._per_head(layer, query, kv_cache, heads, index, output, sinks)
+            self._per_head(layer, query, kv_cache, metadata.heads, index, output)
         return output
 
     def _stock(
@@ -180,20 +178,27 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         )
         output.index_copy_(0, tokens, part)
 
-    def _launches(
-        self, heads: PerHeadBatch
-    ) -> Iterator[tuple[PerHeadBatch, torch.Tensor | None]]:
-        """All heads at once; one KV head after another where its query heads have sinks.
+    def _per_head(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        heads: PerHeadBatch,
+        index: int,
+        output: torch.Tensor,
+    ) -> None:
+        """All KV heads at once; one after another where their query heads have sinks.
 
         The kernel takes one sink for each query head of a launch.
         """
         if self.sinks is None:
-            yield heads, None
+            self._launch(layer, query, kv_cache, heads, index, output, None)
             return
         sinks = self.sinks.float().view(heads.num_heads, -1)
-        yield from zip(heads.by_head, sinks, strict=True)
+        for one, mine in zip(heads.by_head, sinks, strict=True):
+            self._launch(layer, query, kv_cache, one, index, output, mine)
 
-    def _per_head(
+    def _launch(
         self,
         layer: Any,
         query: torch.Tensor,

@@ -6,6 +6,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_kvevict.engine.budgets import report_budgets
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.options import options_of
@@ -55,6 +56,7 @@ class EvictionMixin(Scheduler):
             raise RuntimeError(
                 "The KV eviction scheduler was started without an evictable KV-cache group."
             )
+        report_budgets(self.vllm_config, config, max(m.block_size for m in managers.values()))
         self.eviction_counters = counters = Counters()
         self._config = config
         self._evicting = managers

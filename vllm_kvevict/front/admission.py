@@ -47,7 +47,10 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
         return
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
     layers = evictable_layers(vllm_config)
-    rules = config.timelines(vllm_config.cache_config.block_size, layers)
+    cache = vllm_config.cache_config
+    # What the engine core made of the flag, where blocks of full attention are larger.
+    block_size = cache.effective_attention_block_size or cache.block_size
+    rules = config.timelines(block_size, layers)
     options = parse_options(config, extra_args, length, rules)
 
     # Not at import: this module is loaded while vLLM still looks for its platform.

@@ -72,7 +72,6 @@ def _bidirectional(vllm_config: "VllmConfig") -> bool:
     model = vllm_config.model_config
     return (
         vllm_config.attention_config.use_non_causal
-        or model.is_mm_prefix_lm
         or getattr(model.hf_text_config, "is_causal", True) is False
     )
 
@@ -116,12 +115,6 @@ REFUSALS = (
         lambda c: c.cache_config.sliding_window is not None,
     ),
     Refusal(
-        "hybrid models with recurrent (Mamba or linear-attention) layers",
-        "their state shares padded blocks with the KV cache",
-        WITHOUT,
-        lambda c: c.model_config.is_hybrid,
-    ),
-    Refusal(
         "MLA models",
         "all heads share one latent entry per token, so heads cannot evict apart",
         WITHOUT,
@@ -134,7 +127,15 @@ REFUSALS = (
         lambda c: c.model_config.rswa_window is not None,
     ),
     Refusal(
-        "bidirectional or prefix-LM attention",
+        "images in this model",
+        "its image tokens attend to what comes after them, and scores assume that a token sees "
+        "only what comes before it",
+        "serve its text alone with --language-model-only or --limit-mm-per-prompt '{\"image\": 0}' "
+        "(and 0 for every other kind of input that the model takes)",
+        lambda c: c.model_config.is_mm_prefix_lm,
+    ),
+    Refusal(
+        "bidirectional attention",
         "scores assume that a token sees only what comes before it",
         WITHOUT,
         _bidirectional,

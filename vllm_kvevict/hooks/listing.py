@@ -45,6 +45,7 @@ HOOKS = {
             OpenAIServingResponses._generate_with_builtin_tools
         """,
         "vllm.v1.engine": "EngineCoreRequest.resumable",
+        "vllm.config": "CacheConfig.effective_attention_block_size CacheConfig.block_size",
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },
     "front/support.py": {
@@ -149,6 +150,17 @@ HOOKS = {
             Request.num_computed_tokens Request.num_tokens Request.num_prompt_tokens
             Request.max_tokens Request.resumable Request.pooling_params
         """,
+<<<<<<< HEAD
+=======
+        "vllm.v1.core.single_type_kv_cache_manager": """
+            SingleTypeKVCacheManager.max_admission_blocks_per_request
+            SingleTypeKVCacheManager.kv_cache_spec
+        """,
+        "vllm.v1.kv_cache_interface": """
+            MambaSpec.num_speculative_blocks MambaSpec.num_prefill_checkpoint_blocks
+        """,
+        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
+>>>>>>> 6be4cb5 (Hybrids evict their full-attention layers; what a budget comes to is said in the engine's blocks; architectures)
     },
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
@@ -180,7 +192,7 @@ HOOKS = {
         """,
         "vllm.config": "CompilationConfig.static_forward_context",
         "vllm.v1.kv_cache_interface": """
-            AttentionSpec MLAAttentionSpec KVCacheConfig.kv_cache_groups
+            AttentionSpec MLAAttentionSpec MambaSpec KVCacheConfig.kv_cache_groups
         """,
         "vllm.model_executor.models.utils": "extract_layer_index",
     },
@@ -241,22 +253,26 @@ HOOKS = {
     "attention/cpu.py": {
         "vllm.v1.attention.backends.cpu_attn": """
             CPUAttentionBackend CPUAttentionMetadataBuilder.build CPUAttentionBackendImpl.forward
+            CPUAttentionBackendImpl.sinks
         """,
         "vllm._custom_ops": """
             cpu_attn_get_scheduler_metadata(kv_cache_dtype)
-            cpu_attention_with_kv_cache(k_scale,v_scale,kv_cache_dtype)
+            cpu_attention_with_kv_cache(s_aux,k_scale,v_scale,kv_cache_dtype)
         """,
     },
     "attention/flash.py": {
         "vllm.v1.attention.backends.flash_attn": """
             FlashAttentionBackend FlashAttentionMetadataBuilder.build FlashAttentionImpl.forward
+            FlashAttentionImpl.sinks
         """,
+        "vllm.vllm_flash_attn.flash_attn_interface": "flash_attn_varlen_func(return_softmax_lse)",
     },
     "attention/triton.py": {
         "vllm.v1.attention.backends.triton_attn": """
             TritonAttentionBackend TritonAttentionMetadataBuilder.build
-            TritonAttentionImpl.forward
+            TritonAttentionImpl.forward TritonAttentionImpl.sinks
         """,
+        "vllm.v1.attention.ops.triton_unified_attention": "unified_attention(sinks)",
     },
     "attention/per_head.py": {
         "vllm.v1.attention.backend": """

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 RING_BYTES = 512 * 2**20
 """Most bytes that the observation rings of one rank may take."""
 
+FULL_ATTENTION = ("full_attention", "attention", "hybrid")
+"""What configurations call a layer with full attention, perhaps beside a recurrent part."""
+
 
 def evictable_layers(vllm_config: "VllmConfig") -> int:
     """Full-attention layers of the whole model, as its configuration counts them.
@@ -23,16 +26,18 @@ def evictable_layers(vllm_config: "VllmConfig") -> int:
     Workers see the layers themselves, and refuse to start where budgets differ by layer and the
     two counts do.
     """
-    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
+    text = vllm_config.model_config.hf_text_config
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     if kinds:
-        return sum(kind == "full_attention" for kind in kinds)
+        return sum(kind in FULL_ATTENTION for kind in kinds)
     return vllm_config.model_config.get_total_num_hidden_layers()
 
 
 def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
-    """Bytes of one ring slot on one rank: [layers, window, query heads, head size]."""
+    """Most bytes of one ring slot on one rank: [layers, window, query heads, head size]."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = blocks_for(model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)
+    layers = min(layers, evictable_layers(vllm_config))
     heads = model.get_num_attention_heads(parallel)
     return layers * config.window * heads * model.get_head_size() * model.dtype.itemsize
 

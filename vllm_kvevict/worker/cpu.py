@@ -29,8 +29,9 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
         cache: torch.Tensor = layer.kv_cache
         if not cache.is_contiguous():
             raise ValueError(
-                "KV eviction needs head pages that lie behind one another; this model's KV "
-                "cache is padded or interleaved."
+                "KV eviction needs head pages that lie behind one another, and vLLM pads this "
+                "model's KV cache, whose layers have pages of sizes that do not divide one "
+                "another; serve this model without --kv-eviction."
             )
         size = spec.block_size * (spec.head_size + spec.head_size_v)
         return LayerCache(

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
 )
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -254,7 +255,9 @@ def _check_specs(specs: dict[str, KVCacheSpec], shared: dict[str, str]) -> None:
 
     """
     for name, spec in specs.items():
-        if not isinstance(spec, AttentionSpec) or isinstance(spec, MLAAttentionSpec):
+        # Recurrent layers keep one state, which stays.
+        known = isinstance(spec, (AttentionSpec, MambaSpec))
+        if not known or isinstance(spec, MLAAttentionSpec):
             raise ValueError(
                 f"KV eviction does not support {type(spec).__name__} (layer {name}), whose state "
                 "cannot be dropped token by token: serve this model without --kv-eviction."

@@ -66,6 +66,17 @@ def test_an_fp8_cache(build, gpu, capability, expected):
             choose(vllm_config, config("flash"))
 
 
+@pytest.mark.parametrize("names", [{"model_type": "gpt_oss"}, {"add_attention_sink_bias": True}])
+def test_attention_sinks(build, gpu, names):
+    vllm_config = build(dtype="bfloat16")
+    for name, value in names.items():
+        setattr(vllm_config.model_config.hf_text_config, name, value)
+    gpu(9, 0)
+    assert choose(vllm_config, config()) == ("flash", "FLASH_ATTN")
+    gpu(8, 9)
+    assert choose(vllm_config, config()) == ("triton", "TRITON_ATTN")
+
+
 def test_on_rocm(build, gpu, monkeypatch):
     from vllm.platforms import current_platform
 

@@ -12,7 +12,7 @@ from vllm_kvevict.attention.per_head import PerHeadBatch
 BLOCK, HEADS, GROUP, SIZE = 32, 3, 4, 64
 
 
-def reference(query, keys, values, scale, softcap):
+def reference(query, keys, values, scale, softcap, sinks):
     """query [q, G, D] at the end of keys [n, D]: causal softmax attention, one query at a time."""
     out = torch.empty_like(query, dtype=torch.float64)
     count, n = query.shape[0], keys.shape[0]
@@ -21,7 +21,11 @@ def reference(query, keys, values, scale, softcap):
         logits = query[token].double() @ keys[:seen].double().T * scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        out[token] = logits.softmax(-1) @ values[:seen].double()
+        weights = logits.exp()
+        whole = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            whole += sinks.double().exp()[:, None]
+        out[token] = weights / whole @ values[:seen].double()
     return out
 
 
@@ -35,7 +39,8 @@ def reference(query, keys, values, scale, softcap):
 )
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 3], [40]])
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
-def test_uneven_heads(dtype, tolerance, softcap, counts, fp8):
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_uneven_heads(dtype, tolerance, softcap, counts, fp8, sinks):
     torch.manual_seed(0)
     num_blocks = 64
     keys = torch.randn(num_blocks, HEADS, BLOCK, SIZE, dtype=dtype)
@@ -78,6 +83,8 @@ def test_uneven_heads(dtype, tolerance, softcap, counts, fp8):
     impl.head_size, impl.num_queries_per_kv = SIZE, GROUP
     impl.scale, impl.logits_soft_cap = SIZE**-0.5, softcap
     impl.kv_cache_dtype = quantisation["kv_cache_dtype"]
+    sinks = torch.linspace(-2, 6, HEADS * GROUP).to(dtype) if sinks else None
+    impl.sinks = sinks
     layer = SimpleNamespace(
         isa="vec",
         _k_scale_float=quantisation.get("k_scale", 1.0),
@@ -99,6 +106,7 @@ def test_uneven_heads(dtype, tolerance, softcap, counts, fp8):
                 page_values[own].flatten(0, 1)[: lengths[row]],
                 impl.scale,
                 softcap,
+                None if sinks is None else sinks[mine],
             )
             actual = output[starts[request] : starts[request] + count, mine].double()
             loose = tolerance * quantisation.get("v_scale", 1.0)

@@ -1,12 +1,12 @@
 """``--kv-eviction-layers`` at start-up: whose shares, what is said, what is refused."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.engine.test_budgets import report
 from vllm_kvevict.front import shares as module
 from vllm_kvevict.front.shares import identity, load
 from vllm_kvevict.settings.config import EvictionConfig
@@ -53,23 +53,18 @@ def test_every_process_gets_the_shares_themselves(build: Any, file: Path) -> Non
     assert travelled.timelines(32, 2)[0].share != travelled.timelines(32, 2)[1].share
 
 
-def test_says_what_the_groups_keep(
-    build: Any, file: Path, records: list[logging.LogRecord]
-) -> None:
+def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
     eviction = {"policy": "ada-snapkv", "layers": str(file), "budget": 160}
-    build(eviction, block_size=32)
-    said = [record.getMessage() for record in records]
+    said = report(build(eviction, block_size=32))
     assert "store blocks: by layer" in said[0]
     assert "groups of 1, 1, with shares of 1.80, 0.20 as snapkv measured them" in said[1]
     assert "stores of 7, 1 blocks" in said[1]
     assert "budget of 160 tokens 1 of 2 groups keep a block of 32 tokens" in said[2]
-    del records[:]
-    build(eviction | {"budget": "25%"}, block_size=32)
+    said = report(build(eviction | {"budget": "25%"}, block_size=32))
     # A share of 0.2 is a block where the mean is 160 tokens beside the window of 32.
-    assert "in prompts of less than 768 tokens" in records[2].getMessage()
-    del records[:]
-    build(eviction | {"budget": 224}, block_size=32)
-    assert len(records) == 2 and "stores of 11, 1 blocks" in records[1].getMessage()
+    assert "in prompts of less than 768 tokens" in said[2]
+    said = report(build(eviction | {"budget": 224}, block_size=32))
+    assert len(said) == 2 and "stores of 11, 1 blocks" in said[1]
 
 
 @pytest.mark.parametrize(

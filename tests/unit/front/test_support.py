@@ -129,11 +129,9 @@ def assert_sentence(message: str) -> None:
         ("DeepseekV2ForCausalLM", "MLA models", "share one latent entry"),
         ("MambaForCausalLM", "models without full-attention layers", "without attention"),
         ("MistralForCausalLM", "models without full-attention layers", "has a sliding window"),
-        ("JambaForCausalLM", "hybrid models with recurrent", "padded blocks"),
         ("BertModel", "pooling models", "generate no tokens"),
         ("WhisperForConditionalGeneration", "encoder-decoder models", "cross-attention"),
         ("BloomForCausalLM", "ALiBi", "at its own position"),
-        ("GptOssForCausalLM", "learned attention sinks", "leave them out"),
         ("Gemma3nForCausalLM", "a KV cache shared between layers", "agree on what to evict"),
     ],
 )
@@ -142,6 +140,11 @@ def test_refuses_model(build: Build, architecture: str, what: str, why: str) -> 
     assert_sentence(message)
     assert f"support {what}" in message and why in message
     assert message.endswith("serve this model without --kv-eviction.")
+
+
+@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "JambaForCausalLM"])
+def test_serves_sinks_and_recurrent_layers(build: Build, architecture: str) -> None:
+    assert "kv_eviction" in build(architecture).additional_config
 
 
 def _kv_connector() -> dict[str, Any]:
@@ -262,9 +265,9 @@ def test_refuses_numbers_beside_the_cache_where_no_backend_keeps_them(
         ("model_config.is_diffusion", True, "diffusion language models"),
         ("parallel_config.ubatch_size", 2, "micro-batching"),
         ("parallel_config.enable_dbo", True, "micro-batching"),
-        ("model_config.is_mm_prefix_lm", True, "bidirectional or prefix-LM attention"),
-        ("model_config.hf_text_config.is_causal", False, "bidirectional or prefix-LM"),
-        ("attention_config.use_non_causal", True, "bidirectional or prefix-LM"),
+        ("model_config.is_mm_prefix_lm", True, "images in this model"),
+        ("model_config.hf_text_config.is_causal", False, "bidirectional attention"),
+        ("attention_config.use_non_causal", True, "bidirectional attention"),
         ("attention_config.hisparse_config", "HiSparse", "HiSparse"),
         ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism"),
         ("parallel_config.enable_fault_tolerance", True, "engine recovery"),

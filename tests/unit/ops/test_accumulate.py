@@ -42,9 +42,7 @@ def spelled_out(queries, keys, lengths, scale, softcap, sinks=None):
     limit=st.sampled_from([1, 30, 2**22]),
     seed=st.integers(0, 2**31),
 )
-def test_column_sums(
-    batch, group, count, before, spare, size, softcap, sink, garbage, limit, seed
-):
+def test_column_sums(batch, group, count, before, spare, size, softcap, sink, garbage, limit, seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(before[:batch]) + count
     columns = int(lengths.max()) + spare

@@ -4,7 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 
 from vllm_kvevict.engine.spec import is_evictable
 from vllm_kvevict.worker.mixin import _check_layer, _check_specs
@@ -13,18 +18,18 @@ FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 
 def test_plain_layers_pass():
-    _check_specs({"a": FullAttentionSpec(**FULL)}, {})
-    impl = SimpleNamespace(alibi_slopes=None, sinks=torch.ones(2), kv_sharing_target_layer_name=None)
+    state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    _check_specs({"a": FullAttentionSpec(**FULL), "recurrent": state}, {})
+    impl = SimpleNamespace(
+        alibi_slopes=None, sinks=torch.ones(2), kv_sharing_target_layer_name=None
+    )
     _check_layer("a", SimpleNamespace(impl=impl))
 
 
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
-        (
-            MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)),
-            "MambaSpec",
-        ),
+        (KVCacheSpec(block_size=32), "KVCacheSpec"),
         (MLAAttentionSpec(**{**FULL, "num_kv_heads": 1}), "MLAAttentionSpec"),
     ],
 )

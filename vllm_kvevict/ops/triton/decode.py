@@ -85,10 +85,9 @@ def _attend_kernel(
             q = q.to(out.dtype.element_ty)
         best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([GROUP_PAD], tl.float32)
-        if SINKS:
-            if alone:
-                best = tl.load(sinks + own_head, mask=group < GROUP, other=0.0) * LOG2E
-                weight = tl.full([GROUP_PAD], 1.0, tl.float32)
+        if SINKS and alone:
+            best = tl.load(sinks + own_head, mask=group < GROUP, other=0.0) * LOG2E
+            weight = tl.full([GROUP_PAD], 1.0, tl.float32)
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for base in range(begin, end, TILE):
             key = base + tl.arange(0, TILE)

@@ -1,0 +1,76 @@
+"""Models with recurrent layers, token-exact: full attention evicts, states are left alone."""
+
+import pytest
+
+from tests.e2e.architectures import MaskedArchitecture, architecture
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from tests.oracles.masked import Life, check_tokens
+
+EVICTION = dict(policy="ada-snapkv", budget=128, interval=64)
+PROMPTS = [random_prompt(n, seed=n) for n in (500, 333)]
+NEW_TOKENS = 120
+FAMILIES = ("GraniteMoeHybrid", "Lfm2", "FalconH1", "NemotronH")
+IN_BFLOAT16 = ("Qwen3Next", "Qwen3_5Text")
+"""vLLM's CPU build has their linear attention in bfloat16 only."""
+AT = [{"kv_eviction_at": 401}, {"kv_eviction_at": -50}]
+
+
+def check(oracle, run, asked=None) -> None:
+    before = run.counters.evictions
+    outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
+    assert run.counters.evictions - before >= len(PROMPTS)
+    full = 0
+    for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
+        agreed, total = check_tokens(oracle, prompt, output, lives)
+        assert agreed == total == NEW_TOKENS
+        full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
+    assert full < 0.95 * len(PROMPTS) * NEW_TOKENS, "full attention would agree as well"
+
+
+def of_size(name: str):
+    marks = () if name == FAMILIES[0] else (pytest.mark.nightly,)
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [of_size(name) for name in FAMILIES])
+def test_states_are_left_alone(name, tmp_path):
+    path = architecture(name, tmp_path)
+    with engine(path, EVICTION) as run:
+        free = run.free_blocks()
+        check(MaskedArchitecture(path), run)
+        assert run.free_blocks() == free
+
+
+def test_chunks_and_eviction_points(tmp_path):
+    path = architecture(FAMILIES[0], tmp_path)
+    with engine(path, EVICTION, max_num_batched_tokens=256) as run:
+        free = run.free_blocks()
+        check(MaskedArchitecture(path), run, AT)
+        assert [lives[0].evictions[0].n for lives in run.lives()] == [401, 283]
+        assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_linear_attention_and_prefix_caching(name, tmp_path):
+    """Chunks end where states are kept, and where a request asks to be evicted.
+
+    Near ties fall as bfloat16 rounds; full attention would agree with far fewer tokens.
+    """
+    path = architecture(name, tmp_path)
+    options = dict(enable_prefix_caching=True, max_num_batched_tokens=256)
+    with engine(path, EVICTION, dtype="bfloat16", **options) as run:
+        free = run.free_blocks()
+        oracle = MaskedArchitecture(path)
+        for asked in (None, None, AT):
+            before = run.counters.evictions
+            outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
+            assert run.counters.evictions - before >= len(PROMPTS)
+            right = full = 0
+            for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
+                right += check_tokens(oracle, prompt, output, lives)[0]
+                full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
+            assert right > 0.9 * len(PROMPTS) * NEW_TOKENS > full
+            assert run.free_blocks() == free
+        assert [lives[0].evictions[0].n for lives in run.lives()] == [401, 283]
