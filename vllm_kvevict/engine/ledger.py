@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import MambaSpec
-
 from vllm_kvevict.engine.rings import RingSlots
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
 from vllm_kvevict.settings.requests import RequestOptions
@@ -174,22 +172,6 @@ class EvictionLedger:
         request = self.requests[request_id]
         return end + 1 >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
-<<<<<<< HEAD
-=======
-    def fits(self, entry: Entry, end: int) -> bool:
-        """Whether the stores due at ``end`` find room beside the request's other blocks, alone."""
-        needed = sum(t.store_blocks for t in entry.timelines.values() if t.is_due(end))
-        for group, manager in enumerate(self.managers):
-            positional = blocks_for(end, manager.block_size)
-            cap = _most_blocks(manager)
-            needed += positional if cap is None else min(positional, cap)
-            timeline = entry.timelines.get(group)
-            if timeline is not None and timeline.evicted:
-                needed += timeline.store_blocks - timeline.tail_start // manager.block_size
-        # One block is vLLM's null block.
-        return needed < self.managers[0].block_pool.num_gpu_blocks
-
->>>>>>> 6be4cb5 (Hybrids evict their full-attention layers; what a budget comes to is said in the engine's blocks; architectures)
     def window_ready(self, entry: Entry, start: int, end: int) -> bool:
         """Whether a step over [start, end) completes the window that ends at ``end``.
 
@@ -258,13 +240,3 @@ class EvictionLedger:
             assert self.rings is not None
             self.rings.give_back(entry.ring)
             entry.ring = None
-
-
-def _most_blocks(manager: "SingleTypeKVCacheManager") -> int | None:
-    """Most blocks that a request ever holds in a group; None where it keeps all of them."""
-    spec = manager.kv_cache_spec
-    if isinstance(spec, MambaSpec):
-        # As its ``max_memory_usage_bytes``: the states before and after a step.
-        return 2 + spec.num_speculative_blocks + spec.num_prefill_checkpoint_blocks
-    most: int | None = manager.max_admission_blocks_per_request
-    return most
