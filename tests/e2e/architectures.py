@@ -28,10 +28,10 @@ MAMBA: dict[str, Any] = dict(
 """States are small in all hybrids here, so that vLLM's blocks stay small."""
 LINEAR: dict[str, Any] = dict(
     layer_types=["linear_attention", "full_attention"] * 2,
-    linear_key_head_dim=32,
-    linear_value_head_dim=32,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
 )
 YARN: dict[str, Any] = dict(
     rope_type="yarn",
@@ -83,6 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layer_types=["conv", "full_attention"] * 2,
         block_auto_adjust_ff_dim=False,
         conv_dim=256,
+        block_dim=256,
     ),
     "Llama4Text": dict(
         **HEADS,
@@ -114,14 +115,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3Next": dict(
         **HEADS, **EXPERTS, **LINEAR, num_experts=4, shared_expert_intermediate_size=128
     ),
-    "Qwen3_5Text": dict(**HEADS, **LINEAR),
     "SeedOss": HEADS,
     "SmolLM3": GQA,
 }
 CLASSES = {
     name: name.removesuffix("Text") + "ForCausalLM" for name in CONFIGS if name.endswith("Text")
 }
-FULL_ATTENTION = ("full_attention", "attention")
+FULL_ATTENTION = ("full_attention", "attention", "hybrid")
 
 
 def architecture(name: str, path: Path) -> Path:
@@ -188,6 +188,7 @@ class MaskedArchitecture(MaskedModel):
             for layer in range(config.num_hidden_layers)
             if not types or types[layer] in FULL_ATTENTION
         ]
+        assert self._full
         for index, layer in enumerate(self._full):
             block = self.model.model.layers[layer]
             attention = block.self_attn if hasattr(block, "self_attn") else block.mixer

@@ -11,8 +11,9 @@ EVICTION = dict(policy="ada-snapkv", budget=128, interval=64)
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333)]
 NEW_TOKENS = 120
 FAMILIES = ("GraniteMoeHybrid", "Lfm2", "FalconH1", "NemotronH")
-IN_BFLOAT16 = ("Qwen3Next", "Qwen3_5Text")
+IN_BFLOAT16 = ("Qwen3Next",)
 """vLLM's CPU build has their linear attention in bfloat16 only."""
+LONGER = [random_prompt(n, seed=n) for n in (700, 500)]
 AT = [{"kv_eviction_at": 401}, {"kv_eviction_at": -50}]
 
 
@@ -65,12 +66,12 @@ def test_linear_attention_and_prefix_caching(name, tmp_path):
         oracle = MaskedArchitecture(path)
         for asked in (None, None, AT):
             before = run.counters.evictions
-            outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
-            assert run.counters.evictions - before >= len(PROMPTS)
+            outputs = run.generate(LONGER, NEW_TOKENS, asked)
+            assert run.counters.evictions - before >= len(LONGER)
             right = full = 0
-            for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
+            for prompt, output, lives in zip(LONGER, outputs, run.lives(), strict=True):
                 right += check_tokens(oracle, prompt, output, lives)[0]
                 full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
-            assert right > 0.9 * len(PROMPTS) * NEW_TOKENS > full
+            assert right > 0.9 * len(LONGER) * NEW_TOKENS > full
             assert run.free_blocks() == free
-        assert [lives[0].evictions[0].n for lives in run.lives()] == [401, 283]
+        assert [lives[0].evictions[0].n for lives in run.lives()] == [401, 450]
