@@ -150,17 +150,6 @@ HOOKS = {
             Request.num_computed_tokens Request.num_tokens Request.num_prompt_tokens
             Request.max_tokens Request.resumable Request.pooling_params
         """,
-<<<<<<< HEAD
-=======
-        "vllm.v1.core.single_type_kv_cache_manager": """
-            SingleTypeKVCacheManager.max_admission_blocks_per_request
-            SingleTypeKVCacheManager.kv_cache_spec
-        """,
-        "vllm.v1.kv_cache_interface": """
-            MambaSpec.num_speculative_blocks MambaSpec.num_prefill_checkpoint_blocks
-        """,
-        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
->>>>>>> 6be4cb5 (Hybrids evict their full-attention layers; what a budget comes to is said in the engine's blocks; architectures)
     },
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
