@@ -44,7 +44,8 @@ def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
     in memory grows with the columns only.
 
     Yields:
-        [b, columns] float32, each row summing to 1; as :func:`head_attention`. G * w rows in all.
+        [b, columns] float32, each row summing to 1, or less beside a sink; as
+        :func:`head_attention`. G * w rows in all.
 
     Raises:
         ValueError: The candidates carry no queries, or not ``window`` of them.
@@ -60,14 +61,18 @@ def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
     rows = queries[head].float().flatten(0, 1) * candidates.scale
     own = torch.arange(len(rows), device=keys.device)[:, None] % window
     ahead = torch.arange(window, device=keys.device) > own
+    sinks = None
+    if candidates.sinks is not None:
+        sinks = candidates.sinks[head].repeat_interleave(window)
     count = max(FEWEST, LOGITS // columns)
-    for block, hidden in zip(rows.split(count), ahead.split(count), strict=True):
+    for begin in range(0, len(rows), count):
+        block, hidden = rows[begin : begin + count], ahead[begin : begin + count]
         logits = block @ keys
         if candidates.softcap:
             logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
         logits[:, columns - window :].masked_fill_(hidden, float("-inf"))
         logits[:, :padding] = float("-inf")
-        yield logits.softmax(-1)
+        yield attention_weights(logits, None if sinks is None else sinks[begin : begin + count])
 
 
 def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:
