@@ -14,13 +14,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
 from benchmarks.server import Server
-from tests.e2e.clients import MESSAGES, langchain_client, openai_client
-from tests.models import random_prompt
+from tests.models import random_prompt, random_text
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 
 NEW_TOKENS = 70
 PROMPTS = [random_prompt(150 + 11 * n, seed=n) for n in range(24)]
+MESSAGES = [
+    dict(role="system", content=random_text(20, seed=1)),
+    dict(role="user", content=random_text(150, seed=2)),
+]
 BASE = [
     "--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", "64M",
     "--block-size", "32", "--max-model-len", "2048",
@@ -94,10 +97,6 @@ def events(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str
                 yield json.loads(line.removeprefix(b"data: "))
 
 
-def evictions(server: Server) -> float:
-    return server.metric("vllm_kvevict:evictions_total")
-
-
 def wait_for(server: Server, metric: str, value: float) -> None:
     deadline = time.monotonic() + 60
     while server.metric(metric) != value:
@@ -145,19 +144,6 @@ def test_streaming(server, truth):
     body = dict(model="tiny", messages=MESSAGES) | GREEDY
     deltas = [c["choices"][0]["delta"] for c in events(server, "/v1/chat/completions", body)]
     assert "".join(delta.get("content") or "" for delta in deltas) == truth[-1].text
-
-
-def test_openai_package(server, truth):
-    before = evictions(server)
-    answered = openai_client(server, list(truth[-1].token_ids))
-    assert evictions(server) - before >= answered
-
-
-def test_langchain(server, truth):
-    pytest.importorskip("langchain_openai", reason="not among the test requirements")
-    before = evictions(server)
-    answered = langchain_client(server, truth[-1].text)
-    assert evictions(server) - before >= answered
 
 
 def test_two_answers(server):
