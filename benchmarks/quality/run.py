@@ -82,6 +82,12 @@ class Run:
                 "every budget covers its whole prompt, so nothing would be evicted: give more "
                 "--length or smaller --budgets"
             )
+        asked = sum(len(plan.missing(prompt, journal)) for prompt in self.prompts)
+        known = (1 + len(plan.cells())) * len(self.prompts) - asked
+        if known:
+            self.notes.append(
+                f"{known} answers of server {variant.name} are from earlier runs (--resume)"
+            )
         answers = measure(endpoint, plan, self.prompts, options.concurrency, journal)
         with self._lock:
             pairs = zip(self.answers.get(FULL_CELL, ()), answers[FULL_CELL], strict=False)

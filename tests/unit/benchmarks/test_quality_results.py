@@ -5,6 +5,7 @@ import re
 import pytest
 
 from benchmarks.quality.cell import FULL_CELL, Cell
+from benchmarks.quality.figure import draw
 from benchmarks.quality.intervals import Estimate
 from benchmarks.quality.kvpress_baseline import TRANSFORMERS_FULL
 from benchmarks.quality.plots import plot
@@ -100,6 +101,11 @@ def test_json_has_an_entry_for_every_cell_and_task(results):
 def test_only_a_clear_difference_is_bold():
     assert points(Estimate(0.02, -0.01, 0.05, 9)) == "+2.0 [-1.0, +5.0]"
     assert points(Estimate(-0.02, -0.03, -0.01, 9)) == "**-2.0 [-3.0, -1.0]**"
+
+
+def test_one_picture_of_two_results(results, tmp_path):
+    draw([results.as_json(), results.as_json()], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
 
 
 def test_plots(results, tmp_path):
