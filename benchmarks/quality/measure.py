@@ -10,6 +10,7 @@ from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion, Endpoint
 from benchmarks.quality.journal import Journal
+from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
 from benchmarks.quality.suite import Sample
 
@@ -87,22 +88,25 @@ def score(prompts: Sequence[Prompt], answers: Iterable[Completion]) -> dict[str,
     return by_task
 
 
-def render(endpoint: Endpoint, samples: Sequence[Sample], concurrency: int) -> list[Prompt]:
-    """Prompts of the samples under the server's chat template."""
+def render(chat: Endpoint | LocalChat, samples: Sequence[Sample], concurrency: int) -> list[Prompt]:
+    """Prompts of the samples under the model's chat template."""
     with ThreadPoolExecutor(concurrency) as threads:
-        made = threads.map(
-            lambda sample: make_prompt(sample, endpoint.tokenize, endpoint.encode), samples
-        )
+        made = threads.map(lambda sample: make_prompt(sample, chat.tokenize, chat.encode), samples)
         return list(tqdm(made, total=len(samples), desc="chat template", unit="sample"))
 
 
 def measure(
-    endpoint: Endpoint, plan: Plan, prompts: Sequence[Prompt], concurrency: int, journal: Journal
+    endpoint: Endpoint | None,
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    concurrency: int,
+    journal: Journal,
 ) -> dict[Cell, list[Completion]]:
     """Ask everything that ``journal`` does not hold, ``concurrency`` samples at a time.
 
     A sample's requests follow one another, the full cache first: with prefix caching the others
-    find its prompt computed and prefill only what the eviction must see.
+    find its prompt computed and prefill only what the eviction must see. Where the journal holds
+    everything, ``endpoint`` may be None.
 
     Returns:
         Answers by cell, each in the order of the prompts.
@@ -121,8 +125,11 @@ def measure(
             row = []
             for cell in cells:
                 wanted = prompt.ids, plan.limit(prompt), plan.xargs(cell, prompt)
-                known = journal.find(*wanted)
-                row.append(known or journal.enter(*wanted, endpoint.complete(*wanted)))
+                answer = journal.find(*wanted)
+                if answer is None:
+                    assert endpoint is not None, "without a server every answer is known"
+                    answer = journal.enter(*wanted, endpoint.complete(*wanted))
+                row.append(answer)
                 bar.update()
             return row
 

@@ -15,8 +15,10 @@ from vllm_kvevict.settings.names import POLICY_NAMES
 
 POOLED = ("snapkv", "ada-snapkv")
 """Policies whose scores are pooled along the sequence."""
+SHARED = ("ada-defensive", "defensive", "ada-snapkv", "snapkv")
+"""Policies that ``--layers`` also measures."""
 QUICK: dict[str, Any] = dict(
-    tasks=("s-niah",), policies=("snapkv", "ada-snapkv"), budgets=("25%",), samples=10,
+    tasks=("s-niah",), policies=("ada-snapkv", "ada-defensive"), budgets=("25%",), samples=8,
     kvpress=False, threads=2, output=Path(".cache/quality/quick.json"),
 )  # fmt: skip
 
@@ -41,7 +43,8 @@ class Options(BaseModel):
     )
     tasks: tuple[str, ...] = Field(SUITES["ruler"].tasks, description="tasks, comma-separated")
     policies: tuple[str, ...] = Field(
-        ("streaming-llm", "snapkv", "ada-snapkv"), description="policies, comma-separated"
+        ("streaming-llm", "snapkv", "ada-snapkv", "ada-defensive"),
+        description="policies, comma-separated",
     )
     budgets: tuple[str, ...] = Field(
         ("12.5%", "25%", "50%"),
@@ -76,6 +79,11 @@ class Options(BaseModel):
     )
     like_for_like: bool = Field(
         False, description="also measure ours with kvpress's pooling (own server only)"
+    )
+    layers: str | None = Field(
+        None,
+        description="also measure policies whose scores compare with measured shares of layers: a "
+        "file for --kv-eviction-layers, or auto (own server only)",
     )
     window: int = Field(32, ge=1, description="observation window of the server")
     block_size: int | None = Field(

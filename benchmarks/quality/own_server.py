@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.quality.options import POOLED, Options
+from benchmarks.quality.options import POOLED, SHARED, Options
 from benchmarks.server import Server
 
+BLOCK_SIZE = 32
+LAYERS = "layers"
+"""Name of the variant with measured shares of layers."""
 KVPRESS_POOLING = ("--kv-eviction-pool", "avg", "--kv-eviction-pool-kernel", "5")
 
 
@@ -19,22 +22,26 @@ class Variant:
 
 
 def variants(options: Options) -> list[Variant]:
-    """The server's defaults, and the same with kvpress's pooling for the pooled policies."""
+    """The server's defaults; the same with kvpress's pooling; the same with shares of layers."""
     chosen = [Variant("default", (), {policy: policy for policy in options.policies})]
     pooled = {f"{policy}, avg 5": policy for policy in options.policies if policy in POOLED}
     if options.like_for_like and pooled and options.base_url is None:
         chosen.append(Variant("avg5", KVPRESS_POOLING, pooled))
+    shared = {f"{policy}, layers": policy for policy in options.policies if policy in SHARED}
+    if options.layers and shared and options.base_url is None:
+        chosen.append(Variant(LAYERS, ("--kv-eviction-layers", options.layers), shared))
     return chosen
 
 
 def start(options: Options, variant: Variant, model: Path) -> Server:
     """A server of ``variant``, to be entered."""
     args = [
-        "--dtype", options.dtype, "--enforce-eager", "--block-size", str(options.block_size or 32),
+        "--dtype", options.dtype, "--enforce-eager",
+        "--block-size", str(options.block_size or BLOCK_SIZE),
         "--kv-cache-memory-bytes", options.kv_memory, "--max-num-seqs", str(options.concurrency),
         "--max-num-batched-tokens", "4096", "--enable-prefix-caching", "--seed", "0",
         "--no-enable-log-requests", "--disable-uvicorn-access-log",
-        "--kv-eviction", options.policies[0], "--kv-eviction-budget", "50%",
+        "--kv-eviction", next(iter(variant.labels.values())), "--kv-eviction-budget", "50%",
         "--kv-eviction-window", str(options.window),
         "--kv-eviction-allow", ",".join([*dict.fromkeys(variant.labels.values()), "none"]),
         *variant.flags,

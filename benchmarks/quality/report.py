@@ -51,7 +51,10 @@ def _evictions(evictions: dict[str, dict]) -> list[str]:
     lines = []
     for name, found in evictions.items():
         expected, counted = found["expected"], found["counted"]
-        must = "{evictions} evictions of {tokens_evicted} tokens per KV head".format(**expected)
+        tokens = expected.get("tokens_evicted")
+        must = f"{expected['evictions']} evictions"
+        if tokens is not None:
+            must += f" of {tokens} tokens per KV head"
         did = (
             "not published"
             if counted is None

@@ -16,9 +16,10 @@ from benchmarks.quality.kvpress_baseline import (
     answer_with_kvpress,
     baseline_cells,
 )
+from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.measure import Plan, measure, render, score
 from benchmarks.quality.options import Options
-from benchmarks.quality.own_server import Variant, start, variants
+from benchmarks.quality.own_server import BLOCK_SIZE, LAYERS, Variant, start, variants
 from benchmarks.quality.prompt import Prompt, message
 from benchmarks.quality.raw_answers import write_answers
 from benchmarks.quality.suite import SUITES, Sample
@@ -36,6 +37,7 @@ class Run:
     evictions: dict[str, dict] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    journals: dict[str, Journal] = field(default_factory=dict)
     block_size: int = 0
     _lock: Lock = field(default_factory=Lock)
 
@@ -44,39 +46,33 @@ class Run:
         """The model of an own server."""
         return Path(self.options.model or SUITES[self.options.suite].model())
 
-    def prepare(self, endpoint: Endpoint) -> None:
-        """Make the prompts of all samples under the server's chat template."""
+    def prepare(self, chat: Endpoint | LocalChat, block_size: int) -> None:
+        """Make the prompts of all samples under the model's chat template."""
         options, suite = self.options, SUITES[self.options.suite]
         seeds = [options.seed * 1_000_000 + index for index in range(options.samples)]
 
         def count(sample: Sample) -> int:
-            return len(endpoint.tokenize(message(sample)))
+            return len(chat.tokenize(message(sample)))
 
         # Task by task within a seed: a run that is cut off has as many samples of each.
         by_task = [suite.samples(task, options.length, seeds, count) for task in options.tasks]
         samples = [sample for together in zip(*by_task, strict=True) for sample in together]
-        self.prompts = render(endpoint, samples, options.concurrency)
-        self.block_size = options.block_size or endpoint.block_size()
+        self.prompts = render(chat, samples, options.concurrency)
+        self.block_size = block_size
 
-    def ask(self, endpoint: Endpoint, variant: Variant) -> dict[str, int]:
-        """Measure a variant; returns what its server must count.
-
-        Raises:
-            RuntimeError: The server takes no eviction settings, or no budget evicts anything.
-
-        """
+    def plan(self, variant: Variant) -> Plan:
         options = self.options
-        endpoint.check_eviction_per_request(self.prompts[0].ids[:64])
-        plan = Plan(
+        return Plan(
             variant.labels, options.budgets, options.scenarios, options.max_tokens,
             options.window, self.block_size,
         )  # fmt: skip
-        journal = Journal(
-            options.work / f"answers-{variant.name}.jsonl",
-            options.resume,
-            Path(endpoint.model).name,
-        )
-        expected = plan.expected(self.prompts, journal)
+
+    def open_journal(self, variant: Variant, model: str) -> bool:
+        """Read what earlier runs answered; whether anything is left to ask of ``variant``."""
+        path = self.options.work / f"answers-{variant.name}.jsonl"
+        journal = Journal(path, self.options.resume, Path(model).name)
+        self.journals[variant.name] = journal
+        plan = self.plan(variant)
         if not self.evicts(plan):
             raise RuntimeError(
                 "every budget covers its whole prompt, so nothing would be evicted: give more "
@@ -86,8 +82,28 @@ class Run:
         known = (1 + len(plan.cells())) * len(self.prompts) - asked
         if known:
             self.notes.append(
-                f"{known} answers of server {variant.name} are from earlier runs (--resume)"
+                f"{known} answers of server {variant.name} are from earlier parts of this run"
             )
+        return asked > 0
+
+    def ask(self, endpoint: Endpoint | None, variant: Variant) -> dict[str, int]:
+        """Measure a variant; returns what its server must count.
+
+        Args:
+            endpoint: None where the journal holds every answer.
+            variant: What the server is; its journal is open.
+
+        Raises:
+            RuntimeError: The server takes no eviction settings.
+
+        """
+        options, plan, journal = self.options, self.plan(variant), self.journals[variant.name]
+        if endpoint is not None:
+            endpoint.check_eviction_per_request(self.prompts[0].ids[:64])
+        expected = plan.expected(self.prompts, journal)
+        if variant.name == LAYERS:
+            # Groups of layers round by themselves.
+            del expected["tokens_evicted"]
         answers = measure(endpoint, plan, self.prompts, options.concurrency, journal)
         with self._lock:
             pairs = zip(self.answers.get(FULL_CELL, ()), answers[FULL_CELL], strict=False)
@@ -173,22 +189,30 @@ def gather(options: Options) -> Run:
 
 
 def _own(gathered: Run, model: Path) -> None:
+    gathered.prepare(LocalChat(model), gathered.options.block_size or BLOCK_SIZE)
     chosen = variants(gathered.options)
-    with ExitStack() as running, ThreadPoolExecutor(len(chosen)) as threads:
-        servers = [running.enter_context(start(gathered.options, v, model)) for v in chosen]
+    wanted = [variant for variant in chosen if gathered.open_journal(variant, str(model))]
+    for variant in chosen:
+        if variant not in wanted:
+            gathered.ask(None, variant)
+    if not wanted:
+        return
+    with ExitStack() as running, ThreadPoolExecutor(len(wanted)) as threads:
+        servers = [running.enter_context(start(gathered.options, v, model)) for v in wanted]
         endpoints = [Endpoint(server.url) for server in servers]
-        gathered.prepare(endpoints[0])
-        expected = list(threads.map(gathered.ask, endpoints, chosen))
+        expected = list(threads.map(gathered.ask, endpoints, wanted))
         for server in servers:
             server.stop()
-    for variant, server, wanted in zip(chosen, servers, expected, strict=True):
-        gathered.count(variant, wanted, server.evictions())
+    for variant, server, must in zip(wanted, servers, expected, strict=True):
+        gathered.count(variant, must, server.evictions())
 
 
 def _remote(gathered: Run) -> None:
-    endpoint = Endpoint(gathered.options.base_url or "", gathered.options.model)
-    variant = variants(gathered.options)[0]
-    gathered.prepare(endpoint)
+    options = gathered.options
+    endpoint = Endpoint(options.base_url or "", options.model)
+    variant = variants(options)[0]
+    gathered.prepare(endpoint, options.block_size or endpoint.block_size())
+    gathered.open_journal(variant, endpoint.model)
     before = endpoint.metrics(EVICTIONS)
     expected = gathered.ask(endpoint, variant)
     after = endpoint.metrics(EVICTIONS)

@@ -60,7 +60,8 @@ SUITES = {
     "words": Suite(
         words.TASKS, lambda: TRAINED, _words,
         dict(
-            tasks=words.TASKS, budgets=("10%", "20%", "40%", "60%", "80%"), samples=200, length=900,
+            tasks=words.TASKS, policies=("streaming-llm", "snapkv", "ada-snapkv"),
+            budgets=("10%", "20%", "40%", "60%", "80%"), samples=200, length=900,
             concurrency=16, like_for_like=True, dtype="float32", check=3,
             presses=("snapkv", "ada-snapkv", "streaming-llm"),
         ),

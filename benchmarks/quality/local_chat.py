@@ -1,0 +1,23 @@
+"""The chats of a model folder as its server renders them, without a server."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+
+class LocalChat:
+    """Template and tokenizer of a model's folder; the same methods as ``Endpoint`` has."""
+
+    def __init__(self, model: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def tokenize(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a chat, ready for an answer."""
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text alone, without special tokens."""
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
