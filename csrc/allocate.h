@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda_types.h"
-#include "limits.h"
+#include "sizes.h"
 
 namespace kvevict {
 

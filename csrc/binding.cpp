@@ -36,6 +36,20 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
   module.def(
       "pool(Tensor(a!) scores, Tensor sums, Tensor requests, Tensor head_indptr, int block_size, "
       "int window, int max_columns, float factor, int kernel, bool average) -> ()");
+  module.def(
+      "window_peaks(Tensor(a!) peaks, Tensor lse, Tensor[] caches, Tensor[] rings, "
+      "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
+      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "value_norms(Tensor(a!) norms, Tensor(b!) totals, Tensor[] caches, Tensor requests, "
+      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "defend(Tensor(a!) scores, Tensor(b!) shares, Tensor(c!) means, Tensor peaks, Tensor norms, "
+      "Tensor totals, Tensor[] kept, int window, int max_columns, Tensor requests, "
+      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "keep_shares(Tensor(a!)[] kept, Tensor shares, Tensor columns, Tensor pages, Tensor store, "
+      "Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def("cuda_built() -> int");
   module.def("cuda_driver() -> int");
 }
@@ -52,4 +66,8 @@ KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
   module.impl("window_lse", TORCH_BOX(&kvevict::window_lse));
   module.impl("column_sums", TORCH_BOX(&kvevict::column_sums));
   module.impl("pool", TORCH_BOX(&kvevict::pool));
+  module.impl("window_peaks", TORCH_BOX(&kvevict::window_peaks));
+  module.impl("value_norms", TORCH_BOX(&kvevict::value_norms));
+  module.impl("defend", TORCH_BOX(&kvevict::defend));
+  module.impl("keep_shares", TORCH_BOX(&kvevict::keep_shares));
 }

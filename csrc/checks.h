@@ -11,7 +11,7 @@
 #include <string>
 
 #include "cuda_types.h"
-#include "limits.h"
+#include "sizes.h"
 #include "stream.h"
 
 namespace kvevict {

@@ -3,7 +3,7 @@
 
 #include "compact.h"
 #include "device.h"
-#include "head.cuh"
+#include "store_page.cuh"
 
 namespace kvevict {
 
@@ -15,29 +15,13 @@ enum class Move { kDirect, kGather, kScatter };
 // A block fills one page of one layer: the tokens of a page belong to one head.
 template <typename Unit, Move kMove>
 __global__ void compact_kernel(const __grid_constant__ Compact work) {
-  const int heads = work.candidates.num_heads, bs = work.candidates.block_size;
-  const int flats = work.store_width * heads;
-  const int flat = blockIdx.x % flats;
-  const int layer = work.first_layer + blockIdx.x / flats % work.pass_layers;
-  const int request = blockIdx.x / flats / work.pass_layers;
-  const Request& due = work.candidates.requests[request];
-  if (flat >= due.store_blocks * heads) return;
-
-  const int32_t* pages = work.pages + (static_cast<int64_t>(request) * work.num_layers + layer) * heads;
-  int owner = 0, before = 0;
-  while (owner < heads - 1 && before + pages[owner] <= flat) before += pages[owner++];
-  KVEVICT_ASSERT(flat < before + pages[owner]);
-  const Head head = find_head(work.candidates, request, layer, owner);
-
-  const int64_t target_page =
-      static_cast<int64_t>(work.store[static_cast<int64_t>(request) * work.store_width + flat / heads]) *
-          heads + flat % heads;
-  KVEVICT_ASSERT(target_page >= 0 && target_page < work.num_pages);
-  const int32_t* columns =
-      work.columns + due.first_kept + (layer * due.store_blocks * heads + flat) * bs;
-  unsigned char* cache = work.caches.at[layer];
+  StorePage page;
+  if (!find_store_page(work, work.first_layer, work.pass_layers, &page)) return;
+  const int bs = work.candidates.block_size;
+  const Head& head = page.head;
+  unsigned char* cache = work.caches.at[page.layer];
   const int64_t page_bytes = static_cast<int64_t>(bs) * work.slot_bytes;
-  Unit* const page_in_cache = reinterpret_cast<Unit*>(cache + target_page * page_bytes);
+  Unit* const page_in_cache = reinterpret_cast<Unit*>(cache + page.target * page_bytes);
   Unit* const page_in_staging = reinterpret_cast<Unit*>(work.staging + blockIdx.x * page_bytes);
   Unit* const target = kMove == Move::kGather ? page_in_staging : page_in_cache;
 
@@ -51,11 +35,11 @@ __global__ void compact_kernel(const __grid_constant__ Compact work) {
       if (kMove == Move::kScatter) {
         if (at < total) moved[i] = page_in_staging[at];
       } else if (at < total) {
-        const int column = columns[at / units];
+        const int column = page.columns[at / units];
         KVEVICT_ASSERT(column >= 0 && column < head.candidates());
-        const int64_t slot = head.slot(column), page = slot >> head.block_shift;
-        KVEVICT_ASSERT(page >= 0 && page < work.num_pages);
-        KVEVICT_ASSERT(kMove == Move::kGather || page != target_page);
+        const int64_t slot = head.slot(column), source = slot >> head.block_shift;
+        KVEVICT_ASSERT(source >= 0 && source < work.num_pages);
+        KVEVICT_ASSERT(kMove == Move::kGather || source != page.target);
         moved[i] = reinterpret_cast<const Unit*>(cache + slot * work.slot_bytes)[at % units];
       }
     }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda_types.h"
-#include "limits.h"
+#include "sizes.h"
 
 #ifndef KVEVICT_EMULATE
 #include <cuda_runtime.h>
@@ -41,5 +41,8 @@ namespace kvevict {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
+
+// Keeps NaN, as torch's maximum does.
+__device__ inline float nan_max(float a, float b) { return a > b || a != a ? a : b; }
 
 }  // namespace kvevict

@@ -36,8 +36,26 @@ void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> cach
                  int64_t window, int64_t max_columns, const Tensor& requests,
                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
 
+void window_peaks(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
+                  std::vector<Tensor> rings, std::vector<double> scales, double softcap,
+                  int64_t window, int64_t max_columns, const Tensor& requests,
+                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+
 void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
           const Tensor& head_indptr, int64_t block_size, int64_t window, int64_t max_columns,
           double factor, int64_t kernel, bool average);
+
+void value_norms(const Tensor& norms, const Tensor& totals, std::vector<Tensor> caches,
+                 const Tensor& requests, const Tensor& head_indptr, const Tensor& old_store,
+                 const Tensor& positional);
+
+void defend(const Tensor& scores, const Tensor& shares, const Tensor& means, const Tensor& peaks,
+            const Tensor& norms, const Tensor& totals, std::vector<Tensor> kept, int64_t window,
+            int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
+            const Tensor& old_store, const Tensor& positional);
+
+void keep_shares(std::vector<Tensor> kept, const Tensor& shares, const Tensor& columns,
+                 const Tensor& pages, const Tensor& store, const Tensor& requests,
+                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
 
 }  // namespace kvevict

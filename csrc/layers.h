@@ -1,7 +1,7 @@
 // One address per layer, handed to a kernel by value: no table on the device, and graphs record it.
 #pragma once
 
-#include "limits.h"
+#include "sizes.h"
 
 namespace kvevict {
 

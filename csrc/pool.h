@@ -5,7 +5,7 @@
 
 #include "candidates.h"
 #include "cuda_types.h"
-#include "limits.h"
+#include "sizes.h"
 
 namespace kvevict {
 

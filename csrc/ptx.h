@@ -49,6 +49,8 @@ __device__ inline void multiply_bfloat16(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ inline float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+
 __device__ inline uint16_t half_bits(float value) { return __half_as_ushort(__float2half_rn(value)); }
 
 // Within 2^-22 relative; results below the smallest normal number are 0.

@@ -16,8 +16,8 @@ Stored stored_as(const Tensor& cache, const Tensor& ring) {
   return Stored::kAsQueries;
 }
 
-// What both passes share. `sizes` is a tensor on the launch's device.
-Score check_score(const std::vector<Tensor>& caches, const std::vector<Tensor>& rings,
+// What all passes share.
+Score check_score(Pass pass, const std::vector<Tensor>& caches, const std::vector<Tensor>& rings,
                   const std::vector<double>& scales, double softcap, int64_t window,
                   int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
                   const Tensor& old_store, const Tensor& positional) {
@@ -53,7 +53,8 @@ Score check_score(const std::vector<Tensor>& caches, const std::vector<Tensor>& 
   work.group = narrow(ring.size(1) / heads, "query heads of a KV head");
   work.window = narrow(window, "window");
   work.slot_bytes = narrow(slot, "bytes of a slot");
-  work.chunks = (narrow(max_columns, "columns") + kChunk - 1) / kChunk;
+  const int columns = narrow(max_columns, "columns"), size = pass == Pass::kPeaks ? kPeakChunk : kChunk;
+  work.chunks = static_cast<int>((static_cast<int64_t>(columns) + size - 1) / size);
   return work;
 }
 
@@ -69,6 +70,26 @@ void run(const Score& work, Pass pass, const Tensor& ring, int64_t heads, Stream
   }
 }
 
+// The passes over the keys that know the log-sum-exp of every row.
+void second_pass(Pass pass, const Tensor& sums, const Tensor& lse, const std::vector<Tensor>& caches,
+                 const std::vector<Tensor>& rings, const std::vector<double>& scales, double softcap,
+                 int64_t window, int64_t max_columns, const Tensor& requests,
+                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+  const Launch launch(sums);
+  Score work = check_score(pass, caches, rings, scales, softcap, window, max_columns, requests,
+                           head_indptr, old_store, positional);
+  const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
+  const int64_t rows = static_cast<int64_t>(work.group) * work.window;
+  const int groups = query_groups(narrow(rows, "rows"), narrow(rings[0].size(2), "head size"));
+  check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
+  check(sums, "sums", ScalarType::Float, {groups, kAny}, requests);
+  work.lse = in<float>(lse);
+  work.sums = out<float>(sums);
+  work.num_sums = sums.size(1);
+  run(work, pass, rings[0], due * layers * heads, launch.stream());
+  launch.check();
+}
+
 }  // namespace
 
 void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> caches,
@@ -76,7 +97,7 @@ void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> ca
                 int64_t window, int64_t max_columns, const Tensor& requests,
                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
   const Launch launch(lse);
-  Score work = check_score(caches, rings, scales, softcap, window, max_columns, requests,
+  Score work = check_score(Pass::kLse, caches, rings, scales, softcap, window, max_columns, requests,
                            head_indptr, old_store, positional);
   const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
   const int64_t rows = static_cast<int64_t>(work.group) * work.window;
@@ -93,19 +114,16 @@ void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> cach
                  std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                  int64_t window, int64_t max_columns, const Tensor& requests,
                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
-  const Launch launch(sums);
-  Score work = check_score(caches, rings, scales, softcap, window, max_columns, requests,
-                           head_indptr, old_store, positional);
-  const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
-  const int64_t rows = static_cast<int64_t>(work.group) * work.window;
-  const int groups = query_groups(narrow(rows, "rows"), narrow(rings[0].size(2), "head size"));
-  check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
-  check(sums, "sums", ScalarType::Float, {groups, kAny}, requests);
-  work.lse = in<float>(lse);
-  work.sums = out<float>(sums);
-  work.num_sums = sums.size(1);
-  run(work, Pass::kColumns, rings[0], due * layers * heads, launch.stream());
-  launch.check();
+  second_pass(Pass::kColumns, sums, lse, caches, rings, scales, softcap, window, max_columns, requests,
+              head_indptr, old_store, positional);
+}
+
+void window_peaks(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
+                  std::vector<Tensor> rings, std::vector<double> scales, double softcap,
+                  int64_t window, int64_t max_columns, const Tensor& requests,
+                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+  second_pass(Pass::kPeaks, sums, lse, caches, rings, scales, softcap, window, max_columns, requests,
+              head_indptr, old_store, positional);
 }
 
 }  // namespace kvevict

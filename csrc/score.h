@@ -10,7 +10,7 @@
 #include "candidates.h"
 #include "cuda_types.h"
 #include "layers.h"
-#include "limits.h"
+#include "sizes.h"
 #include "numbers.h"
 
 namespace kvevict {
@@ -23,14 +23,14 @@ struct Score {
   float2* partial;          // [E * L * H, chunks, rows]: maximum and sum of powers of a chunk
   float* lse_out;           // [E * L * H, rows], written by the first pass
   const float* lse;         // the same, read by the second
-  float* sums;              // [query groups, columns of all requests before the windows]
+  float* sums;              // [query groups, columns of all requests before the windows]: or peaks
   int64_t num_sums;
   Stored stored;
   float softcap;            // 0 for none
   int num_layers, group, window, slot_bytes, chunks;
 };
 
-enum class Pass { kLse, kColumns };
+enum class Pass { kLse, kColumns, kPeaks };
 
 template <typename T>
 void launch_score(const Score& work, Pass pass, int head_size, int64_t heads, Stream stream);

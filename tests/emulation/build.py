@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from csrc.build import TORCH_TARGET
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 CACHE = ROOT / ".cache" / "emulation"
-FLAGS = "-O1 -std=c++20 -shared -fPIC -Wall -Werror -Wno-unknown-pragmas -DKVEVICT_EMULATE".split()
+FLAGS = "-O1 -std=c++20 -Wall -Werror -Wno-unknown-pragmas -DKVEVICT_EMULATE".split()
 NAMESPACE = "vllm_kvevict_emulated"
 
 
@@ -26,33 +27,53 @@ def compiler() -> str | None:
 
 def build() -> Path:
     """The emulated extension, compiled once for a state of the sources."""
+    return _cached("extension.so", _compile)
+
+
+def build_races(sanitizers: str) -> Path:
+    """``races.cpp`` with sanitizers, as ``-fsanitize`` names them."""
+    return _cached(f"races-{sanitizers.replace(',', '-')}", _compile_races, sanitizers)
+
+
+def set_order(library: Path, order: int) -> None:
+    """How blocks run, and their threads between barriers: 0 forwards, 1 backwards, or a seed."""
+    ctypes.CDLL(str(library)).kvevict_emulation_order(order)
+
+
+def _cached(name: str, compile_it: Callable[..., None], *arguments: str) -> Path:
+    """What ``compile_it(target, *arguments)`` makes of this state of the sources."""
     sources = sorted([*(ROOT / "csrc").iterdir(), *HERE.glob("*.cpp"), *HERE.glob("*.h")])
     content = b"".join(path.read_bytes() for path in sources if path.is_file())
-    content += " ".join([*FLAGS, TORCH_TARGET, torch.__version__]).encode()
-    library = CACHE / f"{hashlib.sha256(content).hexdigest()[:24]}.so"
+    content += " ".join([*FLAGS, *arguments, TORCH_TARGET, torch.__version__]).encode()
+    made = CACHE / f"{hashlib.sha256(content).hexdigest()[:24]}-{name}"
     CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "lock", "w") as lock:
+    with open(CACHE / f"lock-{name}", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.is_file():
-            for old in CACHE.glob("*.so"):
+        if not made.is_file():
+            for old in CACHE.glob(f"*-{name}"):
                 old.unlink()
-            _compile(library)
-    return library
+            unfinished = made.with_suffix(f".{os.getpid()}")
+            compile_it(unfinished, *arguments)
+            unfinished.rename(made)
+    return made
 
 
-def set_order(library: Path, reverse: bool) -> None:
-    """In which order blocks run, and their threads between two barriers."""
-    ctypes.CDLL(str(library)).kvevict_emulation_order(int(reverse))
+def _compile(target: Path) -> None:
+    root = Path(torch.__file__).parent
+    torch_options = ["-isystem", str(root / "include"), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    link = ["-L", str(root / "lib"), "-ltorch_cpu", "-lc10"]
+    _run([*FLAGS, "-shared", "-fPIC", *torch_options, str(HERE / "unity.cpp"), *link], target)
 
 
-def _compile(library: Path) -> None:
-    compiler_path = compiler()
-    assert compiler_path is not None, "no g++"
-    torch_root = Path(torch.__file__).parent
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    command = [compiler_path, *FLAGS, "-I", str(HERE), "-isystem", str(torch_root / "include")]
-    command += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", str(HERE / "unity.cpp"), "-o"]
-    command += [str(unfinished), "-L", str(torch_root / "lib"), "-ltorch_cpu", "-lc10"]
+def _compile_races(target: Path, sanitizers: str) -> None:
+    # What TSan says of fences is about those of the standard library.
+    options = [f"-fsanitize={sanitizers}", "-g", "-Wno-tsan", "-fno-sanitize-recover=all"]
+    _run([*FLAGS, *options, "-I", str(ROOT / "csrc"), str(HERE / "races.cpp")], target)
+
+
+def _run(arguments: Sequence[str], target: Path) -> None:
+    path = compiler()
+    assert path is not None, "no g++"
+    command = [path, "-I", str(HERE), *arguments, "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    unfinished.rename(library)

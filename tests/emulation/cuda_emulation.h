@@ -2,25 +2,18 @@
 //
 // What it checks on the way: a barrier or warp operation that not all threads reach, copies that are
 // read before they were waited for, misaligned 16-byte accesses, writes past the shared memory.
-// Shared memory starts as NaN in every block. `kvevict_emulation_order` reverses the order of the
-// blocks, and of their threads between two barriers: a result that depends on it is a race.
+// Shared memory starts as NaN in every block. A result that depends on the order of blocks or threads
+// is a race; built with ThreadSanitizer (races.cpp), only __syncthreads and __syncwarp order memory
+// between the threads of a block, and nothing does between blocks.
 #pragma once
 
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
 #include <limits>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
-#include "../../csrc/limits.h"
+#include "../../csrc/sizes.h"
+#include "fibers.h"
+#include "sites.h"
 
 #define __global__
 #define __device__
@@ -36,175 +29,7 @@ struct float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-struct Index3 { unsigned x = 0, y = 0, z = 0; };
-inline Index3 threadIdx, blockIdx, blockDim, gridDim;
-
 namespace emulate {
-
-constexpr int kWarp = 32, kMaxThreads = 1024, kStack = 128 << 10, kSlot = 64, kGuard = 256;
-
-struct Copy {
-  void* target;
-  const void* source;
-  int group;
-};
-
-struct Fiber {
-  jmp_buf context;
-  ucontext_t start;
-  bool started, done;
-  const uint64_t* epoch;  // what it waits for ...
-  uint64_t awaited;       // ... to reach
-  unsigned collectives;
-  int group;
-  std::vector<Copy> copies;
-};
-
-struct Warp {
-  uint64_t epoch;
-  int arrived;
-  const char* tag;
-  alignas(16) unsigned char slots[2][kWarp][kSlot];
-};
-
-inline Fiber fibers[kMaxThreads];
-inline Warp warps[kMaxThreads / kWarp];
-inline uint64_t block_epoch;
-inline int block_arrived, num_threads, current, order;
-inline jmp_buf scheduler;
-inline std::function<void()> body;
-inline std::string error;
-inline std::vector<unsigned char> shared;
-inline unsigned char* stacks;
-
-__attribute__((noinline)) inline void yield() {
-  if (_setjmp(fibers[current].context) == 0) _longjmp(scheduler, 1);
-}
-
-// Ends the kernel with an error; never returns.
-[[noreturn]] inline void fail(const std::string& message) {
-  if (error.empty()) {
-    error = message + " (block " + std::to_string(blockIdx.x) + ", thread " +
-            std::to_string(current) + ")";
-  }
-  for (;;) _longjmp(scheduler, 1);
-}
-
-inline void wait(uint64_t* epoch, int* arrived, int expected) {
-  const uint64_t mine = *epoch + 1;
-  if (++*arrived == expected) {
-    *arrived = 0;
-    ++*epoch;
-    return;
-  }
-  fibers[current].epoch = epoch;
-  fibers[current].awaited = mine;
-  yield();
-}
-
-inline void enter() {
-  body();
-  fibers[current].done = true;
-  for (;;) _longjmp(scheduler, 1);
-}
-
-inline void resume(int thread) {
-  Fiber& fiber = fibers[thread];
-  current = thread;
-  threadIdx.x = thread;
-  if (_setjmp(scheduler) != 0) return;
-  if (fiber.started) _longjmp(fiber.context, 1);
-  fiber.started = true;
-  setcontext(&fiber.start);
-}
-
-inline void start(int thread) {
-  Fiber& fiber = fibers[thread];
-  fiber.started = fiber.done = false;
-  fiber.epoch = nullptr;
-  fiber.collectives = fiber.group = 0;
-  fiber.copies.clear();
-  getcontext(&fiber.start);
-  fiber.start.uc_stack.ss_sp = stacks + static_cast<size_t>(thread) * kStack;
-  fiber.start.uc_stack.ss_size = kStack;
-  fiber.start.uc_link = nullptr;
-  makecontext(&fiber.start, enter, 0);
-}
-
-inline void run_block() {
-  block_epoch = block_arrived = 0;
-  for (Warp& warp : warps) warp.epoch = warp.arrived = 0;
-  std::memset(shared.data(), 0xff, shared.size());
-  for (int thread = 0; thread < num_threads; ++thread) start(thread);
-  for (int left = num_threads; left > 0;) {
-    bool progress = false;
-    for (int i = 0; i < num_threads; ++i) {
-      const int thread = order ? num_threads - 1 - i : i;
-      Fiber& fiber = fibers[thread];
-      if (fiber.done || (fiber.epoch && *fiber.epoch < fiber.awaited)) continue;
-      fiber.epoch = nullptr;
-      resume(thread);
-      if (!error.empty()) return;
-      progress = true;
-      if (fiber.done) --left;
-    }
-    if (!progress) {
-      error = "a barrier that not all threads reach (block " + std::to_string(blockIdx.x) + ")";
-      return;
-    }
-    // Threads that left cannot arrive any more.
-    if (left > 0 && left < num_threads && block_arrived == left) {
-      error = "__syncthreads after a thread has returned (block " + std::to_string(blockIdx.x) + ")";
-      return;
-    }
-  }
-  for (size_t i = shared.size() - kGuard; i < shared.size(); ++i) {
-    if (shared[i] != 0xff) {
-      error = "a write past the shared memory (block " + std::to_string(blockIdx.x) + ")";
-      return;
-    }
-  }
-}
-
-inline void run(int64_t blocks, int groups, int threads, size_t bytes, std::function<void()> kernel) {
-  if (threads % kWarp || threads > kMaxThreads) throw std::runtime_error("threads of a block");
-  if (bytes > (48u << 10)) throw std::runtime_error("more shared memory than every target has");
-  if (!stacks) stacks = static_cast<unsigned char*>(std::malloc(size_t{kMaxThreads} * kStack));
-  num_threads = threads;
-  body = std::move(kernel);
-  error.clear();
-  shared.resize(bytes + kGuard);
-  blockDim = {static_cast<unsigned>(threads), 1, 1};
-  gridDim = {static_cast<unsigned>(blocks), static_cast<unsigned>(groups), 1};
-  for (int group = 0; group < groups; ++group) {
-    for (int64_t i = 0; i < blocks; ++i) {
-      const int64_t block = order ? blocks - 1 - i : i;
-      blockIdx = {static_cast<unsigned>(block), static_cast<unsigned>(group), 0};
-      run_block();
-      if (!error.empty()) throw std::runtime_error("emulated kernel: " + error);
-    }
-  }
-}
-
-// Every lane gives a value and sees those of its warp, kSlot bytes apart, until the next exchange.
-template <typename Value>
-const unsigned char* exchange_slots(const char* tag, const Value& mine) {
-  static_assert(sizeof(Value) <= kSlot);
-  Warp& warp = warps[current / kWarp];
-  const int slot = fibers[current].collectives++ & 1;
-  if (warp.arrived == 0) warp.tag = tag;
-  if (warp.tag != tag) fail(std::string("a warp meets in ") + tag + " and in " + warp.tag);
-  std::memcpy(warp.slots[slot][current % kWarp], &mine, sizeof mine);
-  wait(&warp.epoch, &warp.arrived, kWarp);
-  return warp.slots[slot][0];
-}
-
-template <typename Value>
-Value lane_value(const unsigned char* slots, int lane) {
-  Value value;
-  std::memcpy(&value, slots + lane * kSlot, sizeof value);
-  return value;
-}
 
 inline void whole_warp(unsigned mask) {
   if (mask != 0xffffffffu) fail("a warp operation on part of a warp");
@@ -232,13 +57,16 @@ inline float bfloat16_to_float(uint16_t bits) {
 
 }  // namespace emulate
 
-inline void __syncthreads() {
-  emulate::wait(&emulate::block_epoch, &emulate::block_arrived, emulate::num_threads);
+inline void __syncthreads(const emulate::Site& site = emulate::Site::current()) {
+  if (emulate::removed(site)) return;
+  emulate::wait(&emulate::block_epoch, &emulate::block_arrived, emulate::num_threads, true);
 }
 
-inline void __syncwarp(unsigned mask = 0xffffffffu) {
+inline void __syncwarp(unsigned mask = 0xffffffffu,
+                       const emulate::Site& site = emulate::Site::current()) {
+  if (emulate::removed(site)) return;
   emulate::whole_warp(mask);
-  emulate::exchange_slots("__syncwarp", 0);
+  emulate::exchange_slots("__syncwarp", 0, true);
 }
 
 template <typename Value>
@@ -285,9 +113,15 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 
-inline unsigned atomicAdd(unsigned* address, unsigned value) {
+inline unsigned atomicAdd(unsigned* address, unsigned value,
+                          const emulate::Site& site = emulate::Site::current()) {
+  if (!emulate::removed(site)) {
+    emulate::pause();
+    return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+  }
   const unsigned before = *address;
-  *address += value;
+  emulate::pause();
+  *address = before + value;
   return before;
 }
 
@@ -318,7 +152,7 @@ namespace kvevict {
 
 using Stream = void*;
 
-inline unsigned char* shared_memory() { return emulate::shared.data(); }
+inline unsigned char* shared_memory() { return emulate::shared; }
 
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int groups, int threads, size_t shared,
@@ -340,27 +174,31 @@ inline void store16(void* address, uint4 value) {
   std::memcpy(address, &value, 16);
 }
 
-inline void copy_async(void* shared, const void* global) {
+EMULATION_UNSEEN inline void copy_async(void* shared, const void* global) {
   emulate::aligned(shared);
   emulate::aligned(global);
   emulate::Fiber& fiber = emulate::fibers[emulate::current];
-  fiber.copies.push_back({shared, global, fiber.group});
+  if (fiber.num_copies == emulate::kMaxCopies) emulate::fail("copies that are never waited for");
+  fiber.copies[fiber.num_copies++] = {shared, global, fiber.group};
+  emulate::asynchronous_write(shared);
 }
 
-inline void commit_copies() { ++emulate::fibers[emulate::current].group; }
+EMULATION_UNSEEN inline void commit_copies() { ++emulate::fibers[emulate::current].group; }
 
 template <int Pending>
-void wait_copies() {
+EMULATION_UNSEEN void wait_copies(const emulate::Site& site = emulate::Site::current()) {
+  if (emulate::removed(site)) return;
   emulate::Fiber& fiber = emulate::fibers[emulate::current];
-  std::vector<emulate::Copy> later;
-  for (const emulate::Copy& copy : fiber.copies) {
+  int later = 0;
+  for (int i = 0; i < fiber.num_copies; ++i) {
+    const emulate::Copy copy = fiber.copies[i];
     if (copy.group < fiber.group - Pending) {
       std::memcpy(copy.target, copy.source, 16);
     } else {
-      later.push_back(copy);
+      fiber.copies[later++] = copy;
     }
   }
-  fiber.copies = std::move(later);
+  fiber.num_copies = later;
 }
 
 // mma.m16n8k16: fragment layouts as in the PTX manual, "Matrix Fragments for mma.m16n8k16".
@@ -400,6 +238,8 @@ inline void multiply_half(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, ui
 inline void multiply_bfloat16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   multiply<emulate::bfloat16_to_float>("mma bf16", c, a, b0, b1);
 }
+
+using emulate::half_to_float;
 
 // For values that a half holds exactly, infinity and NaN.
 inline uint16_t half_bits(float value) {

@@ -2,6 +2,7 @@
 #include "../../csrc/allocate.cpp"
 #include "../../csrc/binding.cpp"
 #include "../../csrc/compact.cpp"
+#include "../../csrc/defend.cpp"
 #include "../../csrc/kernels.cu"
 #include "../../csrc/pool.cpp"
 #include "../../csrc/score.cpp"
@@ -11,4 +12,4 @@
 #include "../../csrc/select.cpp"
 #include "../../csrc/versions.cpp"
 
-extern "C" void kvevict_emulation_order(int reverse) { emulate::order = reverse; }
+extern "C" void kvevict_emulation_order(int order) { emulate::order = order; }

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.kernels import choose, opcheck, pages, score
+from tests.kernels import choose, defensive, opcheck, pages, score
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import batch_pages
@@ -92,6 +92,19 @@ def test_column_sums_of_a_given_lse(case):
 
 def test_an_eviction_from_queries_to_store():
     score.check_eviction("cuda", score.EVICTION)
+
+
+@pytest.mark.parametrize("case", score.CASES, ids=range(len(score.CASES)))
+def test_defensive_scores(case):
+    defensive.check_scores("cuda", case)
+
+
+def test_defensive_and_a_key_that_is_not_a_number():
+    defensive.check_not_a_number("cuda", score.CASES[0])
+
+
+def test_shares_of_survivors():
+    defensive.check_keep("cuda", score.EVICTION)
 
 
 def test_opcheck():

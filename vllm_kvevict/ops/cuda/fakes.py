@@ -9,6 +9,10 @@ OPERATIONS = (
     "allocate",
     "select",
     "compact",
+    "window_peaks",
+    "value_norms",
+    "defend",
+    "keep_shares",
 )
 
 

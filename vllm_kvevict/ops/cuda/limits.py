@@ -1,4 +1,4 @@
-"""What the kernels are compiled for: the numbers of ``csrc/limits.h`` that Python plans with."""
+"""What the kernels are compiled for: the numbers of ``csrc/sizes.h`` that Python plans with."""
 
 import torch
 

@@ -38,6 +38,10 @@ class WindowLayers:
         """G * w rows of a KV head: row r is query head ``r // w`` of its group, query ``r % w``."""
         return self.rings[0].shape[1] // batch.num_heads * batch.window
 
+    def query_groups(self, batch: EvictionBatch) -> int:
+        """Groups of query rows that see a key at once."""
+        return -(-self.query_rows(batch) // rows_at_once(self.rings[0].shape[2]))
+
 
 def window_lse(batch: EvictionBatch, layers: WindowLayers) -> torch.Tensor:
     """Log-sum-exp of every window query over what it sees. Reads each key once.
@@ -55,7 +59,7 @@ def window_lse(batch: EvictionBatch, layers: WindowLayers) -> torch.Tensor:
     lse = torch.empty(*heads, rows, device=device)
     chunks = -(-batch.max_columns // CHUNK)
     partial = torch.empty(lse.numel() // rows, chunks, rows, 2, device=device)
-    operations(batch.requests).window_lse(lse, partial, *_arguments(batch, layers))
+    operations(batch.requests).window_lse(lse, partial, *launch_arguments(batch, layers))
     return lse
 
 
@@ -78,10 +82,8 @@ def column_sums(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -
         RuntimeError: A shape, dtype, stride or device is not as above.
 
     """
-    head_size = layers.rings[0].shape[2]
-    groups = -(-layers.query_rows(batch) // rows_at_once(head_size))
-    sums = torch.empty(groups, batch.sums, device=batch.requests.device)
-    operations(sums).column_sums(sums, lse, *_arguments(batch, layers))
+    sums = torch.empty(layers.query_groups(batch), batch.sums, device=batch.requests.device)
+    operations(sums).column_sums(sums, lse, *launch_arguments(batch, layers))
     return sums
 
 
@@ -150,7 +152,8 @@ def window_scores(
     return pool(batch, sums, layers.head_indptr, 1 / layers.query_rows(batch), kernel, kind)
 
 
-def _arguments(batch: EvictionBatch, layers: WindowLayers) -> tuple[object, ...]:
+def launch_arguments(batch: EvictionBatch, layers: WindowLayers) -> tuple[object, ...]:
+    """What the passes over the keys take, behind their results."""
     return (
         list(layers.caches),
         list(layers.rings),

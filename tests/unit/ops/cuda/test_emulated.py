@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels import choose, pages, score
+from tests.kernels import choose, defensive, pages, score
 from vllm_kvevict.ops.cuda import pages as operations_on_pages
 
 pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.slow]
@@ -53,3 +53,16 @@ def test_column_sums_of_a_given_lse(case):
 
 def test_an_eviction_from_queries_to_store():
     score.check_eviction("cpu", score.EVICTION)
+
+
+@pytest.mark.parametrize("case", score.CASES, ids=range(len(score.CASES)))
+def test_defensive_scores(case):
+    defensive.check_scores("cpu", case)
+
+
+def test_defensive_and_a_key_that_is_not_a_number():
+    defensive.check_not_a_number("cpu", score.CASES[0])
+
+
+def test_shares_of_survivors():
+    defensive.check_keep("cpu", score.EVICTION)

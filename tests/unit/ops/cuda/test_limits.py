@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vllm_kvevict.ops.cuda import limits
 
-HEADER = (Path(__file__).parents[4] / "csrc" / "limits.h").read_text()
+HEADER = (Path(__file__).parents[4] / "csrc" / "sizes.h").read_text()
 
 
 def listed(name: str) -> tuple[int, ...]:

@@ -1,0 +1,307 @@
+// Every kernel over small scenes, without torch, for builds with sanitizers.
+//
+//   races SCENE ORDER              prints a sum over the results, then the sites that it passed
+//   races SCENE ORDER FILE LINE    the same without the barrier, atomic or wait that stands there
+#include <cinttypes>
+#include <random>
+#include <type_traits>
+
+#include "allocate.cuh"
+#include "compact.cuh"
+#include "defend.cuh"
+#include "pool.cuh"
+#include "score.cuh"
+#include "select.cuh"
+#include "sort.cuh"
+
+namespace kvevict {
+
+// One head size of each dtype: compiling is what takes time here.
+template <typename T, int D>
+void score(const Score& work, Pass pass, int64_t heads) {
+  launch_pass<T, D>(work, pass, heads, nullptr);
+}
+
+namespace {
+
+std::mt19937 generator(1);
+uint64_t digest = 1469598103934665603u;
+
+void add(const void* data, size_t bytes) {
+  for (size_t i = 0; i < bytes; ++i) {
+    digest = (digest ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211u;
+  }
+}
+
+template <typename Value>
+void add(const std::vector<Value>& values) {
+  add(values.data(), values.size() * sizeof(Value));
+}
+
+float normal() {
+  static std::normal_distribution<float> draw;
+  return draw(generator);
+}
+
+// 16-byte aligned, as torch's memory is; random numbers of a format.
+template <typename T>
+std::vector<T> random_numbers(size_t count) {
+  std::vector<T> numbers(count);
+  for (T& number : numbers) {
+    if constexpr (std::is_same_v<T, float>) number = normal();
+    if constexpr (std::is_same_v<T, Half>) number.bits = half_bits(std::round(normal() * 64) / 64);
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      number.bits = static_cast<uint16_t>(__float_as_uint(normal()) >> 16);
+    }
+    if constexpr (std::is_same_v<T, unsigned char>) {
+      number = static_cast<unsigned char>(generator() & 0xb7u);  // E4M3 below 8
+    }
+  }
+  return numbers;
+}
+
+// Where each head's scores lie, as EvictionBatch.rows says it.
+struct Rows {
+  std::vector<int64_t> start, first_kept;
+  std::vector<int32_t> length, caps, store_blocks;
+};
+
+// Pages per head from scores, then the columns of the best.
+void choose(const std::vector<float>& scores, const Rows& rows, int heads, int block_size,
+            std::vector<int32_t>* pages, std::vector<int32_t>* columns) {
+  const int count = static_cast<int>(rows.start.size());
+  std::vector<uint32_t> keys(scores.size()), other(scores.size());
+  std::vector<uint64_t> gains(scores.size() / block_size);
+  launch_sort({keys.data(), other.data(), scores.data(), rows.start.data(), rows.length.data(),
+               static_cast<int64_t>(scores.size()), count}, nullptr);
+  pages->resize(count);
+  launch_allocate({pages->data(), gains.data(), keys.data(), rows.start.data(), rows.length.data(),
+                   rows.caps.data(), rows.store_blocks.data(), 0.2, count / heads, heads, block_size},
+                  nullptr);
+  launch_select({columns->data(), scores.data(), rows.start.data(), rows.length.data(), pages->data(),
+                 rows.first_kept.data(), static_cast<int64_t>(scores.size()),
+                 static_cast<int64_t>(columns->size()), count / heads, heads, block_size}, nullptr);
+  add(keys);
+  add(*pages);
+  add(*columns);
+}
+
+// Many ties, and more scores than a tile of the sort has.
+void choose_scene() {
+  const int heads = 2, groups = 2, length = 16 * 136, store = 20;
+  std::vector<float> scores(groups * heads * length);
+  for (float& score : scores) score = std::floor(normal() * 20);
+  Rows rows;
+  for (int i = 0; i < groups * heads; ++i) {
+    rows.start.push_back(static_cast<int64_t>(i) * length);
+    rows.length.push_back(length);
+    rows.caps.push_back(length / 16);
+  }
+  for (int i = 0; i < groups; ++i) {
+    rows.store_blocks.push_back(store);
+    rows.first_kept.push_back(static_cast<int64_t>(i) * store * heads * 16);
+  }
+  std::vector<int32_t> pages, columns(groups * store * heads * 16);
+  choose(scores, rows, heads, 16, &pages, &columns);
+}
+
+// A request after its prefill and one that was evicted before, two layers, from queries to stores.
+template <typename T, int D, typename Slot>
+void eviction_scene(Stored stored, Element element, int heads, int group, int tail_pages, float softcap, bool average) {
+  const int layers = 2, window = 8, bs = 16, old_blocks = 2, store = 2, rows_of_state = 3;
+  const int tokens = tail_pages * bs + window + 3;  // behind the old tail start
+  const int blocks_each = tail_pages + 2, num_blocks = 2 * (blocks_each + store) + old_blocks;
+  const int slot = 2 * D, state_columns = heads + 1;
+  std::vector<std::vector<Slot>> caches;
+  std::vector<std::vector<T>> rings;
+  for (int layer = 0; layer < layers; ++layer) {
+    caches.push_back(random_numbers<Slot>(static_cast<size_t>(num_blocks) * heads * bs * slot));
+    rings.push_back(random_numbers<T>(static_cast<size_t>(2) * window * heads * group * D));
+  }
+  int next_block = 0;
+  std::vector<int32_t> old_store(rows_of_state * old_blocks), positional, target;
+  for (int i = 0; i < old_blocks; ++i) old_store[old_blocks + i] = next_block++;
+  for (int i = 0; i < 2 * blocks_each; ++i) positional.push_back(next_block++);
+  for (int i = 0; i < 2 * store; ++i) target.push_back(next_block++);
+  std::vector<int32_t> indptr(layers * rows_of_state * state_columns);
+  for (int layer = 0; layer < layers; ++layer) {
+    int32_t* split = &indptr[(layer * rows_of_state + 1) * state_columns];
+    for (int head = 0; head < heads; ++head) split[head + 1] = split[head] + 1;
+    split[heads] = old_blocks * heads;
+  }
+  const int64_t first_tokens = tokens, later = 4 * bs;
+  std::vector<Request> due{
+      {2, 0, first_tokens, 0, tail_pages * bs, 0, store, 0, 0, 0, 0},
+      {1, 1, later + tokens, later, later + tail_pages * bs, old_blocks, store, 2, 0, 0, 0}};
+  int64_t columns = 0, sums = 0, kept = 0, most = 0;
+  Rows rows;
+  for (Request& one : due) {
+    one.first_column = columns;
+    one.first_sum = sums;
+    one.first_kept = kept;
+    const int64_t rest = one.num_tokens - window - one.tail_start;
+    for (int layer = 0; layer < layers; ++layer) {
+      rows.store_blocks.push_back(store);
+      rows.first_kept.push_back(kept);
+      kept += store * heads * bs;
+      for (int head = 0; head < heads; ++head) {
+        const int32_t* split = &indptr[(layer * rows_of_state + one.row) * state_columns + head];
+        const int pages = (one.old_store_blocks ? split[1] - split[0] : 0) + tail_pages;
+        rows.start.push_back(columns);
+        rows.length.push_back(pages * bs);
+        rows.caps.push_back(pages);
+        columns += pages * bs;
+        sums += pages * bs + rest;
+        most = std::max<int64_t>(most, pages * bs + rest + window);
+      }
+    }
+  }
+  const int64_t due_heads = static_cast<int64_t>(due.size()) * layers * heads;
+  const int query_rows = group * window;
+  Score work{};
+  for (int layer = 0; layer < layers; ++layer) {
+    work.caches.at[layer] = reinterpret_cast<const unsigned char*>(caches[layer].data());
+    work.rings.at[layer] = reinterpret_cast<const unsigned char*>(rings[layer].data());
+    work.scales[layer] = 1 / std::sqrt(static_cast<float>(D));
+  }
+  work.candidates = {due.data(), indptr.data(), old_store.data(), positional.data(), old_blocks,
+                     rows_of_state, heads, blocks_each, bs, 4};
+  work.stored = stored;
+  work.softcap = softcap;
+  work.num_layers = layers;
+  work.group = group;
+  work.window = window;
+  work.slot_bytes = static_cast<int>(slot * sizeof(Slot));
+  work.chunks = static_cast<int>((most + kChunk - 1) / kChunk);
+  std::vector<float2> partial(due_heads * work.chunks * query_rows);
+  std::vector<float> lse(due_heads * query_rows);
+  const int groups = query_groups(query_rows, D);
+  std::vector<float> found(groups * sums), scores(columns);
+  work.partial = partial.data();
+  work.lse_out = lse.data();
+  work.lse = lse.data();
+  work.sums = found.data();
+  work.num_sums = sums;
+  score<T, D>(work, Pass::kLse, due_heads);
+  score<T, D>(work, Pass::kColumns, due_heads);
+  Pool pooling{};
+  pooling.scores = scores.data();
+  pooling.sums = found.data();
+  pooling.candidates = work.candidates;
+  pooling.num_scores = columns;
+  pooling.num_sums = sums;
+  pooling.factor = 1.0f / query_rows;
+  pooling.query_groups = groups;
+  pooling.num_layers = layers;
+  pooling.window = window;
+  pooling.kernel = 5;
+  pooling.chunks = work.chunks;
+  pooling.average = average;
+  launch_pool(pooling, due_heads, nullptr);
+  add(lse);
+  add(scores);
+
+  Norms norming{};
+  std::vector<float> norms(columns), totals(due.size() * layers * tail_pages * bs), means(due_heads);
+  norming.caches = work.caches;
+  norming.candidates = work.candidates;
+  norming.norms = norms.data();
+  norming.totals = totals.data();
+  norming.num_norms = columns;
+  norming.element = element;
+  norming.num_layers = layers;
+  norming.slot_bytes = work.slot_bytes;
+  norming.value_offset = norming.value_bytes = work.slot_bytes / 2;
+  norming.width = tail_pages * bs;
+  launch_norms(norming, static_cast<int>(due.size()), nullptr);
+  work.chunks = static_cast<int>((most + kPeakChunk - 1) / kPeakChunk);
+  score<T, D>(work, Pass::kPeaks, due_heads);
+  std::vector<std::vector<float>> kept_shares(layers, std::vector<float>(num_blocks * heads * bs, 0.5f));
+  std::vector<float> shares(columns);
+  Defend defending{};
+  Keep keeping{};
+  for (int layer = 0; layer < layers; ++layer) {
+    defending.kept.at[layer] = keeping.kept.at[layer] = kept_shares[layer].data();
+  }
+  defending.candidates = work.candidates;
+  defending.scores = scores.data();
+  defending.shares = shares.data();
+  defending.means = means.data();
+  defending.peaks = found.data();
+  defending.norms = norms.data();
+  defending.totals = totals.data();
+  defending.num_scores = columns;
+  defending.num_peaks = sums;
+  defending.query_groups = groups;
+  defending.num_layers = layers;
+  defending.window = window;
+  defending.chunks = pooling.chunks;
+  defending.width = norming.width;
+  launch_defend(defending, due_heads, nullptr);
+  add(scores);
+  add(shares);
+
+  std::vector<int32_t> pages, survivors(kept);
+  choose(scores, rows, heads, bs, &pages, &survivors);
+  Compact moving{};
+  for (int layer = 0; layer < layers; ++layer) {
+    moving.caches.at[layer] = reinterpret_cast<unsigned char*>(caches[layer].data());
+  }
+  moving.candidates = work.candidates;
+  moving.columns = survivors.data();
+  moving.pages = pages.data();
+  moving.store = target.data();
+  moving.num_pages = static_cast<int64_t>(num_blocks) * heads;
+  moving.slot_bytes = work.slot_bytes;
+  moving.num_layers = layers;
+  moving.store_width = store;
+  launch_compact(moving, static_cast<int>(due.size()), nullptr);
+  keeping.candidates = work.candidates;
+  keeping.shares = shares.data();
+  keeping.columns = survivors.data();
+  keeping.pages = pages.data();
+  keeping.store = target.data();
+  keeping.num_pages = moving.num_pages;
+  keeping.num_layers = layers;
+  keeping.store_width = store;
+  launch_keep(keeping, static_cast<int>(due.size()), nullptr);
+  for (const auto& mine : kept_shares) add(mine);
+  for (const auto& cache : caches) add(cache);
+}
+
+void run(const std::string& scene) {
+  if (scene == "choose") return choose_scene();
+  if (scene == "bfloat16") {
+    return eviction_scene<BFloat16, 128, BFloat16>(Stored::kAsQueries, Element::kBFloat16, 1, 9, 2, 0, false);
+  }
+  if (scene == "fp8") return eviction_scene<Half, 80, unsigned char>(Stored::kE4M3, Element::kE4M3, 1, 2, 5, 3, true);
+  if (scene == "float32") {
+    return eviction_scene<float, 64, float>(Stored::kAsQueries, Element::kFloat, 1, 5, 2, 0, false);
+  }
+  if (scene == "chunks") {
+    return eviction_scene<Half, 80, Half>(Stored::kAsQueries, Element::kHalf, 1, 1, 66, 0, false);
+  }
+  throw std::runtime_error("no scene " + scene);
+}
+
+}  // namespace
+}  // namespace kvevict
+
+int main(int argc, char** argv) {
+  if (argc != 3 && argc != 5) return 2;
+  emulate::order = std::atoi(argv[2]);
+  if (argc == 5) {
+    emulate::removed_file = argv[3];
+    emulate::removed_line = static_cast<unsigned>(std::atoi(argv[4]));
+  }
+  try {
+    kvevict::run(argv[1]);
+  } catch (const std::exception& error) {
+    std::printf("%s\n", error.what());
+    return 1;
+  }
+  std::printf("%016" PRIx64 "\n", kvevict::digest);
+  for (int i = 0; i < emulate::num_passed; ++i) {
+    std::printf("%s %u\n", emulate::passed[i].file, emulate::passed[i].line);
+  }
+}

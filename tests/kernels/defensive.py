@@ -1,0 +1,132 @@
+"""Scores of ``defensive`` and the shares beside survivors, against float64 attention spelled out."""
+
+import torch
+from torch.nn import functional
+
+from tests.kernels.scene import Scene
+from tests.kernels.score import TOLERANCE, Case, candidates_of, layers_of
+from vllm_kvevict.ops.cuda.batch import Due
+from vllm_kvevict.ops.cuda.defensive import defensive_scores, keep_shares
+from vllm_kvevict.ops.cuda.score import WindowLayers
+from vllm_kvevict.ops.reference.pages import candidate_grid
+
+
+def kept_of(scene: Scene) -> list[torch.Tensor]:
+    """A share for every slot of every layer; NaN where none was written."""
+    shape = scene.shape
+    sizes = (scene.num_blocks * shape.heads, shape.block_size)
+    kept = [torch.rand(sizes, generator=scene.generator) for _ in range(shape.layers)]
+    stores = {block for due in scene.due for block in scene.store(due).tolist()}
+    for layer in kept:
+        pages = torch.arange(len(layer)) // shape.heads
+        layer[[int(page) not in stores for page in pages]] = torch.nan
+    return [layer.to(scene.device) for layer in kept]
+
+
+def peaks_of(scene: Scene, case: Case, layers: WindowLayers, due: Due, layer: int) -> torch.Tensor:
+    """[H, columns before the window] float64, floored; NaN where nothing is cached."""
+    one = candidates_of(scene, case, layers, due, layer)
+    keys = one.keys.double().masked_fill(~one.valid[..., None], 0.0)
+    logits = one.queries.double().flatten(1, 2) @ keys.mT * one.scale
+    if one.softcap:
+        logits = (logits / one.softcap).tanh() * one.softcap
+    columns, window = keys.shape[1], one.window
+    own = torch.arange(columns - window, columns).repeat(case.group)
+    seen = one.valid[:, None] & (torch.arange(columns) <= own[:, None])
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., : columns - window]
+    peaks = functional.avg_pool1d(weights, 5, 1, 2).amax(1)
+    peaks = peaks.masked_fill(~one.valid[:, : columns - window], torch.nan)
+    return peaks.maximum(peaks.nanmean(-1, keepdim=True))
+
+
+def expected(
+    scene: Scene, case: Case, layers: WindowLayers, kept: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and shares [batch.columns], in the flat layout."""
+    shape, bs = case.shape, case.shape.block_size
+    scores, shares = [], []
+    for due in scene.due:
+        for layer in range(shape.layers):
+            grid, padding = candidate_grid(
+                scene.indptr(due), scene.store(due), torch.tensor(due.positional)
+            )
+            tail = (due.tail_start - due.old_tail_start) // bs
+            width = grid.shape[-1] - len(due.positional)
+            values = layers.caches[layer].cpu().float().flatten(0, 1)[..., shape.head_size :]
+            norms = values[grid[layer, :, width : width + tail]].double().norm(dim=-1).flatten(1)
+            share = (norms / norms.sum(0)).nan_to_num(nan=0.0)
+            stored = kept[layer].cpu().double()[grid[layer, :, :width]].flatten(1)
+            peaks = peaks_of(scene, case, layers, due, layer)
+            both = torch.cat([stored, share], 1)
+            product = peaks[:, : both.shape[1]] * both
+            for head in range(shape.heads):
+                first = int(padding[layer, head]) * bs
+                mine = product[head, first:].clone()
+                mine[: due.protect_first] = 1e30
+                scores.append(mine)
+                shares.append(both[head, first:])
+    return torch.cat(scores).float(), torch.cat(shares).float()
+
+
+def check_scores(device: str, case: Case) -> None:
+    """All layers and requests in one launch; the other rank holds as much as this one."""
+    scene = Scene(case.shape, device, seed=case.group)
+    layers, kept = layers_of(scene, case), kept_of(scene)
+    scores, shares = defensive_scores(scene.batch, layers, kept, lambda totals: totals)
+    wanted, wanted_shares = expected(scene, case, layers, kept)
+    torch.testing.assert_close(shares.cpu(), wanted_shares, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(scores.cpu(), wanted, **TOLERANCE)
+    # Another rank with the same norms halves what is measured, and nothing that is remembered.
+    _, halved = defensive_scores(scene.batch, layers, kept, lambda totals: totals * 2)
+    remembered = torch.isclose(halved.cpu(), shares.cpu())
+    assert torch.allclose(halved.cpu()[~remembered], shares.cpu()[~remembered] / 2)
+    stored = sum(int(scene.indptr(due)[:, -1].sum()) * case.shape.block_size for due in scene.due)
+    assert int(remembered.sum()) == stored
+
+
+def check_not_a_number(device: str, case: Case) -> None:
+    """A cached key that is no number makes its head's scores no numbers, and no other's."""
+    scene = Scene(case.shape, device, seed=1)
+    layers, kept = layers_of(scene, case), kept_of(scene)
+    plain, _ = defensive_scores(scene.batch, layers, kept, lambda totals: totals)
+    scene.caches[0][scene.due[0].positional[0], 0, 3, 1] = float("nan")
+    scores, _ = defensive_scores(scene.batch, layers, kept, lambda totals: totals)
+    cap = int(scene.caps(scene.due[0])[0, 0]) * case.shape.block_size
+    assert scores[:cap].isnan().all() and torch.equal(scores[cap:], plain[cap:])
+
+
+def check_keep(device: str, case: Case) -> None:
+    """The first page of every head's candidates and no other share is written, in its place."""
+    scene = Scene(case.shape, device, seed=2)
+    shape, bs = case.shape, case.shape.block_size
+    kept = kept_of(scene)
+    before = [layer.cpu().clone() for layer in kept]
+    shares = torch.rand(scene.batch.columns, generator=scene.generator)
+    # Every head keeps as many pages as the store has blocks: the last that it has.
+    pages = torch.tensor([[[len(due.store)] * shape.heads] * shape.layers for due in scene.due])
+    columns, wanted, first = [], [layer.clone() for layer in before], 0
+    for due in scene.due:
+        for layer in range(shape.layers):
+            for head in range(shape.heads):
+                cap = int(scene.caps(due)[layer, head]) * bs
+                count = len(due.store) * bs
+                mine = list(range(cap - count, cap))
+                columns += mine
+                for index in range(len(due.store)):
+                    flat = head * len(due.store) + index
+                    page = due.store[flat // shape.heads] * shape.heads + flat % shape.heads
+                    at = first + cap - count + index * bs
+                    wanted[layer][page] = shares[at : at + bs]
+                first += cap
+    on_device = torch.tensor(columns, dtype=torch.int32, device=device)
+    keep_shares(
+        kept,
+        shares.to(device),
+        on_device,
+        pages.int().to(device),
+        scene.batch,
+        scene.head_indptr,
+        scene.stores,
+    )
+    for layer, right in zip(kept, wanted, strict=True):
+        assert torch.equal(layer.cpu().nan_to_num(-1.0), right.nan_to_num(-1.0))

@@ -1,0 +1,69 @@
+"""Every kernel under ThreadSanitizer, AddressSanitizer and UBSan; and that a race would be seen.
+
+Threads of a block are fibers that ThreadSanitizer knows: only ``__syncthreads`` and ``__syncwarp``
+order their memory, and nothing orders blocks.
+"""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.emulation.build import build_races, compiler
+
+pytestmark = pytest.mark.skipif(
+    compiler() is None or shutil.which("setarch") is None, reason="needs g++ and setarch"
+)
+
+SCENES = ["choose", "bfloat16", "fp8", "float32", "chunks"]
+EVICTION = "bfloat16"
+OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_stack_use_after_return=0"}
+
+
+def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    # ThreadSanitizer wants its addresses where no randomisation puts others.
+    command = ["setarch", "-R", str(program), *map(str, arguments)]
+    environment = os.environ | OPTIONS
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@cache
+def undisturbed(scene: str) -> list[str]:
+    """Digest of the results, then the barriers, atomics and waits that the scene passes."""
+    done = run(build_races("thread"), scene, 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_no_race(scene):
+    """In any order of blocks and threads, and the results are the same."""
+    done = run(build_races("thread"), scene, 7)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[0] == undisturbed(scene)[0]
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_no_bad_address_and_nothing_undefined(scene):
+    done = run(build_races("address,undefined"), scene, 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_any_barrier_atomic_or_wait_it_would_be_seen():
+    """Each is left out once: a race is reported, a check of the emulation fails, or results differ."""
+    program = build_races("thread")
+    cases = {site: scene for scene in (EVICTION, "choose") for site in undisturbed(scene)[1:]}
+    assert len(cases) > 20
+
+    def seen(case: tuple[str, str]) -> bool:
+        site, scene = case
+        done = run(program, scene, 3, *site.split())
+        return done.returncode != 0 or done.stdout.splitlines()[0] != undisturbed(scene)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(seen, cases.items()))
+    assert all(found), [site for site, one in zip(cases, found, strict=True) if not one]

@@ -1,0 +1,130 @@
+"""defensive on CUDA: peaks of the window's attention, times shares of the value norms."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_kvevict.ops.cuda.batch import EvictionBatch
+from vllm_kvevict.ops.cuda.extension import operations
+from vllm_kvevict.ops.cuda.score import WindowLayers, launch_arguments, window_lse
+
+NEIGHBOURS = 5
+"""Columns that a query's weights are averaged over."""
+
+
+def window_peaks(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -> torch.Tensor:
+    """Highest weight that a query of the window gives a token and its neighbours, summed.
+
+    Reads each key once.
+
+    Args:
+        batch: The due evictions.
+        layers: Caches, rings and tables.
+        lse: [E, L, H, G * w] float32, of :func:`.score.window_lse`.
+
+    Returns:
+        [groups, batch.sums] float32: of groups of queries, as :func:`.score.column_sums`.
+
+    Raises:
+        RuntimeError: A shape, dtype, stride or device is not as above.
+
+    """
+    peaks = torch.empty(layers.query_groups(batch), batch.sums, device=lse.device)
+    operations(peaks).window_peaks(peaks, lse, *launch_arguments(batch, layers))
+    return peaks
+
+
+def value_norms(batch: EvictionBatch, layers: WindowLayers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms of the values of the tail's tokens, and their sums over the heads. Reads them once.
+
+    Args:
+        batch: The due evictions.
+        layers: Caches, whose slots are a key and a value of the same size, and tables.
+
+    Returns:
+        [batch.columns] float32, not written where a store's tokens lie; [E, L, longest tail]
+        float32, 0 behind a shorter one.
+
+    Raises:
+        RuntimeError: A shape, dtype, stride or device is not as :class:`WindowLayers` says.
+
+    """
+    device = batch.requests.device
+    longest = max(one.tail_start - one.old_tail_start for one in batch.due)
+    norms = torch.empty(batch.columns, device=device)
+    totals = torch.empty(len(batch.due), batch.num_layers, longest, device=device)
+    tables = (batch.requests, layers.head_indptr, layers.old_store, batch.positional)
+    operations(norms).value_norms(norms, totals, list(layers.caches), *tables)
+    return norms, totals
+
+
+def defensive_scores(
+    batch: EvictionBatch,
+    layers: WindowLayers,
+    kept: Sequence[torch.Tensor],
+    sum_of_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of ``policies/defensive.py`` for due evictions. Reads keys twice and values once.
+
+    Args:
+        batch: The due evictions.
+        layers: Caches, rings and tables.
+        kept: [pages, block_size] float32 each, contiguous: shares of the stores' tokens.
+        sum_of_ranks: Sums a tensor over the tensor-parallel ranks.
+
+    Returns:
+        [batch.columns] float32 scores, protected tokens at 1e30, and shares.
+
+    Raises:
+        RuntimeError: A shape, dtype, stride or device is not as above.
+
+    """
+    peaks = window_peaks(batch, layers, window_lse(batch, layers))
+    norms, totals = value_norms(batch, layers)
+    totals = sum_of_ranks(totals)
+    scores, shares = torch.empty_like(norms), torch.empty_like(norms)
+    means = torch.empty(len(batch.due) * batch.num_layers * batch.num_heads, device=norms.device)
+    operations(scores).defend(
+        scores,
+        shares,
+        means,
+        peaks,
+        norms,
+        totals,
+        list(kept),
+        batch.window,
+        batch.max_columns,
+        batch.requests,
+        layers.head_indptr,
+        layers.old_store,
+        batch.positional,
+    )
+    return scores, shares
+
+
+def keep_shares(
+    kept: Sequence[torch.Tensor],
+    shares: torch.Tensor,
+    columns: torch.Tensor,
+    pages: torch.Tensor,
+    batch: EvictionBatch,
+    head_indptr: torch.Tensor,
+    old_store: torch.Tensor,
+) -> None:
+    """Write the shares of survivors beside where :func:`.pages.compact` puts them.
+
+    Args:
+        kept: [pages, block_size] float32 each, contiguous, written in place.
+        shares: [batch.columns] float32.
+        columns: As ``compact`` takes them; ``pages``, ``head_indptr``, ``old_store`` likewise.
+        pages: As said.
+        batch: The due evictions.
+        head_indptr: As said.
+        old_store: As said.
+
+    Raises:
+        RuntimeError: A shape, dtype or device is not as above.
+
+    """
+    tables = (batch.store, batch.requests, head_indptr, old_store, batch.positional)
+    operations(shares).keep_shares(list(kept), shares, columns, pages, *tables)
