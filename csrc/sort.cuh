@@ -100,7 +100,7 @@ static __global__ void sort_kernel(const __grid_constant__ Sort work) {
   }
   __syncthreads();
   if (threadIdx.x < 4 * kWarp) scan_digits(shared.digits[threadIdx.x / kWarp]);
-  __syncthreads();
+  // The first barrier of sort_pass is this one's too.
   sort_pass(shared, shared.digits[0], 0, length, other, [&](int i) { return ordered(scores[i]); });
   sort_pass(shared, shared.digits[1], 8, length, keys, [&](int i) { return other[i]; });
   sort_pass(shared, shared.digits[2], 16, length, other, [&](int i) { return keys[i]; });

@@ -114,7 +114,9 @@ class Pass:
         rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))
         policies, states = build_policies(config), {0: state}
         kernels = (
-            FusedEvictions(policies, states, caches, rings, self.due.num_tokens) if fused else None
+            FusedEvictions(policies, states, caches, rings, None, self.due.num_tokens)
+            if fused
+            else None
         )
         made = WorkerEviction(policies, states, caches, rings, None, rows, kernels)
         due = self.due

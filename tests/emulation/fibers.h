@@ -4,6 +4,7 @@
 // `order`: 0 forwards, 1 backwards, more is the seed of a shuffle, anew each round.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -28,6 +29,17 @@ namespace emulate {
 constexpr int kWarp = 32, kMaxThreads = 1024, kStack = 128 << 10, kSlot = 64, kGuard = 256;
 constexpr int kMaxCopies = 512;
 
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+// The compiler's own jumps: no sanitizer mistakes one to another stack for an unwinding.
+#define EMULATION_SET(buffer) __builtin_setjmp(buffer)
+#define EMULATION_JUMP(buffer) __builtin_longjmp(buffer, 1)
+using JumpBuffer = void*[5];
+#else
+#define EMULATION_SET(buffer) _setjmp(buffer)
+#define EMULATION_JUMP(buffer) _longjmp(buffer, 1)
+using JumpBuffer = jmp_buf;
+#endif
+
 struct Copy {
   void* target;
   const void* source;
@@ -35,7 +47,7 @@ struct Copy {
 };
 
 struct Fiber {
-  void* point[5];
+  JumpBuffer point;
   ucontext_t context;
   void* known;  // to ThreadSanitizer
   bool started, done;
@@ -67,25 +79,24 @@ inline unsigned char* shared;
 inline std::vector<std::unique_ptr<unsigned char[]>> shared_of_launch;
 inline void* main_fiber;
 
-// The compiler's own jumps: no system call, and no sanitizer that mistakes one for an unwinding.
-inline void* scheduler[5];
+inline JumpBuffer scheduler;
 
 EMULATION_UNSEEN __attribute__((noinline)) inline void yield() {
   enter_fiber(main_fiber);
-  if (__builtin_setjmp(fibers[current].point) == 0) __builtin_longjmp(scheduler, 1);
+  if (EMULATION_SET(fibers[current].point) == 0) EMULATION_JUMP(scheduler);
 }
 
 [[noreturn]] EMULATION_UNSEEN __attribute__((noinline)) inline void leave() {
   enter_fiber(main_fiber);
-  __builtin_longjmp(scheduler, 1);
+  EMULATION_JUMP(scheduler);
 }
 
 EMULATION_UNSEEN __attribute__((noinline)) inline void resume(int thread) {
   current = thread;
   threadIdx.x = thread;
   enter_fiber(fibers[thread].known);
-  if (__builtin_setjmp(scheduler) != 0) return;
-  if (fibers[thread].started) __builtin_longjmp(fibers[thread].point, 1);
+  if (EMULATION_SET(scheduler) != 0) return;
+  if (fibers[thread].started) EMULATION_JUMP(fibers[thread].point);
   fibers[thread].started = true;
   setcontext(&fibers[thread].context);
 }

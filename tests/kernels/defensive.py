@@ -1,4 +1,4 @@
-"""Scores of ``defensive`` and the shares beside survivors, against float64 attention spelled out."""
+"""Scores of ``defensive``, and shares beside survivors, against float64 attention spelled out."""
 
 import torch
 from torch.nn import functional

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.policies.registry import build_policies
@@ -19,7 +20,7 @@ from vllm_kvevict.worker.gpu import interleaved
 BLOCK, HEADS, GROUP, SIZE, WINDOW, ROWS, BLOCKS = 16, 3, 2, 64, 8, 4, 120
 GROUPS = {0: ["layer.0", "layer.2"], 1: ["layer.1"]}
 NAMES = ["layer.0", "layer.1", "layer.2"]
-FUSED = ["snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid"]
+FUSED = ["snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid", "defensive", "ada-defensive"]
 
 
 def worker(
@@ -62,8 +63,10 @@ def worker(
         begin_step=lambda output: [],
     )
     policies = build_policies(config)
-    kernels = FusedEvictions(policies, states, caches, rings, longest) if fused else None
-    return WorkerEviction(policies, states, caches, rings, None, rows, kernels)
+    channels = policies[policy].scorer.page_channels
+    values = PageValues(caches, dict.fromkeys(NAMES, HEADS), channels) if channels else None
+    kernels = FusedEvictions(policies, states, caches, rings, values, longest) if fused else None
+    return WorkerEviction(policies, states, caches, rings, values, rows, kernels)
 
 
 def pages(count: int, size: int, fp8: bool) -> torch.Tensor:
@@ -117,6 +120,11 @@ def assert_same(mine: WorkerEviction, other: WorkerEviction) -> None:
     """Both workers hold the same caches and tables."""
     for name in NAMES:
         assert torch.equal(mine.cache(name).pages.cpu(), other.cache(name).pages.cpu())
+        if mine.page_values is not None:
+            assert other.page_values is not None
+            ours, theirs = mine.page_values.layer(name), other.page_values.layer(name)
+            torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-5, atol=1e-7)
+            assert bool(ours.any())
     for id_, state in mine.states.items():
         for table in ("tail_start", "stores", "head_indptr", "evicted", "store"):
             ours, theirs = getattr(state, table), getattr(other.states[id_], table)

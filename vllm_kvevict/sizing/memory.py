@@ -206,6 +206,7 @@ def _workspace(
         evictable[0].block_size,
         vllm_config.model_config.max_model_len,
         evictable[0].page_size_bytes // (heads * evictable[0].block_size),
+        page_channels(config) > 0,
     )
 
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
+from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, defensive_scores, keep_shares
 from vllm_kvevict.ops.cuda.limits import (
     BLOCK_SIZES,
     CHUNK,
@@ -24,9 +26,11 @@ from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
+from vllm_kvevict.policies.defensive import Defensive
 from vllm_kvevict.policies.snapkv import SnapKV
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.worker.ranks import sum_of_ranks
 
 if TYPE_CHECKING:
     from vllm_kvevict.cache.layer_cache import LayerCache
@@ -39,10 +43,11 @@ class _Group:
     rings: list[torch.Tensor]
     scales: list[float]
     softcap: float
+    kept: list[torch.Tensor]
 
 
 class FusedEvictions:
-    """Evictions of policies that pool the window's attention: SnapKV, PyramidKV and their Ada-KV.
+    """Evictions of policies that score by the window's attention: SnapKV, PyramidKV, defensive.
 
     Scores, allocation, selection and compaction take one launch each for all layers of a group
     and as many due requests as fit its workspace.
@@ -52,6 +57,7 @@ class FusedEvictions:
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
         rings: Observation rings.
+        page_values: Numbers beside the cached tokens, or None where no policy needs them.
         longest: Longest sequence in tokens. Requests share a launch while each, counted as long
             as the longest of them, adds up to no more.
 
@@ -66,6 +72,7 @@ class FusedEvictions:
         states: Mapping[int, GroupState],
         caches: "Mapping[str, LayerCache]",
         rings: ObservationRings,
+        page_values: PageValues | None,
         longest: int,
     ) -> None:
         problem = obstacle(states, caches, rings)
@@ -73,11 +80,17 @@ class FusedEvictions:
             raise ValueError(problem)
         self._policies = policies
         self._longest = longest
-        self._groups = {id_: _group(state, caches, rings) for id_, state in states.items()}
+        self._groups = {
+            id_: _group(state, caches, rings, page_values) for id_, state in states.items()
+        }
 
     def takes(self, policy: str) -> bool:
         """Whether the kernels know a policy's scores."""
-        return isinstance(self._policies[policy].scorer, SnapKV)
+        scorer = self._policies[policy].scorer
+        if isinstance(scorer, Defensive):
+            kept = [one for group in self._groups.values() for one in group.kept]
+            return scorer.kernel == NEIGHBOURS and bool(kept)
+        return isinstance(scorer, SnapKV)
 
     def run(
         self, policy: str, evictions: Sequence[Eviction], rows: Iterable[int]
@@ -101,7 +114,7 @@ class FusedEvictions:
 
     def _launch(self, policy: Policy, group: _Group, due: Sequence[Due]) -> list[torch.Tensor]:
         state, scorer = group.state, policy.scorer
-        assert isinstance(scorer, SnapKV)
+        assert isinstance(scorer, SnapKV | Defensive)
         bs, window, split = state.timeline.block_size, state.timeline.window, state.head_indptr
         layers = WindowLayers(
             group.caches, group.rings, group.scales, split, state.stores, group.softcap
@@ -109,7 +122,11 @@ class FusedEvictions:
         batch = EvictionBatch.build(
             due, len(group.caches), state.num_heads, bs, window, split.device
         )
-        scores = window_scores(batch, layers, scorer.kernel, scorer.kind)
+        shares = None
+        if isinstance(scorer, Defensive):
+            scores, shares = defensive_scores(batch, layers, group.kept, sum_of_ranks)
+        else:
+            scores = window_scores(batch, layers, scorer.kernel, scorer.kind)
         if isinstance(policy.allocator, Adaptive):
             pages = batch_pages(batch, scores, split, policy.allocator.floor)
         else:
@@ -118,6 +135,8 @@ class FusedEvictions:
         columns = batch_columns(batch, scores, pages, split)
         del scores
         compact(group.caches, columns, pages, batch, split, state.stores)
+        if shares is not None:
+            keep_shares(group.kept, shares, columns, pages, batch, split, state.stores)
         for index, one in enumerate(due):
             store = batch.store[index, : len(one.store)]
             state.record(one.row, one.tail_start, store, pages[index])
@@ -161,7 +180,13 @@ def obstacle(
 
 
 def workspace_bytes(
-    layers: int, heads: int, query_rows: int, block_size: int, longest: int, slot_bytes: int
+    layers: int,
+    heads: int,
+    query_rows: int,
+    block_size: int,
+    longest: int,
+    slot_bytes: int,
+    value_shares: bool = False,
 ) -> int:
     """Most bytes that a launch works in.
 
@@ -174,15 +199,19 @@ def workspace_bytes(
         block_size: Tokens in a page.
         longest: Longest sequence in tokens.
         slot_bytes: Bytes of a cached token of a head: key, value, and scales if any.
+        value_shares: Whether a policy weighs tokens by their values.
 
     """
     groups = blocks_for(query_rows, min(map(rows_at_once, HEAD_SIZES)))
     scores_and_sort = 4 * groups + 4 + 2 * 4 + blocks_for(8, block_size)
     kept_columns = 4
     lse = 4 * query_rows * (1 + 2 * blocks_for(longest, CHUNK))
-    scoring = layers * heads * (longest * scores_and_sort + lse)
+    # A norm for each candidate, a sum for each token, a mean for each head; then the shares.
+    norms = value_shares * 4 * layers * (longest * (heads + 1) + heads)
+    scoring = layers * heads * (longest * scores_and_sort + lse) + norms
     moving = max(STAGING_BYTES, heads * longest * slot_bytes)
-    return layers * heads * longest * kept_columns + max(scoring, moving)
+    kept = layers * heads * longest * (kept_columns + value_shares * 4)
+    return kept + max(scoring, moving)
 
 
 def launches(due: Sequence[Due], longest: int) -> Iterator[list[Due]]:
@@ -199,9 +228,13 @@ def launches(due: Sequence[Due], longest: int) -> Iterator[list[Due]]:
 
 
 def _group(
-    state: GroupState, caches: "Mapping[str, LayerCache]", rings: ObservationRings
+    state: GroupState,
+    caches: "Mapping[str, LayerCache]",
+    rings: ObservationRings,
+    page_values: PageValues | None,
 ) -> _Group:
     names = state.layer_names
+    kept = [page_values.layer(name) for name in names] if page_values is not None else []
     shape = (-1, state.num_heads, state.timeline.block_size)
     return _Group(
         state=state,
@@ -213,6 +246,7 @@ def _group(
             caches[name].scale * caches[name].query_scale * caches[name].key_scale for name in names
         ],
         softcap=caches[names[0]].softcap,
+        kept=[layer.squeeze(-1) for layer in kept if layer.shape[-1] == 1],
     )
 
 

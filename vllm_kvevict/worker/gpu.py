@@ -12,9 +12,11 @@ from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.cuda import extension
+from vllm_kvevict.policies.needs import page_channels
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
@@ -65,10 +67,14 @@ class EvictingWorker(EvictionWorkerMixin):
             block_size=spec.block_size,
             longest=self.model_config.max_model_len,
             slot_bytes=spec.page_size_bytes // (spec.num_kv_heads * spec.block_size),
+            value_shares=page_channels(self.eviction_config) > 0,
         )
 
     def _fused(
-        self, states: dict[int, GroupState], caches: dict[str, LayerCache]
+        self,
+        states: dict[int, GroupState],
+        caches: dict[str, LayerCache],
+        values: PageValues | None,
     ) -> FusedEvictions | None:
         if self._rings is None:
             return None
@@ -78,7 +84,7 @@ class EvictingWorker(EvictionWorkerMixin):
             return None
         longest = self.model_config.max_model_len
         policies = build_policies(self.eviction_config)
-        fused = FusedEvictions(policies, states, caches, self._rings, longest)
+        fused = FusedEvictions(policies, states, caches, self._rings, values, longest)
         logger.info(
             "KV eviction runs CUDA kernels for %s; at most %d bytes of workspace on this rank",
             ", ".join(filter(fused.takes, policies)) or "none of the policies",

@@ -169,7 +169,7 @@ class EvictionWorkerMixin(Worker, ABC):
             self._rings,
             values,
             self._rows(),
-            self._fused(states, caches),
+            self._fused(states, caches, values),
             self._head_shares(states),
         )
         self._bind(self.kv_eviction)
@@ -182,7 +182,10 @@ class EvictionWorkerMixin(Worker, ABC):
         )
 
     def _fused(
-        self, states: dict[int, GroupState], caches: dict[str, LayerCache]
+        self,
+        states: dict[int, GroupState],
+        caches: dict[str, LayerCache],
+        values: PageValues | None,
     ) -> FusedEvictions | None:
         """What runs evictions in the place of the PyTorch operations, where there is something."""
         return None

@@ -54,7 +54,7 @@ def test_no_bad_address_and_nothing_undefined(scene):
 
 
 def test_without_any_barrier_atomic_or_wait_it_would_be_seen():
-    """Each is left out once: a race is reported, a check of the emulation fails, or results differ."""
+    """Each is left out once: a race is reported, the emulation refuses, or results differ."""
     program = build_races("thread")
     cases = {site: scene for scene in (EVICTION, "choose") for site in undisturbed(scene)[1:]}
     assert len(cases) > 20
