@@ -259,6 +259,13 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   moving.slot_bytes = work.slot_bytes;
   moving.num_layers = layers;
   moving.store_width = store;
+  moving.pass_layers = layers;
+  // In one scene through a staging buffer, as within a request, one layer at a time.
+  std::vector<unsigned char> staging(due.size() * store * heads * bs * work.slot_bytes);
+  if (average) {
+    moving.staging = staging.data();
+    moving.pass_layers = 1;
+  }
   launch_compact(moving, static_cast<int>(due.size()), nullptr);
   keeping.candidates = work.candidates;
   keeping.shares = shares.data();
