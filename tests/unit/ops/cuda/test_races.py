@@ -15,9 +15,12 @@ import pytest
 
 from tests.emulation.build import build_races, compiler
 
-pytestmark = pytest.mark.skipif(
-    compiler() is None or shutil.which("setarch") is None, reason="needs g++ and setarch"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        compiler() is None or shutil.which("setarch") is None, reason="needs g++ and setarch"
+    ),
+]
 
 SCENES = ["choose", "bfloat16", "fp8", "float32", "chunks"]
 EVICTION = "bfloat16"
