@@ -1,6 +1,7 @@
 """How the pages of a layer are shared between its KV heads."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -11,6 +12,8 @@ from vllm_kvevict.policies.base import Allocator
 @dataclass(frozen=True)
 class Uniform(Allocator):
     """The same S pages for every head, or fixed shares of them."""
+
+    follows_shares: ClassVar[bool] = True
 
     def pages(
         self,
@@ -29,9 +32,10 @@ class Uniform(Allocator):
 class Adaptive(Allocator):
     """The best pages of a layer, whichever head they are in (Ada-KV Algorithm 2).
 
+    What heads need is found in the scores, not in measured shares.
+
     Args:
-        floor: Share of S in [0, 1] that every head keeps, on average where heads have fixed
-            shares, which then share it out. 0.2 is the safeguard of the paper's
+        floor: Share of S in [0, 1] that every head keeps. 0.2 is the safeguard of the paper's
             released code and of kvpress; 0.8 keeps at least what the paper prints with a = 0.2.
 
     """
@@ -46,4 +50,4 @@ class Adaptive(Allocator):
         block_size: int,
         shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return adaptive_pages(scores, caps, store_blocks, block_size, self.floor, shares)
+        return adaptive_pages(scores, caps, store_blocks, block_size, self.floor)

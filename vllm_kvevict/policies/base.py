@@ -133,6 +133,9 @@ class WeightedScorer(Scorer):
 class Allocator(ABC):
     """How many whole pages each KV head keeps."""
 
+    follows_shares: ClassVar[bool] = False
+    """Whether measured shares of the heads count."""
+
     @abstractmethod
     def pages(
         self,

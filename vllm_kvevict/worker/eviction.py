@@ -61,9 +61,10 @@ class WorkerEviction:
         page_values: Numbers beside the cached tokens, or None where no policy needs them.
         rows: Adapter of the model runner.
         fused: What runs the evictions of some policies in the place of the PyTorch operations;
-            not while somebody listens, nor where heads have fixed shares.
+            not while somebody listens, nor where heads keep fixed shares.
         head_shares: [L, H] measured shares of the heads of every group, by group id; None where
-            heads have none. Policies whose scores compare follow them.
+            heads have none. Policies follow them whose scores compare and whose heads do not
+            share a layer's budget by score.
 
     """
 
@@ -88,7 +89,7 @@ class WorkerEviction:
         self.memories = Memories()
         self._caches = caches
         self._rows = rows
-        self._fused = fused if head_shares is None else None
+        self._fused = fused
         self._head_shares = head_shares
         self._plan: StepPlan | None = None
         self._batch: torch.Tensor | None = None
@@ -113,13 +114,23 @@ class WorkerEviction:
             return
         fused: dict[str, list[Eviction]] = {}
         for eviction in plan.evictions:
-            if self._fused and self._fused.takes(eviction.policy) and not self.listeners:
+            if self._takes_fused(eviction.policy):
                 fused.setdefault(eviction.policy, []).append(eviction)
                 continue
             with self.meter.evictions(1):
                 self._evict(eviction)
         for policy, evictions in fused.items():
             self._evict_fused(policy, evictions)
+
+    def _takes_fused(self, policy: str) -> bool:
+        """Whether the kernels run evictions under a policy; they know no shares of heads."""
+        if self._fused is None or self.listeners or self._follows_head_shares(policy):
+            return False
+        return self._fused.takes(policy)
+
+    def _follows_head_shares(self, policy: str) -> bool:
+        follows = self.policies[policy].allocator.follows_shares
+        return follows and self._head_shares is not None and keeps_by_layer(policy, measured=True)
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """[R] int64 rows of the batch under way; None outside a scheduled step."""
@@ -200,7 +211,8 @@ class WorkerEviction:
         scores = torch.stack(found)
         allocator = self.policies[eviction.policy].allocator
         of_heads = None
-        if self._head_shares is not None and keeps_by_layer(eviction.policy, measured=True):
+        if self._follows_head_shares(eviction.policy):
+            assert self._head_shares is not None
             of_heads = self._head_shares[group.group_id]
         caps = candidate_pages - padding
         pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)

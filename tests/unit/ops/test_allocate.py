@@ -163,21 +163,3 @@ def test_fixed_shares_are_websters(shares, store, data):
         expected[max(free, key=lambda head: Fraction(shares[head], 2 * expected[head] + 1))] += 1
     found = shared_pages(torch.tensor([shares]), torch.tensor([caps]), store)
     assert found.tolist() == [expected]
-
-
-@given(layers_of_heads(), st.lists(st.integers(1, 9), min_size=3, max_size=3))
-def test_fixed_shares_as_the_floor(example, shares):
-    rows, store, block_size, floor = example
-    scores, caps = tensors(rows, block_size)
-    heads = caps.shape[1]
-    wanted = torch.tensor(shares[:heads]).expand(len(caps), -1)
-    pages = adaptive_pages(scores, caps, store, block_size, floor, wanted)
-    assert (pages.sum(-1) == store * heads).all() and (pages <= caps).all()
-    kept = shared_pages(wanted, caps, max(1, int(floor * store)))
-    assert (pages >= kept).all()
-    if floor == 1:
-        assert torch.equal(pages, kept), "fixed"
-    alike = adaptive_pages(scores, caps, store, block_size, floor, torch.ones_like(wanted))
-    guaranteed = max(1, int(floor * store))
-    if (caps >= guaranteed).all():
-        assert torch.equal(alike, adaptive_pages(scores, caps, store, block_size, floor))

@@ -49,12 +49,7 @@ def shared_pages(shares: torch.Tensor, caps: torch.Tensor, store_blocks: int) ->
 
 
 def adaptive_pages(
-    scores: torch.Tensor,
-    caps: torch.Tensor,
-    store_blocks: int,
-    block_size: int,
-    floor: float,
-    shares: torch.Tensor | None = None,
+    scores: torch.Tensor, caps: torch.Tensor, store_blocks: int, block_size: int, floor: float
 ) -> torch.Tensor:
     """The S * H pages of each layer that hold the highest scores (Ada-KV Theorem 3.3).
 
@@ -70,8 +65,6 @@ def adaptive_pages(
         block_size: Tokens in a page.
         floor: Share of S, in [0, 1], that every head keeps; never less than one page, and
             never more than the head's cap.
-        shares: [L, H] float of mean 1 in a layer: what is kept is shared out by them, and not
-            alike. None for alike.
 
     Returns:
         [L, H] int64, each row summing to ``S * H``.
@@ -91,10 +84,7 @@ def adaptive_pages(
     gains = ordered.unflatten(-1, (num_pages, block_size)).double().sum(-1)
     limits = torch.finfo(gains.dtype)
     gains = gains.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
-    at_least = max(1, int(floor * store_blocks))
-    guaranteed = torch.full_like(caps, at_least)
-    if shares is not None:
-        guaranteed = shared_pages(shares, caps, at_least)
+    guaranteed = torch.full_like(caps, max(1, int(floor * store_blocks)))
     return _best_pages(gains, guaranteed, caps, store_blocks * scores.shape[1])
 
 
