@@ -65,6 +65,7 @@ def draw(results: list[dict], output: Path) -> None:
             axis.set_title(f"{task}, {scenario}", fontsize=10)
             axis.set_ylim(-3, 105)
             axis.set_xticks(positions(budgets), budgets)
+            axis.set_xlim(positions(budgets)[0] - 6, positions(budgets)[-1] + 6)
             axis.grid(alpha=0.25)
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncols=4, frameon=False, fontsize=9)
