@@ -43,7 +43,6 @@ YARN: dict[str, Any] = dict(
     original_max_position_embeddings=2048,
 )
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Cohere2": dict(**GQA, **SLIDING, tie_word_embeddings=True, logit_scale=1.0),
     "Ernie4_5": HEADS,
     "Exaone4": dict(**HEADS, **SLIDING),
     "FalconH1": dict(**HEADS, **MAMBA, mamba_d_ssm=512),
@@ -78,13 +77,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_multiplier=32**-0.5,
         position_embedding_type="rope",
     ),
-    "Lfm2": dict(
-        **GQA,
-        layer_types=["conv", "full_attention"] * 2,
-        block_auto_adjust_ff_dim=False,
-        conv_dim=256,
-        block_dim=256,
-    ),
     "Llama4Text": dict(
         **HEADS,
         moe_layers=[],
@@ -96,16 +88,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "MiniMaxM2": dict(**HEADS, num_local_experts=4, num_experts_per_tok=2),
     "Mistral": dict(**HEADS, sliding_window=None),
     "Mixtral": dict(**GQA, num_local_experts=4),
-    "NemotronH": dict(
-        **HEADS,
-        num_hidden_layers=6,
-        layers_block_type=["mamba", "attention", "mlp"] * 2,
-        mamba_num_heads=8,
-        mamba_head_dim=64,
-        ssm_state_size=16,
-        n_groups=1,
-        chunk_size=64,
-    ),
     "Olmo2": GQA,
     "Olmo3": dict(**GQA, **SLIDING),
     "Phi3": GQA,
