@@ -1,19 +1,21 @@
 """Triton's kernels compile for a GPU, where there is none: to machine code for a named target."""
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from vllm_kvevict.ops.triton import decode, gather, observe, page_table, splits
 
 pytestmark = pytest.mark.slow
 
-HEADS = dict(HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128)
-ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, LOG2E=1.44, FP8=False)
+HEADS = dict(HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, SINKS=True, LOG2E=1.44)
+ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, FP8=False)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
-FLOATS |= dict(weights="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
+FLOATS |= dict(weights="*fp32", sinks="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
 NUMBERS = (
     "num_sequences page_tokens indptr_layer lengths_layer starts_layer owners_layer query_token "
     "query_head out_token out_head stores_row table_row block_row window dense_row"
@@ -43,11 +45,13 @@ def compiled(kernel, constants, options, target: GPUTarget, **types: str) -> dic
         else floats.get(name, "i32" if name in NUMBERS else "*i32")
         for name in names
     }
-    # As at run time: addresses and strides are multiples of 16.
+    # As at run time: addresses and strides are multiples of 16, but for slices of tables.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if signature[name] not in ("constexpr", "fp32")
+        and not kernel.params[index].do_not_specialize
+        and not kernel.params[index].do_not_specialize_on_alignment
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=target, options=options).asm
@@ -65,6 +69,32 @@ def test_compiles(kernel, constants, options):
         # Keys and values of later tiles are on their way while a tile is multiplied.
         assert made["ptx"].count("cp.async") > 16
         assert "mma.sync" in made["ptx"]
+
+
+SLICES = (
+    "rows places tokens back slots seq_lens lengths size starts owners table num_sequences".split()
+)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel, _, _ in KERNELS], ids=by_name)
+def test_one_kernel_for_slices_at_any_address(kernel):
+    """What a step makes by slicing, and how much of it, chooses no other kernel."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = next(constants for one, constants, _ in KERNELS if one is kernel)
+    table, made = torch.zeros(64, dtype=torch.int32), []
+    for offset, number in ((0, 16), (1, 17), (3, 1)):
+        values = {
+            name: (number if name == "num_sequences" else table[offset:])
+            if name in SLICES
+            else 32
+            if name in NUMBERS or name in FLOATS
+            else table
+            for name in kernel.arg_names
+            if name not in options
+        }
+        made.append(bind(**values, **options)[1])
+    assert made[0] == made[1] == made[2]
 
 
 @pytest.mark.parametrize("capability", [89, 90])

@@ -15,7 +15,14 @@ from vllm_kvevict.ops.triton.splits import TILE
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit
+# Slices of tables lie at any address: a kernel for each alignment would compile while serving.
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=[
+        *("rows", "places", "tokens", "head_indptr", "block_table"),
+        *("lengths", "size", "starts", "owners"),
+    ],
+)
 def _attend_kernel(
     query,
     cache,
@@ -134,7 +141,7 @@ def _attend_kernel(
             tl.store(partial + at_split[:, None] * DIM + dim[None, :], sums, mask=queries_used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens", "starts"])
 def _merge_kernel(
     out,
     partial,

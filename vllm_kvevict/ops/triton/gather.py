@@ -8,7 +8,7 @@ _BLOCK = 1024
 _PROGRAMS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table", "lengths"])
 def _gather_kernel(
     cache,
     table,

@@ -7,7 +7,9 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["seq_lens", "tokens", "places", "back", "slots"],
+)
 def _observe_kernel(
     rings,
     query,

@@ -7,7 +7,12 @@ import triton.language as tl
 _BLOCK = 128
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=[
+        *("rows", "places", "head_indptr", "block_table", "lengths", "table"),
+    ],
+)
 def _page_table_kernel(
     rows,
     places,

@@ -16,7 +16,10 @@ TILE = 64
 _BLOCK = 256
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=["rows", "places", "seq_lens", "lengths"],
+)
 def _lengths_kernel(
     rows,
     places,
@@ -47,7 +50,10 @@ def _lengths_kernel(
     tl.store(lengths + layer * lengths_layer + sequence, tl.maximum(length, 0), mask=used)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=["lengths", "size", "starts"],
+)
 def _starts_kernel(
     lengths,
     size,
@@ -83,7 +89,7 @@ def _starts_kernel(
         before += tl.sum(count, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "owners"])
 def _owners_kernel(starts, owners, starts_layer, owners_layer, BLOCK: tl.constexpr):
     layer = tl.program_id(0)
     sequence = tl.program_id(1)
