@@ -89,3 +89,18 @@ def test_no_tensor_is_made_elsewhere(policy):
         assert bool(plain.page_values.layer(name).any()) == policy.endswith("defensive")
     assert torch.equal(watched.states[0].head_indptr, plain.states[0].head_indptr)
     assert int(watched.states[0].tail_start[1]) == 144
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("policy", ["streaming-llm", "ada-snapkv"])
+def test_keys_are_read_only_where_scores_need_them(policy, monkeypatch):
+    made, read, keys = worker(policy), [], LayerCache.keys
+
+    def counted(cache, pages):
+        read.append(pages.numel())
+        return keys(cache, pages)
+
+    monkeypatch.setattr(LayerCache, "keys", counted)
+    for eviction in evictions(policy):
+        made._evict(eviction)
+    assert made.evictions == 2 and bool(sum(read)) == (policy == "ada-snapkv")
