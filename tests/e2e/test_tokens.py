@@ -167,8 +167,30 @@ def test_preemption(tiny_model, oracle, policy, caching):
             preempt(request, *a, **k),
         )
         assert_exact(oracle, run, prompts, 250)
-        assert preempted
+        assert preempted and run.counters.evictions_in_place > 0
         assert any(len(lives) > 1 and lives[-1].evictions for lives in run.lives())
+        assert run.free_blocks() == 45
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "h2o"])
+@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
+def test_a_prompt_that_fills_the_pool(tiny_model, oracle, policy, caching):
+    """Survivors go into blocks of the prompt, three times: no block of the pool is free."""
+    prompts = [random_prompt(45 * 32 - 100, seed=1), random_prompt(700, seed=2)]
+    with engine(
+        tiny_model,
+        dict(policy=policy, budget=512, interval=32),
+        num_gpu_blocks_override=46,
+        max_model_len=45 * 32,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=caching,
+    ) as run:
+        pool = run.scheduler.kv_cache_manager.block_pool
+        held = pool.get_new_blocks(2)
+        assert_exact(oracle, run, prompts[:1], 90)
+        assert run.counters.evictions_in_place > 0
+        assert_exact(oracle, run, prompts[::-1], 90)
+        pool.free_blocks(held)
         assert run.free_blocks() == 45
 
 
@@ -190,7 +212,7 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
             preempt(request, *a, **k),
         )
         assert_exact(oracle_kv4, run, prompts, 250)
-        assert preempted
+        assert preempted and run.counters.evictions_in_place > 0
         long, short = (run.lives()[index][-1].evictions for index in (1, 0))
         kept = [[len(head) for head in layer] for layer in long[0].positions]
         # 96 tokens beside the window: 180, 124, 68 and 12, or 5.3, 3.7, 2 and at least 1 blocks.
@@ -240,7 +262,7 @@ def test_measured_shares_of_layers_that_are_not_neighbours(
             preempt(request, *a, **k),
         )
         assert_exact(oracle_kv4, run, prompts, 250)
-        assert preempted
+        assert preempted and run.counters.evictions_in_place > 0
         evictions = run.lives()[1][-1].evictions
         assert len(evictions) > 1
         kept = [[len(head) // 32 for head in layer] for layer in evictions[0].positions]

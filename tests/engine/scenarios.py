@@ -41,7 +41,7 @@ def setups(draw: Any) -> Setup:
         priority=draw(st.booleans()),
         rings=draw(st.sampled_from([None, None, 1, 2])),
         reserve_full=draw(st.booleans()),
-        shared=draw(st.sampled_from(["keep", "keep", "evict"])),
+        shared=draw(st.sampled_from(["keep", "evict"])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
     )
 
@@ -98,6 +98,7 @@ MAX_TOKENS = st.one_of(st.integers(1, 4), st.integers(5, 60), st.integers(60, 20
 EVENTS = st.one_of(
     st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2), WISHES),
     st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2), WISHES),
+    st.tuples(st.just("burst"), LENGTHS, st.integers(2, 6), st.integers(0, 4), MAX_TOKENS),
     st.tuples(st.just("repeat"), st.integers(0, 20), MAX_TOKENS, WISHES),
     st.tuples(st.just("follow"), st.integers(0, 20), st.integers(1, 60), MAX_TOKENS),
     st.tuples(st.just("steps"), st.integers(1, 30)),
@@ -165,6 +166,11 @@ class Day:
         """A prompt that shares 0 to 100% of its tokens with others."""
         common = self.shared[shared % 2][: length * shared // 4]
         self._submit(common + self._tokens(length - len(common)), max_tokens, priority, wish)
+
+    def burst(self, length: int, count: int, shared: int, max_tokens: int) -> None:
+        """Prompts of one length at once, which come to evict together."""
+        for _ in range(count):
+            self.add(length, shared, max_tokens, 0, None)
 
     def repeat(self, index: int, max_tokens: int, wish: Wish | None) -> None:
         """The very same prompt again, as ``n > 1`` sends it."""

@@ -9,9 +9,11 @@ from hypothesis import Phase, given, settings
 from tests.engine.scenarios import SCENARIOS, Scenario, run
 from tests.engine.test_accounting import PROFILE
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.points import EvictionPoints
 from vllm_kvevict.engine.scheduler import EvictionMixin
+from vllm_kvevict.engine.stores import Stores
 from vllm_kvevict.schedule.step_plan import PLAN
 from vllm_kvevict.settings.requests import RequestOptions
 
@@ -70,9 +72,29 @@ def test_accounting_catches_a_ring_slot_with_two_writers(monkeypatch):
         hunt()
 
 
-def test_accounting_catches_a_store_that_never_fits(monkeypatch):
-    monkeypatch.setattr(EvictionLedger, "fits", lambda self, entry, end: True)
-    with pytest.raises(AssertionError, match="livelock"):
+def test_accounting_catches_an_overwritten_block_that_is_still_published(monkeypatch):
+    def take_own(self: Any, blocks: list[Any], most: int) -> list[Any]:
+        return [block for block in blocks if block.ref_cnt == 1][:most]
+
+    monkeypatch.setattr(EvictableAttentionManager, "_take_own", take_own)
+    with pytest.raises(AssertionError, match="is published"):
+        hunt()
+
+
+def test_accounting_catches_survivors_in_blocks_of_others(monkeypatch):
+    def take_own(self: Any, blocks: list[Any], most: int) -> list[Any]:
+        taken = blocks[:most]
+        self.block_pool.evict_blocks({block.block_id for block in taken})
+        return taken
+
+    monkeypatch.setattr(EvictableAttentionManager, "_take_own", take_own)
+    with pytest.raises(AssertionError, match=r"has another owner|at a loss"):
+        hunt()
+
+
+def test_accounting_catches_an_eviction_at_a_loss(monkeypatch):
+    monkeypatch.setattr(Stores, "worthwhile", lambda self, request_id, entry, groups, end: groups)
+    with pytest.raises(AssertionError, match="evicts at a loss"):
         hunt()
 
 

@@ -134,6 +134,9 @@ def test_a_mixed_step(kernel, seed, scales):
     single = bool((evicted & (torch.tensor(counts) == 1)).any())
     assert (metadata.decode is not None) == (kernel == "triton" and single)
     assert metadata.stock is not None
+    if kernel == "flash":
+        reserved = metadata.buffers.scratch.table
+        assert metadata.extend.table.data_ptr() == reserved.data_ptr(), "a table of its own"
     query, query_meant = shown(queries(sum(counts), batch), scales)
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     for layer in range(2):

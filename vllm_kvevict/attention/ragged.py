@@ -150,7 +150,10 @@ class GroupBuffers:
             parts = cut(query_start_loc.tolist(), on_device[2], most)
         else:
             pages = -(-common.max_seq_len // self.state.timeline.block_size)
-            table = torch.zeros(sequences, pages, dtype=torch.int32, device=self.device)
+            table = self.scratch.table[:sequences, :pages]
+            if self.scratch.kernel == "triton":
+                # Few requests, and a table for all of them is what this kernel does without.
+                table = torch.zeros(sequences, pages, dtype=torch.int32, device=self.device)
         return Extend(
             rows=on_device[0],
             places=on_device[1],
