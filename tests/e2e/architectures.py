@@ -141,9 +141,10 @@ def spread_weights(model: Any) -> None:
             if name.endswith(".bias"):
                 weight.normal_(std=0.3)
         elif layer == "embed_tokens":
-            # Small where it is the output matrix too, so that a token does not repeat itself.
-            tied = model.config.tie_word_embeddings
-            weight.normal_(std=0.25 * weight.shape[1] ** -0.5 if tied else 1.0)
+            # Small where it is the output matrix too, so that a token does not repeat itself, and
+            # where the model multiplies it by the root of its width.
+            small = model.config.tie_word_embeddings or "Gemma" in type(model).__name__
+            weight.normal_(std=0.25 * weight.shape[1] ** -0.5 if small else 1.0)
         else:
             weight.normal_(std=scale.get(layer, 1.0) * weight.shape[1] ** -0.5)
 

@@ -295,4 +295,4 @@ def _check_layer(name: str, layer: Any) -> None:
 def sinks_of(impl: Any) -> torch.Tensor | None:
     """[H, G] attention sinks of a layer's attention, a view of its weights; None without them."""
     sinks: torch.Tensor | None = getattr(impl, "sinks", None)
-    return None if sinks is None else sinks.view(impl.num_kv_heads, -1)
+    return None if sinks is None else sinks.detach().view(impl.num_kv_heads, -1)
