@@ -109,7 +109,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_contains_every_module_and_nothing_else(wheel: Path) -> None:
     tree = ROOT / "vllm_kvevict"
-    expected = {str(p.relative_to(ROOT)) for p in tree.rglob("*.py")}
+    files = [*tree.rglob("*.py"), *tree.glob("calibrate/shipped/*.json")]
+    expected = {str(p.relative_to(ROOT)) for p in files}
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     shipped = {name for name in names if not re.match(r"vllm_kvevict-[^/]+\.dist-info/", name)}
