@@ -153,6 +153,9 @@ class Invariants:
         if asked.policy == "none" or not (needs_window or asked.at):
             return
         end = asked.at or request.num_tokens
+        longest = min(request.num_prompt_tokens + request.max_tokens, self.setup.max_model_len)
+        if end + 1 >= longest:
+            return
         for manager in self.evicting:
             store = self._store_blocks(manager.kv_cache_group_id, request)
             if (end - self.setup.window) // self.setup.block_size > store:
