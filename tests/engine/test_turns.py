@@ -94,7 +94,7 @@ def test_a_request_that_ends_before_its_next_eviction_takes_no_slot(setup):
 
 
 def test_a_hit_is_capped_once_a_request_and_looked_up_once(monkeypatch):
-    core: Engine = engine(replace(SETUP, rings=None, blocks=41))
+    core: Engine = engine(replace(SETUP, rings=None, blocks=38))
     prompt = tokens(97)
     core.add(prompt, 2)
     core.finish()

@@ -64,7 +64,7 @@ class EvictionMixin(Scheduler):
         for manager in managers.values():
             manager.ledger = ledger
         self._points = EvictionPoints(ledger, managers)
-        stores = Stores(self, ledger, managers, counters)
+        self._stores = stores = Stores(self, ledger, managers, counters)
         self._planner = StepPlanner(self.requests, ledger, managers, stores, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, counters)
         self._reports: StepReports | None = None
