@@ -101,7 +101,7 @@ def test_a_slot_is_given_back_when_no_query_is_needed_next():
     assert entry.ring is None and book.rings.num_free == 1
     assert not entry.observes(156) and entry.observes(157), "164 needs queries 156 to 163"
     book.requests["a"].num_computed_tokens = 156
-    book.near = ["a"]
+    book.turns.wait("a")
     book.take_turns()
     assert (entry.ring, entry.recorded_from) == (0, 156)
 

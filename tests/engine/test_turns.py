@@ -94,12 +94,13 @@ def test_a_request_that_ends_before_its_next_eviction_takes_no_slot(setup):
 
 
 def test_a_hit_is_capped_once_a_request_and_looked_up_once(monkeypatch):
-    core: Engine = engine(replace(SETUP, rings=None, blocks=38))
+    core: Engine = engine(replace(SETUP, rings=None))
     prompt = tokens(97)
-    core.add(prompt, 2)
+    core.add(prompt, 1)
     core.finish()
-    blocker = core.add(tokens(200, 5), 30, resumable=True)
-    core.step()
+    # The 12 full blocks of the prompt are left, and it needs 13.
+    pool = core.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 12)
     manager = core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     looked, original = [], type(manager).find_longest_cache_hit
     monkeypatch.setattr(
@@ -108,11 +109,10 @@ def test_a_hit_is_capped_once_a_request_and_looked_up_once(monkeypatch):
         lambda **options: looked.append(options) or original(**options),
     )
     core.add(prompt, 8)
-    before = len(core.scheduler.running)
     for _ in range(3):
-        core.step()
-    assert len(looked) == 3 and len(core.scheduler.running) == before, "it waits for blocks"
+        assert not core.scheduler.schedule().num_scheduled_tokens, "it waits for blocks"
+    assert len(looked) == 3
     assert counters(core).prefix_hits_capped == 1
-    core.abort(blocker)
+    pool.free_blocks(taken)
     core.finish()
-    assert counters(core).prefix_hits_capped == 1
+    assert counters(core).prefix_hits_capped == 1 and counters(core).evictions == 1
