@@ -188,7 +188,11 @@ def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
 def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     """An EvictingScheduler or EvictingAsyncScheduler for this setup."""
     kind = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
-    with mock.patch("vllm_kvevict.engine.scheduler.ring_slots", lambda *_: setup.ring_count):
+    with (
+        mock.patch("vllm_kvevict.engine.scheduler.ring_slots", lambda *_: setup.ring_count),
+        # The setup has its own layers, not those of the model in the configuration.
+        mock.patch("vllm_kvevict.engine.budgets.evictable_layers", lambda _: setup.pyramid or 1),
+    ):
         return kind(
             vllm_config(setup),
             kv_cache_config(setup),
