@@ -219,7 +219,7 @@ class Invariants:
                 assert gains or self.setup.shared == "evict", f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
-            elif due is not None and timeline.due is not None and timeline.due > due:
+            elif due is not None and (timeline.due is None or timeline.due > due):
                 assert self.setup.shared == "keep", f"{request_id} was put off"
                 last = (max(end, due) - self.setup.window) // bs
                 first = timeline.tail_start // bs
