@@ -153,6 +153,9 @@ class Invariants:
         if asked.policy == "none" or not (needs_window or asked.at):
             return
         end = asked.at or request.num_tokens
+        longest = min(request.num_prompt_tokens + request.max_tokens, self.setup.max_model_len)
+        if end + 1 >= longest:
+            return
         for manager in self.evicting:
             store = self._store_blocks(manager.kv_cache_group_id, request)
             if (end - self.setup.window) // self.setup.block_size > store:
@@ -216,7 +219,7 @@ class Invariants:
                 assert gains or self.setup.shared == "evict", f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
-            elif due is not None and timeline.due is not None and timeline.due > due:
+            elif due is not None and (timeline.due is None or timeline.due > due):
                 assert self.setup.shared == "keep", f"{request_id} was put off"
                 last = (max(end, due) - self.setup.window) // bs
                 first = timeline.tail_start // bs

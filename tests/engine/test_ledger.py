@@ -23,6 +23,7 @@ class Stub:
     resumable: bool = False
     pooling_params: object = None
     options: RequestOptions = DEFAULTS
+    num_computed_tokens: int = 0
 
 
 def ledger(*requests: Stub, rings: int | None = 1, budgets=(40,)):
@@ -86,22 +87,23 @@ def test_a_window_is_ready_when_recorded_from_its_first_query():
     book.observe(entry, 90, 95)
     assert (entry.ring, entry.recorded_from) == (0, 90)
     assert book.window_ready(entry, 95, 100)
-    book.settle(entry, 95)
+    book.settle("a", entry, 95)
     assert entry.ring == 0
 
 
 def test_a_slot_is_given_back_when_no_query_is_needed_next():
-    book = ledger(Stub("a", 100, 100))
+    book = ledger(Stub("a", 100, 100, max_tokens=100))
     book.rules[0] = Timeline(8, 8, 64, budget_tokens=40)
     entry = book.admit("a")
     book.observe(entry, 0, 100)
     entry.evict(0, 100)
-    book.settle(entry, 100)
+    book.settle("a", entry, 100)
     assert entry.ring is None and book.rings.num_free == 1
-    book.observe(entry, 155, 156)
-    assert entry.ring is None
-    book.observe(entry, 156, 157)
-    assert entry.ring == 0, "the eviction at 164 needs queries 156 to 163"
+    assert not entry.observes(156) and entry.observes(157), "164 needs queries 156 to 163"
+    book.requests["a"].num_computed_tokens = 156
+    book.turns.wait("a")
+    book.take_turns()
+    assert (entry.ring, entry.recorded_from) == (0, 156)
 
 
 def test_without_a_free_slot_the_window_is_not_ready():

@@ -65,7 +65,7 @@ def test_accounting_catches_publishing_after_an_eviction(monkeypatch):
 
 def test_accounting_catches_a_ring_slot_with_two_writers(monkeypatch):
     def settle(self: Any, plan: Any, request_id: str, entry: Any, start: int, end: int) -> None:
-        self._ledger.settle(entry, end)
+        self._ledger.settle(request_id, entry, end)
 
     wrap(monkeypatch, StepPlanner, "_plan_eviction", settle)
     with pytest.raises(AssertionError, match="ring slot used twice"):

@@ -266,7 +266,7 @@ def test_a_request_whose_queries_all_count_takes_no_hit(setup):
 
 @BOTH
 @pytest.mark.parametrize(
-    "interval, counted", [(0, range(160)), (64, range(228))], ids=["once", "again"]
+    "interval, counted", [(0, range(160)), (64, range(224))], ids=["once", "again"]
 )
 def test_queries_count_until_the_last_eviction(setup, interval, counted):
     """Every token of prefill and decode once, in order, and none that no eviction will read."""
@@ -283,7 +283,5 @@ def test_queries_count_until_the_last_eviction(setup, interval, counted):
             assert plan.accumulating == [request.request_id]
             seen += range(start, start + output.num_scheduled_tokens[request.request_id])
     core.finish()
-    assert seen[: len(counted)] == list(counted)
+    assert seen == list(counted)
     assert counters(core).evictions == 1 + (interval > 0)
-    if not interval:
-        assert len(seen) == len(counted)

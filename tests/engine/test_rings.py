@@ -1,10 +1,13 @@
 """Ring slots: handed out once, and as many as memory allows."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.engine.harness import Setup, vllm_config
 from vllm_kvevict.engine.rings import RingSlots
 from vllm_kvevict.policies import needs
+from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
 
@@ -49,3 +52,19 @@ def test_one_slot_for_every_sequence_where_memory_allows(monkeypatch, policy, me
 
 def test_no_slot_where_the_policy_needs_no_queries():
     assert needs.ring_slots(vllm_config(Setup()), config("streaming-llm")) == 0
+
+
+def test_rings_have_the_layers_that_evict_and_no_others(monkeypatch):
+    every = ring_bytes(vllm_config(Setup()), config("snapkv"))
+    hybrid = vllm_config(Setup())
+    text = SimpleNamespace(layer_types=["full_attention"] + ["sliding_attention"] * 3)
+    monkeypatch.setattr(hybrid.model_config, "hf_text_config", text)
+    assert ring_bytes(hybrid, config("snapkv")) == every // 4
+
+
+@pytest.mark.parametrize(
+    "slots, interval, sequences", [(64, 128, 256), (64, 16, 64), (64, 0, None), (0, 128, None)]
+)
+def test_how_many_sequences_slots_sustain(slots, interval, sequences):
+    rule = Timeline(block_size=32, window=32, interval=interval, budget_tokens=1024)
+    assert needs.sustained(slots, rule) == sequences

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.engine.turns import RingTurns
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
 from vllm_kvevict.settings.requests import RequestOptions
 
@@ -30,12 +31,15 @@ class Entry:
     ring: int | None = None
     recorded_from: int = 0
     """First position whose query is in the ring; contiguous up to the last scheduled token."""
+    prefill_end: int = field(init=False)
+    """Tokens of the prefill; 0 for a request that switched eviction off."""
     quiet_until: int = field(init=False)
     """Steps that end here or before neither evict nor compute a query that is needed."""
     computed_valid: int | None = field(init=False)
     """Tokens from here on were computed over an evicted cache; None before any eviction."""
 
     def __post_init__(self) -> None:
+        self.prefill_end = max((t.prefill_end for t in self.timelines.values()), default=0)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -62,7 +66,7 @@ class Entry:
 
     def in_prefill(self, end: int) -> bool:
         """Whether a step that ends at ``end`` belongs to the prefill."""
-        return any(end <= t.prefill_end for t in self.timelines.values())
+        return end <= self.prefill_end
 
     def coming_groups(self, end: int) -> list[int]:
         """Groups whose next eviction needs queries of the step that ends at ``end``."""
@@ -124,7 +128,12 @@ class EvictionLedger:
         self.accumulating = accumulating
         self.evicts_shared = evicts_shared
         self.window = max(rule.window for rule in rules.values())
+        self.turns = RingTurns(rings) if rings is not None else None
         self.entries: dict[str, Entry] = {}
+        self.prefilling: dict[str, None] = {}
+        """Admitted requests that have not reached the end of their prefill."""
+        self.near: list[str] = []
+        """Decoding requests whose coming step may evict or record."""
 
     def entry(self, request_id: str) -> Entry | None:
         """The entry of a request, as it is or would be; None for requests that never evict."""
@@ -137,9 +146,10 @@ class EvictionLedger:
             return None
         options = self.options(request)
         prompt, replay = request.num_prompt_tokens, request.num_tokens
+        ends = self.longest(request)
         return Entry(
             {
-                group: RequestTimeline(options.timeline(rule), prompt, replay, options.at)
+                group: RequestTimeline(options.timeline(rule), prompt, replay, options.at, ends)
                 for group, rule in self.rules.items()
                 if options.evicts
             },
@@ -152,63 +162,82 @@ class EvictionLedger:
     def admit(self, request_id: str) -> Entry | None:
         """Keep the entry of a request that gets its first blocks."""
         entry = self.entry(request_id)
-        if entry is not None:
+        if entry is not None and request_id not in self.entries:
             self.entries[request_id] = entry
+            self.prefilling[request_id] = None
         return entry
 
     def quiet(self, request_id: str, end: int) -> bool:
-        """Whether a step of an admitted request that ends at ``end`` needs nothing from us."""
+        """Whether a step of an admitted request that ends at ``end`` needs no block from us."""
         entry = self.entries.get(request_id)
-        return entry is not None and end <= entry.quiet_until
+        return entry is not None and (end <= entry.quiet_until or end > entry.prefill_end)
 
     def drop(self, request_id: str) -> None:
         """Forget a request whose blocks are freed; unknown ones are fine."""
         entry = self.entries.pop(request_id, None)
         if entry is not None:
-            self._give_back_ring(entry)
+            self.prefilling.pop(request_id, None)
+            self._give_back_ring(request_id, entry)
 
     def last_step(self, request_id: str, end: int) -> bool:
         """Whether the request surely ends with the step that ends at ``end``."""
-        request = self.requests[request_id]
-        return end + 1 >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return end + 1 >= self.longest(self.requests[request_id])
+
+    def longest(self, request: "Request") -> int:
+        """Tokens at which a request ends at the latest."""
+        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def window_ready(self, entry: Entry, start: int, end: int) -> bool:
         """Whether a step over [start, end) completes the window that ends at ``end``.
 
-        Counts a slot that the step could still take.
+        Counts a slot that a step of prefill could still take.
         """
-        if self.rings is None or not entry.needs_window:
+        if self.turns is None or not entry.needs_window:
             return True
         if entry.ring is not None:
             return entry.recorded_from <= end - self.window
-        return self.rings.num_free > 0 and start <= end - self.window
+        return entry.in_prefill(end) and self.turns.open_to_prompts and start <= end - self.window
 
-    def takes_slot(self, entry: Entry) -> bool:
-        """Whether the entry would take a ring slot, were it asked to observe."""
-        return (
-            self.rings is not None
-            and entry.ring is None
-            and entry.needs_window
-            and self.rings.num_free > 0
-        )
+    def wants_slot(self, entry: Entry) -> bool:
+        """Whether an entry near its eviction lacks a ring slot that it needs."""
+        return self.turns is not None and entry.ring is None and entry.needs_window
 
     def observe(self, entry: Entry, start: int, end: int) -> None:
-        """Give the entry a ring slot if the step over [start, end) reaches its window."""
+        """Give the entry a ring slot if a step of prefill over [start, end) reaches its window.
+
+        Decoding requests get theirs in :meth:`take_turns`.
+        """
         if (
-            self.rings is None
+            self.turns is None
             or entry.ring is not None
             or not entry.needs_window
             or not entry.observes(end)
+            or not entry.in_prefill(end)
         ):
             return
-        entry.ring = self.rings.take()
+        entry.ring, loser = self.turns.take_for_prompt()
+        if loser is not None:
+            self.entries[loser].ring = None
         # A step records its last w queries only.
         entry.recorded_from = max(start, end - self.window)
 
-    def settle(self, entry: Entry, end: int) -> None:
-        """Give the ring slot back once no group needs the next step's queries."""
+    def take_turns(self) -> None:
+        """Give free ring slots to decoding requests that wait for one."""
+        if self.turns is None:
+            return
+        for request_id, slot in self.turns.next():
+            entry = self.entries[request_id]
+            entry.ring = slot
+            entry.recorded_from = self.requests[request_id].num_computed_tokens
+
+    def settle(self, request_id: str, entry: Entry, end: int) -> None:
+        """Note that a step ends at ``end``; the ring slot goes back where no group needs it on."""
         if not entry.observes(end + 1):
-            self._give_back_ring(entry)
+            self._give_back_ring(request_id, entry)
+        if end >= entry.prefill_end and request_id in self.prefilling:
+            del self.prefilling[request_id]
+            if entry.ring is not None and self.turns is not None:
+                self.turns.keep(request_id, entry.ring)
 
     def cacheable(self, request_id: str, num_tokens: int) -> int:
         """How many of the first ``num_tokens`` tokens may be published by hash."""
@@ -235,8 +264,7 @@ class EvictionLedger:
         ]
         return min(caps, default=request.num_tokens)
 
-    def _give_back_ring(self, entry: Entry) -> None:
-        if entry.ring is not None:
-            assert self.rings is not None
-            self.rings.give_back(entry.ring)
+    def _give_back_ring(self, request_id: str, entry: Entry) -> None:
+        if self.turns is not None:
+            self.turns.leave(request_id, entry.ring)
             entry.ring = None

@@ -38,33 +38,41 @@ class StepPlanner:
         self._managers = managers
         self._stores = stores
         self._counters = counters
+        self._left = 0
+        """Decode evictions that the step may still take."""
 
     def plan(self, num_scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """The plan of a step, by the tokens that each request computes in it."""
         plan = StepPlan()
-        observed: list[tuple[Entry, int]] = []
-        for request_id, num_tokens in num_scheduled_tokens.items():
-            entry = self._ledger.entries.get(request_id)
-            if entry is None:
+        self._left = self._stores.most_decode_evictions()
+        observed: list[tuple[str, Entry, int]] = []
+        ledger = self._ledger
+        # Prompts first: they take ring slots from others.
+        others = ledger.near
+        if ledger.accumulating:
+            others = [other for other in num_scheduled_tokens if other not in ledger.prefilling]
+        for request_id in [*ledger.prefilling, *others]:
+            entry, num_tokens = ledger.entries.get(request_id), num_scheduled_tokens.get(request_id)
+            if entry is None or num_tokens is None:
                 continue
             start = self._requests[request_id].num_computed_tokens
             end = start + num_tokens
             if entry.accumulates:
                 plan.accumulating.append(request_id)
+            observed.append((request_id, entry, end))
             if not entry.observes(end):
                 continue
-            if self._ledger.takes_slot(entry):
+            if entry.in_prefill(end) and ledger.wants_slot(entry):
                 coming = entry.coming_groups(end)
                 if not self._stores.worthwhile(request_id, entry, coming, end):
                     continue
-            self._ledger.observe(entry, start, end)
+                ledger.observe(entry, start, end)
             if entry.ring is not None:
                 plan.rings[request_id] = entry.ring
             self._plan_eviction(plan, request_id, entry, start, end)
-            observed.append((entry, end))
         # Not before: a slot given back within the step would have two writers.
-        for entry, end in observed:
-            self._ledger.settle(entry, end)
+        for request_id, entry, end in observed:
+            ledger.settle(request_id, entry, end)
         return plan
 
     def _plan_eviction(
@@ -74,18 +82,22 @@ class StepPlanner:
             return
         counters = self._counters
         if not self._ledger.window_ready(entry, start, end):
-            counters.postponed += 1
+            counters.postponed_ring += 1
+            return
+        if not entry.in_prefill(end) and self._left < 1:
+            counters.postponed_turn += 1
             return
         groups = self._stores.worthwhile(request_id, entry, entry.due_groups(end), end)
         if not groups:
             return
         if self._stores.short(request_id, entry, groups, end):
-            counters.postponed += 1
+            counters.postponed_blocks += 1
             return
         if entry.in_prefill(end):
             counters.evictions_prefill += 1
         else:
             counters.evictions_decode += 1
+            self._left -= 1
         evictions = [
             self._managers[g].evict(request_id, entry, end, self._stores.room) for g in groups
         ]

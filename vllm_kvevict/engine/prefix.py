@@ -1,6 +1,8 @@
 """What of an evicting request may come from the prefix cache, and what may go into it."""
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.metrics.counters import Counters
@@ -10,6 +12,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     Hit = tuple[KVCacheBlocks, int, int, bool]
+
+CAPPED = "_kv_eviction_hit_capped"
+"""Attribute of vLLM's ``Request`` whose hit was shortened."""
 
 
 class PrefixCaps:
@@ -29,27 +34,48 @@ class PrefixCaps:
         self._manager = manager
         self._ledger = ledger
         self._counters = counters
+        self._cap = sys.maxsize
         publish = manager.coordinator.cache_blocks
+        find = manager.coordinator.find_longest_cache_hit
 
         def cache_blocks(request: "Request", num_computed_tokens: int) -> None:
             publish(request, ledger.cacheable(request.request_id, num_computed_tokens))
 
-        manager.coordinator.cache_blocks = cache_blocks
+        def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
+            return find(block_hashes, min(max_cache_hit_length, self._cap))
 
-    def capped(self, request: "Request", hit: "Hit") -> "Hit":
+        manager.coordinator.cache_blocks = cache_blocks
+        manager.coordinator.find_longest_cache_hit = find_longest_cache_hit
+
+    def capped(self, request: "Request", look_up: "Callable[[Request], Hit]") -> "Hit":
         """A hit without the observation window, and what follows an eviction point.
 
         Args:
             request: The request.
-            hit: What ``Scheduler._get_local_prefix_cache_hit`` found.
+            look_up: ``Scheduler._get_local_prefix_cache_hit``, which looks no further than that.
 
         """
-        cap = self._ledger.hit_cap(request)
-        if hit[1] <= cap:
-            return hit
-        self._counters.prefix_hits_capped += 1
-        blocks, num_tokens, uncached = self._manager.coordinator.find_longest_cache_hit(
-            request.block_hashes, cap
-        )
-        boundary = num_tokens + uncached if uncached else 0
-        return self._manager.create_kv_cache_blocks(blocks), num_tokens, boundary, hit[3]
+        self._cap = self._ledger.hit_cap(request)
+        try:
+            hit = look_up(request)
+        finally:
+            self._cap, cap = sys.maxsize, self._cap
+        if cap < request.num_tokens - 1 and self._goes_on(request, hit[1]):
+            self._count(request)
+        return hit
+
+    def _goes_on(self, request: "Request", num_tokens: int) -> bool:
+        """Whether the block behind a hit is in the cache, too."""
+        manager = self._manager
+        index = num_tokens // manager.block_pool.hash_block_size
+        if not manager.prefix_cache_lookup_enabled(request) or index >= len(request.block_hashes):
+            return False
+        groups = list(self._ledger.rules)
+        found = manager.block_pool.get_cached_block(request.block_hashes[index], groups)
+        return found is not None
+
+    def _count(self, request: "Request") -> None:
+        """Once for a request, however often it is looked up before it is admitted."""
+        if not getattr(request, CAPPED, False):
+            setattr(request, CAPPED, True)
+            self._counters.prefix_hits_capped += 1

@@ -64,7 +64,7 @@ class EvictionMixin(Scheduler):
         for manager in managers.values():
             manager.ledger = ledger
         self._points = EvictionPoints(ledger, managers)
-        stores = Stores(self, ledger, managers, counters)
+        self._stores = stores = Stores(self, ledger, managers, counters)
         self._planner = StepPlanner(self.requests, ledger, managers, stores, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, counters)
         self._reports: StepReports | None = None
@@ -103,6 +103,7 @@ class EvictionMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         pointed = self._points.any_alive(self.requests)
         self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
+        self._stores.take_turns()
         return super().schedule(*args, **kwargs)
 
     def _mamba_block_aligned_split(
@@ -155,7 +156,7 @@ class EvictionMixin(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: "Request"
     ) -> tuple["KVCacheBlocks", int, int, bool]:
-        return self._prefix.capped(request, super()._get_local_prefix_cache_hit(request))
+        return self._prefix.capped(request, super()._get_local_prefix_cache_hit)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
         self._totals.tick()

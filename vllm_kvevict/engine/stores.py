@@ -11,6 +11,9 @@ from vllm_kvevict.schedule.timeline import blocks_for
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+LEAST = 4
+"""Decode evictions that a step may always carry."""
+
 
 class Stores:
     """What evictions may take from the pool, and which of them give more back.
@@ -49,6 +52,42 @@ class Stores:
                 entry.defer(group, end)
                 self._counters.skipped_shared += 1
         return [group for group, gain in gains.items() if gain > 0]
+
+    def take_turns(self) -> None:
+        """Find the decoding requests that are near an eviction, and share out ring slots."""
+        ledger = self._ledger
+        ledger.near = self._near()
+        if ledger.turns is None:
+            return
+        for request_id in ledger.near:
+            entry = ledger.entries[request_id]
+            if not ledger.wants_slot(entry) or ledger.turns.waits(request_id):
+                continue
+            end = self._scheduler.requests[request_id].num_computed_tokens + 1
+            if self.worthwhile(request_id, entry, entry.coming_groups(end), end):
+                ledger.turns.wait(request_id)
+        ledger.take_turns()
+
+    def _near(self) -> list[str]:
+        """Decoding requests whose coming step may evict or record its query."""
+        entries, prefilling = self._ledger.entries, self._ledger.prefilling
+        return [
+            request.request_id
+            for request in self._scheduler.running
+            if (entry := entries.get(request.request_id)) is not None
+            and request.num_computed_tokens >= entry.quiet_until
+            and request.request_id not in prefilling
+        ]
+
+    def most_decode_evictions(self) -> int:
+        """How many decode evictions a step may carry: everybody's next token waits for them.
+
+        Twice what running requests need on average, so none waits long for its turn; those that
+        were admitted together evict in different steps from there on.
+        """
+        strides = [rule.stride for rule in self._ledger.rules.values() if rule.stride]
+        running = len(self._scheduler.running)
+        return max(LEAST, blocks_for(2 * running, min(strides, default=1)))
 
     def short(self, request_id: str, entry: Entry, groups: list[int], end: int) -> bool:
         """Whether the pool lacks what the evictions of ``groups`` must take from it.

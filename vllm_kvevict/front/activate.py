@@ -9,7 +9,7 @@ from vllm_kvevict.front import admission
 from vllm_kvevict.front.shares import load
 from vllm_kvevict.front.support import check
 from vllm_kvevict.metrics import logger as stat_logger
-from vllm_kvevict.policies.needs import ring_slots
+from vllm_kvevict.policies.needs import ring_slots, sustained
 from vllm_kvevict.settings.config import KEY, EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
 
@@ -90,16 +90,21 @@ def _scheduler(scheduler_cls: Any, asynchronous: bool) -> str:
 
 def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """Say what is on; the engine core says what it comes to in blocks, when it has made them."""
-    rings = ring_slots(vllm_config, config) * ring_bytes(vllm_config, config)
+    slots = ring_slots(vllm_config, config)
+    rings = slots * ring_bytes(vllm_config, config)
+    most = sustained(slots, config.timeline(vllm_config.cache_config.block_size))
     logger.info(
-        "KV eviction is on: policy %s, budget %s%s, window %d tokens, interval %d, at most %.1f "
-        "MiB of observation rings on a rank.",
+        "KV eviction is on: policy %s, budget %s%s, window %d tokens, interval %d, %.1f MiB of "
+        "observation rings on a rank%s.",
         config.policy,
         config.budget,
         " of the prompt" if config.budget_tokens is None else " tokens",
         config.window,
         config.interval,
         rings / 2**20,
+        f" ({slots} slots: {most} sequences evict at this interval, more less often)"
+        if most is not None and most < vllm_config.scheduler_config.max_num_seqs
+        else "",
     )
     if config.allow or config.max_budget is not None:
         logger.info(

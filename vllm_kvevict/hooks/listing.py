@@ -127,10 +127,16 @@ HOOKS = {
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
     },
     "engine/prefix.py": {
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.create_kv_cache_blocks",
+        "vllm.v1.core.kv_cache_manager": """
+            KVCacheManager.block_pool KVCacheManager.coordinator
+            KVCacheManager.prefix_cache_lookup_enabled(request)
+        """,
         "vllm.v1.core.kv_cache_coordinator": """
             KVCacheCoordinator.cache_blocks(request,num_computed_tokens)
             KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
+        """,
+        "vllm.v1.core.block_pool": """
+            BlockPool.get_cached_block(block_hash,kv_cache_group_ids) BlockPool.hash_block_size
         """,
         "vllm.v1.request": "Request.block_hashes",
     },

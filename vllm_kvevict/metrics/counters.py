@@ -9,9 +9,9 @@ class Counters:
 
     ``tokens_evicted`` counts cached tokens per KV head (average over heads), once per request
     and KV-cache group; blocks are vLLM's. ``evictions_in_place`` counts evictions, once per request
-    and KV-cache group, whose survivors went into blocks of their own request. ``postponed`` counts
-    steps in which an eviction was due and could not run, for want of a ring slot or of blocks;
-    ``skipped_shared`` those put off because others hold what they would give back.
+    and KV-cache group, whose survivors went into blocks of their own request. ``postponed_*`` count
+    steps in which an eviction was due and could not run, for want of blocks, of a ring slot, or of
+    its turn; ``skipped_shared`` those put off because others hold what they would give back.
     """
 
     evictions_prefill: int = 0
@@ -20,7 +20,9 @@ class Counters:
     store_blocks_allocated: int = 0
     evictions_in_place: int = 0
     tokens_evicted: int = 0
-    postponed: int = 0
+    postponed_blocks: int = 0
+    postponed_ring: int = 0
+    postponed_turn: int = 0
     skipped_shared: int = 0
     prefix_hits_capped: int = 0
 
@@ -28,8 +30,12 @@ class Counters:
     def evictions(self) -> int:
         return self.evictions_prefill + self.evictions_decode
 
+    @property
+    def postponed(self) -> int:
+        return self.postponed_blocks + self.postponed_ring + self.postponed_turn
+
     def as_dict(self) -> dict[str, int]:
-        return {"evictions": self.evictions, **asdict(self)}
+        return {"evictions": self.evictions, "postponed": self.postponed, **asdict(self)}
 
     def line(self) -> str:
         """All totals as ``name=value`` pairs, for one log line."""

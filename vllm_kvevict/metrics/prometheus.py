@@ -37,16 +37,15 @@ COUNTERS = {
         "skipped_evictions",
         "Evictions put off because others hold what they would give back.",
     ),
-    "postponed": (
-        "postponed_evictions",
-        "Steps in which an eviction was due and waited for blocks or for an observation ring.",
-    ),
     "prefix_hits_capped": (
         "capped_prefix_hits",
         "Prefix-cache hits shortened so that the observation window is computed.",
     ),
 }
 """By field of a report: name of the metric and what it says."""
+
+CAUSES = ("blocks", "ring", "turn")
+"""What a due eviction waits for: blocks of the pool, a slot of the rings, its turn in the batch."""
 
 _registered: list[Any] = []
 """Collectors of this process; an engine that starts later in it replaces them."""
@@ -92,6 +91,13 @@ class EvictionMetrics:
             name: children(self._make("counter", metric, text))
             for name, (metric, text) in COUNTERS.items()
         }
+        postponed = self._make(
+            "counter",
+            "postponed_evictions",
+            "Steps in which an eviction was due and waited for what the reason names.",
+            "reason",
+        )
+        self._postponed = {cause: children(postponed, cause) for cause in CAUSES}
         histograms = {
             "seconds": ("eviction_seconds", "Seconds of one eviction on a worker.", SECONDS),
             "kept_share": (
@@ -140,6 +146,9 @@ class EvictionMetrics:
         for name, counter in self._counters.items():
             if count := getattr(report, name):
                 counter[engine].inc(count)
+        for cause, waited in self._postponed.items():
+            if count := getattr(report, f"postponed_{cause}"):
+                waited[engine].inc(count)
         for name, histogram in self._histograms.items():
             for value in getattr(report, name):
                 histogram[engine].observe(value)

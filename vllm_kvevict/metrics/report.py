@@ -24,7 +24,9 @@ TOTALS = (
     "blocks_freed",
     "store_blocks_allocated",
     "evictions_in_place",
-    "postponed",
+    "postponed_blocks",
+    "postponed_ring",
+    "postponed_turn",
     "skipped_shared",
     "prefix_hits_capped",
 )
@@ -46,13 +48,20 @@ class Report:
     blocks_freed: int = 0
     store_blocks_allocated: int = 0
     evictions_in_place: int = 0
-    postponed: int = 0
+    postponed_blocks: int = 0
+    postponed_ring: int = 0
+    postponed_turn: int = 0
     skipped_shared: int = 0
     prefix_hits_capped: int = 0
     kept_share: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
     blocks_saved: int = 0
+
+    @property
+    def postponed(self) -> int:
+        """Steps in which an eviction waited, whatever for."""
+        return self.postponed_blocks + self.postponed_ring + self.postponed_turn
 
 
 class Reporter:

@@ -9,6 +9,8 @@ from vllm_kvevict.settings.memory import RING_BYTES, ring_bytes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_kvevict.schedule.timeline import Timeline
+
 
 def ring_slots(vllm_config: "VllmConfig", config: EvictionConfig) -> int:
     """Ring slots of one rank; 0 where no policy that a request may choose needs queries.
@@ -20,6 +22,18 @@ def ring_slots(vllm_config: "VllmConfig", config: EvictionConfig) -> int:
         return 0
     affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
     return min(vllm_config.scheduler_config.max_num_seqs, affordable)
+
+
+def sustained(slots: int, rule: "Timeline") -> int | None:
+    """Sequences that evict as often as the interval says with so many ring slots.
+
+    Each needs one for the window of every interval; with more of them, evictions come less often.
+
+    Returns:
+        None where nothing evicts after prefill, or no slot is needed: no bound.
+
+    """
+    return slots * rule.stride // min(rule.window, rule.stride) if slots and rule.stride else None
 
 
 def page_channels(config: EvictionConfig) -> int:

@@ -7,7 +7,7 @@ Units: every length and position is in tokens, every count in blocks of ``block_
 tokens. ``n`` is the number of tokens whose keys are in the cache at the end of a step.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_kvevict.schedule.layers import Share
 
@@ -101,6 +101,8 @@ class RequestTimeline:
         at: The request's own eviction point in (0, prompt_len]; None for the end of prefill.
             Tokens from there on are prefilled over the evicted cache, and a share is a share
             of what comes before it.
+        ends: Length at which the request ends at the latest, its last sampled token included;
+            None where it is not known. What could only evict with the last step never does.
 
     """
 
@@ -108,6 +110,7 @@ class RequestTimeline:
     prompt_len: int
     prefill_end: int
     at: int | None = None
+    ends: int | None = None
     tail_start: int = 0
     due: int | None = field(init=False)
     point: int | None = field(init=False)
@@ -120,15 +123,17 @@ class RequestTimeline:
         self.store_blocks = rule.store_blocks(self.prompt_len if self.at is None else self.at)
         point = self.prefill_end if self.at is None else self.at
         if rule.evictable(point, self.store_blocks, 0):
-            self.due = self.point = point
+            self.due = self.point = self._before_end(point)
             return
-        self.point = None
+        self.point = self.due = None
         if rule.stride:
             # Too short to evict: joins in once it has outgrown its budget by the interval.
             budget = self.store_blocks * rule.block_size + rule.window
-            self.due = max(budget + rule.stride, self.prefill_end + 1)
-        else:
-            self.due = None
+            self.due = self._before_end(max(budget + rule.stride, self.prefill_end + 1))
+
+    def _before_end(self, n: int) -> int | None:
+        """``n``, or None where a step that ends there is the request's last."""
+        return n if self.ends is None or n + 1 < self.ends else None
 
     @property
     def evicted(self) -> bool:
@@ -171,7 +176,7 @@ class RequestTimeline:
             self.computed_valid = n
         stride = self.timeline.stride
         # Not inside the prefill, so that nothing depends on how it is cut into chunks.
-        self.due = max(n + stride, self.prefill_end) if stride else None
+        self.due = self._before_end(max(n + stride, self.prefill_end)) if stride else None
         return old, self.tail_start
 
     def defer(self, n: int) -> None:
@@ -182,7 +187,7 @@ class RequestTimeline:
         """
         rule = self.timeline
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
-        self.due = max(n + pause, self.prefill_end)
+        self.due = self._before_end(max(n + pause, self.prefill_end))
 
     def peak_blocks(self, n: int) -> int:
         """Most blocks the request can hold up to length ``n`` if no eviction is postponed.
@@ -190,7 +195,7 @@ class RequestTimeline:
         ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
         replaced, and the block that a step in flight adds before an eviction's blocks are free.
         """
-        request = RequestTimeline(self.timeline, self.prompt_len, self.prefill_end, self.at)
+        request = replace(self, tail_start=0, computed_valid=None)
         bs, peak, freed, store = self.timeline.block_size, 0, 0, 0
         # The tail start moves by the stride as well: every later cycle is like the third.
         for _ in range(3):

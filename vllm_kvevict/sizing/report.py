@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvevict.policies.needs import sustained
 from vllm_kvevict.settings.config import NONE
 from vllm_kvevict.sizing.life import Life, groups_of, life
 from vllm_kvevict.sizing.memory import Memory, share_out
@@ -156,6 +157,9 @@ def _memory_rows(sizing: Sizing) -> list[tuple[str, int, str]]:
         ]
     buffers = memory.buffers
     slots = f"{buffers.ring_slots} slots" if buffers.ring_slots else "this policy needs none"
+    rule = sizing.config.timeline(sizing.vllm_config.cache_config.block_size)
+    if (most := sustained(buffers.ring_slots, rule)) is not None:
+        slots += f": {most} sequences evict at the interval"
     rows += [
         ("observation rings", buffers.rings, slots),
         *([("per-head attention", buffers.attention, "")] if buffers.attention else []),

@@ -56,7 +56,7 @@ def work(manager: StatLoggerManager) -> None:
     """One step in which a little of everything happened."""
     report = Report(
         {"ada-snapkv": [1, 2]}, tokens_evicted=9, blocks_freed=9, store_blocks_allocated=3,
-        postponed=1, prefix_hits_capped=1, kept_share=[0.3], seconds=[0.02], head_spread=[1.4],
+        postponed_ring=1, prefix_hits_capped=1, kept_share=[0.3], seconds=[0.02], head_spread=[1.4],
         blocks_saved=6,
     )  # fmt: skip
     stats = SchedulerStats(1, 1, kv_cache_usage=0.5, kv_connector_stats={KEY: vars(report)})

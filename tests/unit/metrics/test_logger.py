@@ -44,7 +44,8 @@ def test_every_value_of_a_report(build):
     assert value("evictions_total", policy="tova", reason="decode") == 0, "there from the start"
     report = Report(
         evictions={"ada-snapkv": [2, 1]},
-        tokens_evicted=640, blocks_freed=50, store_blocks_allocated=20, postponed=3,
+        tokens_evicted=640, blocks_freed=50, store_blocks_allocated=20, postponed_ring=3,
+        postponed_turn=2,
         prefix_hits_capped=4, kept_share=[0.25, 1.0], seconds=[0.003, 0.2, 0.004],
         head_spread=[1.3], blocks_saved=30,
     )  # fmt: skip
@@ -56,7 +57,9 @@ def test_every_value_of_a_report(build):
     assert value("evicted_tokens_total", 1) == 640
     assert value("freed_blocks_total", 1) == 50
     assert value("store_blocks_total", 1) == 20
-    assert value("postponed_evictions_total", 1) == 3
+    assert value("postponed_evictions_total", 1, reason="ring") == 3
+    assert value("postponed_evictions_total", 1, reason="turn") == 2
+    assert value("postponed_evictions_total", 1, reason="blocks") == 0
     assert value("capped_prefix_hits_total", 1) == 4
     assert value("blocks_saved", 1) == 7
     assert value("eviction_seconds_count", 1) == 3
@@ -95,14 +98,14 @@ def test_it_comes_before_all_other_loggers(build):
     manager = StatLoggerManager(build(SETTINGS), custom_stat_loggers=[LoggingStatLogger])
     assert isinstance(manager.stat_loggers[0], EvictionStatLogger)
     assert sum(isinstance(each, EvictionStatLogger) for each in manager.stat_loggers) == 1
-    send(manager, Report(postponed=1))  # vLLM's loggers would fail on the report
+    send(manager, Report(postponed_blocks=1))  # vLLM's loggers would fail on the report
 
 
 def test_a_later_engine_takes_the_names_over(build):
     config = build(SETTINGS, served_model_name="served")
-    send(StatLoggerManager(config), Report(postponed=5))
-    send(StatLoggerManager(config), Report(postponed=1))
-    assert value("postponed_evictions_total") == 1
+    send(StatLoggerManager(config), Report(postponed_ring=5))
+    send(StatLoggerManager(config), Report(postponed_ring=1))
+    assert value("postponed_evictions_total", reason="ring") == 1
 
 
 def test_metrics_of_the_kind_that_replaces_vllms(build):
@@ -123,7 +126,7 @@ def test_metrics_of_the_kind_that_replaces_vllms(build):
         _gauge_cls = Other
 
     manager = StatLoggerManager(build(SETTINGS), custom_stat_loggers=[OtherStatLogger])
-    send(manager, Report(blocks_saved=8, postponed=2))
+    send(manager, Report(blocks_saved=8, postponed_ring=2))
     assert values["vllm_kvevict:blocks_saved"] == 8
     assert values["vllm_kvevict:config_info"] == 1
     assert "vllm_kvevict:blocks_saved" not in ours()
@@ -132,7 +135,7 @@ def test_metrics_of_the_kind_that_replaces_vllms(build):
 def test_the_periodic_line(build, records: list[logging.LogRecord]):
     manager = StatLoggerManager(build(SETTINGS), [0, 1])
     records.clear()
-    send(manager, Report(postponed=1), engine=1)
+    send(manager, Report(postponed_turn=1), engine=1)
     send(
         manager,
         Report({"tova": [1, 2]}, tokens_evicted=7, blocks_freed=9, store_blocks_allocated=4,

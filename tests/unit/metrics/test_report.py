@@ -55,7 +55,7 @@ def test_reports_add_up(steps):
 
 
 def test_nothing_new_is_not_sent():
-    reporter = Reporter(Counters(postponed=7))
+    reporter = Reporter(Counters(postponed_ring=7))
     assert reporter.take(0) is None
     reporter.evicted("snapkv", True)
     assert reporter.take(3) is not None
