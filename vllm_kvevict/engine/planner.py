@@ -1,6 +1,6 @@
 """The plan of each step: which requests record their queries, and which evict."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
@@ -47,11 +47,7 @@ class StepPlanner:
         self._left = self._stores.most_decode_evictions()
         observed: list[tuple[str, Entry, int]] = []
         ledger = self._ledger
-        # Prompts first: they take ring slots from others.
-        others = ledger.near
-        if ledger.accumulating:
-            others = [other for other in num_scheduled_tokens if other not in ledger.prefilling]
-        for request_id in [*ledger.prefilling, *others]:
+        for request_id in self._by_turns(num_scheduled_tokens):
             entry, num_tokens = ledger.entries.get(request_id), num_scheduled_tokens.get(request_id)
             if entry is None or num_tokens is None:
                 continue
@@ -74,6 +70,16 @@ class StepPlanner:
         for request_id, entry, end in observed:
             ledger.settle(request_id, entry, end)
         return plan
+
+    def _by_turns(self, num_scheduled_tokens: Mapping[str, int]) -> Iterator[str]:
+        """Requests that a plan may concern: prompts first, which take ring slots from others."""
+        prefilling = dict(self._ledger.prefilling)
+        yield from prefilling
+        self._stores.take_turns()
+        if self._ledger.accumulating:
+            yield from (other for other in num_scheduled_tokens if other not in prefilling)
+        else:
+            yield from self._ledger.near
 
     def _plan_eviction(
         self, plan: StepPlan, request_id: str, entry: Entry, start: int, end: int

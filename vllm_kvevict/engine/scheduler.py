@@ -64,7 +64,7 @@ class EvictionMixin(Scheduler):
         for manager in managers.values():
             manager.ledger = ledger
         self._points = EvictionPoints(ledger, managers)
-        self._stores = stores = Stores(self, ledger, managers, counters)
+        stores = Stores(self, ledger, managers, counters)
         self._planner = StepPlanner(self.requests, ledger, managers, stores, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, counters)
         self._reports: StepReports | None = None
@@ -103,7 +103,6 @@ class EvictionMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         pointed = self._points.any_alive(self.requests)
         self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
-        self._stores.take_turns()
         return super().schedule(*args, **kwargs)
 
     def _mamba_block_aligned_split(
