@@ -14,7 +14,7 @@ from tests.engine.scenarios import SCENARIOS, Scenario, run
 pytestmark = pytest.mark.slow
 
 STEPS = int(os.environ.get("KVEVICT_STEPS", "100000"))
-STEPS_A_SCENARIO = 190
+STEPS_A_SCENARIO = 370
 
 PROFILE = settings(
     deadline=None,
