@@ -13,7 +13,7 @@ BASE = [
 ]  # fmt: skip
 EVICTION = [
     "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "96", "--kv-eviction-interval", "32",
-    "--kv-eviction-allow", ",".join(POLICIES),
+    "--kv-eviction-allow", ",".join(POLICIES), "--kv-eviction-shared-blocks", "evict",
 ]  # fmt: skip
 BLOCK_BYTES = 4 * 2 * 32 * 2 * 32 * 4
 """Of the tiny model: layers, KV heads, tokens, K and V, head size, bytes."""

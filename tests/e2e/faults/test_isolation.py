@@ -15,7 +15,7 @@ from tests.oracles.engine import Engine, engine
 from tests.oracles.masked import MaskedModel, check_tokens
 
 POLICIES = ("ada-snapkv", "snapkv", "streaming-llm", "tova", "nacl", "none")
-SETTINGS = dict(policy="ada-snapkv", budget=96, interval=32, allow=POLICIES)
+SETTINGS = dict(policy="ada-snapkv", budget=96, interval=32, allow=POLICIES, shared_blocks="evict")
 NEW = 70
 PREFIX = random_prompt(330, seed=40)
 TENANTS = [
