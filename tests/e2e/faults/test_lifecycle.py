@@ -2,10 +2,12 @@
 
 import json
 import socket
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 
@@ -69,10 +71,16 @@ def streams(server: Server) -> list[Stream]:
     return clients
 
 
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A folder for vLLM's sockets, whose paths Linux limits to 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.timeout(7200)
-def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path):
-    (tmp_path / "tmp").mkdir()
-    env = dict(TMPDIR=str(tmp_path / "tmp"))
+def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path, short_tmp):
+    env = dict(TMPDIR=str(short_tmp))
     several = [*ARGUMENTS, "--api-server-count", "2"]
     with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, env) as server:
         expected = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
@@ -109,7 +117,7 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path):
         assert totals["postponed"] == 0
         assert traces_of_ours(log_file) == []
         assert_gone(server, mapped)
-        left = list((tmp_path / "tmp").iterdir())
+        left = list(short_tmp.iterdir())
         assert all(path.is_socket() or path.name.startswith("vllm_dist_") for path in left)
         assert len(left) <= LEFT * (cycle + 2)
 
