@@ -5,9 +5,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-# vLLM reads these when it is imported.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+if __name__ == "__main__":
+    # vLLM reads these when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 from tqdm import tqdm
 

@@ -29,7 +29,7 @@ def run(tiny_model, request):
     grammars = dict(backend="xgrammar", disable_any_whitespace=True)
     with engine(
         tiny_model,
-        EVICTION,
+        dict(EVICTION, shared_blocks="evict"),
         enable_prefix_caching=request.param,
         structured_outputs_config=grammars,
     ) as run:
