@@ -19,7 +19,7 @@ def engine(eviction: Any = "snapkv") -> SimpleNamespace:
     additional = {"kv_eviction": eviction} if eviction else {}
     return SimpleNamespace(
         additional_config=additional,
-        cache_config=SimpleNamespace(block_size=32),
+        cache_config=SimpleNamespace(block_size=32, effective_attention_block_size=None),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(), get_total_num_hidden_layers=lambda: 8
         ),
