@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from benchmarks.quality.options import SHIPPED
+from benchmarks.quality.suite import TRAINED
 from vllm_kvevict.settings.config import parse_budget
 from vllm_kvevict.settings.names import POLICY_NAMES
 
@@ -19,7 +19,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(str(SHIPPED), description="folder of the model")
+    model: str = Field(str(TRAINED), description="folder of the model")
     policies: tuple[str, ...] = Field(
         ("ada-snapkv", "streaming-llm"), description="policies, comma-separated"
     )

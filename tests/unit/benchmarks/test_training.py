@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.quality.data import MIX
-from benchmarks.quality.options import SHIPPED
+from benchmarks.quality.suite import TRAINED
 from benchmarks.quality.train import Stage, rate_at, spelled, train
 from benchmarks.quality.train import weights as read_weights
 
@@ -67,12 +67,12 @@ def test_the_model_loads_as_vllm_does(runs):
 
 
 def test_the_shipped_model_is_what_the_readme_says():
-    config = LlamaForCausalLM.from_pretrained(SHIPPED).config
+    config = LlamaForCausalLM.from_pretrained(TRAINED).config
     assert config.num_key_value_heads >= 4 and config.num_hidden_layers >= 4
     assert config.head_dim in (32, 64) and config.max_position_embeddings >= 2048
-    weights = SHIPPED / "model.safetensors"
+    weights = TRAINED / "model.safetensors"
     assert 4e6 <= weights.stat().st_size <= 8e6, "2 to 4 million parameters in bfloat16"
-    assert "Accuracy" in (SHIPPED / "README.md").read_text()
+    assert "Accuracy" in (TRAINED / "README.md").read_text()
 
 
 def test_stages_read_and_write_the_same_text():
