@@ -83,10 +83,13 @@ class Stores:
         """How many decode evictions a step may carry: everybody's next token waits for them.
 
         Twice what running requests need on average, so none waits long for its turn; those that
-        were admitted together evict in different steps from there on.
+        were admitted together evict in different steps from there on. No bound where tokens must
+        not depend on neighbours.
         """
-        strides = [rule.stride for rule in self._ledger.rules.values() if rule.stride]
         running = len(self._scheduler.running)
+        if self._ledger.evicts_shared:
+            return running
+        strides = [rule.stride for rule in self._ledger.rules.values() if rule.stride]
         return max(LEAST, blocks_for(2 * running, min(strides, default=1)))
 
     def short(self, request_id: str, entry: Entry, groups: list[int], end: int) -> bool:
