@@ -67,6 +67,7 @@ def server(tiny_model, truth, tmp_path_factory) -> Iterator[Server]:
         *BASE, "--served-model-name", "tiny", "--api-server-count", "2",
         "--kv-eviction", "snapkv", "--kv-eviction-budget", "96", "--kv-eviction-interval", "32",
         "--kv-eviction-allow", "streaming-llm,subgen-stream",
+        "--kv-eviction-shared-blocks", "evict",
     ]  # fmt: skip
     with Server(tiny_model, arguments, tmp_path_factory.mktemp("server") / "log") as server:
         yield server
