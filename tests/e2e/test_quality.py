@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quality.__main__ import main
-from benchmarks.quality.kvpress_baseline import PRESSES, PYTHON
+from benchmarks.quality.kvpress_baseline import PYTHON
 from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import start, variants
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, message
 from benchmarks.quality.tasks import make
 
 BUDGETS, TASKS, SAMPLES, WORDS, MAX_TOKENS = ("20%", "60%"), ("s-niah", "lines"), 2, 150, 8
+POLICIES = ("streaming-llm", "snapkv", "ada-snapkv")
 LABELS = {
-    *PRESSES,
+    *POLICIES,
     "snapkv, avg 5",
     "ada-snapkv, avg 5",
-    *(f"kvpress {press}" for press in PRESSES),
+    *(f"kvpress {press}" for press in POLICIES),
 }
 
 
@@ -117,7 +118,7 @@ def test_an_own_server_and_a_running_one_answer_alike(own, remote):
 def test_eviction_shows_in_the_answers(own):
     for row in answers(own):
         for scenario in SCENARIOS:
-            kept = {label: row["answers"][f"{scenario} | {label} | 20%"] for label in PRESSES}
+            kept = {label: row["answers"][f"{scenario} | {label} | 20%"] for label in POLICIES}
             assert row["answers"]["full cache"] not in kept.values()
             assert kept["snapkv"] != kept["streaming-llm"]
 
