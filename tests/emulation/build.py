@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -17,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 CACHE = ROOT / ".cache" / "emulation"
 FLAGS = "-O1 -std=c++20 -Wall -Werror -Wno-unknown-pragmas -DKVEVICT_EMULATE".split()
+# Leaks are not looked for: the search needs ptrace, which containers often forbid.
+ASAN_OPTIONS = "detect_stack_use_after_return=0:detect_leaks=0:verify_asan_link_order=0"
 NAMESPACE = "vllm_kvevict_emulated"
 
 
@@ -33,6 +37,23 @@ def build() -> Path:
 def build_races(sanitizers: str) -> Path:
     """``races.cpp`` with sanitizers, as ``-fsanitize`` names them."""
     return _cached(f"races-{sanitizers.replace(',', '-')}", _compile_races, sanitizers)
+
+
+@cache
+def sanitizers_run(sanitizers: str) -> str:
+    """Why nothing built with these sanitizers runs here, empty if it does."""
+    with TemporaryDirectory() as folder:
+        program = Path(folder) / "program"
+        source = ["-x", "c++", "-", f"-fsanitize={sanitizers}", "-o", str(program)]
+        compiled = subprocess.run(
+            [str(compiler()), *source], input="int main() {}", capture_output=True, text=True
+        )
+        if compiled.returncode:
+            return compiled.stderr
+        command = ["setarch", "-R", str(program)]
+        options = os.environ | {"ASAN_OPTIONS": ASAN_OPTIONS}
+        done = subprocess.run(command, capture_output=True, text=True, env=options)
+        return done.stdout + done.stderr if done.returncode else ""
 
 
 def set_order(library: Path, order: int) -> None:
