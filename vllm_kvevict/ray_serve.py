@@ -12,7 +12,8 @@ from ray.serve.llm import LLMConfig, LLMServer, LLMServingArgs, build_openai_app
 from vllm_kvevict.front import admission
 from vllm_kvevict.front.plugin import register
 from vllm_kvevict.metrics import logger as stat_logger
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 
 
 class EvictingLLMServer(LLMServer):

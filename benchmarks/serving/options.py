@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from benchmarks.quality.suite import TRAINED
-from vllm_kvevict.settings.config import parse_budget
+from vllm_kvevict.settings.budget import parse_budget
 from vllm_kvevict.settings.names import POLICY_NAMES
 
 DATASETS = ("random", "shared-prefix", "timed-trace")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.attention.xformers_ops import xformers_problem
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
-from vllm_kvevict.settings.config import KEY
+from vllm_kvevict.settings.names import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,8 @@ from vllm_kvevict.calibrate.options import CalibrateError, Options
 from vllm_kvevict.calibrate.prompts import builtin, from_file, token_ids
 from vllm_kvevict.front.shares import identity
 from vllm_kvevict.inspect.engine import load_tokenizer, sized, start
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.shares import LayerShares
 
 if TYPE_CHECKING:

@@ -46,7 +46,8 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     register()
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_kvevict.settings.config import KEY, EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.names import KEY
 
     args = _parser().parse_args(argv)
     options = Options(args.output, args.prompts, args.samples, args.length)

@@ -23,7 +23,8 @@ from vllm_kvevict.metrics.report import Reporter
 from vllm_kvevict.policies.needs import ring_slots
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.requests import RequestOptions
 
 if TYPE_CHECKING:

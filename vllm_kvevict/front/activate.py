@@ -10,8 +10,9 @@ from vllm_kvevict.front.shares import load
 from vllm_kvevict.front.support import check
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.needs import ring_slots, sustained
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
+from vllm_kvevict.settings.names import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

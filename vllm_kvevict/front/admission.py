@@ -12,8 +12,9 @@ from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.front import context
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import evictable_layers
+from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.requests import AT, asks, parse_options
 
 if TYPE_CHECKING:

@@ -49,7 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     A flag that is not given leaves no attribute on the namespace, so that it cannot override
     ``--additional-config``. Values stay text: one place, the configuration, judges them.
     """
-    from vllm_kvevict.settings.config import EvictionConfig, flag
+    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.sentences import flag
 
     group = parser.add_argument_group(
         title=TITLE,
@@ -83,8 +84,10 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
         ValueError: In one sentence, what is wrong.
 
     """
-    from vllm_kvevict.settings.config import KEY, EvictionConfig, flag
+    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.names import KEY
     from vllm_kvevict.settings.plugins import policy_names
+    from vllm_kvevict.settings.sentences import flag
 
     given = {
         name: _typed(name, getattr(args, _dest(name)))
@@ -157,7 +160,8 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm_kvevict.settings.config import KEY, EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.names import KEY
 
     config = EvictionConfig.parse(engine_args.additional_config[KEY])
     if config is None:

@@ -8,7 +8,8 @@ from vllm_kvevict.front.sentence import first_line
 from vllm_kvevict.inspect.kept import Group, History, Snapshot
 from vllm_kvevict.inspect.options import InspectError, Options
 from vllm_kvevict.inspect.prompt import Prompt, read_prompt
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 
 BLOCKS_TO_SPARE = 16
 

@@ -147,7 +147,7 @@ def _check(options: Options) -> None:
 
 def _default_policy(args: argparse.Namespace) -> None:
     """Evict even where only a budget was given, or nothing."""
-    from vllm_kvevict.settings.config import KEY
+    from vllm_kvevict.settings.names import KEY
 
     if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
         args.kv_eviction = DEFAULT_POLICY

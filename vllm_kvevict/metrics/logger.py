@@ -14,7 +14,8 @@ from vllm.v1.metrics.loggers import (
 from vllm_kvevict.metrics.interval import Interval
 from vllm_kvevict.metrics.prometheus import EvictionMetrics
 from vllm_kvevict.metrics.report import detach
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,6 +5,12 @@ The table holds strings, so that reading the valid names imports no torch.
 
 from typing import NamedTuple
 
+KEY = "kv_eviction"
+"""Key of the configuration in ``VllmConfig.additional_config``."""
+
+NONE = "none"
+"""What a request or a server says for no eviction."""
+
 ADA = "ada-"
 """Before a policy's name: its scores, and the heads of a layer share the budget (Ada-KV)."""
 

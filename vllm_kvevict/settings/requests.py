@@ -5,15 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.config import (
-    KEY,
-    NONE,
-    EvictionConfig,
-    budget_share,
-    budget_tokens,
-    parse_budget,
-)
-from vllm_kvevict.settings.names import keeps_by_layer
+from vllm_kvevict.settings.budget import budget_share, budget_tokens, parse_budget
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY, NONE, keeps_by_layer
 
 POLICY = KEY
 BUDGET = f"{KEY}_budget"

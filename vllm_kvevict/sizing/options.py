@@ -51,7 +51,8 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from vllm_kvevict.settings.config import KEY, EvictionConfig
+    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.names import KEY
 
     args = _parser().parse_args(argv)
     options = Options(

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.policies.needs import sustained
-from vllm_kvevict.settings.config import NONE
+from vllm_kvevict.settings.names import NONE
 from vllm_kvevict.sizing.life import Life, groups_of, life
 from vllm_kvevict.sizing.memory import Memory, share_out
 from vllm_kvevict.sizing.model import rank_specs

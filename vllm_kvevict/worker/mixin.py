@@ -26,8 +26,9 @@ from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.policies.needs import page_channels, ring_slots
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import beside_page_values, evictable_layers
+from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.shares import LayerShares
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions

@@ -14,7 +14,8 @@ from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.attention.flash import EvictingFlashMetadataBuilder
 from vllm_kvevict.attention.scratch import GATHERED_BYTES, Scratch, Shape, power_of_two
 from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from vllm_kvevict.hooks.versions import check_vllm
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 
 from vllm_kvevict.engine import budgets
-from vllm_kvevict.settings.config import KEY, EvictionConfig
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
 
 
 def report(config: Any, block_size: int | None = None) -> list[str]:

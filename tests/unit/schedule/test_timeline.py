@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline, blocks_for
-from vllm_kvevict.settings.config import budget_share
+from vllm_kvevict.settings.budget import budget_share
 
 PROFILE = settings(deadline=None, derandomize=True)
 

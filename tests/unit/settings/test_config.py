@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.layers import by_layer, pyramid
-from vllm_kvevict.settings.config import EvictionConfig, flag
+from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.settings.sentences import flag
 
 FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]

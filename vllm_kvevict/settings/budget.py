@@ -1,0 +1,41 @@
+"""Budgets as an operator or a request writes them: tokens, or a share of the prompt."""
+
+from typing import Any
+
+
+def parse_budget(value: Any) -> int | str:
+    """Read a budget.
+
+    Returns:
+        Tokens, or a share written as ``"25%"``.
+
+    Raises:
+        ValueError: The value is neither; the message names no flag.
+
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise ValueError("must be at least 1 token")
+        return value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.isascii() and text.isdigit() and len(text) <= 18:
+            return parse_budget(int(text))
+        if text.endswith("%"):
+            try:
+                share = float(text[:-1])
+            except ValueError:
+                share = -1.0
+            if 0 < share <= 100:
+                return f"{share:g}%"
+    raise ValueError(f"give tokens (1024) or a share of the prompt (25%), not {value!r}")
+
+
+def budget_tokens(budget: int | str) -> int | None:
+    """A parsed budget in tokens, or None where it is a share."""
+    return budget if isinstance(budget, int) else None
+
+
+def budget_share(budget: int | str) -> float | None:
+    """A parsed budget as a share in (0, 1], or None where it is in tokens."""
+    return float(budget[:-1]) / 100 if isinstance(budget, str) else None

@@ -1,0 +1,81 @@
+"""What every policy needs to know: how much is kept, what observes, how often."""
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.budget import budget_share, budget_tokens, parse_budget
+from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.settings.plugins import policy_names, unknown
+
+
+class Rule(BaseModel):
+    """A policy, its budget and its schedule."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str = Field(description="What decides which tokens are kept.")
+    budget: int | str = Field(
+        default=1024,
+        description=(
+            "Tokens kept per KV head (average over the heads of a layer, window included), "
+            "or a share of the prompt such as 25%."
+        ),
+    )
+    window: int = Field(
+        default=32,
+        ge=1,
+        strict=True,
+        description="Observation window: the last tokens, whose queries score the others.",
+    )
+    interval: int = Field(
+        default=128,
+        ge=0,
+        strict=True,
+        description=(
+            "Decode steps between evictions, rounded up to whole blocks; 0 evicts after "
+            "prefill only."
+        ),
+    )
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _known_policy(cls, value: Any) -> str:
+        if isinstance(value, str) and (value in POLICY_NAMES or value in policy_names()):
+            return value
+        raise ValueError(unknown(value, policy_names()))
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _parse_budget(cls, value: Any) -> int | str:
+        return parse_budget(value)
+
+    @model_validator(mode="after")
+    def _room_beside_window(self) -> Self:
+        if self.budget_tokens is not None and self.budget_tokens <= self.window:
+            raise ValueError(
+                f"budget {self.budget_tokens} leaves no room beside the window of "
+                f"{self.window} tokens; raise --kv-eviction-budget or lower --kv-eviction-window"
+            )
+        return self
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Budget in tokens, or None where it is a share of the prompt."""
+        return budget_tokens(self.budget)
+
+    @property
+    def budget_share(self) -> float | None:
+        """Budget as a share of the prompt in (0, 1], or None where it is in tokens."""
+        return budget_share(self.budget)
+
+    def timeline(self, block_size: int) -> Timeline:
+        """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""
+        return Timeline(
+            block_size=block_size,
+            window=self.window,
+            interval=self.interval,
+            budget_tokens=self.budget_tokens,
+            budget_share=self.budget_share,
+        )

@@ -1,0 +1,34 @@
+"""What is wrong with a configuration, in one sentence that names the flag."""
+
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.settings.plugins import policy_names
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
+
+
+def one_sentence(error: ValidationError, fields: Iterable[str]) -> str:
+    """Every error of ``error``, where ``fields`` are the names that a configuration knows."""
+    known = ", ".join(fields)
+    parts = []
+    for item in error.errors():
+        where = str(item["loc"][0]) if item["loc"] else ""
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in ("extra_forbidden", "invalid_key"):
+            key = item["loc"][0] if item["type"] == "extra_forbidden" else item["input"]
+            parts.append(f"unknown key {key!r} in {KEY!r} (known: {known})")
+        elif item["type"] == "missing":
+            parts.append(f"{flag(where)} is missing; choose from {', '.join(policy_names())}")
+        elif where:
+            given = "" if item["type"] == "value_error" else f", not {item['input']!r}"
+            message = message.replace("Input should be", "must be")
+            parts.append(f"{flag(where)}: {message}{given}")
+        else:
+            parts.append(message)
+    return "KV eviction: " + "; ".join(parts)
