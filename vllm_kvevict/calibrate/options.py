@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvevict.inspect.options import first_line
+from vllm_kvevict.front.command import evict_by_default, first_line
 from vllm_kvevict.settings.names import COMPARABLE
 
 DEFAULT_POLICY = "ada-defensive"
@@ -58,10 +58,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     if not options.output.absolute().parent.is_dir():
         raise CalibrateError(f"--output: there is no folder {options.output.parent}")
     args.model = args.model_tag
-    if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
-        args.kv_eviction = DEFAULT_POLICY
-    if not hasattr(args, "kv_eviction_budget"):
-        args.kv_eviction_budget = DEFAULT_BUDGET
+    evict_by_default(args, DEFAULT_POLICY, DEFAULT_BUDGET)
     try:
         engine_args = EngineArgs.from_cli_args(args)
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_kvevict.front.sentence import first_line
+from vllm_kvevict.front.command import first_line
 from vllm_kvevict.inspect.kept import Group, History, Snapshot
 from vllm_kvevict.inspect.options import InspectError, Options
 from vllm_kvevict.inspect.prompt import Prompt, read_prompt

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_kvevict.front.sentence import first_line
+from vllm_kvevict.front.command import evict_by_default, first_line
 
 DEFAULT_POLICY = "ada-snapkv"
 
@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
         raise InspectError("inspect runs on one rank: leave --tensor-parallel-size and -pp at 1")
     args.model = options.model
-    _default_policy(args)
+    evict_by_default(args, DEFAULT_POLICY)
     try:
         # Offline, this looks for the model already.
         return options, EngineArgs.from_cli_args(args)
@@ -143,11 +143,3 @@ def _check(options: Options) -> None:
     looks_local = options.model.startswith(("/", ".", "~")) or options.model.count("/") > 1
     if looks_local and not Path(options.model).is_dir():
         raise InspectError(f"there is no model folder {options.model}")
-
-
-def _default_policy(args: argparse.Namespace) -> None:
-    """Evict even where only a budget was given, or nothing."""
-    from vllm_kvevict.settings.names import KEY
-
-    if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
-        args.kv_eviction = DEFAULT_POLICY

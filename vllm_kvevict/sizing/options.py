@@ -51,6 +51,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
+    from vllm_kvevict.front.command import evict_by_default
     from vllm_kvevict.settings.config import EvictionConfig
     from vllm_kvevict.settings.names import KEY
 
@@ -61,8 +62,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     _check(options, args.kv_cache_memory_bytes)
     if args.budget is not None:
         args.kv_eviction_budget = args.budget
-    if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
-        args.kv_eviction = DEFAULT_POLICY
+    evict_by_default(args, DEFAULT_POLICY)
     args.skip_tokenizer_init = True
     with tempfile.TemporaryDirectory() as folder:
         args.model = _model(args.model_config, Path(folder))
@@ -161,7 +161,7 @@ def _model(given: str, folder: Path) -> str:
 
 
 def _sentence(model: str, error: Exception) -> str:
-    from vllm_kvevict.front.sentence import first_line
+    from vllm_kvevict.front.command import first_line
 
     if isinstance(error, OSError):
         return (
