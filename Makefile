@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress lint format check test architectures demo wheel dist vllm-source clean
+.PHONY: help setup setup-kvpress setup-clients lint format check test architectures clients demo wheel dist vllm-source clean
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
@@ -13,6 +13,7 @@ help:
 	@echo "make check    lint, types, units, one engine, one eviction: a minute or two"
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, token by token"
+	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
 	@echo "make dist     what a package index takes, checked by twine, in dist/"
 	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
@@ -25,6 +26,9 @@ setup:
 
 setup-kvpress:
 	@packaging/setup_kvpress.sh
+
+setup-clients:
+	@packaging/setup_clients.sh
 
 lint: setup
 	.venv/bin/ruff check .
@@ -44,6 +48,9 @@ test: setup setup-kvpress
 architectures: setup
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" \
 		tests/e2e/test_architectures.py tests/e2e/test_hybrids.py $(PYTEST_ARGS)
+
+clients: setup setup-clients
+	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_clients.py $(PYTEST_ARGS)
 
 demo: setup
 	@$(PYTHON_VENV) -m benchmarks.demo

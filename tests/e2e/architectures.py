@@ -43,6 +43,7 @@ YARN: dict[str, Any] = dict(
     original_max_position_embeddings=2048,
 )
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Cohere2": dict(**GQA, **SLIDING, tie_word_embeddings=True, logit_scale=1.0),
     "Ernie4_5": HEADS,
     "Exaone4": dict(**HEADS, **SLIDING),
     "FalconH1": dict(**HEADS, **MAMBA, mamba_d_ssm=512),
@@ -77,17 +78,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_multiplier=32**-0.5,
         position_embedding_type="rope",
     ),
+    "Lfm2": dict(
+        **GQA,
+        layer_types=["conv", "full_attention"] * 2,
+        block_dim=256,
+        block_ff_dim=512,
+        conv_dim=256,
+        conv_use_xavier_init=True,
+        tie_word_embeddings=True,
+    ),
     "Llama4Text": dict(
         **HEADS,
-        moe_layers=[],
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
         intermediate_size_mlp=512,
         attention_chunk_size=64,
         layer_types=["chunked_attention", "full_attention"] * 2,
         no_rope_layers=[1, 0, 1, 0],
     ),
-    "MiniMaxM2": dict(**HEADS, num_local_experts=4, num_experts_per_tok=2),
+    "MiniMaxM2": dict(
+        **HEADS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rotary_dim=16,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+    ),
     "Mistral": dict(**HEADS, sliding_window=None),
     "Mixtral": dict(**GQA, num_local_experts=4),
+    "NemotronH": dict(
+        **HEADS,
+        layers_block_type=["linear_attention", "full_attention", "mlp"] * 2,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=64,
+    ),
     "Olmo2": GQA,
     "Olmo3": dict(**GQA, **SLIDING),
     "Phi3": GQA,
@@ -156,12 +183,20 @@ class MaskedArchitecture(MaskedModel):
     """
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from vllm.config import set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
 
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        config = self.model.config
+        config = AutoConfig.from_pretrained(path)
+        if config.model_type == "cohere2":
+            # What it was trained with, and vLLM does: a token sees that many before itself.
+            config.sliding_window += 1
+        # vLLM's Transformers backend decorates classes of transformers, which then ask for one.
+        eager = EngineArgs(str(path), enforce_eager=True).create_engine_config()
+        with set_current_vllm_config(eager):
+            self.model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
         self.heads = config.num_attention_heads
         self.group = self.heads // config.num_key_value_heads
         self._masks: list[torch.Tensor] = []
