@@ -112,7 +112,7 @@ class Step:
             self.query, self.cache, self.out, self.rows, self.rows, self.rows, self.tail_start,
             self.stores, self.head_indptr[0], self.block_table, self.lengths[0], self.size,
             self.starts[0], self.owners[0], self.triton.partial, self.triton.weights, self.scale,
-            0.0, self.triton.programs,
+            0.0, self.triton.programs, self.triton.stages,
         )  # fmt: skip
 
     def write_table(self, table: torch.Tensor | None = None) -> torch.Tensor:
