@@ -103,6 +103,7 @@ def check_decode(
             dim**-0.5 * query_scale * key_scale,
             softcap,
             programs,
+            3,
             value_scale,
             None if sink is None else sink.to(device),
         )

@@ -6,21 +6,22 @@ TRITON_INTERPRET=1) it tries the script; FlashAttention is left out there.
 
 import argparse
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.clock import copy_bandwidth, describe, milliseconds, spread
+from benchmarks.gpu.clock import copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.heads import Step
-from benchmarks.provenance import provenance
+from benchmarks.gpu.part import Part
 from vllm_kvevict.attention.evicting import head_pages
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.attention.sequences import Extend
 from vllm_kvevict.attention.xformers_ops import GATHERED
 
 RESULTS = Path("benchmarks/results/gpu")
+GRAPH_SPLITS = 32
+"""vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
 
 
 def numbers(text: str) -> list[int]:
@@ -33,9 +34,12 @@ def flash(step: Step, per_head: bool) -> Any:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     heads = step.shape.num_heads
+    # As in a server's graphs, which are captured for its longest request and bound the splits.
+    version, longest = get_flash_attn_version(), step.shape.max_model_len
     common = dict(
         max_seqlen_q=1, softmax_scale=step.scale, causal=True, window_size=[-1, -1],
-        fa_version=get_flash_attn_version(),
+        fa_version=version, num_splits=GRAPH_SPLITS if version == 3 else 0,
+        max_seqlen_k=longest,
     )  # fmt: skip
     if per_head:
         sequences = step.requests * heads
@@ -43,7 +47,7 @@ def flash(step: Step, per_head: bool) -> Any:
         common |= dict(
             q=step.query.view(sequences, -1, size), out=step.out.view(sequences, -1, size),
             cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=step.device),
-            seqused_k=step.lengths[0], max_seqlen_k=int(step.lengths.max()),
+            seqused_k=step.lengths[0],
         )  # fmt: skip
         common |= dict(zip("kv", head_pages(step.cache), strict=True))
         return lambda: flash_attn_varlen_func(block_table=step.write_table(), **common)
@@ -52,7 +56,7 @@ def flash(step: Step, per_head: bool) -> Any:
     common |= dict(
         q=step.query, out=step.out, k=keys, v=values, block_table=step.equal_table,
         cu_seqlens_q=torch.arange(step.requests + 1, dtype=torch.int32, device=step.device),
-        seqused_k=torch.full_like(step.seq_lens, length), max_seqlen_k=length,
+        seqused_k=torch.full_like(step.seq_lens, length),
     )  # fmt: skip
     return lambda: flash_attn_varlen_func(**common)
 
@@ -82,14 +86,16 @@ def memory_efficient(step: Step, paged: bool) -> Any:
     return run
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype)
     bandwidth = copy_bandwidth(device, args.copy_bytes)
-    rows = []
+    part = Part("attention", args, device, copy_bytes_per_s=bandwidth)
     for requests in args.batches:
         for budget in args.budgets:
-            longest = 8 * budget + args.tail
+            if part.has(requests=requests, budget=budget):
+                continue
+            longest = max(args.max_model_len, 8 * budget + args.tail)
             shape = Shape(
                 args.heads, args.group, args.head_size, args.block_size, requests, longest
             )
@@ -116,22 +122,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             }
             for name, run in runs.items():
                 row[name] = spread(milliseconds(run, device, args.repeats))
-            rows.append(row)
+            part.add(row)
             del step
-    return {
-        "part": "attention",
-        "device": describe(device),
-        "copy_bytes_per_s": bandwidth,
-        "settings": {key: str(value) for key, value in vars(args).items()},
-        "rows": rows,
-        "provenance": provenance(),
-    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=numbers, default=[1, 16, 128])
+    parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
     parser.add_argument("--budgets", type=numbers, default=[512, 1024, 4096])
+    parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--tail", type=int, default=96, help="tokens behind the tail start")
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
@@ -143,9 +142,7 @@ def main() -> None:
     parser.add_argument("--copy-bytes", type=int, default=4 * 2**30)
     parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
     args = parser.parse_args()
-    result = measure(args)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    measure(args)
     print(args.output)
 
 

@@ -5,8 +5,8 @@ runs only the worker's pass, to try the script.
 """
 
 import argparse
-import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.attention import RESULTS, numbers
-from benchmarks.gpu.clock import copy_bandwidth, describe, milliseconds, spread
-from benchmarks.provenance import provenance
+from benchmarks.gpu.clock import copy_bandwidth, milliseconds, spread
+from benchmarks.gpu.part import Part
 from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda.allocate import batch_pages
@@ -25,10 +26,12 @@ from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
+from vllm_kvevict.policies.needs import page_channels
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import eviction as eviction_pass
+from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
@@ -92,9 +95,9 @@ class Pass:
         }
 
     def worker(self, fused: bool) -> Callable[[], object]:
-        """The whole pass as the worker runs it, under ada-snapkv, with or without the kernels."""
+        """The whole pass as the worker runs it, with or without the kernels."""
         args, names = self.args, [f"layer.{index}" for index in range(self.args.layers)]
-        config = EvictionConfig(policy="ada-snapkv", budget=args.budget, window=args.window)
+        config = EvictionConfig(policy=args.policy, budget=args.budget, window=args.window)
         state = GroupState(
             0, names, config.timeline(args.block_size), args.heads, 1, self.due.num_tokens,
             self.device,
@@ -111,14 +114,19 @@ class Pass:
             rings.layer(name).copy_(ring)
         # One rank: vLLM's tensor-parallel group, which nobody has made, is not asked.
         eviction_pass.first_head = lambda num_heads: 0
+        for module in (eviction_pass, fused_pass):
+            module.sum_of_ranks = lambda tensor: tensor
         rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))
         policies, states = build_policies(config), {0: state}
-        kernels = (
-            FusedEvictions(policies, states, caches, rings, None, self.due.num_tokens)
-            if fused
-            else None
+        channels = page_channels(config)
+        values = (
+            PageValues(caches, dict.fromkeys(names, args.heads), channels) if channels else None
         )
-        made = WorkerEviction(policies, states, caches, rings, None, rows, kernels)
+        kernels = None
+        if fused:
+            longest = self.due.num_tokens
+            kernels = FusedEvictions(policies, states, caches, rings, values, longest)
+        made = WorkerEviction(policies, states, caches, rings, values, rows, kernels)
         due = self.due
         group = GroupEviction(0, 0, due.tail_start, [], list(due.positional), list(due.store))
         eviction = Eviction("a", due.num_tokens, 0, [group], config.policy)
@@ -133,14 +141,18 @@ class Pass:
         return run
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     bandwidth = copy_bandwidth(device, args.copy_bytes)
-    rows = []
-    for prompt in args.prompts:
-        case = Pass(prompt, args, device)
+    part = Part("eviction", args, device, copy_bytes_per_s=bandwidth)
+    for ranks, prompt in product(args.ranks, args.prompts):
+        if part.has(ranks=ranks, prompt=prompt):
+            continue
+        mine = argparse.Namespace(**vars(args) | {"heads": max(1, args.heads // ranks)})
+        case = Pass(prompt, mine, device)
         moved = case.key_bytes + case.copied_bytes
         row: dict[str, Any] = {
+            "ranks": ranks,
             "prompt": prompt,
             "bytes": moved,
             "floor_ms": moved / bandwidth * 1000,
@@ -150,21 +162,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             runs |= {"the worker's pass": case.worker(fused=True)} | case.kernels()
         for name, run in runs.items():
             row[name] = spread(milliseconds(run, device, args.repeats))
-        rows.append(row)
+        part.add(row)
         del case
-    return {
-        "part": "eviction",
-        "device": describe(device),
-        "copy_bytes_per_s": bandwidth,
-        "settings": {key: str(value) for key, value in vars(args).items()},
-        "rows": rows,
-        "provenance": provenance(),
-    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=numbers, default=[4096, 32768, 131072])
+    parser.add_argument("--ranks", type=numbers, default=[1, 8], help="among which heads are split")
+    parser.add_argument("--policy", default="ada-snapkv", help="or snapkv, ada-defensive, ...")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--layers", type=int, default=32)
@@ -178,9 +184,7 @@ def main() -> None:
     parser.add_argument("--copy-bytes", type=int, default=4 * 2**30)
     parser.add_argument("--output", type=Path, default=RESULTS / "eviction.json")
     args = parser.parse_args()
-    result = measure(args)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    measure(args)
     print(args.output)
 
 

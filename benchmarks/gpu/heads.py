@@ -53,7 +53,8 @@ class Step:
         first = tail_start // page
         self.block_table = torch.zeros(self.requests, first + self.tail_blocks, **numbers)
         self.block_table[:, first:] = ids[:, self.store_blocks :].to(**numbers)
-        self.head_indptr = self._split(rand).to(**numbers)[None]
+        split = page_split(self.requests, heads, self.store_blocks, rand, self.equal)
+        self.head_indptr = split.to(**numbers)[None]
         self.rows = torch.arange(self.requests, **numbers)
         self.lengths = torch.zeros(1, self.requests * heads, **numbers)
         self.equal_table = ids.to(**numbers)
@@ -66,20 +67,6 @@ class Step:
         self.size = torch.zeros(1, **numbers)
         self.starts = torch.zeros(1, self.requests * heads + 1, **numbers)
         self.owners = torch.zeros(1, self.triton.max_splits, **numbers)
-
-    def _split(self, rand: torch.Generator) -> torch.Tensor:
-        """[R, H + 1] pages: log-normal shares, at least one each, as adaptive budgets look."""
-        heads, total = self.shape.num_heads, self.store_blocks * self.shape.num_heads
-        if self.equal:
-            pages = torch.full((self.requests, heads), self.store_blocks)
-        else:
-            share = torch.randn(self.requests, heads, generator=rand).exp()
-            share = share / share.sum(1, keepdim=True) * (total - heads)
-            pages = 1 + share.long()
-            pages[:, 0] += total - pages.sum(1)
-        indptr = torch.zeros(self.requests, heads + 1, dtype=torch.int64)
-        indptr[:, 1:] = pages.cumsum(1)
-        return indptr
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +99,7 @@ class Step:
             self.query, self.cache, self.out, self.rows, self.rows, self.rows, self.tail_start,
             self.stores, self.head_indptr[0], self.block_table, self.lengths[0], self.size,
             self.starts[0], self.owners[0], self.triton.partial, self.triton.weights, self.scale,
-            0.0, self.triton.programs,
+            0.0, self.triton.programs, self.triton.stages,
         )  # fmt: skip
 
     def write_table(self, table: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,3 +111,20 @@ class Step:
             self.block_table, self.lengths[0], table, self.shape.block_size,
         )  # fmt: skip
         return table
+
+
+def page_split(
+    requests: int, heads: int, store_blocks: int, rand: torch.Generator, equal: bool = False
+) -> torch.Tensor:
+    """[R, H + 1] pages: log-normal shares, at least one each, as adaptive budgets look."""
+    total = store_blocks * heads
+    if equal:
+        pages = torch.full((requests, heads), store_blocks)
+    else:
+        share = torch.randn(requests, heads, generator=rand).exp()
+        share = share / share.sum(1, keepdim=True) * (total - heads)
+        pages = 1 + share.long()
+        pages[:, 0] += total - pages.sum(1)
+    indptr = torch.zeros(requests, heads + 1, dtype=torch.int64)
+    indptr[:, 1:] = pages.cumsum(1)
+    return indptr

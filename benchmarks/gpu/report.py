@@ -1,4 +1,5 @@
-"""Joins the parts' JSON files to one, and writes one Markdown file with a table for each.
+"""Joins the parts' JSON files to one, and writes one Markdown file: a verdict for each goal, then a
+table for each part.
 
 ``python -m benchmarks.gpu.report FOLDER``
 """
@@ -7,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu.goals import verdicts
 
 PARTS = ("attention", "eviction", "serving")
 
@@ -56,7 +59,7 @@ def main(folder: Path) -> None:
     if not parts:
         raise SystemExit(f"error: {folder} holds none of {', '.join(PARTS)} as .json")
     (folder / "gpu.json").write_text(json.dumps(parts, indent=1) + "\n")
-    lines = ["# GPU benchmarks", ""]
+    lines = ["# GPU benchmarks", "", *verdicts(parts), ""]
     for name, part in parts.items():
         lines += [f"## {name}", "", f"{part['device']}; `{part['provenance']['command']}`, commit "
                   f"{part['provenance']['commit']}, {part['provenance']['date']}.", ""]  # fmt: skip
@@ -67,6 +70,7 @@ def main(folder: Path) -> None:
         "Milliseconds are medians with the middle half of the repetitions, from a flushed L2."
     ]
     (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+    print(*verdicts(parts), sep="\n")
     print(folder / "gpu.md")
 
 

@@ -6,7 +6,8 @@
 # PYTHON names the interpreter (python3). STEPS chooses steps, in order:
 #   STEPS="build test attention eviction serving" benchmarks/gpu/run.sh
 # ATTENTION_ARGS, EVICTION_ARGS and SERVING_ARGS are added to each part's command.
-# A step that fails is named at the end, the others still run, and the exit status is 1.
+# Each part writes its file row by row and, run again with the same settings and commit, goes on
+# where it was cut off. A step that fails is named at the end, the others still run, and the exit status is 1.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.attention import RESULTS, numbers
-from benchmarks.gpu.clock import describe
+from benchmarks.gpu.part import Part
 from benchmarks.load import Load, measure
-from benchmarks.provenance import provenance
 from benchmarks.server import Server
 
 LLAMA_8B = dict(
@@ -90,54 +89,51 @@ def run(
     return figures
 
 
-def sweep(args: argparse.Namespace) -> dict[str, Any]:
+def sweep(args: argparse.Namespace) -> None:
     config = LLAMA_8B | (TINY if args.tiny else {})
     model = make_model(args.output.parent / "model", config)
     on_cpu = not torch.cuda.is_available()
     per_token = token_bytes(config, 2)
-    rows = []
+    part = Part("serving", args, torch.device("cpu" if on_cpu else "cuda"))
+
+    def enter(load: Load, memory: int | None, eviction: list[str], **case: Any) -> None:
+        if part.has(**case):
+            return
+        longest = load.input_len + load.output_len + 64
+        log = "-".join(str(value).replace(" ", "-") for value in case.values())
+        figures = run(model, args, memory, longest, load, eviction, log)
+        if case["case"] == "memory-bound" and eviction and not figures["evictions"]:
+            raise RuntimeError(f"nothing was evicted in {case} with {eviction}")
+        part.add(case | {"kv_bytes": memory} | figures)
+
     for prompt in args.prefills:
         load = Load(prompt, 1, 5, 1)
-        figures = run(model, args, args.free_memory, prompt + 64, load, [], f"prefill-{prompt}")
-        rows.append({"case": "prefill", "input": prompt, "setting": "stock"} | figures)
+        enter(load, args.free_memory, [], case="prefill", input=prompt, setting="stock")
     policy = ["--kv-eviction", args.policy, "--kv-eviction-budget"]
     for prompt, output, held, total in args.loads:
-        memory = held * (prompt + output) * per_token
         settings: dict[str, list[str]] = {"stock": []}
         settings |= {f"{100 / share:g}x": [*policy, f"{share:g}%"] for share in args.shares}
         for name, eviction in settings.items():
             load = Load(prompt, output, total, total)
-            log = f"bound-{prompt}-{output}-{name}"
-            figures = run(model, args, memory, prompt + output + 64, load, eviction, log)
-            if eviction and not figures["evictions"]:
-                raise RuntimeError(f"nothing was evicted at {prompt}/{output} with {eviction}")
-            case = {"case": "memory-bound", "input": prompt, "output": output, "setting": name}
-            rows.append(case | {"kv_bytes": memory} | figures)
-        # Room for all, and a budget that no prompt reaches: what the plugin itself costs.
-        nothing = [*policy, str(2 * (prompt + output))]
-        for name, eviction in {"stock": [], "nothing to evict": nothing}.items():
-            load = Load(prompt, output, args.few, args.few)
-            log = f"free-{prompt}-{output}-{name.replace(' ', '-')}"
-            longest = prompt + output + 64
-            figures = run(model, args, args.free_memory, longest, load, eviction, log)
-            case = {"case": "not memory-bound", "input": prompt, "output": output}
-            rows.append(case | {"setting": name} | figures)
-    return {
-        "part": "serving",
-        "device": describe(torch.device("cpu" if on_cpu else "cuda")),
-        "settings": {key: str(value) for key, value in vars(args).items()},
-        "rows": rows,
-        "provenance": provenance(),
-    }
+            memory = held * (prompt + output) * per_token
+            case = dict(case="memory-bound", input=prompt, output=output, setting=name)
+            enter(load, memory, eviction, **case)
+    # Room for all, and a budget that no prompt reaches: what the plugin itself costs.
+    prompt, output = args.loads[0][:2]
+    nothing = [*policy, str(2 * (prompt + output))]
+    for name, eviction in {"stock": [], "nothing to evict": nothing}.items():
+        load = Load(prompt, output, args.few, args.few)
+        case = dict(case="not memory-bound", input=prompt, output=output, setting=name)
+        enter(load, args.free_memory, eviction, **case)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--loads", type=loads, default=loads("6000/500/16/128,32000/4000/8/48"))
+    parser.add_argument("--loads", type=loads, default=loads("6000/500/16/128,32000/4000/8/32"))
     parser.add_argument("--shares", type=lambda t: [float(x) for x in t.split(",")],
-                        default=[25.0, 12.5], help="budgets in % of the prompt")  # fmt: skip
-    parser.add_argument("--prefills", type=numbers, default=[4096, 32768, 131000])
+                        default=[12.5], help="budgets in % of the prompt")  # fmt: skip
+    parser.add_argument("--prefills", type=numbers, default=[32768])
     parser.add_argument("--few", type=int, default=16, help="requests where memory is no limit")
     parser.add_argument("--policy", default="ada-snapkv")
     parser.add_argument("--block-size", type=int, default=16)
@@ -147,7 +143,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "serving.json")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(sweep(args), indent=1) + "\n")
+    sweep(args)
     print(args.output)
 
 

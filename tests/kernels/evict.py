@@ -114,6 +114,7 @@ def run(made: WorkerEviction, plans: list[StepPlan]) -> None:
     for plan in plans:
         made.begin_step(SimpleNamespace(**{PLAN: plan}))
         made.end_step()
+        made.evict()
 
 
 def assert_same(mine: WorkerEviction, other: WorkerEviction) -> None:

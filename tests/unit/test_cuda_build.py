@@ -2,11 +2,13 @@
 CPU build of torch, and setup.py says why it leaves the extension out."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from triton import knobs
 
 from csrc.build import ARCHITECTURES, architectures, compile_extension, find_nvcc
 from vllm_kvevict.ops.cuda.fakes import OPERATIONS
@@ -45,6 +47,21 @@ def test_nvcc_compiles_what_torch_loads(tmp_path: Path) -> None:
     assert built >= 12000 and (driver == 0 or driver >= 11000)
     assert registered.split() == sorted(OPERATIONS)
     assert "vllm_kvevict::select" in refused and "'CPU' backend" in refused
+    if not ALL:
+        check_budgets(library)
+
+
+def check_budgets(library: Path) -> None:
+    """Two blocks of score share a multiprocessor, others more; nothing to speak of is spilled."""
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(library)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", said)
+    score = [part for part in found if re.search("(peak|column|lse)_kernel", part[0])]
+    # 3 types, 5 head sizes, 3 passes; 65536 registers, 256 threads.
+    assert len(score) == 45 and len(found) > len(score) + 10
+    for name, registers, stack in found:
+        assert int(registers) <= (128 if (name, registers, stack) in score else 64), name
+        assert int(stack) <= 16, name
 
 
 def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,9 @@ from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
+from vllm_kvevict.schedule.timeline import blocks_for
+
+_LINE = 16
 
 
 class GroupBuffers:
@@ -131,9 +134,13 @@ class GroupBuffers:
         token = within + starts.repeat_interleave(heads).repeat_interleave(per_sequence)
         head = torch.arange(heads).repeat(len(rows)).repeat_interleave(per_sequence)
         query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        on_device = self._upload(rows, places, query_start_loc)
+        # First, and lengths and tables in whole lines: vLLM's Triton attention is compiled anew
+        # for addresses that are no multiples of 16.
+        starts_on_device, *on_device = self._upload(query_start_loc, rows, places)
         sequences = len(rows) * heads
-        lengths = torch.empty(layers, sequences, dtype=torch.int32, device=self.device)
+        padded = blocks_for(sequences, _LINE) * _LINE
+        lengths = torch.empty(layers, padded, dtype=torch.int32, device=self.device)
+        lengths = lengths[:, :sequences]
         head_lengths(
             on_device[0],
             on_device[1],
@@ -147,12 +154,13 @@ class GroupBuffers:
         if self.scratch.kernel == "xformers":
             table = self.scratch.pages(sequences, self._longest(common, rows, places))
             most = self.scratch.gathered(table.shape[1])
-            parts = cut(query_start_loc.tolist(), on_device[2], most)
+            parts = cut(query_start_loc.tolist(), starts_on_device, most)
         else:
-            pages = -(-common.max_seq_len // self.state.timeline.block_size)
+            pages = blocks_for(common.max_seq_len, self.state.timeline.block_size)
             table = self.scratch.table[:sequences, :pages]
             if self.scratch.kernel == "triton":
                 # Few requests, and a table for all of them is what this kernel does without.
+                pages = blocks_for(pages, _LINE) * _LINE
                 table = torch.zeros(sequences, pages, dtype=torch.int32, device=self.device)
         return Extend(
             rows=on_device[0],
@@ -160,7 +168,7 @@ class GroupBuffers:
             order=async_tensor_h2d(token * heads + head, device=self.device),
             block_table=common.block_table_tensor,
             lengths=lengths,
-            query_start_loc=on_device[2],
+            query_start_loc=starts_on_device,
             table=table,
             max_query_len=int(counts.max()),
             max_seq_len=common.max_seq_len,

@@ -7,11 +7,11 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_kvevict.attention.xformers_ops import takes_pages
+from vllm_kvevict.ops.triton.residency import resident
 from vllm_kvevict.schedule.timeline import blocks_for
 
 Kernel = Literal["flash", "triton", "xformers"]
 
-PROGRAMS_PER_SM = 4
 SPLITS_PER_PROGRAM = 2
 SMALLEST_SPLIT = 64
 GATHERED_BYTES = 2**27
@@ -33,6 +33,7 @@ class Shape:
     max_requests: int
     max_model_len: int
     itemsize: int = 2
+    fp8: bool = False
 
 
 class Scratch:
@@ -49,10 +50,13 @@ class Scratch:
     def __init__(self, kernel: Kernel, shape: Shape, device: torch.device) -> None:
         self.kernel = kernel
         self.shape = shape
-        self.programs = 8
+        self.programs, self.stages = 8, 1
         if device.type == "cuda":
-            units = torch.cuda.get_device_properties(device).multi_processor_count
-            self.programs = units * PROGRAMS_PER_SM
+            found = torch.cuda.get_device_properties(device)
+            self.programs, self.stages = resident(
+                shape.head_size, shape.itemsize, shape.fp8, found.shared_memory_per_multiprocessor
+            )
+            self.programs *= found.multi_processor_count
         self.target = self.programs * SPLITS_PER_PROGRAM
         sequences = shape.max_requests * shape.num_heads
         self.max_splits = self.target + sequences

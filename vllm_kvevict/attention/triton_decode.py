@@ -56,6 +56,7 @@ def decode(
         scale,
         softcap,
         scratch.programs,
+        scratch.stages,
         value_scale,
         sinks,
     )

@@ -199,7 +199,8 @@ HOOKS = {
         "vllm.v1.attention.backend": "AttentionLayer._k_scale_float AttentionLayer._v_scale_float",
     },
     "worker/gpu.py": {
-        "vllm.v1.worker.gpu_worker": "Worker",
+        "vllm.v1.worker.gpu_worker": "Worker.compile_or_warm_up_model",
+        "vllm.v1.worker.worker_base": "CompilationTimes",
         "vllm.v1.attention.backends.registry": """
             AttentionBackendEnum.FLASH_ATTN AttentionBackendEnum.TRITON_ATTN register_backend
         """,

@@ -11,6 +11,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.cuda.extension import is_built
+from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.needs import page_channels, ring_slots
 from vllm_kvevict.settings.memory import beside_page_values
 from vllm_kvevict.sizing.options import Options, SizingError
@@ -182,6 +183,7 @@ def _attention(
         vllm_config.scheduler_config.max_num_seqs,
         vllm_config.model_config.max_model_len,
         vllm_config.model_config.dtype.itemsize,
+        vllm_config.cache_config.cache_dtype in CACHE_DTYPES,
     )
     # Triton's partial sums, a few megabytes, grow with the GPU.
     device = torch.device("cuda" if kernel == "triton" else "meta")

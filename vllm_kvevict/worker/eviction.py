@@ -92,12 +92,15 @@ class WorkerEviction:
         self._fused = fused
         self._head_shares = head_shares
         self._plan: StepPlan | None = None
+        self._due: Sequence[Eviction] = ()
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
+        # A rank that was not asked to sample.
+        self.evict()
         cleared = self._rows.begin_step(scheduler_output)
         for state in self.states.values():
             state.clear(cleared)
@@ -108,12 +111,16 @@ class WorkerEviction:
         self._batch = None
 
     def end_step(self, run: bool = True) -> None:
-        """Run the step's evictions after its forward pass."""
+        """The forward pass is over: its evictions are due, if it was run to its end."""
         plan, self._plan, self._batch = self._plan, None, None
-        if not run or plan is None:
-            return
+        if run and plan is not None:
+            self._due = plan.evictions
+
+    def evict(self) -> None:
+        """Run the evictions that are due."""
+        due, self._due = self._due, ()
         fused: dict[str, list[Eviction]] = {}
-        for eviction in plan.evictions:
+        for eviction in due:
             if self._takes_fused(eviction.policy):
                 fused.setdefault(eviction.policy, []).append(eviction)
                 continue

@@ -6,16 +6,20 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import FLAG, choose
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
+from vllm_kvevict.attention.warm_up import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.cuda import extension
+from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.needs import page_channels
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.worker.eviction import WorkerEviction
@@ -122,16 +126,18 @@ class EvictingWorker(EvictionWorkerMixin):
                 max_requests=self.scheduler_config.max_num_seqs,
                 max_model_len=self.model_config.max_model_len,
                 itemsize=self.model_config.dtype.itemsize,
+                fp8=self.cache_config.cache_dtype in CACHE_DTYPES,
             )
             self._scratch = Scratch(self._kernel(), shape, self.device)
         return self._scratch
 
     def _bind(self, worker: WorkerEviction) -> None:
         super()._bind(worker)
-        scratch, small = self._allocate_scratch(), 0
+        scratch = self._allocate_scratch()
+        self._buffers = []
         for group_id, state in worker.states.items():
             buffers = GroupBuffers(state, scratch, self.device)
-            small += buffers.num_bytes
+            self._buffers.append(buffers)
             for attn_group in self.model_runner.attn_groups[group_id]:
                 for builder in attn_group.metadata_builders:
                     builder.buffers = buffers
@@ -140,8 +146,20 @@ class EvictingWorker(EvictionWorkerMixin):
             "lengths and splits",
             scratch.kernel,
             scratch.num_bytes + scratch.op_bytes,
-            small,
+            sum(buffers.num_bytes for buffers in self._buffers),
         )
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """vLLM's, and before it, as its watch over compilation begins at its end, ours."""
+        assert self.kv_eviction is not None
+        for buffers in self._buffers:
+            state = buffers.state
+            layers = [self._layer(name) for name in state.layer_names]
+            # xformers' ops compile by batch: they cannot be warm.
+            if buffers.scratch.kernel != "xformers":
+                binding = GroupBinding(self.kv_eviction, state)
+                warm_up(layers, binding, buffers, self.model_config.dtype)
+        return super().compile_or_warm_up_model()
 
     def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
         cache: torch.Tensor = layer.kv_cache

@@ -229,7 +229,10 @@ class EvictionWorkerMixin(Worker, ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """vLLM's step, then the step's evictions, in stream order."""
+        """vLLM's step. Its evictions follow in stream order, where it samples behind the sampling.
+
+        So no token waits for them, and a drafter reads the blocks that it was given.
+        """
         assert self.kv_eviction is not None
         self.kv_eviction.begin_step(scheduler_output)
         done = False
@@ -238,12 +241,17 @@ class EvictionWorkerMixin(Worker, ABC):
             done = True
         finally:
             self.kv_eviction.end_step(run=done)
+        if output is not None:
+            self.kv_eviction.evict()
         return self._measured(output)
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        return self._measured(super().sample_tokens(grammar_output))
+        assert self.kv_eviction is not None
+        output = super().sample_tokens(grammar_output)
+        self.kv_eviction.evict()
+        return self._measured(output)
 
     def _measured(self, output: Any) -> Any:
         """The step's output, with what was measured of evictions on board."""

@@ -1,13 +1,19 @@
 """Triton's kernels compile for a GPU, where there is none: to machine code for a named target."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from vllm_kvevict.ops.triton import decode, gather, observe, page_table, splits
+from vllm_kvevict.ops.triton.residency import AHEAD, RESERVED, resident
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +41,8 @@ KERNELS = [
 FP8 = dict(query="*fp8e4nv", cache="*fp8e4nv")
 
 
-def compiled(kernel, constants, options, target: GPUTarget, **types: str) -> dict:
-    """What the compiler makes of a kernel, by stage."""
+def compiled(kernel, constants, options, target: GPUTarget, **types: str):
+    """What the compiler makes of a kernel: by stage in ``asm``."""
     names = kernel.arg_names
     floats = FLOATS | types
     signature = {
@@ -54,7 +60,7 @@ def compiled(kernel, constants, options, target: GPUTarget, **types: str) -> dic
         and not kernel.params[index].do_not_specialize_on_alignment
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=target, options=options).asm
+    return triton.compile(source, target=target, options=options)
 
 
 def by_name(part: object) -> str:
@@ -63,7 +69,7 @@ def by_name(part: object) -> str:
 
 @pytest.mark.parametrize(("kernel", "constants", "options"), KERNELS, ids=by_name)
 def test_compiles(kernel, constants, options):
-    made = compiled(kernel, constants, options, GPUTarget("cuda", 90, 32))
+    made = compiled(kernel, constants, options, GPUTarget("cuda", 90, 32)).asm
     assert made["cubin"]
     if kernel is decode._attend_kernel:
         # Keys and values of later tiles are on their way while a tile is multiplied.
@@ -97,17 +103,61 @@ def test_one_kernel_for_slices_at_any_address(kernel):
     assert made[0] == made[1] == made[2]
 
 
-@pytest.mark.parametrize("capability", [89, 90])
-def test_decode_over_an_fp8_cache_compiles(capability):
-    kernel, constants, options = KERNELS[0]
-    target = GPUTarget("cuda", capability, 32)
-    made = compiled(kernel, constants | dict(FP8=True), options, target, **FP8)
-    assert made["cubin"] and "mma.sync" in made["ptx"]
+KIB = 1024
+SHARED = {80: 164 * KIB, 89: 100 * KIB, 90: 228 * KIB}
+"""Of a multiprocessor; that of compute capability 10.x is as large as that of 9.0."""
+REGISTERS, THREADS = 65536, 128
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "fp8"),
+    [(80, 128, False), (89, 128, True), (90, 64, False), (90, 128, False), (90, 128, True)],
+)
+def test_programs_fit_a_multiprocessor(capability, size, fp8, tmp_path):
+    """All programs of a launch run at once, without spills, and where there is room read ahead."""
+    programs, stages = resident(size, 2, fp8, SHARED[capability])
+    constants = ATTEND | dict(DIM=size, DIM_PAD=size, FP8=fp8, SINKS=False)
+    options, target = dict(num_warps=4, num_stages=stages), GPUTarget("cuda", capability, 32)
+    made = compiled(decode._attend_kernel, constants, options, target, **(FP8 if fp8 else {}))
+    used = resources(made.asm["cubin"], tmp_path)
+    # Registers are given out in steps of 256 a warp.
+    registers = -(-used["REG"] // 8) * 8 * THREADS
+    assert programs * registers <= REGISTERS and used["STACK"] <= 16
+    assert programs * (made.metadata.shared + RESERVED) <= SHARED[capability]
+    tiles = re.findall(rf"local_alloc.*memdesc<(\d+)x{splits.TILE}x{size}x", made.asm["ttgir"])
+    waits = set(re.findall(r"async_wait.*num = (\d+)", made.asm["ttgir"]))
+    assert "mma.sync" in made.asm["ptx"]
+    ahead = stages == AHEAD
+    assert ahead == ((capability, size) != (80, 128))
+    assert tiles == [str(1 + ahead)] * 2 and (max(waits) > "0") == ahead
+
+
+def resources(binary: bytes, folder: Path) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack."""
+    (folder / "kernel.cubin").write_bytes(binary)
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", said)}
+
+
+@pytest.mark.parametrize(
+    ("size", "itemsize", "fp8", "shared", "expected"),
+    [
+        (128, 2, False, 100, (2, 3)),
+        (64, 2, False, 100, (4, 3)),
+        (80, 2, False, 228, (3, 5)),
+        (256, 2, False, 228, (2, 2)),
+        (256, 2, False, 100, (1, 2)),
+        (256, 4, False, 100, (1, 1)),
+    ],
+)
+def test_programs_by_size(size, itemsize, fp8, shared, expected):
+    assert resident(size, itemsize, fp8, shared * KIB) == expected
 
 
 @pytest.mark.parametrize("kernel, constants, options", KERNELS, ids=by_name)
 def test_compiles_for_amd(kernel, constants, options):
-    made = compiled(kernel, constants, options, GPUTarget("hip", "gfx942", 64))
+    made = compiled(kernel, constants, options, GPUTarget("hip", "gfx942", 64)).asm
     assert made["hsaco"]
     if kernel is decode._attend_kernel:
         assert "v_mfma" in made["amdgcn"]

@@ -15,9 +15,10 @@ from vllm_kvevict.ops.triton.splits import TILE
 _LOG2E = 1.4426950408889634
 
 
-# Slices of tables lie at any address: a kernel for each alignment would compile while serving.
+# Slices of tables lie at any address, a row apart that depends on the batch: a kernel for each
+# alignment would compile while serving.
 @triton.jit(
-    do_not_specialize=["num_sequences"],
+    do_not_specialize=["num_sequences", "stores_row", "table_row"],
     do_not_specialize_on_alignment=[
         *("rows", "places", "tokens", "head_indptr", "block_table"),
         *("lengths", "size", "starts", "owners"),
@@ -212,6 +213,7 @@ def decode_attention(
     scale: float,
     softcap: float,
     programs: int,
+    stages: int,
     value_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
@@ -238,7 +240,8 @@ def decode_attention(
         weights: [splits, G, 2] float32 scratch.
         scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
         softcap: 0 for none.
-        programs: Programs of the launch; what the GPU runs at once.
+        programs: Programs of the launch; what the GPU runs at once (:mod:`.residency`).
+        stages: The kernel's ``num_stages``.
         value_scale: Of an FP8 cache's values.
         sinks: [H * G] float32 attention sinks, contiguous; None for none.
 
@@ -306,8 +309,7 @@ def decode_attention(
         SOFTCAP=softcap > 0,
         FP8=quantised,
         num_warps=4,
-        # Tiles in flight must fit into the 99 KiB of shared memory of the smaller GPUs.
-        num_stages={0: 3, 1: 3, 2: 2}.get(shape["DIM_PAD"] * cache.element_size() // 256, 1),
+        num_stages=stages,
     )
     _merge_kernel[(num_sequences,)](
         out,

@@ -8,7 +8,7 @@ _BLOCK = 128
 
 
 @triton.jit(
-    do_not_specialize=["table_row"],
+    do_not_specialize=["stores_row", "block_row", "table_row"],
     do_not_specialize_on_alignment=[
         *("rows", "places", "head_indptr", "block_table", "lengths", "table"),
     ],

@@ -1,0 +1,104 @@
+"""Steps of evicted requests before there are any, so that no kernel compiles while serving.
+
+vLLM's own warm-up knows no evicted request. Kernels are compiled for an address or a number that
+is a multiple of 16, and for one that is not, so the same step comes with several numbers of
+requests.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvevict.attention.binding import GroupBinding
+from vllm_kvevict.attention.layouts import EvictingMetadata
+from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.ops.fp8 import FP8
+
+_MULTIPLE = 16
+_NULL_BLOCK = 0
+
+
+@torch.inference_mode()
+def warm_up(
+    layers: Sequence[Any], binding: GroupBinding, buffers: GroupBuffers, dtype: torch.dtype
+) -> None:
+    """Run every path of evicted requests, over vLLM's null block; nothing of it stays.
+
+    Rows of the state that are used are cleared again. Ring slot 0 is written.
+
+    Args:
+        layers: Attention layers of the group, with their caches bound.
+        binding: The group's.
+        buffers: The group's.
+        dtype: What the model computes in.
+
+    """
+    state = buffers.state
+    most = len(state.tail_start)
+    sizes = {1, 2, _MULTIPLE // gcd(_MULTIPLE, state.num_heads)}
+    rows = torch.arange(min(most, max(sizes)))
+    device = state.tail_start.device
+    pages = torch.ones(len(state.layer_names), state.num_heads, dtype=torch.int64, device=device)
+    store = torch.full((1,), _NULL_BLOCK, dtype=torch.int64, device=device)
+    for row in rows.tolist():
+        state.record(row, state.timeline.block_size, store, pages)
+    for requests in sorted(size for size in sizes if size <= most):
+        for step in _steps(rows[:requests], binding, buffers):
+            for layer in layers:
+                _forward(layer, step, dtype)
+    state.clear(rows.tolist())
+
+
+def _steps(
+    rows: torch.Tensor, binding: GroupBinding, buffers: GroupBuffers
+) -> list[EvictingMetadata]:
+    """A decode step, and steps with one and with two query tokens beside other requests."""
+    places = torch.arange(len(rows))
+    single, several = (_common(rows, count, buffers) for count in (1, 2))
+    decode = EvictingMetadata(binding, buffers, len(rows))
+    decode.decode, recording = buffers.decode(single, rows, None)
+    steps = [decode]
+    if buffers.scratch.kernel == "triton":
+        mixed = EvictingMetadata(binding, buffers, len(rows))
+        mixed.decode = buffers.some_decode(single, rows, places)
+        steps.append(mixed)
+    extend = EvictingMetadata(binding, buffers, 2 * len(rows))
+    extend.extend = buffers.extend(several, rows, places)
+    steps.append(extend)
+    if binding.records:
+        decode.recording = recording
+        slots = torch.full_like(rows, -1)
+        slots[0] = 0
+        extend.recording = buffers.recording(several, slots, buffers.state.timeline.window)
+    return steps
+
+
+def _common(rows: torch.Tensor, count: int, buffers: GroupBuffers) -> CommonAttentionMetadata:
+    """A batch with ``count`` query tokens a request, all behind its store."""
+    requests, block_size = len(rows), buffers.state.timeline.block_size
+    device = buffers.device
+    starts = torch.arange(requests + 1, dtype=torch.int32) * count
+    tokens = requests * count
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.full((requests,), block_size + count, dtype=torch.int32, device=device),
+        num_reqs=requests,
+        num_actual_tokens=tokens,
+        max_query_len=count,
+        max_seq_len=block_size + count,
+        block_table_tensor=torch.full((requests, 2), _NULL_BLOCK, device=device, dtype=torch.int32),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=device),
+    )
+
+
+def _forward(layer: Any, step: EvictingMetadata, dtype: torch.dtype) -> None:
+    impl, shape = layer.impl, step.buffers.scratch.shape
+    heads = (step.num_actual_tokens, impl.num_heads, shape.head_size)
+    output = torch.zeros(heads, dtype=dtype, device=step.buffers.device)
+    query = output.to(FP8) if layer.query_quant is not None else output.clone()
+    key = query[:, : impl.num_kv_heads]
+    impl.forward(layer, query, key, key, layer.kv_cache, step, output)
