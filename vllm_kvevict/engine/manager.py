@@ -124,22 +124,21 @@ class EvictableAttentionManager(FullAttentionManager):
         ``hits`` are blocks of others that the request is about to share.
         """
         timeline = entry.timelines[self.kv_cache_group_id]
-        return max(0, timeline.store_blocks - self._own(request_id, timeline, end, hits))
+        return max(0, timeline.wanted(end) - self._own(request_id, timeline, end, hits))
 
     def _own(self, request_id: str, timeline: RequestTimeline, end: int, hits: int = 0) -> int:
-        """Blocks that the eviction at ``end`` or after replaces and nobody else holds."""
-        end = max(end, timeline.due or 0)
+        """Blocks that an eviction at ``end`` replaces and nobody else holds."""
         first = timeline.tail_start // self.block_size
         last = timeline.timeline.tail_start(end) // self.block_size
         positional = self.req_to_blocks.get(request_id, ())
         shared = hits + sum(block.ref_cnt > 1 for block in positional[first:last])
-        store = timeline.store_blocks if timeline.evicted else 0
-        return store + max(0, last - first - shared)
+        return timeline.store_blocks + max(0, last - first - shared)
 
     def gain(self, request_id: str, entry: Entry, end: int) -> int:
         """Blocks that the eviction at ``end`` or after gives back, less those it takes."""
         timeline = entry.timelines[self.kv_cache_group_id]
-        return self._own(request_id, timeline, end) - timeline.store_blocks
+        end = max(end, timeline.due or 0)
+        return self._own(request_id, timeline, end) - timeline.wanted(end)
 
     def missing(self, request_id: str, entry: Entry, end: int) -> int:
         """Blocks that an eviction at ``end`` must find in the pool."""
