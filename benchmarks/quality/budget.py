@@ -29,6 +29,6 @@ def kept(budget: str, point: int, window: int, block_size: int) -> Kept:
     config = EvictionConfig(policy="snapkv", budget=budget, window=window, interval=0)
     rule = config.timeline(block_size)
     store = rule.store_blocks(point)
-    if not rule.evictable(point, store, 0):
+    if not rule.evictable(point):
         return Kept(point, False)
     return Kept(store * block_size + point - rule.tail_start(point), True)

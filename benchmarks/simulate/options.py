@@ -38,6 +38,7 @@ class Options:
         machine = Machine(
             model=given.model,
             card=CARDS[given.card],
+            max_model_len=given.max_model_len,
             ranks=given.tensor_parallel_size,
             block_size=given.block_size,
             max_num_seqs=given.max_num_seqs,
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)}, or a config.json")
+    add("--max-model-len", type=int, help="longest sequence (default: the model's)")
     add("--card", default="h100", choices=CARDS)
     add("--tensor-parallel-size", type=int, default=1)
     add("--block-size", type=int, default=32)

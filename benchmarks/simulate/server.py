@@ -25,6 +25,7 @@ class Machine:
     Args:
         model: A built-in model or the path of a ``config.json``.
         card: Every rank's.
+        max_model_len: Longest sequence in tokens; None for the model's own.
         ranks: Tensor-parallel size.
         block_size: Tokens in a block.
         max_num_seqs: Most running sequences.
@@ -38,6 +39,7 @@ class Machine:
 
     model: str
     card: Card
+    max_model_len: int | None
     ranks: int
     block_size: int
     max_num_seqs: int
@@ -107,6 +109,7 @@ def _vllm_config(machine: Machine, setting: Setting) -> "VllmConfig":
             model=folder,
             skip_tokenizer_init=True,
             enforce_eager=True,
+            max_model_len=machine.max_model_len,
             block_size=machine.block_size,
             enable_prefix_caching=machine.caching,
             gpu_memory_utilization=machine.utilization,

@@ -24,7 +24,7 @@ CASES: list[tuple[int, dict[str, Any], list[int]]] = [
     (540, asks(at="-40", interval=0), [500]),
     (700, asks("streaming-llm", at=-100, budget="25%"), [600, 700, 764, 828]),
     (640, asks("ada-snapkv", at=600, budget=224), [600, 664, 728]),
-    (900, asks("ada-snapkv", budget="40%", interval=32), [900, 932, 964, 996, 1028]),
+    (900, asks("ada-snapkv", budget="40%", interval=32), [900, 932, 996, 1028]),
     (400, asks("none"), []),
     (600, asks(budget=200, interval=0), [600]),
     (650, asks("ada-snapkv", protect_first=64, budget=320), [650, 714, 778]),

@@ -30,7 +30,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asks("none"), "(snapkv, streaming-llm, subgen-stream), not 'none'"),
     (asks("ada-snapkv"), "(snapkv, streaming-llm, subgen-stream), not 'ada-snapkv'"),
     (asks(budget=32), "leaves no room beside the observation window of 32 tokens"),
-    (asks(budget="half"), "give tokens (1024) or a share of the prompt (25%)"),
+    (asks(budget="half"), "give tokens (1024) or a share (25%)"),
     (asks(interval=-1), "kv_eviction_interval must be at least 0"),
     (asks(interval=[1]), "kv_eviction_interval must be a whole number"),
     (asks(protect_first=65), "at most the 64 tokens"),

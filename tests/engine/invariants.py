@@ -45,6 +45,8 @@ class Life:
     postponed: bool = False
     due: dict[int, int | None] = field(default_factory=dict)
     """When each group would evict, after the last step that was scheduled."""
+    stores: dict[int, int] = field(default_factory=dict)
+    """Blocks of each group's last store."""
 
 
 class Asked:
@@ -157,7 +159,7 @@ class Invariants:
         if end + 1 >= longest:
             return
         for manager in self.evicting:
-            store = self._store_blocks(manager.kv_cache_group_id, request)
+            store = self._store_blocks(manager.kv_cache_group_id, request, end)
             if (end - self.setup.window) // self.setup.block_size > store:
                 assert hit <= end - self.setup.window, f"{request_id}: a hit covers the window"
 
@@ -188,13 +190,17 @@ class Invariants:
                 self.tally.at_point += end == asked.at and end < request.num_prompt_tokens
                 for part in evicted[request_id].groups:
                     timeline = entry.timelines[part.group_id]
-                    assert len(part.store) == self._store_blocks(part.group_id, request)
+                    stores = self._lives[request_id].stores
+                    wanted = self._store_blocks(part.group_id, request, end)
+                    wanted = max(wanted, stores.get(part.group_id, 0))
+                    assert len(part.store) == wanted
+                    stores[part.group_id] = wanted
                     assert timeline.store_blocks == len(part.store)
             elif still_due and not self.scheduler._ledger.last_step(request_id, end):
                 self._lives[request_id].postponed = True
                 prefill = end <= next(iter(entry.timelines.values())).prefill_end
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
-                    stores = sum(entry.timelines[group].store_blocks for group in still_due)
+                    stores = sum(entry.timelines[group].wanted(end) for group in still_due)
                     short = self.pool.get_num_free_blocks() < stores
                     assert short and self.setup.shared == "evict", (
                         f"{request_id}: postponed at the end of prefill with room for the store"
@@ -225,8 +231,8 @@ class Invariants:
                 first = timeline.tail_start // bs
                 table = manager.req_to_blocks[request_id][first:last]
                 shared = len(table) - len(self._held_once({b.block_id for b in table}))
-                old = timeline.store_blocks if timeline.evicted else 0
-                assert old + last - first - shared <= timeline.store_blocks
+                own = timeline.store_blocks + last - first - shared
+                assert own <= timeline.wanted(max(end, due))
                 life.postponed = True
                 self.tally.put_off += 1
 
@@ -241,20 +247,25 @@ class Invariants:
         if asked.policy == "none" or not point or not start < point < end:
             return
         for manager in self.evicting:
-            store = self._store_blocks(manager.kv_cache_group_id, request)
+            store = self._store_blocks(manager.kv_cache_group_id, request, point)
             can = (point - self.setup.window) // self.setup.block_size > store
             assert not can, f"{request.request_id}: [{start}, {end}) crosses {point}"
 
-    def _store_blocks(self, group: int, request: Any) -> int:
+    def _store_blocks(self, group: int, request: Any, n: int) -> int:
+        """What an eviction at ``n`` keeps, at least what it would keep of the prompt."""
         asked = Asked(request, self.setup.policy)
         second = group and self.setup.second_budget is not None
         budget: Any = asked.budget or (self.setup.second_budget if second else self.setup.budget)
-        length = asked.at or request.num_prompt_tokens
+        first = asked.at or request.num_prompt_tokens
+        lengths = [first, n] if isinstance(budget, str) else [first]
+        return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
+
+    def _blocks_of(self, budget: int | str, length: int, group: int, policy: str) -> int:
         if isinstance(budget, str):
             budget = int(length * (float(budget[:-1]) / 100))
         beside, most = budget - self.setup.window, length - self.setup.window
         blocks = Fraction(beside) / self.setup.block_size
-        if self.setup.grouped(asked.policy) and beside < most and most >= 2 * self.setup.block_size:
+        if self.setup.grouped(policy) and beside < most and most >= 2 * self.setup.block_size:
             shares = self.setup.fractions(max(beside, 1), most)
             return apportioned(blocks, most // self.setup.block_size, shares)[group]
         return max(1, int(blocks))

@@ -158,10 +158,6 @@ class GroupBuffers:
         else:
             pages = blocks_for(common.max_seq_len, self.state.timeline.block_size)
             table = self.scratch.table[:sequences, :pages]
-            if self.scratch.kernel == "triton":
-                # Few requests, and a table for all of them is what this kernel does without.
-                pages = blocks_for(pages, _LINE) * _LINE
-                table = torch.zeros(sequences, pages, dtype=torch.int32, device=self.device)
         return Extend(
             rows=on_device[0],
             places=on_device[1],

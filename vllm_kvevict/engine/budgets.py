@@ -38,7 +38,7 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
     longest = vllm_config.model_config.max_model_len
     timeline = config.timeline(block_size)
     how_often = f"every {timeline.stride} decode steps" if timeline.stride else "after prefill only"
-    blocks, tokens = "depends on the prompt", config.budget_tokens
+    blocks, tokens = "grows with the sequence", config.budget_tokens
     if config.keeps_by_layer(config.policy):
         blocks = "by layer"
     elif tokens is not None:
@@ -64,7 +64,7 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
             config.window,
             advice,
         )
-    if not timeline.evictable(longest, timeline.store_blocks(0), 0):
+    if not timeline.evictable(longest):
         logger.warning(
             "KV eviction will never run: at a budget of %d tokens nothing is evicted up to the "
             "longest sequence of %d tokens (--max-model-len).",

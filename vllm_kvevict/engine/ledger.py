@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.rings import RingSlots
 from vllm_kvevict.engine.turns import RingTurns
+from vllm_kvevict.engine.watch import Watch
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
 from vllm_kvevict.settings.requests import RequestOptions
 
@@ -37,6 +38,8 @@ class Entry:
     """Steps that end here or before neither evict nor compute a query that is needed."""
     computed_valid: int | None = field(init=False)
     """Tokens from here on were computed over an evicted cache; None before any eviction."""
+    published: int = 0
+    """Tokens up to which blocks were published by hash, after the first eviction."""
 
     def __post_init__(self) -> None:
         self.prefill_end = max((t.prefill_end for t in self.timelines.values()), default=0)
@@ -105,6 +108,7 @@ class EvictionLedger:
         accumulating: Policies that add up the attention of every query.
         evicts_shared: Whether an eviction runs that takes more blocks than it gives back, because
             others hold what it replaces.
+        tokens_a_step: Most tokens that a decoding request computes in a step.
 
     """
 
@@ -118,6 +122,7 @@ class EvictionLedger:
         windowless: frozenset[str] = frozenset(),
         accumulating: frozenset[str] = frozenset(),
         evicts_shared: bool = False,
+        tokens_a_step: int = 1,
     ) -> None:
         self.requests = requests
         self.rules = rules
@@ -132,8 +137,9 @@ class EvictionLedger:
         self.entries: dict[str, Entry] = {}
         self.prefilling: dict[str, None] = {}
         """Admitted requests that have not reached the end of their prefill."""
-        self.near: list[str] = []
-        """Decoding requests whose coming step may evict or record."""
+        self.near: dict[str, Entry] = {}
+        """Decoding requests whose coming step may evict or record, in the order they came near."""
+        self._watch = Watch(tokens_a_step)
 
     def entry(self, request_id: str) -> Entry | None:
         """The entry of a request, as it is or would be; None for requests that never evict."""
@@ -177,6 +183,7 @@ class EvictionLedger:
         entry = self.entries.pop(request_id, None)
         if entry is not None:
             self.prefilling.pop(request_id, None)
+            self.near.pop(request_id, None)
             self._give_back_ring(request_id, entry)
 
     def last_step(self, request_id: str, end: int) -> bool:
@@ -230,14 +237,37 @@ class EvictionLedger:
             entry.ring = slot
             entry.recorded_from = self.requests[request_id].num_computed_tokens
 
+    def come_near(self) -> list[str]:
+        """Begin a step; returns the decoding requests that come near an eviction with it."""
+        found = []
+        for request_id in self._watch.next_step():
+            entry = self.entries.get(request_id)
+            if entry is None or request_id in self.prefilling or request_id in self.near:
+                continue
+            quiet = entry.quiet_until - self.requests[request_id].num_computed_tokens
+            if quiet > 0:
+                self._sleep(request_id, entry, quiet)
+            else:
+                self.near[request_id] = entry
+                found.append(request_id)
+        return found
+
     def settle(self, request_id: str, entry: Entry, end: int) -> None:
         """Note that a step ends at ``end``; the ring slot goes back where no group needs it on."""
-        if not entry.observes(end + 1):
+        quiet = not entry.observes(end + 1)
+        if quiet:
             self._give_back_ring(request_id, entry)
         if end >= entry.prefill_end and request_id in self.prefilling:
             del self.prefilling[request_id]
             if entry.ring is not None and self.turns is not None:
                 self.turns.keep(request_id, entry.ring)
+            self._sleep(request_id, entry, entry.quiet_until - end + 1)
+        elif quiet and self.near.pop(request_id, None) is not None:
+            self._sleep(request_id, entry, entry.quiet_until - end + 1)
+
+    def _sleep(self, request_id: str, entry: Entry, tokens: int) -> None:
+        if entry.quiet_until < sys.maxsize:
+            self._watch.sleep(request_id, tokens)
 
     def cacheable(self, request_id: str, num_tokens: int) -> int:
         """How many of the first ``num_tokens`` tokens may be published by hash."""

@@ -1,6 +1,5 @@
 """The block manager of a KV-cache group that evicts: positional blocks plus a store."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,88 +62,30 @@ class EvictableAttentionManager(FullAttentionManager):
         self.blocks_saved = 0
         """Blocks that evictions of running requests gave back to the pool, less those they took.
         A block that requests share counts once, for the eviction that gave it up last."""
-        self._starts: dict[str, int] = {}
-
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> int:
-        """Blocks the step needs: vLLM's own count, plus what its eviction takes for certain."""
-        needed = super().get_num_blocks_to_allocate(
-            request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
-        )
-        if self.ledger is None or self.ledger.quiet(request_id, num_tokens):
-            return needed
-        self._starts[request_id] = total_computed_tokens
-        entry = self.ledger.entry(request_id)
-        if self._must_evict(request_id, entry, total_computed_tokens, num_tokens):
-            assert entry is not None
-            hits = [block for block in new_computed_blocks if block.ref_cnt]
-            needed += self._missing(request_id, entry, num_tokens, len(hits))
-        return needed
-
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
-        """Allocate positional blocks up to ``num_tokens``, and what the step's eviction takes."""
-        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        if self.ledger is None or self.ledger.quiet(request_id, num_tokens):
-            return new_blocks
-        start = self._starts.pop(request_id)
-        entry = self.ledger.admit(request_id)
-        if entry is not None and self._must_evict(request_id, entry, start, num_tokens):
-            self.grant(request_id, self._missing(request_id, entry, num_tokens))
-        return new_blocks
-
-    def _must_evict(self, request_id: str, entry: Entry | None, start: int, end: int) -> bool:
-        """Whether a step over [start, end) must come with what its prefill's eviction takes.
-
-        Only where requests evict whatever they share: else own blocks are always enough.
-        """
-        assert self.ledger is not None
-        if entry is None or not self.ledger.evicts_shared or self.granted(request_id):
-            return False
-        timeline = entry.timelines.get(self.kv_cache_group_id)
-        return (
-            timeline is not None
-            and end <= timeline.prefill_end
-            and timeline.is_due(end)
-            and not self.ledger.last_step(request_id, end)
-            and self.ledger.window_ready(entry, start, end)
-        )
-
-    def _missing(self, request_id: str, entry: Entry, end: int, hits: int = 0) -> int:
-        """Blocks of the store that an eviction at ``end`` could not find among own blocks.
-
-        ``hits`` are blocks of others that the request is about to share.
-        """
-        timeline = entry.timelines[self.kv_cache_group_id]
-        return max(0, timeline.store_blocks - self._own(request_id, timeline, end, hits))
 
     def _own(self, request_id: str, timeline: RequestTimeline, end: int, hits: int = 0) -> int:
-        """Blocks that the eviction at ``end`` or after replaces and nobody else holds."""
-        end = max(end, timeline.due or 0)
+        """Blocks that an eviction at ``end`` replaces and nobody else holds."""
         first = timeline.tail_start // self.block_size
         last = timeline.timeline.tail_start(end) // self.block_size
         positional = self.req_to_blocks.get(request_id, ())
         shared = hits + sum(block.ref_cnt > 1 for block in positional[first:last])
-        store = timeline.store_blocks if timeline.evicted else 0
-        return store + max(0, last - first - shared)
+        return timeline.store_blocks + max(0, last - first - shared)
 
     def gain(self, request_id: str, entry: Entry, end: int) -> int:
         """Blocks that the eviction at ``end`` or after gives back, less those it takes."""
         timeline = entry.timelines[self.kv_cache_group_id]
-        return self._own(request_id, timeline, end) - timeline.store_blocks
+        end = max(end, timeline.due or 0)
+        return self._own(request_id, timeline, end) - timeline.wanted(end)
 
-    def missing(self, request_id: str, entry: Entry, end: int) -> int:
-        """Blocks that an eviction at ``end`` must find in the pool."""
-        granted = self.holdings[request_id].granted if self.granted(request_id) else []
-        return max(0, self._missing(request_id, entry, end) - len(granted))
+    def missing(self, request_id: str, entry: Entry, end: int, hits: int = 0) -> int:
+        """Blocks of the store that an eviction at ``end`` must find in the pool.
+
+        ``hits`` are blocks of others that the request is about to share.
+        """
+        timeline = entry.timelines[self.kv_cache_group_id]
+        holding = self.holdings.get(request_id)
+        granted = len(holding.granted) if holding is not None else 0
+        return max(0, timeline.wanted(end) - self._own(request_id, timeline, end, hits) - granted)
 
     def retiring(self, request_id: str) -> bool:
         """Whether an eviction of the request is planned whose step was not processed yet."""
@@ -237,7 +178,6 @@ class EvictableAttentionManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Hand over every block of the request: positional, store, granted and retiring."""
-        self._starts.pop(request_id, None)
         if self.ledger is not None:
             self.ledger.drop(request_id)
         holding = self.holdings.pop(request_id, Holding())

@@ -38,8 +38,17 @@ class PrefixCaps:
         publish = manager.coordinator.cache_blocks
         find = manager.coordinator.find_longest_cache_hit
 
+        entries = ledger.entries
+
         def cache_blocks(request: "Request", num_computed_tokens: int) -> None:
-            publish(request, ledger.cacheable(request.request_id, num_computed_tokens))
+            entry = entries.get(request.request_id)
+            if entry is None or entry.computed_valid is None:
+                publish(request, num_computed_tokens)
+                return
+            tokens = ledger.cacheable(request.request_id, num_computed_tokens)
+            if tokens > entry.published:
+                publish(request, tokens)
+                entry.published = tokens
 
         def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
             return find(block_hashes, min(max_cache_hit_length, self._cap))

@@ -7,6 +7,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvevict.engine.budgets import report_budgets
+from vllm_kvevict.engine.grants import StoreGrants
+from vllm_kvevict.engine.headroom import Headroom
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.options import options_of
@@ -62,10 +64,14 @@ class EvictionMixin(Scheduler):
         self._config = config
         self._evicting = managers
         self._ledger = ledger = self._make_ledger()
+        self._grants: list[StoreGrants] = []
         for manager in managers.values():
             manager.ledger = ledger
+            if ledger.evicts_shared:
+                self._grants.append(StoreGrants(manager, ledger))
         self._points = EvictionPoints(ledger, managers)
         stores = Stores(self, ledger, managers, counters)
+        self._headroom = Headroom(self, ledger)
         self._planner = StepPlanner(self.requests, ledger, managers, stores, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, counters)
         self._reports: StepReports | None = None
@@ -91,6 +97,7 @@ class EvictionMixin(Scheduler):
             windowless=frozenset(n for n, p in policies if not p.needs_window),
             accumulating=frozenset(n for n, p in policies if p.needs_accumulated),
             evicts_shared=self._config.shared_blocks == "evict",
+            tokens_a_step=1 + self.num_spec_tokens,
         )
 
     def _options(self, request: "Request") -> RequestOptions:
@@ -102,8 +109,10 @@ class EvictionMixin(Scheduler):
             self._points.add(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._headroom.update()
         pointed = self._points.any_alive(self.requests)
-        self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
+        granting = bool(self._grants and self._ledger.prefilling)
+        self.need_mamba_block_aligned_split = self._aligns_mamba or pointed or granting
         return super().schedule(*args, **kwargs)
 
     def _mamba_block_aligned_split(
@@ -115,7 +124,9 @@ class EvictionMixin(Scheduler):
     ) -> int:
         """Clip a chunk of prefill so that it ends at the request's eviction point.
 
-        vLLM asks here, where it has chosen a chunk, while ``need_mamba_block_aligned_split``.
+        To nothing where its eviction lacks blocks that decoding requests will give back: the
+        chunk can wait, and asking for them would preempt others. vLLM asks here, where it has
+        chosen a chunk, while ``need_mamba_block_aligned_split``.
         """
         if self._aligns_mamba:
             num_new_tokens = super()._mamba_block_aligned_split(
@@ -126,9 +137,17 @@ class EvictionMixin(Scheduler):
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        return self._points.clip(request.request_id, start, start + num_new_tokens) - start
+        end = self._points.clip(request.request_id, start, start + num_new_tokens)
+        others = len(self.running) > len(self._ledger.prefilling)
+        if others and any(grants.lacks(request, start, end) for grants in self._grants):
+            return 0
+        return end - start
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self._ledger.admit(new.req_id)
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._ledger.admit(request_id)
         plan = self._planner.plan(scheduler_output.num_scheduled_tokens)
         if self._reports is not None:
             self._reports.planned(plan)

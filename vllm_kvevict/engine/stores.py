@@ -37,6 +37,8 @@ class Stores:
         self._ledger = ledger
         self._managers = managers
         self._counters = counters
+        self._asking: list[str] = []
+        """Decoding requests that lack a ring slot and do not wait for one."""
 
     def worthwhile(self, request_id: str, entry: Entry, groups: list[int], end: int) -> list[int]:
         """Those of ``groups`` whose next eviction gives back more blocks than it takes.
@@ -54,30 +56,21 @@ class Stores:
         return [group for group, gain in gains.items() if gain > 0]
 
     def take_turns(self) -> None:
-        """Find the decoding requests that are near an eviction, and share out ring slots."""
+        """Find the decoding requests that come near an eviction, and share out ring slots."""
         ledger = self._ledger
-        ledger.near = self._near()
+        asking, self._asking = self._asking + ledger.come_near(), []
         if ledger.turns is None:
             return
-        for request_id in ledger.near:
-            entry = ledger.entries[request_id]
-            if not ledger.wants_slot(entry) or ledger.turns.waits(request_id):
+        for request_id in asking:
+            entry = ledger.near.get(request_id)
+            if entry is None or not ledger.wants_slot(entry) or ledger.turns.waits(request_id):
                 continue
             end = self._scheduler.requests[request_id].num_computed_tokens + 1
             if self.worthwhile(request_id, entry, entry.coming_groups(end), end):
                 ledger.turns.wait(request_id)
+            else:
+                self._asking.append(request_id)
         ledger.take_turns()
-
-    def _near(self) -> list[str]:
-        """Decoding requests whose coming step may evict or record its query."""
-        entries, prefilling = self._ledger.entries, self._ledger.prefilling
-        return [
-            request.request_id
-            for request in self._scheduler.running
-            if (entry := entries.get(request.request_id)) is not None
-            and request.num_computed_tokens >= entry.quiet_until
-            and request.request_id not in prefilling
-        ]
 
     def most_decode_evictions(self) -> int:
         """How many decode evictions a step may carry: everybody's next token waits for them.

@@ -99,7 +99,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         "observation rings on a rank%s.",
         config.policy,
         config.budget,
-        " of the prompt" if config.budget_tokens is None else " tokens",
+        " of the tokens so far" if config.budget_tokens is None else " tokens",
         config.window,
         config.interval,
         rings / 2**20,

@@ -95,9 +95,6 @@ HOOKS = {
     "engine/manager.py": {
         "vllm.v1.core.single_type_kv_cache_manager": """
             FullAttentionManager.req_to_blocks
-            FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
-              new_computed_blocks,total_computed_tokens)
-            FullAttentionManager.allocate_new_blocks(request_id,num_tokens,num_tokens_main_model)
             FullAttentionManager.pop_blocks_for_free(request_id)
             FullAttentionManager.kv_cache_group_id FullAttentionManager._null_block
         """,
@@ -109,6 +106,17 @@ HOOKS = {
             BlockPool.evict_blocks(block_ids)
         """,
     },
+    "engine/grants.py": {
+        "vllm.v1.core.single_type_kv_cache_manager": """
+            FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
+              new_computed_blocks,total_computed_tokens)
+            FullAttentionManager.allocate_new_blocks(request_id,num_tokens,num_tokens_main_model)
+        """,
+    },
+    "engine/headroom.py": {
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.watermark_blocks",
+        "vllm.v1.core.sched.scheduler": "Scheduler.waiting",
+    },
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
@@ -118,7 +126,7 @@ HOOKS = {
             Scheduler._free_request(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
-            Scheduler.block_size Scheduler.kv_cache_manager
+            Scheduler.block_size Scheduler.kv_cache_manager Scheduler.num_spec_tokens
         """,
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)

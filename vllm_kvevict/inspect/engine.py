@@ -98,7 +98,7 @@ def _check_budget(options: Options, config: EvictionConfig, prompt: Prompt) -> N
     decoded = len(prompt.ids) + options.max_tokens
     end = prompt.context if options.after == "prefill" else decoded
     rule = config.timeline(block_size=1)
-    if not rule.evictable(end, rule.store_blocks(prompt.context), 0):
+    if not rule.evictable(end):
         raise InspectError(_too_short(config, end, prompt.context))
 
 

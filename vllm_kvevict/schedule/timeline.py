@@ -7,6 +7,7 @@ Units: every length and position is in tokens, every count in blocks of ``block_
 tokens. ``n`` is the number of tokens whose keys are in the cache at the end of a step.
 """
 
+import sys
 from dataclasses import dataclass, field, replace
 
 from vllm_kvevict.schedule.layers import Share
@@ -31,7 +32,10 @@ class Timeline:
         window: Observation window w; these last tokens are never evicted.
         interval: Decode steps between evictions; 0 evicts after prefill only.
         budget_tokens: Tokens kept per KV head, window included; None if a share is given.
-        budget_share: Share of the prompt kept per KV head, in (0, 1]; None if tokens are given.
+        budget_share: Share of the tokens so far kept per KV head, in (0, 1]; None if tokens are
+            given.
+        least: Tokens per KV head that a share comes to at least.
+        most: Tokens per KV head that a share comes to at most; None for no bound.
         share: What the group keeps relative to the mean over all layers, which the budget is;
             None where every layer has the same.
 
@@ -45,6 +49,8 @@ class Timeline:
     interval: int
     budget_tokens: int | None = None
     budget_share: float | None = None
+    least: int = 0
+    most: int | None = None
     share: Share | None = None
 
     def __post_init__(self) -> None:
@@ -64,15 +70,19 @@ class Timeline:
     def budget(self, length: int) -> int:
         """Tokens kept per KV head of ``length`` tokens, window included: the mean over all layers.
 
-        ``length`` is the prompt, or the part of it before a request's eviction point.
+        ``length`` counts all tokens that were computed, whatever earlier evictions took.
         """
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.budget_share is not None
-        return _whole(length * self.budget_share)
+        tokens = max(self.least, _whole(length * self.budget_share))
+        return tokens if self.most is None else min(self.most, tokens)
 
     def store_blocks(self, length: int) -> int:
-        """S, the blocks of the group's store: a layer keeps S pages per KV head on average."""
+        """S, the blocks of the store that an eviction at ``length`` tokens fills.
+
+        A layer of the group keeps S pages per KV head on average.
+        """
         beside = self.budget(length) - self.window
         if self.share is None:
             return max(1, beside // self.block_size)
@@ -82,12 +92,9 @@ class Timeline:
         """T, the first position that stays in its positional block when evicting at ``n``."""
         return max(0, (n - self.window) // self.block_size * self.block_size)
 
-    def evictable(self, n: int, store_blocks: int, old_tail_start: int) -> bool:
-        """Whether an eviction at ``n`` would free anything.
-
-        ``old_tail_start`` is 0 for a request that has not been evicted yet.
-        """
-        return self.tail_start(n) > (old_tail_start or store_blocks * self.block_size)
+    def evictable(self, n: int) -> bool:
+        """Whether a first eviction at ``n`` would free anything."""
+        return self.tail_start(n) > self.store_blocks(n) * self.block_size
 
 
 @dataclass
@@ -99,8 +106,7 @@ class RequestTimeline:
         prompt_len: Tokens of the prompt.
         prefill_end: The prompt, or everything that is replayed after a preemption.
         at: The request's own eviction point in (0, prompt_len]; None for the end of prefill.
-            Tokens from there on are prefilled over the evicted cache, and a share is a share
-            of what comes before it.
+            Tokens from there on are prefilled over the evicted cache.
         ends: Length at which the request ends at the latest, its last sampled token included;
             None where it is not known. What could only evict with the last step never does.
 
@@ -112,6 +118,8 @@ class RequestTimeline:
     at: int | None = None
     ends: int | None = None
     tail_start: int = 0
+    store_blocks: int = 0
+    """Blocks of its store; 0 before the first eviction."""
     due: int | None = field(init=False)
     point: int | None = field(init=False)
     """E, where prefill evicts; None for a request too short for it."""
@@ -120,16 +128,43 @@ class RequestTimeline:
 
     def __post_init__(self) -> None:
         rule = self.timeline
-        self.store_blocks = rule.store_blocks(self.prompt_len if self.at is None else self.at)
+        self._floor = rule.store_blocks(self.prompt_len if self.at is None else self.at)
         point = self.prefill_end if self.at is None else self.at
-        if rule.evictable(point, self.store_blocks, 0):
+        if self.gain(point) > 0:
             self.due = self.point = self._before_end(point)
             return
         self.point = self.due = None
         if rule.stride:
             # Too short to evict: joins in once it has outgrown its budget by the interval.
-            budget = self.store_blocks * rule.block_size + rule.window
-            self.due = self._before_end(max(budget + rule.stride, self.prefill_end + 1))
+            budget = self.wanted(point) * rule.block_size + rule.window
+            start = max(budget + rule.stride, self.prefill_end + 1)
+            self.due = self._first(start, rule.stride, rule.stride // rule.block_size)
+
+    def wanted(self, n: int) -> int:
+        """Blocks of the store that an eviction at ``n`` fills.
+
+        A share is one of ``n`` tokens; a budget in tokens is shared between groups of layers by
+        the prompt's length. A store never shrinks: protected tokens that fit once fit for good.
+        """
+        if self.timeline.budget_share is None:
+            return self._floor
+        return max(self._floor, self.timeline.store_blocks(n))
+
+    def gain(self, n: int) -> int:
+        """Blocks that an eviction at ``n`` gives back, less those that it takes."""
+        tail = (self.timeline.tail_start(n) - self.tail_start) // self.timeline.block_size
+        return tail + self.store_blocks - self.wanted(n)
+
+    def _first(self, start: int, pause: int, gain: int = 1) -> int | None:
+        """A length from ``start`` on at which an eviction gains so many blocks; None for never.
+
+        A share grows with the sequence, so it may be late or never that something can go. Looked
+        for in pauses that double.
+        """
+        last, n = sys.maxsize if self.ends is None else self.ends, start
+        while n < last and self.gain(n) < gain:
+            n, pause = n + pause, 2 * pause
+        return self._before_end(n) if n < last else None
 
     def _before_end(self, n: int) -> int | None:
         """``n``, or None where a step that ends there is the request's last."""
@@ -152,11 +187,7 @@ class RequestTimeline:
 
     def is_due(self, n: int) -> bool:
         """Whether the step that ends at ``n`` should evict."""
-        return (
-            self.due is not None
-            and n >= self.due
-            and self.timeline.evictable(n, self.store_blocks, self.tail_start)
-        )
+        return self.due is not None and n >= self.due and self.gain(n) > 0
 
     def observes(self, n: int) -> bool:
         """Whether the step that ends at ``n`` computes queries of the coming window."""
@@ -171,12 +202,13 @@ class RequestTimeline:
 
         """
         assert self.is_due(n), f"no eviction is due at {n} (due {self.due})"
+        self._floor = self.store_blocks = self.wanted(n)
         old, self.tail_start = self.tail_start, self.timeline.tail_start(n)
         if self.computed_valid is None:
             self.computed_valid = n
         stride = self.timeline.stride
         # Not inside the prefill, so that nothing depends on how it is cut into chunks.
-        self.due = self._before_end(max(n + stride, self.prefill_end)) if stride else None
+        self.due = self._first(max(n + stride, self.prefill_end), stride) if stride else None
         return old, self.tail_start
 
     def defer(self, n: int) -> None:
@@ -187,7 +219,7 @@ class RequestTimeline:
         """
         rule = self.timeline
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
-        self.due = self._before_end(max(n + pause, self.prefill_end))
+        self.due = self._first(max(n + pause, self.prefill_end), pause)
 
     def peak_blocks(self, n: int) -> int:
         """Most blocks the request can hold up to length ``n`` if no eviction is postponed.
@@ -195,14 +227,12 @@ class RequestTimeline:
         ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
         replaced, and the block that a step in flight adds before an eviction's blocks are free.
         """
-        request = replace(self, tail_start=0, computed_valid=None)
+        request = replace(self, tail_start=0, store_blocks=0, computed_valid=None)
         bs, peak, freed, store = self.timeline.block_size, 0, 0, 0
-        # The tail start moves by the stride as well: every later cycle is like the third.
-        for _ in range(3):
-            if request.due is None or n < request.due:
-                return max(peak, blocks_for(n, bs) - freed + store)
+        while request.due is not None and n >= request.due:
             due = request.due
+            freed_next = request.evict(due)[1] // bs
             held = blocks_for(due, bs) - freed + store
             peak = max(peak, held + request.store_blocks + (n > due))
-            freed, store = request.evict(due)[1] // bs, request.store_blocks
-        return peak
+            freed, store = freed_next, request.store_blocks
+        return max(peak, blocks_for(n, bs) - freed + store)

@@ -1,4 +1,4 @@
-"""Budgets as an operator or a request writes them: tokens, or a share of the prompt."""
+"""Budgets as an operator or a request writes them: tokens, or a share of the tokens so far."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def parse_budget(value: Any) -> int | str:
                 share = -1.0
             if 0 < share <= 100:
                 return f"{share:g}%"
-    raise ValueError(f"give tokens (1024) or a share of the prompt (25%), not {value!r}")
+    raise ValueError(f"give tokens (1024) or a share (25%), not {value!r}")
 
 
 def budget_tokens(budget: int | str) -> int | None:

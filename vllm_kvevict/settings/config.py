@@ -58,7 +58,7 @@ class EvictionConfig(Knobs):
     max_budget: int | str | None = Field(
         default=None,
         description=(
-            "Most that a request may ask for as its budget: tokens, or a share of the prompt. "
+            "Most that a request may ask for as its budget: tokens, or a share. "
             "It may then neither ask for none nor evict less often than the server."
         ),
     )
@@ -133,6 +133,11 @@ class EvictionConfig(Knobs):
                 "give one of the two"
             )
         cap, budget = self.max_budget, self.budget
+        if isinstance(cap, int) and cap < self.min_budget:
+            raise ValueError(
+                f"--kv-eviction-max-budget {cap} is below the {self.min_budget} tokens of "
+                "--kv-eviction-min-budget; raise it or lower that"
+            )
         comparable = cap is not None and isinstance(cap, int) == isinstance(budget, int)
         if comparable and float(str(budget).rstrip("%")) > float(str(cap).rstrip("%")):
             raise ValueError(

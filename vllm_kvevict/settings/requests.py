@@ -25,11 +25,13 @@ class RequestOptions:
 
     Args:
         policy: One of the server's choices, or "none".
-        budget: Tokens, or a share such as "25%" of what comes before the eviction point.
+        budget: Tokens, or a share such as "25%" of the tokens so far.
         interval: Decode steps between evictions; 0 evicts once.
         protect_first: Tokens at the start of the prompt that no head ever evicts.
         at: Eviction point in (0, prompt length], counted from the start of the prompt; None
             for the end of prefill.
+        most: Tokens that a share may come to on this server, however long the answer; None for
+            no bound.
 
     """
 
@@ -38,6 +40,7 @@ class RequestOptions:
     interval: int | None = None
     protect_first: int = 0
     at: int | None = None
+    most: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -53,6 +56,7 @@ class RequestOptions:
                 rule,
                 budget_tokens=budget_tokens(self.budget),
                 budget_share=budget_share(self.budget),
+                most=self.most,
             )
         return rule if self.interval is None else replace(rule, interval=self.interval)
 
@@ -90,6 +94,7 @@ def parse_options(
         interval=_interval(config, given),
         protect_first=_number(given, PROTECT, least=0, what="tokens") if PROTECT in given else 0,
         at=_at(given, prompt_len),
+        most=config.max_budget if isinstance(config.max_budget, int) else None,
     )
     if options.evicts:
         _check_store(config, options, prompt_len, rules)
@@ -203,10 +208,10 @@ def _check_store(
     """Refuse a budget above the cap, and protected tokens that the store cannot hold."""
     length = prompt_len if options.at is None else options.at
     rule, block_size = rules[0], rules[0].block_size
-    mine = options.timeline(rule)
     if config.max_budget is not None:
         cap = RequestOptions(config.policy, budget=config.max_budget).timeline(rule)
-        asked, most = mine.budget(length), cap.budget(length)
+        asked = replace(options, most=None).timeline(rule).budget(length)
+        most = cap.budget(length)
         if options.budget is not None and asked > most:
             raise ValueError(
                 f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, and "

@@ -20,8 +20,14 @@ class Rule(BaseModel):
         default=1024,
         description=(
             "Tokens kept per KV head (average over the heads of a layer, window included), "
-            "or a share of the prompt such as 25%."
+            "or a share such as 25% of the tokens so far, prompt and answer."
         ),
+    )
+    min_budget: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        description="Tokens per KV head that a budget given as a share comes to at least.",
     )
     window: int = Field(
         default=32,
@@ -62,12 +68,12 @@ class Rule(BaseModel):
 
     @property
     def budget_tokens(self) -> int | None:
-        """Budget in tokens, or None where it is a share of the prompt."""
+        """Budget in tokens, or None where it is a share."""
         return budget_tokens(self.budget)
 
     @property
     def budget_share(self) -> float | None:
-        """Budget as a share of the prompt in (0, 1], or None where it is in tokens."""
+        """Budget as a share of the tokens so far in (0, 1], or None where it is in tokens."""
         return budget_share(self.budget)
 
     def timeline(self, block_size: int) -> Timeline:
@@ -78,4 +84,5 @@ class Rule(BaseModel):
             interval=self.interval,
             budget_tokens=self.budget_tokens,
             budget_share=self.budget_share,
+            least=self.min_budget,
         )

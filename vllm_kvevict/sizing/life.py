@@ -115,15 +115,15 @@ class EvictingGroup(Group):
         self.replacing = 0
         # A request that ends with this step is not evicted.
         if request.is_due(n) and n < last:
-            self.replacing = request.store_blocks + 1
             request.evict(n)
+            self.replacing = request.store_blocks + 1
         self.held = self._blocks(n)
         return during
 
     def _blocks(self, n: int) -> int:
         request = self._request
-        store = request.store_blocks if request.evicted else 0
-        return blocks_for(n, self.block_size) - request.tail_start // self.block_size + store
+        positional = blocks_for(n, self.block_size) - request.tail_start // self.block_size
+        return positional + request.store_blocks
 
 
 def groups_of(

@@ -25,7 +25,7 @@ def report(config: Any, block_size: int | None = None) -> list[str]:
         # 1024 - 32 tokens are 7 whole blocks of 128.
         ("ada-snapkv", ["every 128 decode steps", "block size 128", "store blocks: 7 per"]),
         ({"policy": "snapkv", "budget": "25%", "interval": 130},
-         ["evicts every 256 decode steps", "depends on the prompt"]),
+         ["evicts every 256 decode steps", "grows with the sequence"]),
         ({"policy": "snapkv", "interval": 0}, ["evicts after prefill only"]),
     ],
 )  # fmt: skip

@@ -93,7 +93,7 @@ def test_refusal_leaves_the_configuration_alone(build: Any) -> None:
     [
         ("ada-snapkv", ["policy ada-snapkv", "budget 1024 tokens", "window 32", "interval 128",
                         "1.0 MiB of observation rings on a rank"]),
-        ({"policy": "snapkv", "budget": "25%"}, ["budget 25% of the prompt"]),
+        ({"policy": "snapkv", "budget": "25%"}, ["budget 25% of the tokens so far"]),
         ("streaming-llm", ["0.0 MiB of observation rings"]),
     ],
 )  # fmt: skip

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("registered")
 DEFAULTS = {
     "policy": "ada-snapkv",
     "budget": 1024,
+    "min_budget": 0,
     "window": 32,
     "interval": 128,
     "floor": 0.2,
@@ -124,6 +125,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
     flags = {
         "--kv-eviction": "snapkv",
         "--kv-eviction-budget": "25%",
+        "--kv-eviction-min-budget": "96",
         "--kv-eviction-window": "16",
         "--kv-eviction-interval": "0",
         "--kv-eviction-floor": "0.5",
@@ -147,6 +149,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
     expected = {
         "policy": "snapkv",
         "budget": "25%",
+        "min_budget": 96,
         "window": 16,
         "interval": 0,
         "floor": 0.5,

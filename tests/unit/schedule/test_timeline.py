@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from vllm_kvevict.schedule.layers import by_layer
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline, blocks_for
 from vllm_kvevict.settings.budget import budget_share
 
@@ -22,12 +23,14 @@ def timelines(draw, share: bool = True) -> Timeline:
     portion = None
     if share and draw(st.booleans()):
         tokens, portion = None, draw(st.floats(0.01, 1.0))
+    least = draw(st.sampled_from([0, 0, 90, 300])) if portion else 0
     return Timeline(
         block_size=draw(st.sampled_from([1, 3, 8, 16, 32])),
         window=window,
         interval=draw(st.sampled_from([0, 1, 7, 16, 50, 128])),
         budget_tokens=tokens,
         budget_share=portion,
+        least=least,
     )
 
 
@@ -45,6 +48,7 @@ class Walk:
     stores: int = 0
     freeing: deque[tuple[set[int], int]] = field(default_factory=deque)
     evicted_at: list[int] = field(default_factory=list)
+    store_at: list[int] = field(default_factory=list)
     held: int = 0
 
     def __post_init__(self) -> None:
@@ -56,12 +60,14 @@ class Walk:
         self.n += tokens
         frees: tuple[set[int], int] = (set(), 0)
         if self.request.is_due(self.n):
-            self.stores += self.request.store_blocks
+            before = self.request.store_blocks
             old, new = self.request.evict(self.n)
+            self.stores += self.request.store_blocks
             gone = {block for block in self.positional if old <= block * bs < new}
             assert min(gone) * bs == old
-            frees = (gone, self.request.store_blocks if self.evicted_at else 0)
+            frees = (gone, before)
             self.evicted_at.append(self.n)
+            self.store_at.append(self.request.store_blocks)
         self.held = max(self.held, len(self.positional) + self.stores)
         self.freeing.append(frees)
         if len(self.freeing) > self.in_flight:
@@ -106,7 +112,7 @@ def test_store_is_what_the_budget_leaves_beside_the_window(rule, prompt_len):
 
 
 @PROFILE
-@given(timelines(), st.integers(1, 700), st.integers(0, 60), st.integers(1, 200))
+@given(timelines(share=False), st.integers(1, 700), st.integers(0, 60), st.integers(1, 200))
 def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, replayed, chunk):
     end = prompt_len + replayed
     walk = Walk(rule, prompt_len, end, in_flight=0)
@@ -131,7 +137,11 @@ def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, re
 
 @PROFILE
 @given(
-    timelines(), st.integers(1, 700), st.integers(0, 60), st.integers(1, 200), st.floats(0.01, 1)
+    timelines(share=False),
+    st.integers(1, 700),
+    st.integers(0, 60),
+    st.integers(1, 200),
+    st.floats(0.01, 1),
 )
 def test_evicts_at_a_point_of_its_own_whatever_the_chunks(rule, prompt_len, replayed, chunk, share):
     at = max(1, round(share * prompt_len))
@@ -142,7 +152,6 @@ def test_evicts_at_a_point_of_its_own_whatever_the_chunks(rule, prompt_len, repl
     for _ in range(3 * rule.stride + 5):
         walk.step(1)
     kept = rule.store_blocks(at) * rule.block_size
-    assert walk.request.store_blocks * rule.block_size == kept, "a share is one of the context"
     if max(0, at - rule.window) // rule.block_size * rule.block_size > kept:
         second = max(at + rule.stride, end)
         later = range(second, walk.n + 1, rule.stride) if rule.stride else []
@@ -218,12 +227,88 @@ def test_every_query_of_the_window_is_observed(rule, prompt_len):
     assert unseen == list(range(1, request.due - rule.window + 1))
 
 
-def test_share_counts_the_prompt_and_not_what_is_replayed():
+def shares() -> st.SearchStrategy[Timeline]:
+    return timelines().filter(lambda rule: rule.budget_share is not None)
+
+
+def blocks_of_share(rule: Timeline, n: int) -> int:
+    return max(1, (max(rule.least, int(round(n * rule.budget_share, 6))) - rule.window)
+               // rule.block_size)  # fmt: skip
+
+
+@PROFILE
+@given(shares(), st.integers(1, 700), st.integers(0, 60), st.integers(1, 200), st.integers(1, 200))
+def test_a_share_is_one_of_the_tokens_at_each_eviction(rule, prompt_len, replayed, chunk, other):
+    end = prompt_len + replayed
+    walk, same = Walk(rule, prompt_len, end, 0), Walk(rule, prompt_len, end, 0)
+    walk.prefill(chunk)
+    same.prefill(other)
+    for _ in range(6 * rule.stride + 5):
+        walk.step(1)
+        same.step(1)
+    assert (walk.evicted_at, walk.store_at) == (same.evicted_at, same.store_at), "chunks matter"
+    assert walk.store_at == [blocks_of_share(rule, n) for n in walk.evicted_at]
+    assert all(n == end or n - end >= 1 for n in walk.evicted_at)
+
+    def blocks_before(n: int, old: int, store: int) -> int:
+        return store + ((n - rule.window) // rule.block_size) - old
+
+    old = store = 0
+    for n, kept in zip(walk.evicted_at, walk.store_at, strict=True):
+        assert kept < blocks_before(n, old, store), "nothing was given back"
+        old, store = (n - rule.window) // rule.block_size, kept
+    # Whenever something can go an interval later, it goes.
+    for n, kept in zip(walk.evicted_at, walk.store_at, strict=True):
+        soon = n + rule.stride
+        if rule.stride and soon <= walk.n:
+            before = blocks_before(soon, (n - rule.window) // rule.block_size, kept)
+            assert (soon in walk.evicted_at) == (blocks_of_share(rule, soon) < before)
+
+
+def test_a_share_of_a_short_prompt_grows_with_the_answer():
+    rule = Timeline(block_size=32, window=32, interval=128, budget_share=0.25)
+    walk = Walk(rule, 20, 20, in_flight=0)
+    walk.prefill(20)
+    for _ in range(8000 - 20):
+        walk.step(1)
+    assert 0.22 * 8000 < walk.store_at[-1] * 32 + 32 <= 0.25 * 8000
+    assert len(walk.positional) + walk.stores < 0.25 * 8000 / 32 + 7
+
+
+def test_a_share_has_a_least_and_a_most():
+    rule = Timeline(32, 32, 128, budget_share=0.25, least=256, most=512)
+    assert [rule.budget(n) for n in (100, 1024, 1600, 9000)] == [256, 256, 400, 512]
+    request = RequestTimeline(rule, prompt_len=200, prefill_end=200)
+    assert (request.point, request.due) == (None, 256 + 128), "until then all of it is kept"
+    assert RequestTimeline(rule, 256 + 32, 256 + 32).point == 256 + 32
+
+
+def test_everything_is_never_evicted():
+    rule = Timeline(32, 32, 128, budget_share=1.0)
+    assert RequestTimeline(rule, 20, 20).due is None
+    assert RequestTimeline(rule, 20, 20, ends=4000).due is None
+
+
+def test_a_share_counts_what_is_replayed():
+    """A preempted request keeps what it would have kept at that length."""
     rule = Timeline(block_size=16, window=32, interval=0, budget_share=0.25)
-    assert rule.store_blocks(1000) == (250 - 32) // 16
     request = RequestTimeline(rule, prompt_len=1000, prefill_end=1400)
-    assert request.store_blocks == 13
     assert request.evict(1400) == (0, 1360)
+    assert request.store_blocks == (350 - 32) // 16
+
+
+def test_a_store_of_layers_never_shrinks():
+    """Protected tokens that the prompt's store holds are in every later store, too."""
+    share = by_layer((1.2, 1.2, 0.8, 0.8), 2)
+    for group in (share[0], share[2]):
+        rule = Timeline(16, 32, 16, budget_share=0.3, share=group)
+        request = RequestTimeline(rule, 300, 300)
+        stores = [rule.store_blocks(300)]
+        for n in range(300, 1500):
+            if request.is_due(n):
+                request.evict(n)
+                stores.append(request.store_blocks)
+        assert len(stores) > 30 and stores == sorted(stores)
 
 
 @given(st.integers(1, 100), st.integers(1, 10**6))

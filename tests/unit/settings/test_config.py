@@ -13,7 +13,7 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.settings.sentences import flag
 
-FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
+FIELDS = ["policy", "budget", "min_budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
 FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "shared_blocks", "attention"]
 
@@ -36,6 +36,7 @@ def test_defaults() -> None:
     assert parse().model_dump() == {
         "policy": "snapkv",
         "budget": 1024,
+        "min_budget": 0,
         "window": 32,
         "interval": 128,
         "floor": 0.2,
@@ -101,7 +102,7 @@ def test_budget(budget: Any, tokens: int | None, share: float | None) -> None:
 )  # fmt: skip
 def test_bad_budget(budget: Any) -> None:
     message = complaint({"policy": "snapkv", "budget": budget})
-    assert "--kv-eviction-budget: give tokens (1024) or a share of the prompt (25%)" in message
+    assert "--kv-eviction-budget: give tokens (1024) or a share (25%)" in message
 
 
 @pytest.mark.parametrize("budget", [0, -1, "0"])
@@ -188,6 +189,15 @@ def test_layers_have_budgets_of_their_own_where_a_request_may_ask_for_it(
     assert places == by_layer(pyramid(6, 10.0), 3, steepest=1.9)
     flat = parse(allow="ada-snapkv,none", groups=3)
     assert flat.timelines(32, 6) == (flat.timeline(32),) * 6
+
+
+def test_min_budget() -> None:
+    rule = parse(budget="25%", min_budget=256).timeline(32)
+    assert [rule.budget(n) for n in (100, 2000)] == [256, 500]
+    assert parse(budget=512, min_budget=600).timeline(32).budget(100) == 512, "no share"
+    assert "--kv-eviction-min-budget" in complaint({"policy": "snapkv", "min_budget": -1})
+    message = complaint({"policy": "snapkv", "max_budget": 128, "budget": "5%", "min_budget": 200})
+    assert "--kv-eviction-max-budget 128 is below the 200 tokens" in message
 
 
 def test_max_budget() -> None:

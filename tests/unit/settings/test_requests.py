@@ -260,6 +260,8 @@ def test_accepts_what_the_timeline_can_follow_or_complains_in_one_line(given, pr
     if cap is not None and options.budget is not None:
         most = cap if isinstance(cap, int) else int(length * 0.4)
         assert rule.budget(length) <= most
+        # However long the answer.
+        assert rule.budget(10**6) <= (cap if isinstance(cap, int) else 400_000)
 
 
 @given(st.integers(1, 5000), st.data())
