@@ -1,6 +1,6 @@
 """The block manager of a KV-cache group that evicts: positional blocks plus a store."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,8 @@ class EvictableAttentionManager(FullAttentionManager):
     """
 
     ledger: EvictionLedger | None = None
+    on_reuse: Callable[[Sequence[KVCacheBlock]], None] | None = None
+    """Told which blocks an eviction in place writes to."""
 
     def __init__(self, kv_cache_spec: EvictableAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -82,11 +84,29 @@ class EvictableAttentionManager(FullAttentionManager):
             return needed
         self._starts[request_id] = total_computed_tokens
         entry = self.ledger.entry(request_id)
+        needed += sum(block.ref_cnt == 0 for block in self._taking(request_id))
         if self._must_evict(request_id, entry, total_computed_tokens, num_tokens):
             assert entry is not None
-            hits = [block for block in new_computed_blocks if block.ref_cnt]
+            hits = [b for b in new_computed_blocks if b.ref_cnt and not b.is_null]
             needed += self._missing(request_id, entry, num_tokens, len(hits))
         return needed
+
+    def _taking(self, request_id: str) -> tuple[KVCacheBlock, ...]:
+        """Blocks of a published store that the request is about to hold."""
+        assert self.ledger is not None
+        shared = self.ledger.taking.get(request_id)
+        if shared is None or request_id in self.holdings:
+            return ()
+        return shared.groups[self.kv_cache_group_id].store
+
+    def add_local_computed_blocks(
+        self, request_id: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Hold what a prefix hit found, and the store that the request takes with it."""
+        super().add_local_computed_blocks(request_id, *args, **kwargs)
+        if self.ledger is not None and (store := self._taking(request_id)):
+            self.block_pool.touch(store)
+            self.holdings[request_id] = Holding(store=list(store))
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -133,7 +153,8 @@ class EvictableAttentionManager(FullAttentionManager):
         last = timeline.timeline.tail_start(end) // self.block_size
         positional = self.req_to_blocks.get(request_id, ())
         shared = hits + sum(block.ref_cnt > 1 for block in positional[first:last])
-        store = timeline.store_blocks if timeline.evicted else 0
+        holding = self.holdings.get(request_id)
+        store = sum(block.ref_cnt == 1 for block in holding.store) if holding is not None else 0
         return store + max(0, last - first - shared)
 
     def gain(self, request_id: str, entry: Entry, end: int) -> int:
@@ -211,6 +232,8 @@ class EvictableAttentionManager(FullAttentionManager):
         # Stable: those that no hash leads to come first.
         own.sort(key=lambda block: block.block_hash is not None)
         taken = own[:most]
+        if self.on_reuse is not None:
+            self.on_reuse(taken)
         self.block_pool.evict_blocks({b.block_id for b in taken if b.block_hash is not None})
         return taken
 
