@@ -2,9 +2,9 @@
 
     python -m benchmarks.shared_context
 
-The first question prefills the document and evicts it at its end. Then another prompt, which does not
-evict, takes the blocks that it gave back, so that its uncompressed prefix leaves the cache; a request
-without a point shows that it has. The questions that follow take the store.
+The first question prefills the document and evicts it at its end. Then another prompt, which does
+not evict, takes the blocks that it gave back, so that its uncompressed prefix leaves the cache; a
+request without a point shows that it has. The questions that follow take the store.
 """
 
 import argparse
@@ -26,6 +26,7 @@ RESULT = Path(__file__).parent / "results" / "shared_context.json"
 
 def prose(rng: random.Random, sentences: int) -> str:
     """Sentences about animals and things."""
+
     def noun() -> str:
         return f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
 
@@ -116,9 +117,11 @@ def main() -> None:
         "--max-num-batched-tokens", "2048", "--enable-prompt-tokens-details",
         "--kv-eviction", "ada-snapkv", "--kv-eviction-allow", "none",
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        with Server(real_model(), arguments, Path(folder) / "log") as server:
-            result = measure(Client(server), given.tokens, given.budget)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server(real_model(), arguments, Path(folder) / "log") as server,
+    ):
+        result = measure(Client(server), given.tokens, given.budget)
     result = dict(server=arguments, **result, provenance=provenance())
     given.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -217,6 +217,16 @@ def test_nothing_is_shared(change):
     assert counters(core).evictions_prefill == 3
 
 
+def test_an_interval_shorter_than_the_window_needs_queries_before_the_point():
+    core = engine(replace(SYNC, max_batched=512, window=16, interval=8))
+    for seed in range(2):
+        ask(core, seed)
+        core.step()
+    core.finish()
+    assert counters(core).evictions_prefill >= 2 and counters(core).stores_published == 0
+    assert counters(core).postponed == 0
+
+
 def test_sums_of_attention_are_not_shared():
     core = engine(replace(SYNC, max_batched=512))
     for seed in range(2):
@@ -247,7 +257,7 @@ def test_a_prompt_that_ends_at_its_point_takes_nothing():
 
 
 def test_nobody_waits_where_the_store_cannot_be_made():
-    """Somebody who does not evict holds the document: evictions are put off, one after the other."""
+    """Somebody who does not evict holds the document, so evictions are put off."""
     core = engine(replace(SYNC, max_batched=200, blocks=128))
     core.add([*DOCUMENT, 5], 200, asked={"kv_eviction": "none"})
     core.step()

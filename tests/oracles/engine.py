@@ -27,7 +27,8 @@ class Recorder:
     def taken(self, plan: Any) -> None:
         """Requests of a step that begin with what another one's eviction kept."""
         for request_id, groups in plan.taken.items():
-            (kept,) = {id(k): k for k in (self._published[g.group_id, g.store[0]] for g in groups)}.values()
+            kept = self._published[groups[0].group_id, groups[0].store[0]]
+            assert all(self._published[g.group_id, g.store[0]] is kept for g in groups)
             self.lives[request_id][-1].evictions.append(kept)
 
     def admitted(self, request_id: str, num_tokens: int) -> None:

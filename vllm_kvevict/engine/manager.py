@@ -99,9 +99,7 @@ class EvictableAttentionManager(FullAttentionManager):
             return ()
         return shared.groups[self.kv_cache_group_id].store
 
-    def add_local_computed_blocks(
-        self, request_id: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def add_local_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Hold what a prefix hit found, and the store that the request takes with it."""
         super().add_local_computed_blocks(request_id, *args, **kwargs)
         if self.ledger is not None and (store := self._taking(request_id)):

@@ -102,7 +102,7 @@ class EvictionMixin(Scheduler):
             self._ledger,
             self._evicting,
             unshared=frozenset(n for n, p in policies.items() if not shares_stores(p)),
-            enabled=self.connector is None and not self.use_eagle,
+            enabled=not (self.connector or self.use_eagle or self.prefix_replay_tokens),
         )
 
     def _options(self, request: "Request") -> RequestOptions:

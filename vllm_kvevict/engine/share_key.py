@@ -24,7 +24,7 @@ def share_key(request: "Request", entry: Entry, hash_block_size: int) -> ShareKe
     if point is None or point >= request.num_tokens:
         return None
     blocks = point // hash_block_size
-    if not 0 < blocks <= len(request.block_hashes):
+    if not 0 < blocks <= len(request.block_hashes) or not _looks_behind(entry, point):
         return None
     hashed = blocks * hash_block_size
     extra = None
@@ -42,3 +42,14 @@ def share_key(request: "Request", entry: Entry, hash_block_size: int) -> ShareKe
             for group, timeline in sorted(entry.timelines.items())
         ),
     )
+
+
+def _looks_behind(entry: Entry, point: int) -> bool:
+    """Whether later evictions look at queries from ``point`` on alone, which everyone computes."""
+    for timeline in entry.timelines.values():
+        rule, due = timeline.timeline, timeline.due
+        if timeline.is_due(point):
+            due = point + rule.stride if rule.stride else None
+        if due is not None and due - rule.window < point:
+            return False
+    return True

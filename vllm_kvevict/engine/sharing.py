@@ -169,7 +169,9 @@ class SharedStores:
                 return False
             if len(tail) > len(whole) and tail[-1].block_hash is not None:
                 return False
-            store = self._managers[group].holdings[request.request_id].store if group in made else ()
+            store = (
+                self._managers[group].holdings[request.request_id].store if group in made else ()
+            )
             groups[group] = SharedGroup(tail_start, tuple(store), tuple(tail))
         self._enter(key, groups)
         return True

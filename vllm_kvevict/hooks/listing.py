@@ -147,7 +147,8 @@ HOOKS = {
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
             Scheduler.block_size Scheduler.kv_cache_manager Scheduler.connector
-            Scheduler.use_eagle Scheduler._handle_blocked_waiting_request(request)
+            Scheduler.use_eagle Scheduler.prefix_replay_tokens
+            Scheduler._handle_blocked_waiting_request(request)
         """,
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)

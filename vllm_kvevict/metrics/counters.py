@@ -11,9 +11,10 @@ class Counters:
     and KV-cache group; blocks are vLLM's. ``evictions_in_place`` counts evictions, once per request
     and KV-cache group, whose survivors went into blocks of their own request. ``postponed_*`` count
     steps in which an eviction was due and could not run, for want of blocks, of a ring slot, or of
-    its turn; ``skipped_shared`` those put off because others hold what they would give back. ``stores_taken``
-    counts admissions of requests that took the store of another one's eviction, ``tokens_taken`` the
-    tokens that they did not compute, ``stores_published`` the stores that others may take.
+    its turn; ``skipped_shared`` those put off because others hold what they would give back.
+    ``stores_taken`` counts admissions of requests that took the store of another one's eviction,
+    ``tokens_taken`` the tokens that they did not compute, ``stores_published`` the stores that
+    others may take.
     """
 
     evictions_prefill: int = 0

@@ -128,9 +128,10 @@ class WorkerEviction:
 
     def _keep(self, eviction: Eviction) -> None:
         """Keep how heads share the stores that others may take."""
-        row = int(self._rows.rows([eviction.request_id])[0])
-        for group in eviction.groups:
-            if group.published:
+        published = [group for group in eviction.groups if group.published]
+        if published:
+            row = int(self._rows.rows([eviction.request_id])[0])
+            for group in published:
                 self.states[group.group_id].keep(row, group.store[0])
 
     def _take(self) -> None:
