@@ -101,6 +101,10 @@ class Simulation:
     def _execute(self, output: Any) -> tuple[list[str], list[list[int]], Work]:
         """Who samples, and what the step costs."""
         requests, gone = self.scheduler.requests, self._gone
+        plan = getattr(output, "kv_eviction_plan", None)
+        for request_id, groups in (plan.taken if plan is not None else {}).items():
+            saved = sum(one.tail_start - len(one.store) * self.block_size for one in groups)
+            gone[request_id] = saved // len(self._evicting)
         ids, sampled = list(output.num_scheduled_tokens), []
         cached = pairs = 0
         for request_id, tokens in output.num_scheduled_tokens.items():
@@ -110,7 +114,6 @@ class Simulation:
             cached += before
             pairs += tokens * before + tokens * tokens // 2
         work = Work(output.total_num_scheduled_tokens, cached, pairs)
-        plan = getattr(output, "kv_eviction_plan", None)
         evictions = plan.evictions if plan is not None else ()
         self.tally.most_evictions = max(self.tally.most_evictions, len(evictions))
         for eviction in evictions:
@@ -169,6 +172,8 @@ class Simulation:
     def _note(self) -> None:
         saved = sum(manager.blocks_saved for manager in self._evicting.values())
         self.tally.peak_saved = max(self.tally.peak_saved, saved)
+        used = self.server.blocks - 1 - self._pool.get_num_free_blocks()
+        self.tally.peak_used = max(self.tally.peak_used, used)
         self.tally.point(
             self._pool.get_num_free_blocks() / self.server.blocks,
             len(self.scheduler.running),

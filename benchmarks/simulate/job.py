@@ -23,6 +23,7 @@ class Job:
         spans: Names of the first spans of the prompt: equal names, equal prefixes.
         span: Tokens of each of them.
         abort_after: Tokens after which the client goes away; None for never.
+        point: Its eviction point; None for the end of the prompt.
 
     """
 
@@ -33,6 +34,7 @@ class Job:
     spans: tuple[int, ...] = ()
     span: int = 1
     abort_after: int | None = None
+    point: int | None = None
 
     @property
     def request_id(self) -> str:
@@ -43,10 +45,13 @@ class Job:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
+        from vllm_kvevict.settings.requests import AT
+
+        asked = {AT: self.point} if self.point else None
         return Request(
             self.request_id,
             [TOKEN] * self.prompt,
-            SamplingParams(max_tokens=self.output, ignore_eos=True),
+            SamplingParams(max_tokens=self.output, ignore_eos=True, extra_args=asked),
             None,
             arrival_time=self.arrival or 0.0,
             block_hasher=self._hasher(block_size),

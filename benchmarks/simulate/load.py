@@ -51,6 +51,7 @@ class Load:
         aborts: Share of the requests whose client goes away midway.
         requests: How many in all; None without end.
         seed: Equal seeds, equal loads.
+        point: Whether the shared tokens end at the eviction point of every request.
 
     """
 
@@ -62,6 +63,7 @@ class Load:
     aborts: float = 0.0
     requests: int | None = None
     seed: int = 0
+    point: bool = False
 
     def jobs(self) -> Iterator[Job]:
         """The requests by arrival."""
@@ -78,6 +80,7 @@ class Load:
                 (rng.randrange(self.prefixes),) if self.shared else (),
                 max(1, self.shared),
                 _abort(rng, self.aborts, output),
+                self.shared if self.point else None,
             )
 
 

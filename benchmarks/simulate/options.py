@@ -54,7 +54,13 @@ class Options:
             load = Trace(given.trace, given.speed, **shared)
         else:
             load = Load(
-                given.prompt, given.output_len, given.shared, given.prefixes, given.rate, **shared
+                given.prompt,
+                given.output_len,
+                given.shared,
+                given.prefixes,
+                given.rate,
+                point=given.point,
+                **shared,
             )
         clients = given.clients or 2 * given.max_num_seqs
         settings = tuple(given.setting or (Setting(STOCK), Setting.parse("ada-snapkv:1024")))
@@ -102,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", type=lengths, default=Lengths(2000, 2000), help="tokens: 2000 or 1000-4000")
     add("--output-len", type=lengths, default=Lengths(500, 500), help="tokens: 500 or 100-900")
     add("--shared", type=int, default=0, help="tokens at the start of every prompt that are shared")
+    add("--point", action="store_true", help="what is shared ends at each request's eviction point")
     add("--prefixes", type=int, default=1, help="kinds of shared beginnings")
     add(
         "--clients", type=int, help="closed loop: unfinished requests (default: twice max-num-seqs)"

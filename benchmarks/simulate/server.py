@@ -91,6 +91,8 @@ class Server:
                 hash_block_size=sizes[1],
                 log_stats=False,
             )
+        if setting.alone and setting.eviction is not None:
+            scheduler._shared._enabled = False
         rings = scheduler._ledger.rings if setting.eviction is not None else None
         return cls(
             scheduler,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STOCK = "stock"
-OWN = ("rings", "watermark")
+OWN = ("rings", "watermark", "alone")
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Setting:
         eviction: ``additional_config["kv_eviction"]``; None for stock vLLM.
         rings: Ring slots in place of those that memory allows; None for those.
         watermark: vLLM's, share of the blocks that an admission leaves free.
+        alone: Whether every request makes a store of its own.
 
     """
 
@@ -24,12 +25,13 @@ class Setting:
     eviction: dict[str, Any] | None = field(default=None, hash=False)
     rings: int | None = None
     watermark: float = 0.0
+    alone: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Setting":
         """Read ``stock`` or ``POLICY:BUDGET``, and behind it ``,key=value`` pairs.
 
-        Keys are ``rings``, ``watermark`` and the fields of the eviction's configuration.
+        Keys are ``rings``, ``watermark``, ``alone`` and the fields of the eviction's configuration.
 
         Raises:
             ValueError: It is none of these.

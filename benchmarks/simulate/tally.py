@@ -24,6 +24,8 @@ class Tally:
     running: int = 0
     """Sum over steps."""
     peak_saved: int = 0
+    peak_used: int = 0
+    """Blocks of the pool."""
     most_evictions: int = 0
     """In one step."""
     scheduler_seconds: float = 0.0
@@ -57,6 +59,7 @@ class Tally:
             "running_peak": self.peak_running,
             "running_mean": round(self.running / steps, 1),
             "blocks_saved_peak": self.peak_saved,
+            "blocks_used_peak": self.peak_used,
             "evictions_in_one_step": self.most_evictions,
             "ttft_s": _quantiles(self.first),
             "itl_ms": _quantiles([1000 * gap for gap in self.between]),

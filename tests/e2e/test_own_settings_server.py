@@ -67,7 +67,7 @@ def server(tiny_model, truth, tmp_path_factory) -> Iterator[Server]:
         *BASE, "--served-model-name", "tiny", "--api-server-count", "2",
         "--kv-eviction", "snapkv", "--kv-eviction-budget", "96", "--kv-eviction-interval", "32",
         "--kv-eviction-allow", "streaming-llm,subgen-stream",
-        "--kv-eviction-shared-blocks", "evict",
+        "--kv-eviction-shared-blocks", "evict", "--enable-prompt-tokens-details",
     ]  # fmt: skip
     with Server(tiny_model, arguments, tmp_path_factory.mktemp("server") / "log") as server:
         yield server
@@ -104,12 +104,37 @@ def test_chat_with_its_own_settings(server):
 
 
 def evicting(server: Server, path: str, body: dict[str, Any]) -> list[int]:
-    """Token ids of an answer before which the prompt evicted."""
-    before = server.evictions()["evictions"]
+    """Token ids of an answer before which the prompt evicted, or took what another one kept."""
+    before = server.evictions()
     answer = server.post(path, body | GREEDY)["choices"][0]["token_ids"]
     wait_for(server, "vllm:num_requests_running", 0)
-    assert server.evictions()["evictions"] > before
+    after = server.evictions()
+    assert any(after[name] > before[name] for name in ("evictions", "stores_taken"))
     return answer
+
+
+def test_tenants_share_a_context_under_one_salt_and_one_budget(server):
+    document = random_prompt(300, seed=77)
+    xargs = asks(at=len(document), interval=0)
+
+    def taken(question: int, **options: Any) -> int:
+        """Tokens of the document that a question did not compute."""
+        prompt = document + random_prompt(20, seed=question)
+        body = dict(model="tiny", prompt=prompt, max_tokens=1, vllm_xargs=xargs) | options
+        usage = server.post("/v1/completions", body)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    before = server.metric("vllm_kvevict:taken_stores_total")
+    assert [taken(1, cache_salt="a"), taken(2, cache_salt="a")] == [0, 300]
+    assert [taken(3, cache_salt="b"), taken(4, cache_salt="b")] == [0, 300]
+    assert [taken(5), taken(6)] == [0, 300]
+    # The prefix is cached, but for the window; the store is another one.
+    other = xargs | asks(budget=128)
+    assert [taken(7, vllm_xargs=other), taken(8, vllm_xargs=other)] == [256, 300]
+    other = xargs | asks("streaming-llm")
+    assert taken(9, vllm_xargs=other) < 300 == taken(10, vllm_xargs=other)
+    assert taken(11, cache_salt="a") == 300
+    assert server.metric("vllm_kvevict:taken_stores_total") - before == 6
 
 
 def test_a_context_named_by_message_or_text_is_the_point_in_tokens(server):

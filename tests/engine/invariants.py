@@ -33,6 +33,12 @@ class Tally:
     """Evictions that took more blocks than they gave back."""
     put_off: int = 0
     """Evictions that did not run because they would have."""
+    taken: int = 0
+    """Admissions that took the store of another request's eviction."""
+    taken_in_use: int = 0
+    """Those in which somebody else held it, too."""
+    taken_again: int = 0
+    """Those after a preemption."""
     switched_off: int = 0
     """Steps of requests that switched eviction off."""
 
@@ -43,6 +49,8 @@ class Life:
 
     number: int
     postponed: bool = False
+    took: bool = False
+    """Whether it began with the store of another request."""
     due: dict[int, int | None] = field(default_factory=dict)
     """When each group would evict, after the last step that was scheduled."""
     stores: dict[int, int] = field(default_factory=dict)
@@ -80,6 +88,11 @@ def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[i
     return kept
 
 
+def of_store(block_hash: bytes) -> bool:
+    """Whether a hash marks a block of a published store, or the last one behind it."""
+    return get_block_hash(block_hash).startswith(b"kv_eviction store")
+
+
 class Invariants:
     """Asserts over scheduler, pool, ledger and the shadow worker's memory."""
 
@@ -100,6 +113,7 @@ class Invariants:
         self._published: dict[int, tuple[Any, int]] = {}
         self._chains: dict[str, list[int]] = {}
         self._truth: dict[Any, list[int]] = {}
+        self._stored: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
@@ -115,7 +129,12 @@ class Invariants:
             self._lives[request_id] = Life(former.number + 1 if former else 1)
             self.tally.hits += hit > 0
             self.tally.hit_tokens += hit
-            self._expect_window_uncovered(request_id, hit)
+            taken = (getattr(output, PLAN, None) or StepPlan()).taken.get(request_id)
+            if taken is None:
+                self._expect_window_uncovered(request_id, hit)
+            else:
+                self._lives[request_id].took = True
+                self._expect_taken(request_id, hit, taken)
         self._steps[id(output)] = {
             request_id: self._lives[request_id].number for request_id in output.num_scheduled_tokens
         }
@@ -138,6 +157,7 @@ class Invariants:
             block.block_id
             for block in self.pool.blocks
             if block.block_hash is not None
+            and not of_store(block.block_hash)
             and block.block_id not in owners
             and self._published.get(block.block_id, (None, 0))[0] != block.block_hash
         }
@@ -162,6 +182,35 @@ class Invariants:
             store = self._store_blocks(manager.kv_cache_group_id, request, end)
             if (end - self.setup.window) // self.setup.block_size > store:
                 assert hit <= end - self.setup.window, f"{request_id}: a hit covers the window"
+
+    def _expect_taken(self, request_id: str, hit: int, taken: Any) -> None:
+        """A store is taken by requests that would have made it, and by no others."""
+        request = self.scheduler.requests[request_id]
+        asked = Asked(request, self.setup.policy)
+        assert asked.policy in ("snapkv", "pyramidkv", "streaming-llm")
+        assert hit == asked.at < request.num_tokens
+        tail_start = (hit - self.setup.window) // self.setup.block_size * self.setup.block_size
+        can = {
+            manager.kv_cache_group_id: blocks
+            for manager in self.evicting
+            if (blocks := self._store_blocks(manager.kv_cache_group_id, request))
+            < tail_start // self.setup.block_size
+        }
+        assert can == {one.group_id: len(one.store) for one in taken}
+        assert {one.tail_start for one in taken} == {tail_start}
+        for one in taken:
+            assert self._stored[one.group_id, one.store[0]] == self._made_of(request, hit)
+        self.tally.taken += 1
+        self.tally.taken_in_use += any(
+            self.pool.blocks[block].ref_cnt > 1 for one in taken for block in one.store
+        )
+        self.tally.taken_again += self._lives[request_id].number > 1
+
+    def _made_of(self, request: Any, point: int) -> tuple[Any, ...]:
+        """Everything that the store of an eviction at a request's point depends on."""
+        asked = Asked(request, self.setup.policy)
+        tokens = tuple(request.all_token_ids[:point])
+        return tokens, request.cache_salt, asked.policy, asked.protect_first
 
     def _expect_plan(self, output: Any, plan: StepPlan) -> None:
         evicted = {eviction.request_id: eviction for eviction in plan.evictions}
@@ -189,6 +238,9 @@ class Invariants:
                 assert evicted[request_id].protect_first == asked.protect_first
                 self.tally.at_point += end == asked.at and end < request.num_prompt_tokens
                 for part in evicted[request_id].groups:
+                    if part.published:
+                        made_of = self._made_of(request, end)
+                        self._stored[part.group_id, part.store[0]] = made_of
                     timeline = entry.timelines[part.group_id]
                     stores = self._lives[request_id].stores
                     wanted = self._store_blocks(part.group_id, request, end)
@@ -214,7 +266,7 @@ class Invariants:
             group = manager.kv_cache_group_id
             if (timeline := entry.timelines.get(group)) is None:
                 continue
-            due = life.due.get(group, timeline.point)
+            due = life.due.get(group, timeline.due if life.took else timeline.point)
             life.due[group] = timeline.due
             if (part := parts.get(group)) is not None:
                 replaced = (part.tail_start - part.old_tail_start) // bs
@@ -231,7 +283,9 @@ class Invariants:
                 first = timeline.tail_start // bs
                 table = manager.req_to_blocks[request_id][first:last]
                 shared = len(table) - len(self._held_once({b.block_id for b in table}))
-                own = timeline.store_blocks + last - first - shared
+                holding = manager.holdings.get(request_id)
+                store = {b.block_id for b in holding.store} if timeline.evicted else set()
+                own = len(self._held_once(store)) + last - first - shared
                 assert own <= timeline.wanted(max(end, due))
                 life.postponed = True
                 self.tally.put_off += 1
@@ -302,17 +356,30 @@ class Invariants:
     def check(self) -> None:
         """All that must hold between any two moves."""
         references = Counter(block.block_id for block in self.held)
-        exclusive: list[int] = []
+        positional: set[int] = set()
+        stores: dict[int, tuple[int, ...]] = {}
         for manager in self.managers:
+            group = manager.kv_cache_group_id
             for blocks in manager.req_to_blocks.values():
                 references.update(b.block_id for b in blocks if not b.is_null)
+                positional.update(b.block_id for b in blocks if not b.is_null)
             for holding in getattr(manager, "holdings", {}).values():
-                exclusive.extend(b.block_id for b in holding.store + holding.granted)
+                mine = tuple(b.block_id for b in holding.store)
+                for block_id in mine:
+                    same = stores.setdefault(block_id, mine) == mine
+                    assert same, f"store block {block_id} has another owner"
+                    once = not references[block_id] or (group, mine[0]) in self._stored
+                    assert once, f"store block {block_id} has another owner"
+                references.update(mine)
+                references.update(b.block_id for b in holding.granted)
+                granted = {b.block_id: (b.block_id,) for b in holding.granted}
+                assert stores.keys().isdisjoint(granted), "a granted block has another owner"
+                stores |= granted
                 references.update(b.block_id for _, old in holding.retiring for b in old)
-        references.update(exclusive)
-        for block_id in exclusive:
-            assert references[block_id] == 1, f"store block {block_id} has another owner"
-            assert self.pool.blocks[block_id].block_hash is None, f"store {block_id} is published"
+        for block_id in stores:
+            assert block_id not in positional, f"store block {block_id} has another owner"
+            marked = self.pool.blocks[block_id].block_hash
+            assert marked is None or of_store(marked), f"store {block_id} is published"
         free = 0
         for block in self.pool.blocks:
             if block.is_null:
@@ -333,7 +400,7 @@ class Invariants:
         for request in self.scheduler.requests.values():
             self._learn(request)
         for block in self.pool.blocks:
-            if block.block_hash is None:
+            if block.block_hash is None or of_store(block.block_hash):
                 self._published.pop(block.block_id, None)
                 continue
             known = self._published.get(block.block_id)

@@ -100,6 +100,8 @@ EVENTS = st.one_of(
     st.tuples(st.just("add"), LENGTHS, st.integers(0, 4), MAX_TOKENS, st.integers(0, 2), WISHES),
     st.tuples(st.just("burst"), LENGTHS, st.integers(2, 6), st.integers(0, 4), MAX_TOKENS),
     st.tuples(st.just("repeat"), st.integers(0, 20), MAX_TOKENS, WISHES),
+    st.tuples(st.just("ask"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 60), MAX_TOKENS),
+    st.tuples(st.just("ask"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 60), MAX_TOKENS),
     st.tuples(st.just("follow"), st.integers(0, 20), st.integers(1, 60), MAX_TOKENS),
     st.tuples(st.just("steps"), st.integers(1, 30)),
     st.tuples(st.just("steps"), st.integers(1, 80)),
@@ -139,21 +141,34 @@ class Day:
         self.engine = Engine(scenario.setup, seed=scenario.seed)
         self.rng = random.Random(scenario.seed)
         self.shared = [self._tokens(300) for _ in range(2)]
+        self.asked = [
+            (f"{self.rng.choice([10, 25, 40])}%", self.rng.randrange(40, 300), salt)
+            for salt in (None, None, "a", "b")
+        ]
         self.aborts = self.resets = self.wishes = 0
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(2, VOCABULARY) for _ in range(count)]
 
     def _submit(
-        self, prompt: list[int], max_tokens: int, priority: int = 0, wish: Wish | None = None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        wish: Wish | None = None,
+        asked: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> None:
         longest = self.setup.max_model_len - 1
         if longest < 1:
             return
         prompt = prompt[:longest]
         max_tokens = min(max_tokens, self.setup.max_model_len - len(prompt))
-        asked = wish.asked(self.setup, len(prompt)) if wish is not None else None
-        request = self.engine.add(prompt, max_tokens, priority=priority, asked=asked)
+        if wish is not None:
+            asked = wish.asked(self.setup, len(prompt))
+        request = self.engine.add(
+            prompt, max_tokens, priority=priority, asked=asked, cache_salt=salt
+        )
         # A refused wish would silently become the server's settings.
         config = self.engine.scheduler._config
         rules = list(self.engine.scheduler._ledger.rules.values())
@@ -177,6 +192,15 @@ class Day:
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
             self._submit(list(former.prompt_token_ids or ()), max_tokens, wish=wish)
+
+    def ask(self, index: int, count: int, length: int, max_tokens: int) -> None:
+        """Questions about one document, each with the eviction point at its end."""
+        budget, size, salt = self.asked[index]
+        document = self.shared[index % 2][: min(size, self.setup.max_model_len - 2)]
+        if document:
+            point = {"kv_eviction_at": len(document), "kv_eviction_budget": budget}
+            for _ in range(count):
+                self._submit(document + self._tokens(length), max_tokens, asked=point, salt=salt)
 
     def follow(self, index: int, more: int, max_tokens: int) -> None:
         """The next turn of a conversation: prompt, answer so far, and a question."""
@@ -223,5 +247,8 @@ class Day:
             "put_off": tally.put_off,
             "at_a_loss": tally.at_a_loss,
             "mixed": tally.mixed,
+            "taken": tally.taken,
+            "taken_in_use": tally.taken_in_use,
+            "taken_again": tally.taken_again,
             **counters.as_dict(),
         }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, StepPlan
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, StepPlan, TakenStore
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
@@ -65,11 +65,17 @@ class ShadowWorker:
         self.used: dict[str, list[set[int]]] = {}
         """Blocks that the last executed step touched, by request and group."""
         self.evictions = 0
+        self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]]]] = {}
+        """Tail start, store and its content, by group and first block of the store."""
 
     def execute(self, output: Any) -> dict[str, list[int]]:
         """Run a step; returns the sampled tokens by request id."""
         self._follow(output)
+        for source, target in output.kv_cache_block_copies or ():
+            self.memory[target] = list(self.memory[source])
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
+        for request_id, taken in plan.taken.items():
+            self._take(self.rows[request_id], taken)
         spans = {
             request_id: (self.rows[request_id].computed, self.rows[request_id].computed + count)
             for request_id, count in output.num_scheduled_tokens.items()
@@ -123,6 +129,16 @@ class ShadowWorker:
             [list(table) for table in blocks],
             chain,
         )
+
+    def _take(self, row: Row, taken: list[TakenStore]) -> None:
+        """Start from what another request's eviction left. What it writes now is its own."""
+        assert taken and not row.evictions
+        row.evictions = 1
+        for one in taken:
+            tail_start, store, content = self.published[one.group_id, one.store[0]]
+            assert (one.tail_start, one.store) == (tail_start, store)
+            row.tail_start[one.group_id], row.stores[one.group_id] = tail_start, store
+            row.store_content[one.group_id] = content
 
     def _write(self, row: Row, start: int, end: int) -> None:
         if row.evictions:
@@ -220,4 +236,6 @@ class ShadowWorker:
                 self.used[eviction.request_id][group].add(block)
             row.tail_start[group], row.stores[group] = part.tail_start, part.store
             row.store_content[group] = content
+            if part.published:
+                self.published[group, part.store[0]] = (part.tail_start, part.store, content)
         self.evictions += 1

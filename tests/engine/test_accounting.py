@@ -52,5 +52,9 @@ def test_no_block_is_lost_shared_or_overwritten() -> None:
         "evictions_in_place",
         "put_off",
         "at_a_loss",
+        "stores_published",
+        "taken",
+        "taken_in_use",
+        "taken_again",
     ):
         assert totals[name] > 0, f"the load never saw any of {name}"

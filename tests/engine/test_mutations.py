@@ -1,6 +1,7 @@
 """The accounting tests fail when a rule is broken. Each test breaks one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ from hypothesis import Phase, given, settings
 
 from tests.engine.scenarios import SCENARIOS, Scenario, run
 from tests.engine.test_accounting import PROFILE
+from vllm_kvevict.engine import sharing
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.points import EvictionPoints
 from vllm_kvevict.engine.scheduler import EvictionMixin
+from vllm_kvevict.engine.shared_store import SharedStore
 from vllm_kvevict.engine.stores import Stores
 from vllm_kvevict.schedule.step_plan import PLAN
 from vllm_kvevict.settings.requests import RequestOptions
@@ -131,4 +134,28 @@ def test_accounting_catches_another_requests_budget(monkeypatch):
 def test_accounting_catches_an_incomplete_window(monkeypatch):
     monkeypatch.setattr(EvictionLedger, "window_ready", lambda self, entry, start, end: True)
     with pytest.raises(AssertionError):
+        hunt()
+
+
+def test_accounting_catches_a_store_taken_that_has_lost_a_block(monkeypatch):
+    monkeypatch.setattr(SharedStore, "intact", True)
+    with pytest.raises((AssertionError, AttributeError)):
+        hunt()
+
+
+def test_accounting_catches_stores_shared_by_tenants(monkeypatch):
+    share_key = sharing.share_key
+
+    def unsalted(request: Any, entry: Any, size: int) -> Any:
+        key = share_key(request, entry, size)
+        return key and replace(key, prefix=b"", rest=tuple(request.all_token_ids[: key.point]))
+
+    monkeypatch.setattr(sharing, "share_key", unsalted)
+    with pytest.raises(AssertionError):
+        hunt()
+
+
+def test_accounting_catches_a_store_that_is_not_held(monkeypatch):
+    monkeypatch.setattr(EvictableAttentionManager, "_taking", lambda self, request_id: ())
+    with pytest.raises((AssertionError, KeyError)):
         hunt()

@@ -82,3 +82,27 @@ def test_stock_and_eviction_run_side_by_side(asynchronous: bool) -> None:
     assert evicting["counters"]["evictions_prefill"] > 0
     assert evicting["running_mean"] > stock["running_mean"]
     assert "snapkv:128" in markdown(options, {"stock": stock, "snapkv:128": evicting})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_many_questions_about_one_document_hold_one_store_and_their_tails(asynchronous) -> None:
+    document, question, output, count = 2000, 40, 20, 32
+    arguments = (
+        f"--model {cached_tiny_llama(kv_heads=2)} --blocks 400 --max-num-seqs {count} --point "
+        f"--prompt {question} --output-len {output} --shared {document} --requests {count} "
+        f"--clients {count} --steps 4000"
+    ).split() + ["--async"] * asynchronous
+    settings = ["stock", "ada-snapkv:25%", "ada-snapkv:25%,alone=true"]
+    options = Options.parse([*arguments, *(x for s in settings for x in ("--setting", s))])
+    stock, shared, alone = (simulate(options, setting) for setting in options.settings)
+    assert shared["counters"]["stores_taken"] == count - 1 and "stores_taken" not in stock
+    assert alone["counters"]["stores_taken"] == 0
+    block, window = 32, 32
+    store = (document // 4 - window) // block
+    tail = (document - window) // block
+    own = -(-(document + question + output) // block) - document // block
+    # While the first one prefills it holds the document, and no other request anything.
+    most = max(-(-document // block) + store, store + document // block - tail + count * own)
+    assert shared["running_peak"] == count
+    assert shared["blocks_used_peak"] <= most < alone["blocks_used_peak"]
+    assert shared["computed_tokens"] < document + 1 + count * (question + output)

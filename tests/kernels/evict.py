@@ -30,6 +30,7 @@ def worker(
     longest: int = 512,
     device: str = "cpu",
     fp8: bool = False,
+    slots: int = 0,
 ) -> WorkerEviction:
     """A worker of three layers in two groups; the same numbers in each.
 
@@ -40,7 +41,7 @@ def worker(
     config = EvictionConfig(policy=policy, window=WINDOW, budget=WINDOW + 4 * BLOCK)
     timeline = Timeline(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)
     states = {
-        id_: GroupState(id_, names, timeline, HEADS, ROWS, 512, where)
+        id_: GroupState(id_, names, timeline, HEADS, ROWS, 512, where, slots)
         for id_, names in GROUPS.items()
     }
     for state in states.values():

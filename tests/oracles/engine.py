@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.oracles.masked import Kept, Life
+from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
 
 class Recorder:
@@ -21,6 +22,14 @@ class Recorder:
         self.lives: dict[str, list[Life]] = defaultdict(list)
         self.layers = layers
         self._last: Any = None
+        self._published: dict[tuple[int, int], Kept] = {}
+
+    def taken(self, plan: Any) -> None:
+        """Requests of a step that begin with what another one's eviction kept."""
+        for request_id, groups in plan.taken.items():
+            kept = self._published[groups[0].group_id, groups[0].store[0]]
+            assert all(self._published[g.group_id, g.store[0]] is kept for g in groups)
+            self.lives[request_id][-1].evictions.append(kept)
 
     def admitted(self, request_id: str, num_tokens: int) -> None:
         self.lives[request_id].append(Life(num_tokens))
@@ -34,6 +43,8 @@ class Recorder:
             life.evictions.append(kept)
             self._last = record.eviction
         kept = life.evictions[-1]
+        if group.published:
+            self._published[group.group_id, group.store[0]] = kept
         assert kept.tail_start == group.tail_start
         bs = record.columns.shape[1] // int(record.pages[0].sum())
         for row, layer in enumerate(self.layers[group.group_id]):
@@ -76,6 +87,13 @@ class Engine:
         self.worker = self.core.model_executor.driver_worker.worker
         self.recorder = Recorder(layers_by_depth(self.worker.kv_eviction.states))
         self.worker.kv_eviction.listeners.append(self.recorder)
+        begin = self.worker.kv_eviction.begin_step
+
+        def begun(output: Any) -> None:
+            self.recorder.taken(getattr(output, PLAN, None) or StepPlan())
+            begin(output)
+
+        self.worker.kv_eviction.begin_step = begun
         ledger = self.scheduler._ledger
         admit = ledger.admit
 

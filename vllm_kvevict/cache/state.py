@@ -21,6 +21,7 @@ class GroupState:
         num_rows: Requests the worker may hold at once.
         max_model_len: Longest sequence in tokens; bounds a store, which a request may choose.
         device: Where the tables live.
+        num_slots: Published stores whose head split is kept at most.
 
     """
 
@@ -33,6 +34,7 @@ class GroupState:
         num_rows: int,
         max_model_len: int,
         device: torch.device,
+        num_slots: int = 0,
     ) -> None:
         self.group_id = group_id
         self.layer_names = list(layer_names)
@@ -56,6 +58,7 @@ class GroupState:
         self.store = self._stores[:, :1]
         """[rows, S] block ids, as wide as the widest store so far."""
         self.head_indptr = table(len(layer_names), num_rows, num_heads + 1)
+        self._kept = table(len(layer_names), num_slots, num_heads + 1)
 
     @property
     def stores(self) -> torch.Tensor:
@@ -64,7 +67,7 @@ class GroupState:
 
     @property
     def num_bytes(self) -> int:
-        tables = (self.tail_start, self._stores, self.head_indptr)
+        tables = (self.tail_start, self._stores, self.head_indptr, self._kept)
         return sum(table.numel() * table.element_size() for table in tables)
 
     def clear(self, rows: Sequence[int]) -> None:
@@ -102,12 +105,32 @@ class GroupState:
             weighted: Whether page values hold log-weights of the store's tokens.
 
         """
+        self.head_indptr[:, row, 0].fill_(0)
+        self.head_indptr[:, row, 1:] = pages.cumsum(-1)
+        self._enter(row, tail_start, store, weighted)
+
+    def keep(self, row: int, slot: int) -> None:
+        """Keep a row's head split for others, without waiting for the device."""
+        self._kept[:, slot] = self.head_indptr[:, row]
+
+    def take(self, row: int, slot: int, tail_start: int, store: torch.Tensor) -> None:
+        """Enter a store whose head split was kept, without waiting for the device.
+
+        Args:
+            row: The row of the request that takes it.
+            slot: Where :meth:`keep` put the split.
+            tail_start: T in tokens.
+            store: [S] int: block ids.
+
+        """
+        self.head_indptr[:, row] = self._kept[:, slot]
+        self._enter(row, tail_start, store, weighted=False)
+
+    def _enter(self, row: int, tail_start: int, store: torch.Tensor, weighted: bool) -> None:
         blocks = store.shape[0]
         if blocks > self.store.shape[1]:
             self.store = self._stores[:, :blocks]
         self._stores[row, :blocks] = store
-        self.head_indptr[:, row, 0].fill_(0)
-        self.head_indptr[:, row, 1:] = pages.cumsum(-1)
         # Assigning a number to one element would copy it from pageable memory and wait.
         self.tail_start[row].fill_(tail_start)
         self.weighted[row].fill_(weighted)

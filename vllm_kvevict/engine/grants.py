@@ -29,7 +29,7 @@ class StoreGrants:
         self._allocate = manager.allocate_new_blocks
         self._counted: tuple[str, int] = ("", 0)
         """Request and start of the step that was counted last: vLLM allocates no other."""
-        manager.get_num_blocks_to_allocate = self.get_num_blocks_to_allocate
+        manager.get_num_blocks_to_allocate = self.get_num_blocks_to_allocate  # type: ignore[method-assign]
         manager.allocate_new_blocks = self.allocate_new_blocks
 
     def get_num_blocks_to_allocate(
@@ -48,7 +48,7 @@ class StoreGrants:
         if self._ledger.quiet(request_id, num_tokens):
             return needed
         self._counted = request_id, total_computed_tokens
-        hits = [block for block in new_computed_blocks if block.ref_cnt]
+        hits = [b for b in new_computed_blocks if b.ref_cnt and not b.is_null]
         entry = self._ledger.entry(request_id)
         return needed + self._taken(request_id, entry, total_computed_tokens, num_tokens, len(hits))
 

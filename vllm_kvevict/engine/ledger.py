@@ -14,6 +14,8 @@ from vllm_kvevict.settings.requests import RequestOptions
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from vllm_kvevict.engine.shared_store import SharedStore
+
 
 @dataclass
 class Entry:
@@ -79,6 +81,13 @@ class Entry:
         """Groups whose eviction is due with the step that ends at ``end``."""
         return [group for group, t in self.timelines.items() if t.is_due(end)]
 
+    def take(self, point: int) -> None:
+        """Stand where the evictions at ``point`` would have left the request."""
+        for timeline in self.timelines.values():
+            if timeline.is_due(point):
+                timeline.evict(point)
+        self._refresh()
+
     def defer(self, group: int, end: int) -> None:
         """Put one group's eviction off to its next interval."""
         self.timelines[group].defer(end)
@@ -139,6 +148,8 @@ class EvictionLedger:
         """Admitted requests that have not reached the end of their prefill."""
         self.near: dict[str, Entry] = {}
         """Decoding requests whose coming step may evict or record, in the order they came near."""
+        self.taking: dict[str, SharedStore] = {}
+        """Stores that requests take with their first blocks, until the plan says so."""
         self._watch = Watch(tokens_a_step)
 
     def entry(self, request_id: str) -> Entry | None:
@@ -147,7 +158,14 @@ class EvictionLedger:
         if entry is not None:
             return entry
         request = self.requests.get(request_id)
-        if request is None or request.resumable or request.pooling_params is not None:
+        entry = self.fresh_entry(request) if request is not None else None
+        if entry is not None and (shared := self.taking.get(request_id)) is not None:
+            entry.take(shared.key.point)
+        return entry
+
+    def fresh_entry(self, request: "Request") -> Entry | None:
+        """The entry of a request of which nothing was computed; None where it never evicts."""
+        if request.resumable or request.pooling_params is not None:
             # A resumable session grows its prompt after decoding, which no timeline foresees.
             return None
         options = self.options(request)
@@ -180,6 +198,7 @@ class EvictionLedger:
 
     def drop(self, request_id: str) -> None:
         """Forget a request whose blocks are freed; unknown ones are fine."""
+        self.taking.pop(request_id, None)
         entry = self.entries.pop(request_id, None)
         if entry is not None:
             self.prefilling.pop(request_id, None)

@@ -1,5 +1,6 @@
 """The block manager of a KV-cache group that evicts: positional blocks plus a store."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,8 @@ class EvictableAttentionManager(FullAttentionManager):
     """
 
     ledger: EvictionLedger | None = None
+    on_reuse: Callable[[Sequence[KVCacheBlock]], None] | None = None
+    """Told which blocks an eviction in place writes to."""
 
     def __init__(self, kv_cache_spec: EvictableAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -63,13 +66,39 @@ class EvictableAttentionManager(FullAttentionManager):
         """Blocks that evictions of running requests gave back to the pool, less those they took.
         A block that requests share counts once, for the eviction that gave it up last."""
 
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """Blocks the step needs: vLLM's own count, plus those of a store that nobody holds."""
+        needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        if self.ledger is not None and self.ledger.taking:
+            needed += sum(block.ref_cnt == 0 for block in self._taking(request_id))
+        return needed
+
+    def _taking(self, request_id: str) -> tuple[KVCacheBlock, ...]:
+        """Blocks of a published store that the request is about to hold."""
+        assert self.ledger is not None
+        shared = self.ledger.taking.get(request_id)
+        if shared is None or request_id in self.holdings:
+            return ()
+        return shared.groups[self.kv_cache_group_id].store
+
+    def add_local_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """Hold what a prefix hit found, and the store that the request takes with it."""
+        super().add_local_computed_blocks(request_id, *args, **kwargs)
+        if self.ledger is not None and (store := self._taking(request_id)):
+            self.block_pool.touch(store)
+            self.holdings[request_id] = Holding(store=list(store))
+
     def _own(self, request_id: str, timeline: RequestTimeline, end: int, hits: int = 0) -> int:
         """Blocks that an eviction at ``end`` replaces and nobody else holds."""
         first = timeline.tail_start // self.block_size
         last = timeline.timeline.tail_start(end) // self.block_size
         positional = self.req_to_blocks.get(request_id, ())
         shared = hits + sum(block.ref_cnt > 1 for block in positional[first:last])
-        return timeline.store_blocks + max(0, last - first - shared)
+        holding = self.holdings.get(request_id)
+        store = sum(block.ref_cnt == 1 for block in holding.store) if holding is not None else 0
+        return store + max(0, last - first - shared)
 
     def gain(self, request_id: str, entry: Entry, end: int) -> int:
         """Blocks that the eviction at ``end`` or after gives back, less those it takes."""
@@ -152,6 +181,8 @@ class EvictableAttentionManager(FullAttentionManager):
         # Stable: those that no hash leads to come first.
         own.sort(key=lambda block: block.block_hash is not None)
         taken = own[:most]
+        if self.on_reuse is not None:
+            self.on_reuse(taken)
         self.block_pool.evict_blocks({b.block_id for b in taken if b.block_hash is not None})
         return taken
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.engine.sharing import SharedStores
 from vllm_kvevict.engine.stores import Stores
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
@@ -21,6 +22,7 @@ class StepPlanner:
         ledger: Timelines and ring slots of all admitted requests.
         managers: The block managers that evict, by KV-cache group.
         stores: Where survivors go.
+        shared: Stores that requests take from one another.
         counters: Totals, counted here.
 
     """
@@ -31,12 +33,14 @@ class StepPlanner:
         ledger: EvictionLedger,
         managers: Mapping[int, EvictableAttentionManager],
         stores: Stores,
+        shared: SharedStores,
         counters: Counters,
     ) -> None:
         self._requests = requests
         self._ledger = ledger
         self._managers = managers
         self._stores = stores
+        self._shared = shared
         self._counters = counters
         self._left = 0
         """Decode evictions that the step may still take."""
@@ -44,6 +48,7 @@ class StepPlanner:
     def plan(self, num_scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """The plan of a step, by the tokens that each request computes in it."""
         plan = StepPlan()
+        self._take(plan, num_scheduled_tokens)
         self._left = self._stores.most_decode_evictions()
         observed: list[tuple[str, Entry, int]] = []
         ledger = self._ledger
@@ -68,8 +73,17 @@ class StepPlanner:
             self._plan_eviction(plan, request_id, entry, start, end)
         # Not before: a slot given back within the step would have two writers.
         for request_id, entry, end in observed:
+            if entry.in_prefill(end):
+                self._shared.passed(self._requests[request_id], end)
             ledger.settle(request_id, entry, end)
         return plan
+
+    def _take(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Tell the worker which stores were taken with the first blocks of requests."""
+        for request_id in [r for r in self._ledger.taking if r in num_scheduled_tokens]:
+            plan.taken[request_id] = self._shared.taken(request_id)
+            self._counters.stores_taken += 1
+            self._counters.tokens_taken += self._requests[request_id].num_computed_tokens
 
     def _by_turns(self, num_scheduled_tokens: Mapping[str, int]) -> Iterator[str]:
         """Requests that a plan may concern: prompts first, which take ring slots from others."""
@@ -107,7 +121,10 @@ class StepPlanner:
         evictions = [
             self._managers[g].evict(request_id, entry, end, self._stores.room) for g in groups
         ]
+        published = self._shared.publish(self._requests[request_id], entry, end, evictions)
+        counters.stores_published += published
         for eviction in evictions:
+            eviction.published = published
             bs = self._managers[eviction.group_id].block_size
             counters.store_blocks_allocated += len(eviction.store) - eviction.reused
             counters.evictions_in_place += eviction.reused > 0

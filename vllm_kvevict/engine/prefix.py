@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.engine.ledger import EvictionLedger
+from vllm_kvevict.engine.sharing import SharedStores
 from vllm_kvevict.metrics.counters import Counters
 
 if TYPE_CHECKING:
@@ -24,14 +25,20 @@ class PrefixCaps:
         manager: vLLM's, whose coordinator publishes only what :class:`EvictionLedger` allows
             from here on. All groups publish through it, also those that do not evict.
         ledger: Timelines of all admitted requests.
+        shared: Published stores, which go before any hit.
         counters: Totals, counted here.
 
     """
 
     def __init__(
-        self, manager: "KVCacheManager", ledger: EvictionLedger, counters: Counters
+        self,
+        manager: "KVCacheManager",
+        ledger: EvictionLedger,
+        shared: SharedStores,
+        counters: Counters,
     ) -> None:
         self._manager = manager
+        self._shared = shared
         self._ledger = ledger
         self._counters = counters
         self._cap = sys.maxsize
@@ -57,13 +64,16 @@ class PrefixCaps:
         manager.coordinator.find_longest_cache_hit = find_longest_cache_hit
 
     def capped(self, request: "Request", look_up: "Callable[[Request], Hit]") -> "Hit":
-        """A hit without the observation window, and what follows an eviction point.
+        """A published store, or a hit without the observation window and what follows a point.
 
         Args:
             request: The request.
             look_up: ``Scheduler._get_local_prefix_cache_hit``, which looks no further than that.
 
         """
+        taken = self._shared.find(request)
+        if taken is not None:
+            return (*taken, 0, False)
         self._cap = self._ledger.hit_cap(request)
         try:
             hit = look_up(request)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.engine.sharing import SharedStores
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.schedule.step_plan import StepPlan
@@ -23,6 +24,7 @@ class StepReports:
         ledger: Timelines of all admitted requests.
         managers: The block managers that evict, by KV-cache group.
         layers: Layers of each of these groups.
+        shared: Stores that requests take from one another.
 
     """
 
@@ -32,11 +34,13 @@ class StepReports:
         ledger: EvictionLedger,
         managers: Mapping[int, EvictableAttentionManager],
         layers: Mapping[int, int],
+        shared: SharedStores,
     ) -> None:
         self.reporter = reporter
         self._ledger = ledger
         self._managers = managers
         self._layers = dict(layers)
+        self._shared = shared
 
     def planned(self, plan: StepPlan) -> None:
         """Count the evictions of a plan that was just made."""
@@ -64,4 +68,5 @@ class StepReports:
             self.reporter.measured(**measured)
         report = self.reporter.take(sum(m.blocks_saved for m in self._managers.values()))
         if report is not None:
+            report.idle_stores = self._shared.idle
             attach(report, outputs)

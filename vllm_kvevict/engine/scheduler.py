@@ -18,11 +18,12 @@ from vllm_kvevict.engine.prefix import PrefixCaps
 from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.reports import StepReports
 from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.engine.sharing import SharedStores
 from vllm_kvevict.engine.stores import Stores
 from vllm_kvevict.engine.totals import TotalsLog
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.policies.needs import ring_slots
+from vllm_kvevict.policies.needs import ring_slots, shares_stores
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 from vllm_kvevict.settings.config import EvictionConfig
@@ -72,13 +73,14 @@ class EvictionMixin(Scheduler):
         self._points = EvictionPoints(ledger, managers)
         stores = Stores(self, ledger, managers, counters)
         self._headroom = Headroom(self, ledger)
-        self._planner = StepPlanner(self.requests, ledger, managers, stores, counters)
-        self._prefix = PrefixCaps(self.kv_cache_manager, ledger, counters)
+        self._shared = shared = self._make_shared()
+        self._planner = StepPlanner(self.requests, ledger, managers, stores, shared, counters)
+        self._prefix = PrefixCaps(self.kv_cache_manager, ledger, shared, counters)
         self._reports: StepReports | None = None
         if self.log_stats:
             groups = self.kv_cache_config.kv_cache_groups
             layers = {group: len(groups[group].layer_names) for group in managers}
-            self._reports = StepReports(Reporter(counters), ledger, managers, layers)
+            self._reports = StepReports(Reporter(counters), ledger, managers, layers, shared)
         # Else the front end's periodic line says it.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
@@ -98,6 +100,16 @@ class EvictionMixin(Scheduler):
             accumulating=frozenset(n for n, p in policies if p.needs_accumulated),
             evicts_shared=self._config.shared_blocks == "evict",
             tokens_a_step=1 + self.num_spec_tokens,
+        )
+
+    def _make_shared(self) -> SharedStores:
+        policies = build_policies(self._config)
+        return SharedStores(
+            self.kv_cache_manager,
+            self._ledger,
+            self._evicting,
+            unshared=frozenset(n for n, p in policies.items() if not shares_stores(p)),
+            enabled=not (self.connector or self.use_eagle or self.prefix_replay_tokens),
         )
 
     def _options(self, request: "Request") -> RequestOptions:
@@ -176,6 +188,10 @@ class EvictionMixin(Scheduler):
         self, request: "Request"
     ) -> tuple["KVCacheBlocks", int, int, bool]:
         return self._prefix.capped(request, super()._get_local_prefix_cache_hit)
+
+    def _handle_blocked_waiting_request(self, request: "Request") -> bool:
+        ready = super()._handle_blocked_waiting_request(request)
+        return ready and not self._shared.waits(request, self.running)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
         self._totals.tick()

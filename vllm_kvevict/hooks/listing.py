@@ -95,15 +95,18 @@ HOOKS = {
     "engine/manager.py": {
         "vllm.v1.core.single_type_kv_cache_manager": """
             FullAttentionManager.req_to_blocks
+            FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens)
             FullAttentionManager.pop_blocks_for_free(request_id)
+            FullAttentionManager.add_local_computed_blocks(request_id)
             FullAttentionManager.kv_cache_group_id FullAttentionManager._null_block
         """,
         "vllm.v1.core.kv_cache_utils": """
             KVCacheBlock.block_id KVCacheBlock.ref_cnt KVCacheBlock.block_hash
+            KVCacheBlock.is_null
         """,
         "vllm.v1.core.block_pool": """
             BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
-            BlockPool.evict_blocks(block_ids)
+            BlockPool.evict_blocks(block_ids) BlockPool.touch(blocks)
         """,
     },
     "engine/grants.py": {
@@ -117,6 +120,32 @@ HOOKS = {
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.watermark_blocks",
         "vllm.v1.core.sched.scheduler": "Scheduler.waiting",
     },
+    "engine/shared_store.py": {
+        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_hash KVCacheBlock.ref_cnt",
+    },
+    "engine/share_key.py": {
+        "vllm.v1.core.kv_cache_utils": """
+            generate_block_hash_extra_keys
+        """,
+        "vllm.v1.request": """
+            Request.block_hashes Request.all_token_ids Request.num_tokens
+        """,
+    },
+    "engine/sharing.py": {
+        "vllm.v1.core.kv_cache_manager": """
+            KVCacheManager.create_kv_cache_blocks(blocks) KVCacheManager.enable_caching
+            KVCacheManager.prefix_cache_lookup_enabled(request) KVCacheManager.block_pool
+        """,
+        "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
+        "vllm.v1.core.block_pool": """
+            BlockPool.null_block BlockPool.hash_block_size BlockPool.evict_blocks(block_ids)
+        """,
+        "vllm.v1.core.kv_cache_utils": """
+            KVCacheBlock.set_block_hash(block_hash) make_block_hash_with_group_id BlockHash
+        """,
+        "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager.req_to_blocks",
+        "vllm.v1.request": "Request.num_computed_tokens",
+    },
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
@@ -127,6 +156,8 @@ HOOKS = {
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
             Scheduler.block_size Scheduler.kv_cache_manager Scheduler.num_spec_tokens
+            Scheduler.connector Scheduler.use_eagle Scheduler.prefix_replay_tokens
+            Scheduler._handle_blocked_waiting_request(request)
         """,
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)
@@ -193,9 +224,12 @@ HOOKS = {
         "vllm.v1.worker.gpu_model_runner": """
             GPUModelRunner.attn_groups GPUModelRunner.shared_kv_cache_layers
         """,
-        "vllm.config": "CompilationConfig.static_forward_context",
+        "vllm.config": """
+            CompilationConfig.static_forward_context CacheConfig.enable_prefix_caching
+        """,
         "vllm.v1.kv_cache_interface": """
             AttentionSpec MLAAttentionSpec MambaSpec KVCacheConfig.kv_cache_groups
+            KVCacheConfig.num_blocks
         """,
         "vllm.model_executor.models.utils": "extract_layer_index",
     },

@@ -12,6 +12,9 @@ class Counters:
     and KV-cache group, whose survivors went into blocks of their own request. ``postponed_*`` count
     steps in which an eviction was due and could not run, for want of blocks, of a ring slot, or of
     its turn; ``skipped_shared`` those put off because others hold what they would give back.
+    ``stores_taken`` counts admissions of requests that took the store of another one's eviction,
+    ``tokens_taken`` the tokens that they did not compute, ``stores_published`` the stores that
+    others may take.
     """
 
     evictions_prefill: int = 0
@@ -25,6 +28,9 @@ class Counters:
     postponed_turn: int = 0
     skipped_shared: int = 0
     prefix_hits_capped: int = 0
+    stores_published: int = 0
+    stores_taken: int = 0
+    tokens_taken: int = 0
 
     @property
     def evictions(self) -> int:

@@ -41,6 +41,15 @@ COUNTERS = {
         "capped_prefix_hits",
         "Prefix-cache hits shortened so that the observation window is computed.",
     ),
+    "stores_published": (
+        "published_stores",
+        "Stores of evictions at a point that other requests may take.",
+    ),
+    "stores_taken": (
+        "taken_stores",
+        "Admissions of requests that took the store of another one's eviction.",
+    ),
+    "tokens_taken": ("taken_tokens", "Tokens that these requests did not compute."),
 }
 """By field of a report: name of the metric and what it says."""
 
@@ -122,6 +131,9 @@ class EvictionMetrics:
                 "Blocks that evictions of running requests gave back, less those that they took.",
             )
         )
+        self._idle = children(
+            self._make("gauge", "idle_stores", "Published stores that no request holds.")
+        )
         settings = info(config, block_size)
         about = self._make("gauge", "config_info", "Settings of KV eviction.", *settings)
         for gauge in children(about, *settings.values()).values():
@@ -153,6 +165,7 @@ class EvictionMetrics:
             for value in getattr(report, name):
                 histogram[engine].observe(value)
         self._saved[engine].set(report.blocks_saved)
+        self._idle[engine].set(report.idle_stores)
 
 
 def info(config: EvictionConfig, block_size: int) -> dict[str, str]:

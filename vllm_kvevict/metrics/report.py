@@ -29,6 +29,9 @@ TOTALS = (
     "postponed_turn",
     "skipped_shared",
     "prefix_hits_capped",
+    "stores_published",
+    "stores_taken",
+    "tokens_taken",
 )
 """Fields of :class:`~vllm_kvevict.metrics.counters.Counters` that a report brings as growth."""
 
@@ -39,8 +42,8 @@ class Report:
 
     ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS` are
     growth since the last report. ``kept_share`` has one value per finished request, ``seconds``
-    one per eviction, ``head_spread`` one per sampled eviction. ``blocks_saved`` is the state
-    now, in blocks.
+    one per eviction, ``head_spread`` one per sampled eviction. ``blocks_saved``, in blocks, and
+    ``idle_stores`` are the state now.
     """
 
     evictions: dict[str, list[int]] = field(default_factory=dict)
@@ -53,10 +56,14 @@ class Report:
     postponed_turn: int = 0
     skipped_shared: int = 0
     prefix_hits_capped: int = 0
+    stores_published: int = 0
+    stores_taken: int = 0
+    tokens_taken: int = 0
     kept_share: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
     blocks_saved: int = 0
+    idle_stores: int = 0
 
     @property
     def postponed(self) -> int:

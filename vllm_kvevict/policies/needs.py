@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.policies.base import Policy, WeightedScorer
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import RING_BYTES, ring_bytes
@@ -39,3 +40,13 @@ def sustained(slots: int, rule: "Timeline") -> int | None:
 def page_channels(config: EvictionConfig) -> int:
     """Numbers beside every cached token that the policies of this server need, at most."""
     return max(policy.scorer.page_channels for policy in build_policies(config).values())
+
+
+def shares_stores(policy: Policy) -> bool:
+    """Whether what an eviction keeps depends on the tokens before it alone, and stays as it is.
+
+    Draws are seeded by the whole prompt, sums of attention go on, and log-weights come with a
+    memory of the request.
+    """
+    scorer = policy.scorer
+    return not (scorer.random or scorer.needs_accumulated or isinstance(scorer, WeightedScorer))

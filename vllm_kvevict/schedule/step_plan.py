@@ -13,7 +13,8 @@ class GroupEviction:
     Block ids are vLLM's physical block ids. ``positional`` holds every block from the old
     tail start to the end of the request; ``store`` are the blocks to fill. The first ``reused`` of
     those are in ``old_store`` or ``positional`` too: then every survivor of a layer must be read
-    before one is written.
+    before one is written. How heads share a ``published`` store is kept for others, under the id
+    of its first block.
     """
 
     group_id: int
@@ -23,6 +24,7 @@ class GroupEviction:
     positional: list[int]
     store: list[int]
     reused: int = 0
+    published: bool = False
 
 
 @dataclass
@@ -43,16 +45,26 @@ class Eviction:
 
 
 @dataclass
+class TakenStore:
+    """A published store that a request has in one KV-cache group from its first step on."""
+
+    group_id: int
+    tail_start: int
+    store: list[int]
+
+
+@dataclass
 class StepPlan:
     """``rings``: slot that records the step's last queries, by request id.
 
     ``accumulating``: requests whose policy counts the attention of every query, as long as an
-    eviction is to come.
+    eviction is to come. ``taken``: stores of requests that this step admits, by request id.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
     evictions: list[Eviction] = field(default_factory=list)
     accumulating: list[str] = field(default_factory=list)
+    taken: dict[str, list[TakenStore]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.rings or self.evictions or self.accumulating)
+        return bool(self.rings or self.evictions or self.accumulating or self.taken)

@@ -20,7 +20,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan, TakenStore
 from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
@@ -93,6 +93,7 @@ class WorkerEviction:
         self._head_shares = head_shares
         self._plan: StepPlan | None = None
         self._due: Sequence[Eviction] = ()
+        self._taken: dict[str, list[TakenStore]] = {}
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
@@ -108,6 +109,7 @@ class WorkerEviction:
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
         self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
+        self._taken = self._plan.taken
         self._batch = None
 
     def end_step(self, run: bool = True) -> None:
@@ -128,6 +130,31 @@ class WorkerEviction:
                 self._evict(eviction)
         for policy, evictions in fused.items():
             self._evict_fused(policy, evictions)
+        for eviction in due:
+            self._keep(eviction)
+
+    def _keep(self, eviction: Eviction) -> None:
+        """Keep how heads share the stores that others may take."""
+        published = [group for group in eviction.groups if group.published]
+        if published:
+            row = int(self._rows.rows([eviction.request_id])[0])
+            for group in published:
+                self.states[group.group_id].keep(row, group.store[0])
+
+    def _take(self) -> None:
+        """Enter the stores of requests that begin with this step.
+
+        Model Runner V2 gives them their rows within the step, so not before its batch is known.
+        """
+        taken, self._taken = self._taken, {}
+        for request_id, groups in taken.items():
+            row = int(self._rows.rows([request_id])[0])
+            for group in groups:
+                state = self.states[group.group_id]
+                store = async_tensor_h2d(
+                    group.store, device=state.head_indptr.device, dtype=torch.int64
+                )
+                state.take(row, group.store[0], group.tail_start, store)
 
     def _takes_fused(self, policy: str) -> bool:
         """Whether the kernels run evictions under a policy; they know no shares of heads."""
@@ -144,6 +171,7 @@ class WorkerEviction:
         if self._plan is None:
             return None
         if self._batch is None:
+            self._take()
             self._batch = torch.from_numpy(self._rows.batch_rows(common))
         return self._batch
 

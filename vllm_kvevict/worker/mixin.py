@@ -157,6 +157,8 @@ class EvictionWorkerMixin(Worker, ABC):
                 self.scheduler_config.max_num_seqs,
                 self.model_config.max_model_len,
                 self.device,
+                # A store is known by one of its blocks.
+                kv_cache_config.num_blocks if self.cache_config.enable_prefix_caching else 0,
             )
             for name in group.layer_names:
                 caches[name] = self._layer_cache(self._layer(name), spec)

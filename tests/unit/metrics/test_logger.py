@@ -47,10 +47,12 @@ def test_every_value_of_a_report(build):
         tokens_evicted=640, blocks_freed=50, store_blocks_allocated=20, postponed_ring=3,
         postponed_turn=2,
         prefix_hits_capped=4, kept_share=[0.25, 1.0], seconds=[0.003, 0.2, 0.004],
-        head_spread=[1.3], blocks_saved=30,
+        head_spread=[1.3], blocks_saved=30, stores_published=6, stores_taken=11, tokens_taken=900,
+        idle_stores=8,
     )  # fmt: skip
     send(manager, report, engine=1)
-    send(manager, Report(evictions={"tova": [0, 5]}, blocks_saved=7), engine=1)
+    second = Report(evictions={"tova": [0, 5]}, blocks_saved=7, stores_taken=2, idle_stores=3)
+    send(manager, second, engine=1)
     assert value("evictions_total", 1, policy="ada-snapkv", reason="prefill") == 2
     assert value("evictions_total", 1, policy="ada-snapkv", reason="decode") == 1
     assert value("evictions_total", 1, policy="tova", reason="decode") == 5
@@ -62,6 +64,10 @@ def test_every_value_of_a_report(build):
     assert value("postponed_evictions_total", 1, reason="blocks") == 0
     assert value("capped_prefix_hits_total", 1) == 4
     assert value("blocks_saved", 1) == 7
+    assert value("published_stores_total", 1) == 6
+    assert value("taken_stores_total", 1) == 13
+    assert value("taken_tokens_total", 1) == 900
+    assert value("idle_stores", 1) == 3
     assert value("eviction_seconds_count", 1) == 3
     assert value("eviction_seconds_sum", 1) == pytest.approx(0.207)
     assert value("eviction_seconds_bucket", 1, le="0.005") == 2

@@ -13,8 +13,16 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.settings.sentences import flag
 
-FIELDS = ["policy", "budget", "min_budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
-FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
+FIELDS = ["policy", "budget", "min_budget", "window", "interval", "floor", "pool_kernel", "pool"]
+FIELDS += [
+    "sinks",
+    "recent_share",
+    "random_share",
+    "seed",
+    "radius",
+    "cluster_samples",
+    "value_share",
+]
 FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "shared_blocks", "attention"]
 
 

@@ -6,6 +6,7 @@ would make.
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from vllm_kvevict.attention import ragged
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.ops.cuda import extension
+from vllm_kvevict.schedule.step_plan import PLAN, StepPlan, TakenStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -120,3 +122,23 @@ def test_the_layout_of_a_step_waits_for_nothing(kernel, monkeypatch):
         buffers.recording(common, slots, 8)
         buffers.hide(common.seq_lens, state.evicted)
         assert bool(state.evicted.any()) and watch.launches and not watch.waits
+
+
+def test_taking_a_store_waits_for_nothing(monkeypatch):
+    with pretended(monkeypatch) as watch:
+        made = worker("ada-snapkv", fused=False, device="cuda", slots=100)
+        state = made.states[1]
+        store = torch.tensor([66, 67], device="cuda")
+        pages = torch.tensor([[1, 3]] * len(state.layer_names), device="cuda")
+        state.record(1, 208, store, pages)
+        watch.waits.clear()
+        state.keep(1, 66)
+        made._rows.batch_rows = lambda common: np.array([0, 3])
+        taken = {"a": [TakenStore(1, 208, [66, 67])]}
+        made.begin_step(SimpleNamespace(**{PLAN: StepPlan(taken=taken)}))
+        made.batch_rows(SimpleNamespace())
+        assert watch.launches and not watch.waits
+        assert bool(state.evicted[3]) and state.shorter[3] == state.shorter[1] > 0
+    for table in (state.tail_start, state.stores):
+        assert torch.equal(table[3].cpu(), table[1].cpu())
+    assert state.head_indptr[:, 3].tolist() == [[0, 1, 4]] * len(state.layer_names)

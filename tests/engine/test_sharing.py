@@ -1,0 +1,270 @@
+"""Directed cases of stores that requests take from one another.
+
+Setup as in ``test_scheduler``: blocks of 8, window 8, budget 40, stride 64. A prompt with its
+eviction point at 100 keeps 4 blocks of the first 88 tokens, and the blocks from 88 on; the point
+lies inside the second of these.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.harness import Engine
+from tests.engine.test_scheduler import (
+    ASYNC,
+    BOTH,
+    SYNC,
+    counters,
+    engine,
+    evictions,
+    hit,
+    tokens,
+    used_blocks,
+)
+
+AT_100 = {"kv_eviction_at": 100}
+DOCUMENT = tokens(100)
+
+
+def ask(core: Engine, seed: int, max_tokens: int = 20, **options):
+    """A question of 30 tokens about the document."""
+    asked = AT_100 | options.pop("asked", {})
+    return core.add(DOCUMENT + tokens(30, seed), max_tokens, asked=asked, **options)
+
+
+def run_first(core: Engine, steps: int = 4):
+    first = ask(core, 1, 200)
+    for _ in range(steps):
+        core.step()
+    assert counters(core).stores_published == 1
+    return first
+
+
+@BOTH
+@pytest.mark.parametrize("shared", ["keep", "evict"])
+@pytest.mark.parametrize("point", [100, 104])
+def test_a_second_request_computes_only_what_follows_the_point(setup, shared, point):
+    core = engine(replace(setup, max_batched=512, shared=shared))
+    asked = {"kv_eviction_at": point}
+    core.add(tokens(130), 200, asked=asked)
+    for _ in range(4):
+        core.step()
+    before = used_blocks(core)
+    second = core.add(tokens(point) + tokens(30, 2), 20, asked=asked)
+    output = core.step()
+    assert hit(output, second) == point and output.num_scheduled_tokens[second.request_id] == 30
+    own = (point + 30 + 7) // 8 - point // 8
+    assert used_blocks(core) == before + own, "the store and the whole blocks behind it are shared"
+    assert counters(core).stores_taken == 1 and counters(core).tokens_taken == point
+    core.finish()
+    assert core.invariants.tally.taken_in_use == 1
+
+
+@BOTH
+def test_requests_wait_for_the_one_that_makes_their_store(setup):
+    core = engine(replace(setup, max_batched=40))
+    first, *others = [ask(core, seed) for seed in range(4)]
+    while not evictions(output := core.step()):
+        assert list(output.num_scheduled_tokens) in ([first.request_id], [])
+    core.finish()
+    assert counters(core).stores_taken == len(others)
+    assert counters(core).evictions_prefill == 1
+
+
+@BOTH
+def test_others_go_on_where_the_maker_is_aborted(setup):
+    core = engine(replace(setup, max_batched=40))
+    first, second, third = [ask(core, seed) for seed in range(3)]
+    core.step()
+    core.abort(first)
+    seen: dict[str, int] = {}
+    while core.scheduler.has_unfinished_requests():
+        seen |= evictions(core.step())
+    core.finish()
+    assert seen[second.request_id] == 100 and third.request_id not in seen
+    assert counters(core).stores_taken == 1
+
+
+@BOTH
+def test_the_maker_may_end_while_others_hold_its_store(setup):
+    core = engine(replace(setup, max_batched=512))
+    first = run_first(core)
+    ask(core, 2, 60)
+    core.step(between=lambda: core.abort(first))
+    ask(core, 3)
+    core.finish()
+    assert counters(core).stores_taken == 2 and counters(core).evictions_prefill == 1
+
+
+@BOTH
+def test_an_idle_store_is_taken_and_leaves_as_a_whole(setup):
+    core = engine(replace(setup, max_batched=512))
+    core.abort(run_first(core))
+    core.settle()
+    shared = core.scheduler._shared
+    assert shared.idle == 1 and used_blocks(core) == 0
+    core.abort(ask(core, 2))
+    second = ask(core, 3)
+    assert hit(core.step(), second) == 100 and shared.idle == 0
+    core.abort(second)
+    core.settle()
+    # The pool hands out what was used least recently; the store was used last.
+    pool = core.scheduler.kv_cache_manager.block_pool
+    held = len(shared._published[next(iter(shared._published))].hashes)
+    core.hold(held)
+    assert shared.idle == 1
+    core.release()
+    core.hold(held - 1)
+    core.release()
+    assert shared.idle == 0 and pool.get_num_free_blocks() == core.setup.blocks - 1
+    third = ask(core, 4)
+    assert hit(core.step(), third) < 100
+    core.finish()
+    assert counters(core).stores_published == 2 and counters(core).evictions_prefill == 2
+
+
+@BOTH
+def test_reset_forgets_stores(setup):
+    core = engine(replace(setup, max_batched=512))
+    run_first(core)
+    core.reset()
+    core.finish()
+    assert counters(core).stores_taken == 0 and counters(core).stores_published == 2
+
+
+@BOTH
+def test_a_preempted_request_takes_the_store_again(setup):
+    core = engine(replace(setup, max_batched=512))
+    run_first(core)
+    second = ask(core, 2, 100)
+    for _ in range(6):
+        core.step()
+    held = core.setup.blocks - 1 - used_blocks(core)
+    core.hold(0)
+    while not second.num_preemptions:
+        core.step()
+    core.release(held)
+    core.finish()
+    assert core.invariants.tally.taken_again == 1
+
+
+@BOTH
+def test_a_later_eviction_leaves_the_store_to_others(setup):
+    core = engine(replace(setup, max_batched=512, shared="evict"))
+    run_first(core)
+    ask(core, 2, 200)
+    for _ in range(120):
+        core.step()
+    assert counters(core).evictions_decode >= 2
+    third = ask(core, 3)
+    assert hit(core.step(), third) == 100
+    core.finish()
+
+
+@pytest.mark.parametrize(
+    "asked, options",
+    [
+        ({"kv_eviction_budget": 60}, {}),
+        ({"kv_eviction": "streaming-llm"}, {}),
+        ({"kv_eviction_protect_first": 4}, {}),
+        ({"kv_eviction_at": 99}, {}),
+        ({}, {"cache_salt": "other"}),
+        ({}, {"salted": True}),
+        ({}, {"document": [7, *DOCUMENT[1:]]}),
+        ({}, {"document": [*DOCUMENT[:-1], 7]}),
+    ],
+    ids=["budget", "policy", "protected", "point", "salt", "a salt", "first token", "last token"],
+)
+def test_other_settings_other_stores(asked, options):
+    core = engine(replace(SYNC, max_batched=512))
+    if options.pop("salted", False):
+        ask(core, 1, 200, cache_salt="mine")
+        core.step()
+    else:
+        run_first(core)
+    prompt = options.pop("document", DOCUMENT) + tokens(30, 1)
+    core.add(prompt, 20, asked=AT_100 | asked, **options)
+    core.step()
+    assert counters(core).evictions_prefill == 2
+    core.finish()
+    assert counters(core).stores_taken == 0 and counters(core).stores_published == 2
+
+
+def test_another_adapter_another_store():
+    from vllm.lora.request import LoRARequest
+
+    core = engine(replace(SYNC, max_batched=512))
+    run_first(core)
+    ask(core, 1, lora_request=LoRARequest("adapter", 1, "/nowhere"))
+    core.step()
+    ask(core, 2, lora_request=LoRARequest("adapter", 1, "/nowhere"))
+    core.finish()
+    assert counters(core).stores_published == 2 and counters(core).stores_taken == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(caching=False), dict(sliding_window=16)],
+    ids=["no prefix caching", "layers that do not evict"],
+)
+def test_nothing_is_shared(change):
+    core = engine(replace(SYNC, max_batched=512, **change))
+    for seed in range(3):
+        ask(core, seed)
+        core.step()
+    core.finish()
+    assert counters(core).stores_published == counters(core).stores_taken == 0
+    assert counters(core).evictions_prefill == 3
+
+
+def test_an_interval_shorter_than_the_window_needs_queries_before_the_point():
+    core = engine(replace(SYNC, max_batched=512, window=16, interval=8))
+    for seed in range(2):
+        ask(core, seed)
+        core.step()
+    core.finish()
+    assert counters(core).evictions_prefill >= 2 and counters(core).stores_published == 0
+    assert counters(core).postponed == 0
+
+
+def test_sums_of_attention_are_not_shared():
+    core = engine(replace(SYNC, max_batched=512))
+    for seed in range(2):
+        ask(core, seed, asked={"kv_eviction": "h2o"})
+        core.step()
+    core.finish()
+    assert counters(core).evictions_prefill == 2 and counters(core).stores_published == 0
+
+
+@BOTH
+@pytest.mark.parametrize("second", [80, 200])
+def test_groups_share_what_each_of_them_keeps(setup, second):
+    """A group whose budget covers the document keeps its blocks, and shares them."""
+    core = engine(replace(setup, max_batched=512, second_budget=second, blocks=128))
+    run_first(core)
+    other = ask(core, 2)
+    assert hit(core.step(), other) == 100
+    core.finish()
+    assert counters(core).stores_taken == 1
+
+
+def test_a_prompt_that_ends_at_its_point_takes_nothing():
+    core = engine(replace(ASYNC, max_batched=512))
+    run_first(core)
+    core.add(DOCUMENT, 20, asked=AT_100)
+    core.finish()
+    assert counters(core).stores_taken == 0
+
+
+def test_nobody_waits_where_the_store_cannot_be_made():
+    """Somebody who does not evict holds the document, so evictions are put off."""
+    core = engine(replace(SYNC, max_batched=200, blocks=128))
+    core.add([*DOCUMENT, 5], 200, asked={"kv_eviction": "none"})
+    core.step()
+    ask(core, 1)
+    core.step()
+    assert counters(core).skipped_shared == 1
+    others = [ask(core, seed) for seed in (2, 3, 4)]
+    assert {r.request_id for r in others} <= core.step().num_scheduled_tokens.keys()
+    core.finish()
+    assert counters(core).stores_published == 0

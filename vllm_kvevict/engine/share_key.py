@@ -1,0 +1,55 @@
+"""Which requests would make the same store."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from vllm_kvevict.engine.ledger import Entry
+from vllm_kvevict.engine.shared_store import ShareKey
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def share_key(request: "Request", entry: Entry, hash_block_size: int) -> ShareKey | None:
+    """The key of a request that evicts at a point of its own; None for all others.
+
+    Args:
+        request: vLLM's request, whose blocks are hashed as far as they are full.
+        entry: Its entry before anything was evicted.
+        hash_block_size: Tokens that one of these hashes covers.
+
+    """
+    point = entry.point
+    if point is None or point >= request.num_tokens:
+        return None
+    blocks = point // hash_block_size
+    if not 0 < blocks <= len(request.block_hashes) or not _looks_behind(entry, point):
+        return None
+    hashed = blocks * hash_block_size
+    extra = None
+    if hashed < point:
+        extra = generate_block_hash_extra_keys(request, hashed, point, 0)[0]
+    return ShareKey(
+        prefix=request.block_hashes[blocks - 1],
+        rest=tuple(request.all_token_ids[hashed:point]),
+        extra=extra,
+        point=point,
+        policy=entry.policy,
+        protect_first=entry.protect_first,
+        stores=tuple(
+            (group, timeline.wanted(point) if timeline.is_due(point) else 0)
+            for group, timeline in sorted(entry.timelines.items())
+        ),
+    )
+
+
+def _looks_behind(entry: Entry, point: int) -> bool:
+    """Whether later evictions look at queries from ``point`` on alone, which everyone computes."""
+    for timeline in entry.timelines.values():
+        rule, due = timeline.timeline, timeline.due
+        if timeline.is_due(point):
+            due = point + rule.stride if rule.stride else None
+        if due is not None and due - rule.window < point:
+            return False
+    return True
