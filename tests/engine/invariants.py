@@ -50,8 +50,9 @@ class Life:
 class Asked:
     """What a request brings in ``extra_args``, read here once more."""
 
-    def __init__(self, request: Any, policy: str) -> None:
+    def __init__(self, request: Any, policy: str, when: str) -> None:
         given = request.sampling_params.extra_args or {}
+        self.pressure = given.get("kv_eviction_when", when) == "pressure"
         self.policy = given.get("kv_eviction", policy)
         self.budget = given.get("kv_eviction_budget")
         self.protect_first = int(given.get("kv_eviction_protect_first", 0))
@@ -144,13 +145,16 @@ class Invariants:
             self.tally.orphans += len(orphans)
             self.pool.evict_blocks(orphans)
 
+    def _asked(self, request: Any) -> Asked:
+        return Asked(request, self.setup.policy, self.setup.when)
+
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
         if request_id not in self.scheduler._ledger.entries:
             return
         request = self.scheduler.requests[request_id]
-        asked = Asked(request, self.setup.policy)
+        asked = self._asked(request)
         needs_window = self.setup.needs_window and asked.policy != "streaming-llm"
-        if asked.policy == "none" or not (needs_window or asked.at):
+        if asked.policy == "none" or asked.pressure or not (needs_window or asked.at):
             return
         end = asked.at or request.num_tokens
         longest = min(request.num_prompt_tokens + request.max_tokens, self.setup.max_model_len)
@@ -172,7 +176,7 @@ class Invariants:
                 continue
             end = request.num_computed_tokens
             still_due = entry.due_groups(end)
-            asked = Asked(request, self.setup.policy)
+            asked = self._asked(request)
             self._expect_chunk(request, asked, end - output.num_scheduled_tokens[request_id], end)
             if asked.policy == "none":
                 assert request_id not in evicted and request_id not in plan.rings
@@ -238,7 +242,7 @@ class Invariants:
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""
         point = asked.at
-        if asked.policy == "none" or not point or not start < point < end:
+        if asked.policy == "none" or asked.pressure or not point or not start < point < end:
             return
         for manager in self.evicting:
             store = self._store_blocks(manager.kv_cache_group_id, request)
@@ -246,7 +250,7 @@ class Invariants:
             assert not can, f"{request.request_id}: [{start}, {end}) crosses {point}"
 
     def _store_blocks(self, group: int, request: Any) -> int:
-        asked = Asked(request, self.setup.policy)
+        asked = self._asked(request)
         second = group and self.setup.second_budget is not None
         budget: Any = asked.budget or (self.setup.second_budget if second else self.setup.budget)
         length = asked.at or request.num_prompt_tokens

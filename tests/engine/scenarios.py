@@ -31,7 +31,7 @@ def setups(draw: Any) -> Setup:
         pyramid=draw(st.integers(2, 4)) if kind in ("pyramid", "both") else len(shares),
         shares=shares,
         beta=draw(st.sampled_from([20.0, 2.0])) if kind in ("pyramid", "both") else 20.0,
-        blocks=draw(st.integers(16, 90)),
+        blocks=draw(st.one_of(st.integers(16, 90), st.integers(8, 16))),
         block_size=block_size,
         max_num_seqs=seqs,
         max_batched=draw(st.sampled_from([8, 24, 64, 512])),
@@ -43,6 +43,8 @@ def setups(draw: Any) -> Setup:
         reserve_full=draw(st.booleans()),
         shared=draw(st.sampled_from(["keep", "evict"])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
+        when=draw(st.sampled_from(["always", "pressure"])),
+        marks=draw(st.sampled_from([(0.05, 0.1), (0.0, 0.0), (0.3, 0.6), (0.9, 0.95)])),
     )
 
 
@@ -60,6 +62,7 @@ class Wish:
     protect: float
     at: float | None
     from_end: bool
+    when: str | None
 
     def asked(self, setup: Setup, length: int) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -76,6 +79,8 @@ class Wish:
             point = max(1, round(self.at * length))
             backwards = self.from_end and point < length
             asked["kv_eviction_at"] = str(point - length) if backwards else point
+        if self.when is not None:
+            asked["kv_eviction_when"] = self.when
         return asked
 
 
@@ -89,6 +94,7 @@ WISHES = st.one_of(
         protect=st.sampled_from([0, 0, 0.5, 1.0]),
         at=st.one_of(st.none(), st.floats(0.1, 1.0), st.floats(0.4, 0.95)),
         from_end=st.booleans(),
+        when=st.sampled_from([None, None, "always", "pressure"]),
     ),
 )
 
@@ -105,6 +111,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("steps"), st.integers(1, 80)),
     st.tuples(st.just("steps"), st.integers(40, 120)),
     st.tuples(st.sampled_from(["abort", "abort", "reset"]), st.integers(0, 7), st.booleans()),
+    st.tuples(st.just("storm"), st.integers(1, 6)),
 )
 
 
@@ -194,6 +201,13 @@ class Day:
             self.engine.step(between=lambda: self._abort(index))
         else:
             self._abort(index)
+
+    def storm(self, steps: int) -> None:
+        """Everybody's client goes away, one after the other, between few steps."""
+        while self.engine.scheduler.requests:
+            self._abort(0)
+            if not self.aborts % steps:
+                self.engine.step()
 
     def _abort(self, index: int) -> None:
         alive: list[Request] = list(self.engine.scheduler.requests.values())

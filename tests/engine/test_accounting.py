@@ -50,6 +50,8 @@ def test_no_block_is_lost_shared_or_overwritten() -> None:
         "steps_switched_off",
         "blocks_freed",
         "evictions_in_place",
+        "evictions_pressure",
+        "requests_whole",
         "put_off",
         "at_a_loss",
     ):

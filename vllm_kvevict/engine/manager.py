@@ -78,14 +78,13 @@ class EvictableAttentionManager(FullAttentionManager):
         needed = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
-        if self.ledger is None or self.ledger.quiet(request_id, num_tokens):
-            return needed
-        self._starts[request_id] = total_computed_tokens
-        entry = self.ledger.entry(request_id)
-        if self._must_evict(request_id, entry, total_computed_tokens, num_tokens):
-            assert entry is not None
-            hits = [block for block in new_computed_blocks if block.ref_cnt]
-            needed += self._missing(request_id, entry, num_tokens, len(hits))
+        if self.ledger is not None and not self.ledger.quiet(request_id, num_tokens):
+            self._starts[request_id] = total_computed_tokens
+            entry = self.ledger.entry(request_id)
+            if self._must_evict(request_id, entry, total_computed_tokens, num_tokens):
+                assert entry is not None
+                hits = [block for block in new_computed_blocks if block.ref_cnt]
+                needed += self._missing(request_id, entry, num_tokens, len(hits))
         return needed
 
     def allocate_new_blocks(
@@ -150,6 +149,13 @@ class EvictableAttentionManager(FullAttentionManager):
         """Whether an eviction of the request is planned whose step was not processed yet."""
         holding = self.holdings.get(request_id)
         return holding is not None and bool(holding.retiring)
+
+    def leaving(self, request_id: str) -> int:
+        """Blocks that evictions of the request give back when their steps are processed."""
+        holding = self.holdings.get(request_id)
+        if holding is None:
+            return 0
+        return sum(block.ref_cnt == 1 for _, blocks in holding.retiring for block in blocks)
 
     def granted(self, request_id: str) -> bool:
         """Whether fresh blocks are waiting for the request's next eviction."""

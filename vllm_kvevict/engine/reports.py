@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.engine.marks import Marks
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.schedule.step_plan import StepPlan
@@ -23,6 +24,7 @@ class StepReports:
         ledger: Timelines of all admitted requests.
         managers: The block managers that evict, by KV-cache group.
         layers: Layers of each of these groups.
+        marks: Of free blocks, for eviction under pressure.
 
     """
 
@@ -32,11 +34,13 @@ class StepReports:
         ledger: EvictionLedger,
         managers: Mapping[int, EvictableAttentionManager],
         layers: Mapping[int, int],
+        marks: Marks,
     ) -> None:
         self.reporter = reporter
         self._ledger = ledger
         self._managers = managers
         self._layers = dict(layers)
+        self._marks = marks
 
     def planned(self, plan: StepPlan) -> None:
         """Count the evictions of a plan that was just made."""
@@ -62,6 +66,8 @@ class StepReports:
         measured = getattr(model_runner_output, MEASURED, None)
         if measured is not None:
             self.reporter.measured(**measured)
-        report = self.reporter.take(sum(m.blocks_saved for m in self._managers.values()))
+        marks = self._marks
+        saved = sum(m.blocks_saved for m in self._managers.values())
+        report = self.reporter.take(saved, marks.pressing, (marks.low, marks.high))
         if report is not None:
             attach(report, outputs)

@@ -10,9 +10,10 @@ from vllm_kvevict.engine.budgets import report_budgets
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.options import options_of
-from vllm_kvevict.engine.planner import StepPlanner
+from vllm_kvevict.engine.planner import EVICTED, StepPlanner
 from vllm_kvevict.engine.points import EvictionPoints
 from vllm_kvevict.engine.prefix import PrefixCaps
+from vllm_kvevict.engine.pressure import Pressure
 from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.reports import StepReports
 from vllm_kvevict.engine.rings import RingSlots
@@ -66,13 +67,18 @@ class EvictionMixin(Scheduler):
             manager.ledger = ledger
         self._points = EvictionPoints(ledger, managers)
         stores = Stores(self, ledger, managers, counters)
+        self._pressure = Pressure(
+            self, ledger, managers, stores, counters, config.low_mark, config.high_mark
+        )
         self._planner = StepPlanner(self.requests, ledger, managers, stores, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, counters)
         self._reports: StepReports | None = None
         if self.log_stats:
             groups = self.kv_cache_config.kv_cache_groups
             layers = {group: len(groups[group].layer_names) for group in managers}
-            self._reports = StepReports(Reporter(counters), ledger, managers, layers)
+            self._reports = StepReports(
+                Reporter(counters), ledger, managers, layers, self._pressure.marks
+            )
         # Else the front end's periodic line says it.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
@@ -104,6 +110,7 @@ class EvictionMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         pointed = self._points.any_alive(self.requests)
         self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
+        self._pressure.prepare()
         return super().schedule(*args, **kwargs)
 
     def _mamba_block_aligned_split(
@@ -129,6 +136,7 @@ class EvictionMixin(Scheduler):
         return self._points.clip(request.request_id, start, start + num_new_tokens) - start
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        self._pressure.call(scheduler_output.num_scheduled_tokens)
         plan = self._planner.plan(scheduler_output.num_scheduled_tokens)
         if self._reports is not None:
             self._reports.planned(plan)
@@ -149,6 +157,8 @@ class EvictionMixin(Scheduler):
         return outputs
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+        if request.num_computed_tokens:
+            self.eviction_counters.ended(getattr(request, EVICTED, False))
         if self._reports is not None:
             self._reports.ended(request)
         return super()._free_request(request, *args, **kwargs)

@@ -12,10 +12,13 @@ class Counters:
     and KV-cache group, whose survivors went into blocks of their own request. ``postponed_*`` count
     steps in which an eviction was due and could not run, for want of blocks, of a ring slot, or of
     its turn; ``skipped_shared`` those put off because others hold what they would give back.
+    ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
+    that ended, ``requests_whole`` were never evicted.
     """
 
     evictions_prefill: int = 0
     evictions_decode: int = 0
+    evictions_pressure: int = 0
     blocks_freed: int = 0
     store_blocks_allocated: int = 0
     evictions_in_place: int = 0
@@ -25,6 +28,8 @@ class Counters:
     postponed_turn: int = 0
     skipped_shared: int = 0
     prefix_hits_capped: int = 0
+    requests_whole: int = 0
+    requests_evicted: int = 0
 
     @property
     def evictions(self) -> int:
@@ -33,6 +38,13 @@ class Counters:
     @property
     def postponed(self) -> int:
         return self.postponed_blocks + self.postponed_ring + self.postponed_turn
+
+    def ended(self, evicted: bool) -> None:
+        """Count a request that ended, and whether it was evicted in any of its lives."""
+        if evicted:
+            self.requests_evicted += 1
+        else:
+            self.requests_whole += 1
 
     def as_dict(self) -> dict[str, int]:
         return {"evictions": self.evictions, "postponed": self.postponed, **asdict(self)}

@@ -7,6 +7,7 @@ Units: every length and position is in tokens, every count in blocks of ``block_
 tokens. ``n`` is the number of tokens whose keys are in the cache at the end of a step.
 """
 
+import sys
 from dataclasses import dataclass, field, replace
 
 from vllm_kvevict.schedule.layers import Share
@@ -103,6 +104,7 @@ class RequestTimeline:
             of what comes before it.
         ends: Length at which the request ends at the latest, its last sampled token included;
             None where it is not known. What could only evict with the last step never does.
+        on_demand: Whether the request evicts only when it is called, and not at fixed lengths.
 
     """
 
@@ -111,7 +113,10 @@ class RequestTimeline:
     prefill_end: int
     at: int | None = None
     ends: int | None = None
+    on_demand: bool = False
     tail_start: int = 0
+    not_before: int = 0
+    """Length before which a request that waits for a call is left alone."""
     due: int | None = field(init=False)
     point: int | None = field(init=False)
     """E, where prefill evicts; None for a request too short for it."""
@@ -121,11 +126,13 @@ class RequestTimeline:
     def __post_init__(self) -> None:
         rule = self.timeline
         self.store_blocks = rule.store_blocks(self.prompt_len if self.at is None else self.at)
+        self.point = self.due = None
+        if self.on_demand:
+            return
         point = self.prefill_end if self.at is None else self.at
         if rule.evictable(point, self.store_blocks, 0):
             self.due = self.point = self._before_end(point)
             return
-        self.point = self.due = None
         if rule.stride:
             # Too short to evict: joins in once it has outgrown its budget by the interval.
             budget = self.store_blocks * rule.block_size + rule.window
@@ -134,6 +141,43 @@ class RequestTimeline:
     def _before_end(self, n: int) -> int | None:
         """``n``, or None where a step that ends there is the request's last."""
         return n if self.ends is None or n + 1 < self.ends else None
+
+    def turn(self, start: int, end: int, window: int) -> int | None:
+        """Where a request that is called would evict; None where that gives back nothing.
+
+        At the end of the context or of the prefill if it has not come there, else as soon as its
+        window can be recorded.
+
+        Args:
+            start: First position of the coming step.
+            end: Where that step ends.
+            window: Queries that must be recorded until then; 0 for policies without a window.
+
+        """
+        goal = self.prefill_end if self.at is None else self.at
+        due = max(start + window, end)
+        if due <= goal:
+            due = goal
+        elif end <= self.prefill_end:
+            due = max(due, self.prefill_end)
+        if not self.timeline.evictable(due, self.store_blocks, self.tail_start):
+            return None
+        return self._before_end(due)
+
+    def gain(self, due: int) -> int:
+        """Blocks that an eviction at ``due`` gives back where nobody shares them."""
+        replaced = (self.timeline.tail_start(due) - self.tail_start) // self.timeline.block_size
+        return replaced - (0 if self.evicted else self.store_blocks)
+
+    def call(self, due: int) -> None:
+        """Let a request that evicts on demand do so at ``due``, which :meth:`turn` gave."""
+        self.due = due
+        self.point = due if due <= self.prefill_end else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the request may still be called before it ends."""
+        return self.on_demand and self.not_before < (self.ends or sys.maxsize)
 
     @property
     def evicted(self) -> bool:
@@ -175,6 +219,9 @@ class RequestTimeline:
         if self.computed_valid is None:
             self.computed_valid = n
         stride = self.timeline.stride
+        if self.on_demand:
+            self.due, self.not_before = None, n + stride if stride else sys.maxsize
+            return old, self.tail_start
         # Not inside the prefill, so that nothing depends on how it is cut into chunks.
         self.due = self._before_end(max(n + stride, self.prefill_end)) if stride else None
         return old, self.tail_start
@@ -187,6 +234,9 @@ class RequestTimeline:
         """
         rule = self.timeline
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
+        if self.on_demand:
+            self.due, self.not_before = None, n + pause
+            return
         self.due = self._before_end(max(n + pause, self.prefill_end))
 
     def peak_blocks(self, n: int) -> int:
@@ -195,8 +245,10 @@ class RequestTimeline:
         ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
         replaced, and the block that a step in flight adds before an eviction's blocks are free.
         """
-        request = replace(self, tail_start=0, computed_valid=None)
         bs, peak, freed, store = self.timeline.block_size, 0, 0, 0
+        if self.on_demand:
+            return blocks_for(n, bs) + self.store_blocks
+        request = replace(self, tail_start=0, computed_valid=None)
         # The tail start moves by the stride as well: every later cycle is like the third.
         for _ in range(3):
             if request.due is None or n < request.due:

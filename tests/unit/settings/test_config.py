@@ -13,7 +13,8 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.settings.sentences import flag
 
-FIELDS = ["policy", "budget", "window", "interval", "floor", "pool_kernel", "pool", "sinks"]
+FIELDS = ["policy", "budget", "window", "interval", "when", "low_mark", "high_mark"]
+FIELDS += ["floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
 FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "shared_blocks", "attention"]
 
@@ -38,6 +39,9 @@ def test_defaults() -> None:
         "budget": 1024,
         "window": 32,
         "interval": 128,
+        "when": "always",
+        "low_mark": 0.05,
+        "high_mark": 0.1,
         "floor": 0.2,
         "pool_kernel": 7,
         "pool": "max",
