@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def setups(draw: Any) -> Setup:
         pyramid=draw(st.integers(2, 4)) if kind in ("pyramid", "both") else len(shares),
         shares=shares,
         beta=draw(st.sampled_from([20.0, 2.0])) if kind in ("pyramid", "both") else 20.0,
-        blocks=draw(st.one_of(st.integers(16, 90), st.integers(8, 16))),
+        blocks=draw(st.integers(16, 90)),
         block_size=block_size,
         max_num_seqs=seqs,
         max_batched=draw(st.sampled_from([8, 24, 64, 512])),
@@ -43,8 +43,6 @@ def setups(draw: Any) -> Setup:
         reserve_full=draw(st.booleans()),
         shared=draw(st.sampled_from(["keep", "evict"])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
-        when=draw(st.sampled_from(["always", "pressure"])),
-        marks=draw(st.sampled_from([(0.05, 0.1), (0.0, 0.0), (0.3, 0.6), (0.9, 0.95)])),
     )
 
 
@@ -62,7 +60,7 @@ class Wish:
     protect: float
     at: float | None
     from_end: bool
-    when: str | None
+    when: str | None = None
 
     def asked(self, setup: Setup, length: int) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -94,7 +92,6 @@ WISHES = st.one_of(
         protect=st.sampled_from([0, 0, 0.5, 1.0]),
         at=st.one_of(st.none(), st.floats(0.1, 1.0), st.floats(0.4, 0.95)),
         from_end=st.booleans(),
-        when=st.sampled_from([None, None, "always", "pressure"]),
     ),
 )
 
@@ -111,7 +108,6 @@ EVENTS = st.one_of(
     st.tuples(st.just("steps"), st.integers(1, 80)),
     st.tuples(st.just("steps"), st.integers(40, 120)),
     st.tuples(st.sampled_from(["abort", "abort", "reset"]), st.integers(0, 7), st.booleans()),
-    st.tuples(st.just("storm"), st.integers(1, 6)),
 )
 
 
@@ -125,6 +121,26 @@ class Scenario:
 SCENARIOS = st.builds(
     Scenario, setups(), st.integers(0, 2**16), st.lists(EVENTS, min_size=12, max_size=60)
 )
+
+MARKS = ((0.05, 0.1), (0.0, 0.0), (0.3, 0.6), (0.9, 0.95))
+"""The default, marks that are hardly reached, and marks that always are."""
+
+
+def under_pressure(scenario: Scenario) -> Scenario:
+    """The same day on a server that evicts under pressure, some of it on the smallest pools.
+
+    Storms of aborts come in between, and some requests ask to be evicted at once.
+    """
+    seed, events = scenario.seed, []
+    for number, event in enumerate(scenario.events, seed):
+        if isinstance(event[-1], Wish) and number % 3 == 0:
+            event = (*event[:-1], replace(event[-1], when="always"))
+        events.append(event)
+        if number % 17 == 0:
+            events.append(("storm", 1 + number % 3))
+    blocks = 8 if seed % 5 == 0 else scenario.setup.blocks
+    setup = replace(scenario.setup, when="pressure", marks=MARKS[seed % 4], blocks=blocks)
+    return replace(scenario, setup=setup, events=events)
 
 
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
@@ -202,11 +218,11 @@ class Day:
         else:
             self._abort(index)
 
-    def storm(self, steps: int) -> None:
-        """Everybody's client goes away, one after the other, between few steps."""
+    def storm(self, between: int) -> None:
+        """Every client goes away, one after the other, with a step between some of them."""
         while self.engine.scheduler.requests:
             self._abort(0)
-            if not self.aborts % steps:
+            if self.aborts % between == 0:
                 self.engine.step()
 
     def _abort(self, index: int) -> None:

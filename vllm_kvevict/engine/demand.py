@@ -56,7 +56,7 @@ class Demand:
         for request_id in self._ledger.prefilling:
             length = scheduler.requests[request_id].num_tokens
             promised += sum(
-                max(0, blocks_for(length, m.block_size) - len(m.req_to_blocks[request_id]))
+                max(0, blocks_for(length, m.block_size) - len(m.req_to_blocks.get(request_id, ())))
                 for m in self._managers.values()
             )
         room = scheduler.max_num_active_reqs - len(scheduler.running)
