@@ -67,6 +67,15 @@ def test_off(value: Any) -> None:
     assert EvictionConfig.parse(value) is None
 
 
+def test_marks_in_order() -> None:
+    assert parse(low_mark=0.0, high_mark=0.0).high_mark == 0
+    message = complaint({"policy": "snapkv", "low_mark": 0.2, "high_mark": 0.1})
+    assert "--kv-eviction-high-mark 0.1 is below --kv-eviction-low-mark 0.2" in message
+    for value in (1.0, -0.1, "5%"):
+        assert "--kv-eviction-low-mark" in complaint({"policy": "snapkv", "low_mark": value})
+    assert "--kv-eviction-when" in complaint({"policy": "snapkv", "when": "never"})
+
+
 @pytest.mark.parametrize("policy", ["none", "off", None])
 def test_off_beside_other_settings(policy: Any) -> None:
     assert EvictionConfig.parse({"policy": policy, "budget": 512}) is None
