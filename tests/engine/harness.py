@@ -73,6 +73,8 @@ class Setup:
     reserve_full: bool = True
     watermark: float = 0.0
     shared: str = "keep"
+    when: str = "always"
+    marks: tuple[float, float] = (0.05, 0.1)
 
     @property
     def groups(self) -> int:
@@ -163,6 +165,9 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         beta=setup.beta,
         layers=layer_shares(setup.shares) if setup.shares else None,
         shared_blocks=setup.shared,
+        when=setup.when,
+        low_mark=setup.marks[0],
+        high_mark=setup.marks[1],
         allow="snapkv,streaming-llm,h2o,none",
     )
 

@@ -60,8 +60,9 @@ class Life:
 class Asked:
     """What a request brings in ``extra_args``, read here once more."""
 
-    def __init__(self, request: Any, policy: str) -> None:
+    def __init__(self, request: Any, policy: str, when: str) -> None:
         given = request.sampling_params.extra_args or {}
+        self.pressure = given.get("kv_eviction_when", when) == "pressure"
         self.policy = given.get("kv_eviction", policy)
         self.budget = given.get("kv_eviction_budget")
         self.protect_first = int(given.get("kv_eviction_protect_first", 0))
@@ -166,13 +167,16 @@ class Invariants:
             self.tally.orphans += len(orphans)
             self.pool.evict_blocks(orphans)
 
+    def _asked(self, request: Any) -> Asked:
+        return Asked(request, self.setup.policy, self.setup.when)
+
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
         if request_id not in self.scheduler._ledger.entries:
             return
         request = self.scheduler.requests[request_id]
-        asked = Asked(request, self.setup.policy)
+        asked = self._asked(request)
         needs_window = self.setup.needs_window and asked.policy != "streaming-llm"
-        if asked.policy == "none" or not (needs_window or asked.at):
+        if asked.policy == "none" or asked.pressure or not (needs_window or asked.at):
             return
         end = asked.at or request.num_tokens
         longest = min(request.num_prompt_tokens + request.max_tokens, self.setup.max_model_len)
@@ -186,14 +190,14 @@ class Invariants:
     def _expect_taken(self, request_id: str, hit: int, taken: Any) -> None:
         """A store is taken by requests that would have made it, and by no others."""
         request = self.scheduler.requests[request_id]
-        asked = Asked(request, self.setup.policy)
+        asked = self._asked(request)
         assert asked.policy in ("snapkv", "pyramidkv", "streaming-llm")
         assert hit == asked.at < request.num_tokens
         tail_start = (hit - self.setup.window) // self.setup.block_size * self.setup.block_size
         can = {
             manager.kv_cache_group_id: blocks
             for manager in self.evicting
-            if (blocks := self._store_blocks(manager.kv_cache_group_id, request))
+            if (blocks := self._store_blocks(manager.kv_cache_group_id, request, hit))
             < tail_start // self.setup.block_size
         }
         assert can == {one.group_id: len(one.store) for one in taken}
@@ -208,7 +212,7 @@ class Invariants:
 
     def _made_of(self, request: Any, point: int) -> tuple[Any, ...]:
         """Everything that the store of an eviction at a request's point depends on."""
-        asked = Asked(request, self.setup.policy)
+        asked = self._asked(request)
         tokens = tuple(request.all_token_ids[:point])
         return tokens, request.cache_salt, asked.policy, asked.protect_first
 
@@ -223,7 +227,7 @@ class Invariants:
                 continue
             end = request.num_computed_tokens
             still_due = entry.due_groups(end)
-            asked = Asked(request, self.setup.policy)
+            asked = self._asked(request)
             self._expect_chunk(request, asked, end - output.num_scheduled_tokens[request_id], end)
             if asked.policy == "none":
                 assert request_id not in evicted and request_id not in plan.rings
@@ -298,7 +302,7 @@ class Invariants:
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""
         point = asked.at
-        if asked.policy == "none" or not point or not start < point < end:
+        if asked.policy == "none" or asked.pressure or not point or not start < point < end:
             return
         for manager in self.evicting:
             store = self._store_blocks(manager.kv_cache_group_id, request, point)
@@ -307,7 +311,7 @@ class Invariants:
 
     def _store_blocks(self, group: int, request: Any, n: int) -> int:
         """What an eviction at ``n`` keeps, at least what it would keep of the prompt."""
-        asked = Asked(request, self.setup.policy)
+        asked = self._asked(request)
         second = group and self.setup.second_budget is not None
         budget: Any = asked.budget or (self.setup.second_budget if second else self.setup.budget)
         first = asked.at or request.num_prompt_tokens

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -60,6 +60,7 @@ class Wish:
     protect: float
     at: float | None
     from_end: bool
+    when: str | None = None
 
     def asked(self, setup: Setup, length: int) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -76,6 +77,8 @@ class Wish:
             point = max(1, round(self.at * length))
             backwards = self.from_end and point < length
             asked["kv_eviction_at"] = str(point - length) if backwards else point
+        if self.when is not None:
+            asked["kv_eviction_when"] = self.when
         return asked
 
 
@@ -120,6 +123,26 @@ class Scenario:
 SCENARIOS = st.builds(
     Scenario, setups(), st.integers(0, 2**16), st.lists(EVENTS, min_size=12, max_size=60)
 )
+
+MARKS = ((0.05, 0.1), (0.0, 0.0), (0.3, 0.6), (0.9, 0.95))
+"""The default, marks that are hardly reached, and marks that always are."""
+
+
+def under_pressure(scenario: Scenario) -> Scenario:
+    """The same day on a server that evicts under pressure, some of it on the smallest pools.
+
+    Storms of aborts come in between, and some requests ask to be evicted at once.
+    """
+    seed, events = scenario.seed, []
+    for number, event in enumerate(scenario.events, seed):
+        if isinstance(event[-1], Wish) and number % 3 == 0:
+            event = (*event[:-1], replace(event[-1], when="always"))
+        events.append(event)
+        if number % 17 == 0:
+            events.append(("storm", 1 + number % 3))
+    blocks = 8 if seed % 5 == 0 else scenario.setup.blocks
+    setup = replace(scenario.setup, when="pressure", marks=MARKS[seed % 4], blocks=blocks)
+    return replace(scenario, setup=setup, events=events)
 
 
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
@@ -218,6 +241,13 @@ class Day:
             self.engine.step(between=lambda: self._abort(index))
         else:
             self._abort(index)
+
+    def storm(self, between: int) -> None:
+        """Every client goes away, one after the other, with a step between some of them."""
+        while self.engine.scheduler.requests:
+            self._abort(0)
+            if self.aborts % between == 0:
+                self.engine.step()
 
     def _abort(self, index: int) -> None:
         alive: list[Request] = list(self.engine.scheduler.requests.values())

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.engine.scenarios import SCENARIOS, Scenario, run
+from tests.engine.scenarios import SCENARIOS, Scenario, run, under_pressure
 
 pytestmark = pytest.mark.slow
 
@@ -58,3 +58,29 @@ def test_no_block_is_lost_shared_or_overwritten() -> None:
         "taken_again",
     ):
         assert totals[name] > 0, f"the load never saw any of {name}"
+
+
+def test_nor_under_pressure() -> None:
+    totals: Counter[str] = Counter()
+
+    @settings(PROFILE, max_examples=max(1, STEPS // STEPS_A_SCENARIO // 2))
+    @given(SCENARIOS)
+    def accounting(scenario: Scenario) -> None:
+        run(under_pressure(scenario), totals)
+
+    accounting()
+    print(" ".join(f"{name}={value}" for name, value in totals.items()))
+    for name in (
+        "evictions_pressure",
+        "requests_whole",
+        "requests_evicted",
+        "preemptions",
+        "aborts",
+        "resets",
+        "prefix_hits",
+        "steps_switched_off",
+        "skipped_shared",
+    ):
+        assert totals[name] > 0, f"the load never saw any of {name}"
+    always = totals["evictions"] - totals["evictions_pressure"]
+    assert always > 0, "no request asked to be evicted at once"

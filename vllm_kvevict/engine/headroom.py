@@ -35,20 +35,18 @@ class Headroom:
         self._ledger = ledger
         self._manager = scheduler.kv_cache_manager
         self._least: int = self._manager.watermark_blocks
-        self._stands = 0
+        self._stands = self._forecast = 0
         self._horizon = max(rule.stride for rule in ledger.rules.values())
 
-    def update(self) -> None:
-        """Set the watermark for the step that is about to be scheduled."""
-        if not self._horizon:
-            return
-        if not self._scheduler.waiting:
-            self._stands = 0
-            return
+    def update(self, reserve: int = 0) -> None:
+        """Set the watermark for the step that is about to be scheduled: ``reserve`` at least."""
         self._stands -= 1
-        if self._stands < 0:
+        if not self._horizon or not self._scheduler.waiting:
+            self._stands = self._forecast = 0
+        elif self._stands < 0:
             self._stands = EVERY - 1
-            self._manager.watermark_blocks = max(self._least, self.deepest())
+            self._forecast = self.deepest()
+        self._manager.watermark_blocks = max(self._least, reserve, self._forecast)
 
     def deepest(self) -> int:
         """Blocks by which running requests will hold more than they do, at most, within a stride.

@@ -31,6 +31,10 @@ class Entry:
     protect_first: int = 0
     counts_attention: bool = False
     """Whether the policy adds up the attention of every query."""
+    on_demand: bool = False
+    """Whether the request evicts under pressure only."""
+    turn: int = 0
+    """Number of its last eviction under pressure, among those of all requests; 0 for none."""
     ring: int | None = None
     recorded_from: int = 0
     """First position whose query is in the ring; contiguous up to the last scheduled token."""
@@ -61,7 +65,9 @@ class Entry:
     @property
     def accumulates(self) -> bool:
         """Whether the attention of the coming queries is added up: an eviction will read it."""
-        return self.counts_attention and self.quiet_until < sys.maxsize
+        if not self.counts_attention:
+            return False
+        return self.quiet_until < sys.maxsize or any(t.waits for t in self.timelines.values())
 
     @property
     def point(self) -> int | None:
@@ -86,6 +92,12 @@ class Entry:
         for timeline in self.timelines.values():
             if timeline.is_due(point):
                 timeline.evict(point)
+        self._refresh()
+
+    def call(self, dues: Mapping[int, int]) -> None:
+        """Let groups of a request that evicts on demand do so, each at its length."""
+        for group, due in dues.items():
+            self.timelines[group].call(due)
         self._refresh()
 
     def defer(self, group: int, end: int) -> None:
@@ -148,9 +160,12 @@ class EvictionLedger:
         """Admitted requests that have not reached the end of their prefill."""
         self.near: dict[str, Entry] = {}
         """Decoding requests whose coming step may evict or record, in the order they came near."""
+        self.on_demand: set[str] = set()
+        """Admitted requests that evict under pressure only."""
         self.taking: dict[str, SharedStore] = {}
         """Stores that requests take with their first blocks, until the plan says so."""
         self._watch = Watch(tokens_a_step)
+        self._called: list[str] = []
 
     def entry(self, request_id: str) -> Entry | None:
         """The entry of a request, as it is or would be; None for requests that never evict."""
@@ -170,10 +185,12 @@ class EvictionLedger:
             return None
         options = self.options(request)
         prompt, replay = request.num_prompt_tokens, request.num_tokens
-        ends = self.longest(request)
+        ends, on_demand = self.longest(request), options.when == "pressure"
         return Entry(
             {
-                group: RequestTimeline(options.timeline(rule), prompt, replay, options.at, ends)
+                group: RequestTimeline(
+                    options.timeline(rule), prompt, replay, options.at, ends, on_demand
+                )
                 for group, rule in self.rules.items()
                 if options.evicts
             },
@@ -181,6 +198,7 @@ class EvictionLedger:
             options.policy not in self.windowless,
             options.protect_first,
             options.policy in self.accumulating,
+            on_demand and options.evicts,
         )
 
     def admit(self, request_id: str) -> Entry | None:
@@ -189,6 +207,8 @@ class EvictionLedger:
         if entry is not None and request_id not in self.entries:
             self.entries[request_id] = entry
             self.prefilling[request_id] = None
+            if entry.on_demand:
+                self.on_demand.add(request_id)
         return entry
 
     def quiet(self, request_id: str, end: int) -> bool:
@@ -203,6 +223,7 @@ class EvictionLedger:
         if entry is not None:
             self.prefilling.pop(request_id, None)
             self.near.pop(request_id, None)
+            self.on_demand.discard(request_id)
             self._give_back_ring(request_id, entry)
 
     def last_step(self, request_id: str, end: int) -> bool:
@@ -218,15 +239,20 @@ class EvictionLedger:
 
         Counts a slot that a step of prefill could still take.
         """
-        if self.turns is None or not entry.needs_window:
+        if not self.records(entry):
             return True
         if entry.ring is not None:
             return entry.recorded_from <= end - self.window
+        assert self.turns is not None
         return entry.in_prefill(end) and self.turns.open_to_prompts and start <= end - self.window
+
+    def records(self, entry: Entry) -> bool:
+        """Whether the queries of an entry's window must be recorded."""
+        return self.turns is not None and entry.needs_window
 
     def wants_slot(self, entry: Entry) -> bool:
         """Whether an entry near its eviction lacks a ring slot that it needs."""
-        return self.turns is not None and entry.ring is None and entry.needs_window
+        return entry.ring is None and self.records(entry)
 
     def observe(self, entry: Entry, start: int, end: int) -> None:
         """Give the entry a ring slot if a step of prefill over [start, end) reaches its window.
@@ -258,8 +284,9 @@ class EvictionLedger:
 
     def come_near(self) -> list[str]:
         """Begin a step; returns the decoding requests that come near an eviction with it."""
-        found = []
-        for request_id in self._watch.next_step():
+        found: list[str] = []
+        called, self._called = self._called, []
+        for request_id in called + self._watch.next_step():
             entry = self.entries.get(request_id)
             if entry is None or request_id in self.prefilling or request_id in self.near:
                 continue
@@ -270,6 +297,14 @@ class EvictionLedger:
                 self.near[request_id] = entry
                 found.append(request_id)
         return found
+
+    def call(self, request_id: str, entry: Entry, dues: Mapping[int, int]) -> None:
+        """Let groups of a request that evicts on demand do so, each at its length.
+
+        Its window may begin with the step that is about to be planned.
+        """
+        entry.call(dues)
+        self._called.append(request_id)
 
     def settle(self, request_id: str, entry: Entry, end: int) -> None:
         """Note that a step ends at ``end``; the ring slot goes back where no group needs it on."""

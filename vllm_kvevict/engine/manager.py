@@ -121,6 +121,13 @@ class EvictableAttentionManager(FullAttentionManager):
         holding = self.holdings.get(request_id)
         return holding is not None and bool(holding.retiring)
 
+    def leaving(self, request_id: str) -> int:
+        """Blocks that evictions of the request give back when their steps are processed."""
+        holding = self.holdings.get(request_id)
+        if holding is None:
+            return 0
+        return sum(block.ref_cnt == 1 for _, blocks in holding.retiring for block in blocks)
+
     def granted(self, request_id: str) -> bool:
         """Whether fresh blocks are waiting for the request's next eviction."""
         holding = self.holdings.get(request_id)

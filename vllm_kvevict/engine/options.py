@@ -38,6 +38,6 @@ def options_of(
         except ValueError as error:
             # Refused at the front door; only a client of the engine core gets here.
             logger.warning("%s: the server's settings apply (%s)", request.request_id, error)
-            options = RequestOptions(config.policy)
+            options = RequestOptions(config.policy, when=config.when)
         setattr(request, OPTIONS, options)
     return options

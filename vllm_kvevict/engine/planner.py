@@ -13,6 +13,9 @@ from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+EVICTED = "_kv_eviction_evicted"
+"""Attribute of vLLM's ``Request`` that was evicted at least once."""
+
 
 class StepPlanner:
     """Plans evictions for steps that vLLM has scheduled.
@@ -118,6 +121,8 @@ class StepPlanner:
         else:
             counters.evictions_decode += 1
             self._left -= 1
+        counters.evictions_pressure += entry.on_demand
+        setattr(self._requests[request_id], EVICTED, True)
         evictions = [
             self._managers[g].evict(request_id, entry, end, self._stores.room) for g in groups
         ]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.engine.marks import Marks
 from vllm_kvevict.engine.sharing import SharedStores
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
@@ -25,6 +26,7 @@ class StepReports:
         managers: The block managers that evict, by KV-cache group.
         layers: Layers of each of these groups.
         shared: Stores that requests take from one another.
+        marks: Of free blocks, for eviction under pressure.
 
     """
 
@@ -35,12 +37,14 @@ class StepReports:
         managers: Mapping[int, EvictableAttentionManager],
         layers: Mapping[int, int],
         shared: SharedStores,
+        marks: Marks,
     ) -> None:
         self.reporter = reporter
         self._ledger = ledger
         self._managers = managers
         self._layers = dict(layers)
         self._shared = shared
+        self._marks = marks
 
     def planned(self, plan: StepPlan) -> None:
         """Count the evictions of a plan that was just made."""
@@ -66,7 +70,9 @@ class StepReports:
         measured = getattr(model_runner_output, MEASURED, None)
         if measured is not None:
             self.reporter.measured(**measured)
-        report = self.reporter.take(sum(m.blocks_saved for m in self._managers.values()))
+        marks = self._marks
+        saved = sum(m.blocks_saved for m in self._managers.values())
+        report = self.reporter.take(saved, marks.pressing, (marks.low, marks.high))
         if report is not None:
             report.idle_stores = self._shared.idle
             attach(report, outputs)

@@ -12,9 +12,10 @@ from vllm_kvevict.engine.headroom import Headroom
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.options import options_of
-from vllm_kvevict.engine.planner import StepPlanner
+from vllm_kvevict.engine.planner import EVICTED, StepPlanner
 from vllm_kvevict.engine.points import EvictionPoints
 from vllm_kvevict.engine.prefix import PrefixCaps
+from vllm_kvevict.engine.pressure import Pressure
 from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.reports import StepReports
 from vllm_kvevict.engine.rings import RingSlots
@@ -73,6 +74,9 @@ class EvictionMixin(Scheduler):
         self._points = EvictionPoints(ledger, managers)
         stores = Stores(self, ledger, managers, counters)
         self._headroom = Headroom(self, ledger)
+        self._pressure = Pressure(
+            self, ledger, managers, stores, counters, config.low_mark, config.high_mark
+        )
         self._shared = shared = self._make_shared()
         self._planner = StepPlanner(self.requests, ledger, managers, stores, shared, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, shared, counters)
@@ -80,7 +84,9 @@ class EvictionMixin(Scheduler):
         if self.log_stats:
             groups = self.kv_cache_config.kv_cache_groups
             layers = {group: len(groups[group].layer_names) for group in managers}
-            self._reports = StepReports(Reporter(counters), ledger, managers, layers, shared)
+            self._reports = StepReports(
+                Reporter(counters), ledger, managers, layers, shared, self._pressure.marks
+            )
         # Else the front end's periodic line says it.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
@@ -121,7 +127,7 @@ class EvictionMixin(Scheduler):
             self._points.add(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._headroom.update()
+        self._headroom.update(self._pressure.reserve())
         pointed = self._points.any_alive(self.requests)
         granting = bool(self._grants and self._ledger.prefilling)
         self.need_mamba_block_aligned_split = self._aligns_mamba or pointed or granting
@@ -160,6 +166,7 @@ class EvictionMixin(Scheduler):
             self._ledger.admit(new.req_id)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._ledger.admit(request_id)
+        self._pressure.call(scheduler_output.num_scheduled_tokens)
         plan = self._planner.plan(scheduler_output.num_scheduled_tokens)
         if self._reports is not None:
             self._reports.planned(plan)
@@ -180,6 +187,8 @@ class EvictionMixin(Scheduler):
         return outputs
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+        if request.num_computed_tokens:
+            self.eviction_counters.ended(getattr(request, EVICTED, False))
         if self._reports is not None:
             self._reports.ended(request)
         return super()._free_request(request, *args, **kwargs)

@@ -25,6 +25,11 @@ class RingTurns:
         """Slot of each decoding request that has one, by request id; the latest comes last."""
 
     @property
+    def free(self) -> int:
+        """Slots that are left when everybody who waits has one."""
+        return max(0, self._slots.num_free - len(self._waiting))
+
+    @property
     def open_to_prompts(self) -> bool:
         return bool(self._slots.num_free or self._recording)
 

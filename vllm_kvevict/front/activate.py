@@ -107,6 +107,13 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         if most is not None and most < vllm_config.scheduler_config.max_num_seqs
         else "",
     )
+    if config.when == "pressure":
+        logger.info(
+            "KV eviction under pressure only: it begins when %g%% of the blocks are free and ends "
+            "at %g%%, each beside what running requests take until blocks are back.",
+            100 * config.low_mark,
+            100 * config.high_mark,
+        )
     if config.allow or config.max_budget is not None:
         logger.info(
             "KV eviction: requests may choose among %s, with a budget of %s.",

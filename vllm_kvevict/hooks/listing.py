@@ -179,6 +179,29 @@ HOOKS = {
         """,
         "vllm.v1.request": "Request.block_hashes",
     },
+    "engine/demand.py": {
+        "vllm.v1.core.sched.scheduler": """
+            Scheduler.running Scheduler.waiting Scheduler.requests Scheduler.max_num_active_reqs
+        """,
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
+        "vllm.v1.core.kv_cache_coordinator": """
+            KVCacheCoordinator.group_block_sizes
+            KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
+        """,
+        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
+        "vllm.v1.request": "Request.num_tokens Request.block_hashes",
+    },
+    "engine/pressure.py": {
+        "vllm.v1.core.sched.scheduler": """
+            Scheduler.running Scheduler.policy Scheduler.kv_cache_manager
+        """,
+        "vllm.v1.core.sched.request_queue": "SchedulingPolicy.PRIORITY",
+        "vllm.v1.core.kv_cache_manager": """
+            KVCacheManager.watermark_blocks KVCacheManager.block_pool
+        """,
+        "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks BlockPool.num_gpu_blocks",
+        "vllm.v1.request": "Request.num_computed_tokens Request.priority",
+    },
     "engine/stores.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.running Scheduler.max_num_scheduled_tokens Scheduler._inflight_prefills

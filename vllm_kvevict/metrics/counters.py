@@ -15,10 +15,13 @@ class Counters:
     ``stores_taken`` counts admissions of requests that took the store of another one's eviction,
     ``tokens_taken`` the tokens that they did not compute, ``stores_published`` the stores that
     others may take.
+    ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
+    that ended, ``requests_whole`` were never evicted.
     """
 
     evictions_prefill: int = 0
     evictions_decode: int = 0
+    evictions_pressure: int = 0
     blocks_freed: int = 0
     store_blocks_allocated: int = 0
     evictions_in_place: int = 0
@@ -31,6 +34,8 @@ class Counters:
     stores_published: int = 0
     stores_taken: int = 0
     tokens_taken: int = 0
+    requests_whole: int = 0
+    requests_evicted: int = 0
 
     @property
     def evictions(self) -> int:
@@ -39,6 +44,13 @@ class Counters:
     @property
     def postponed(self) -> int:
         return self.postponed_blocks + self.postponed_ring + self.postponed_turn
+
+    def ended(self, evicted: bool) -> None:
+        """Count a request that ended, and whether it was evicted in any of its lives."""
+        if evicted:
+            self.requests_evicted += 1
+        else:
+            self.requests_whole += 1
 
     def as_dict(self) -> dict[str, int]:
         return {"evictions": self.evictions, "postponed": self.postponed, **asdict(self)}

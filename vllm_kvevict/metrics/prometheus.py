@@ -50,11 +50,20 @@ COUNTERS = {
         "Admissions of requests that took the store of another one's eviction.",
     ),
     "tokens_taken": ("taken_tokens", "Tokens that these requests did not compute."),
+    "evictions_pressure": (
+        "pressure_evictions",
+        "Evictions of requests that keep everything while memory lasts.",
+    ),
+    "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
+    "requests_evicted": ("evicted_requests", "Requests that ended and were evicted before."),
 }
 """By field of a report: name of the metric and what it says."""
 
 CAUSES = ("blocks", "ring", "turn")
 """What a due eviction waits for: blocks of the pool, a slot of the rings, its turn in the batch."""
+
+MARKS = ("low", "high")
+"""Where eviction under pressure begins, and where it ends."""
 
 _registered: list[Any] = []
 """Collectors of this process; an engine that starts later in it replaces them."""
@@ -134,6 +143,13 @@ class EvictionMetrics:
         self._idle = children(
             self._make("gauge", "idle_stores", "Published stores that no request holds.")
         )
+        marks = self._make(
+            "gauge", "mark_blocks", "Free blocks at which eviction under pressure turns.", "mark"
+        )
+        self._marks = {mark: children(marks, mark) for mark in MARKS}
+        self._pressing = children(
+            self._make("gauge", "pressing", "1 while free blocks are short, by the marks.")
+        )
         settings = info(config, block_size)
         about = self._make("gauge", "config_info", "Settings of KV eviction.", *settings)
         for gauge in children(about, *settings.values()).values():
@@ -166,6 +182,9 @@ class EvictionMetrics:
                 histogram[engine].observe(value)
         self._saved[engine].set(report.blocks_saved)
         self._idle[engine].set(report.idle_stores)
+        for mark, gauge in self._marks.items():
+            gauge[engine].set(getattr(report, f"mark_{mark}"))
+        self._pressing[engine].set(int(report.pressing))
 
 
 def info(config: EvictionConfig, block_size: int) -> dict[str, str]:

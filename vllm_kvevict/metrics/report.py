@@ -32,6 +32,9 @@ TOTALS = (
     "stores_published",
     "stores_taken",
     "tokens_taken",
+    "evictions_pressure",
+    "requests_whole",
+    "requests_evicted",
 )
 """Fields of :class:`~vllm_kvevict.metrics.counters.Counters` that a report brings as growth."""
 
@@ -43,7 +46,8 @@ class Report:
     ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS` are
     growth since the last report. ``kept_share`` has one value per finished request, ``seconds``
     one per eviction, ``head_spread`` one per sampled eviction. ``blocks_saved``, in blocks, and
-    ``idle_stores`` are the state now.
+    ``idle_stores`` are the state now; so are the marks of free blocks, and whether eviction under
+    pressure runs.
     """
 
     evictions: dict[str, list[int]] = field(default_factory=dict)
@@ -59,11 +63,17 @@ class Report:
     stores_published: int = 0
     stores_taken: int = 0
     tokens_taken: int = 0
+    evictions_pressure: int = 0
+    requests_whole: int = 0
+    requests_evicted: int = 0
     kept_share: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
     blocks_saved: int = 0
     idle_stores: int = 0
+    mark_low: int = 0
+    mark_high: int = 0
+    pressing: bool = False
 
     @property
     def postponed(self) -> int:
@@ -82,7 +92,7 @@ class Reporter:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._reported = self._totals()
-        self._saved = 0
+        self._state = (0, False)
         self._next = Report()
         self._news = False
 
@@ -106,16 +116,19 @@ class Reporter:
         self._next.head_spread += head_spread
         self._news = True
 
-    def take(self, blocks_saved: int) -> Report | None:
-        """What is new since the last call; None for nothing."""
-        totals = self._totals()
-        if not self._news and totals == self._reported and blocks_saved == self._saved:
+    def take(
+        self, blocks_saved: int, pressing: bool = False, marks: tuple[int, int] = (0, 0)
+    ) -> Report | None:
+        """What is new since the last call; None for nothing. Marks alone are no news."""
+        totals, state = self._totals(), (blocks_saved, pressing)
+        if not self._news and totals == self._reported and state == self._state:
             return None
         report, self._next = self._next, Report()
         for name, total, reported in zip(TOTALS, totals, self._reported, strict=True):
             setattr(report, name, total - reported)
-        self._reported, self._saved, self._news = totals, blocks_saved, False
-        report.blocks_saved = blocks_saved
+        report.blocks_saved, report.pressing = state
+        report.mark_low, report.mark_high = marks
+        self._reported, self._state, self._news = totals, state, False
         return report
 
 

@@ -109,6 +109,7 @@ class RequestTimeline:
             Tokens from there on are prefilled over the evicted cache.
         ends: Length at which the request ends at the latest, its last sampled token included;
             None where it is not known. What could only evict with the last step never does.
+        on_demand: Whether the request evicts only when it is called, and not at fixed lengths.
 
     """
 
@@ -117,9 +118,12 @@ class RequestTimeline:
     prefill_end: int
     at: int | None = None
     ends: int | None = None
+    on_demand: bool = False
     tail_start: int = 0
     store_blocks: int = 0
     """Blocks of its store; 0 before the first eviction."""
+    not_before: int = 0
+    """Length before which a request that waits for a call is left alone."""
     due: int | None = field(init=False)
     point: int | None = field(init=False)
     """E, where prefill evicts; None for a request too short for it."""
@@ -129,11 +133,13 @@ class RequestTimeline:
     def __post_init__(self) -> None:
         rule = self.timeline
         self._floor = rule.store_blocks(self.prompt_len if self.at is None else self.at)
+        self.point = self.due = None
+        if self.on_demand:
+            return
         point = self.prefill_end if self.at is None else self.at
         if self.gain(point) > 0:
             self.due = self.point = self._before_end(point)
             return
-        self.point = self.due = None
         if rule.stride:
             # Too short to evict: joins in once it has outgrown its budget by the interval.
             budget = self.wanted(point) * rule.block_size + rule.window
@@ -169,6 +175,38 @@ class RequestTimeline:
     def _before_end(self, n: int) -> int | None:
         """``n``, or None where a step that ends there is the request's last."""
         return n if self.ends is None or n + 1 < self.ends else None
+
+    def turn(self, start: int, end: int, window: int) -> int | None:
+        """Where a request that is called would evict; None where that gives back nothing.
+
+        At the end of the context or of the prefill if it has not come there, else as soon as its
+        window can be recorded.
+
+        Args:
+            start: First position of the coming step.
+            end: Where that step ends.
+            window: Queries that must be recorded until then; 0 for policies without a window.
+
+        """
+        goal = self.prefill_end if self.at is None else self.at
+        due = max(start + window, end)
+        if due <= goal:
+            due = goal
+        elif end <= self.prefill_end:
+            due = max(due, self.prefill_end)
+        if self.gain(due) <= 0:
+            return None
+        return self._before_end(due)
+
+    def call(self, due: int) -> None:
+        """Let a request that evicts on demand do so at ``due``, which :meth:`turn` gave."""
+        self.due = due
+        self.point = due if due <= self.prefill_end else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the request may still be called before it ends."""
+        return self.on_demand and self.not_before < (self.ends or sys.maxsize)
 
     @property
     def evicted(self) -> bool:
@@ -207,6 +245,9 @@ class RequestTimeline:
         if self.computed_valid is None:
             self.computed_valid = n
         stride = self.timeline.stride
+        if self.on_demand:
+            self.due, self.not_before = None, n + stride if stride else sys.maxsize
+            return old, self.tail_start
         # Not inside the prefill, so that nothing depends on how it is cut into chunks.
         self.due = self._first(max(n + stride, self.prefill_end), stride) if stride else None
         return old, self.tail_start
@@ -219,6 +260,9 @@ class RequestTimeline:
         """
         rule = self.timeline
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
+        if self.on_demand:
+            self.due, self.not_before = None, n + pause
+            return
         self.due = self._first(max(n + pause, self.prefill_end), pause)
 
     def peak_blocks(self, n: int) -> int:
@@ -227,8 +271,10 @@ class RequestTimeline:
         ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
         replaced, and the block that a step in flight adds before an eviction's blocks are free.
         """
-        request = replace(self, tail_start=0, store_blocks=0, computed_valid=None)
         bs, peak, freed, store = self.timeline.block_size, 0, 0, 0
+        if self.on_demand:
+            return blocks_for(n, bs) + self.wanted(n)
+        request = replace(self, tail_start=0, store_blocks=0, computed_valid=None)
         while request.due is not None and n >= request.due:
             due = request.due
             freed_next = request.evict(due)[1] // bs

@@ -13,10 +13,13 @@ POLICY = KEY
 BUDGET = f"{KEY}_budget"
 INTERVAL = f"{KEY}_interval"
 PROTECT = f"{KEY}_protect_first"
+WHEN = f"{KEY}_when"
 AT = f"{KEY}_at"
 AT_MESSAGE = f"{KEY}_at_message"
 AT_TEXT = f"{KEY}_at_text"
-KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, AT, AT_MESSAGE, AT_TEXT)
+KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT)
+
+WHENS = ("always", "pressure")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class RequestOptions:
             for the end of prefill.
         most: Tokens that a share may come to on this server, however long the answer; None for
             no bound.
+        when: "always", or "pressure" for a request that is evicted only where memory is short.
 
     """
 
@@ -41,6 +45,7 @@ class RequestOptions:
     protect_first: int = 0
     at: int | None = None
     most: int | None = None
+    when: str = "always"
 
     @property
     def evicts(self) -> bool:
@@ -95,6 +100,7 @@ def parse_options(
         protect_first=_number(given, PROTECT, least=0, what="tokens") if PROTECT in given else 0,
         at=_at(given, prompt_len),
         most=config.max_budget if isinstance(config.max_budget, int) else None,
+        when=_when(config, given),
     )
     if options.evicts:
         _check_store(config, options, prompt_len, rules)
@@ -141,6 +147,17 @@ def _interval(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
             f"this server, which caps budgets, not {interval}"
         )
     return interval
+
+
+def _when(config: EvictionConfig, given: Mapping[str, Any]) -> str:
+    when = given.get(WHEN, config.when)
+    # Without a cap a request may ask for any budget, which holds as much.
+    allowed = WHENS[: 1 + (config.when == "pressure" or config.max_budget is None)]
+    if when not in allowed:
+        raise ValueError(
+            f"KV eviction: {WHEN} must be {' or '.join(allowed)} on this server, not {when!r}"
+        )
+    return str(when)
 
 
 def message_index(value: Any, count: int) -> int:

@@ -1,6 +1,6 @@
 """What every policy needs to know: how much is kept, what observes, how often."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -44,6 +44,32 @@ class Rule(BaseModel):
             "prefill only."
         ),
     )
+    when: Literal["always", "pressure"] = Field(
+        default="always",
+        description=(
+            "When requests are evicted to their budgets: always, or under pressure only, when free "
+            "blocks fall below the low mark; those that give back most come first."
+        ),
+    )
+    low_mark: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        strict=True,
+        allow_inf_nan=False,
+        description=(
+            "Share of the blocks that are free when eviction under pressure begins, beside those "
+            "that running requests take while their windows are recorded."
+        ),
+    )
+    high_mark: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        strict=True,
+        allow_inf_nan=False,
+        description="Share of the blocks that are free when eviction under pressure ends.",
+    )
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -63,6 +89,15 @@ class Rule(BaseModel):
             raise ValueError(
                 f"budget {self.budget_tokens} leaves no room beside the window of "
                 f"{self.window} tokens; raise --kv-eviction-budget or lower --kv-eviction-window"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _marks_in_order(self) -> Self:
+        if self.high_mark < self.low_mark:
+            raise ValueError(
+                f"--kv-eviction-high-mark {self.high_mark:g} is below --kv-eviction-low-mark "
+                f"{self.low_mark:g}; raise it or lower the other"
             )
         return self
 

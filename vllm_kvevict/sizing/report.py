@@ -137,6 +137,11 @@ def as_text(sizing: Sizing) -> str:
         ("sequences at once, spread over their lives", sizing.mean_sequences),
     ):
         lines.append(f"{name:44}{pick(sizing.without):>10}{pick(sizing.evicting):>10}")
+    if config.when == "pressure":
+        lines.append(
+            f"under pressure only: up to {sizing.mean_sequences(sizing.without)} such requests, "
+            "spread over their lives, keep everything"
+        )
     most = sizing.vllm_config.scheduler_config.max_num_seqs
     if sizing.mean_sequences(sizing.evicting) == most:
         lines.append(f"(no more than {most}: --max-num-seqs)")

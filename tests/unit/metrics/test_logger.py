@@ -48,11 +48,16 @@ def test_every_value_of_a_report(build):
         postponed_turn=2,
         prefix_hits_capped=4, kept_share=[0.25, 1.0], seconds=[0.003, 0.2, 0.004],
         head_spread=[1.3], blocks_saved=30, stores_published=6, stores_taken=11, tokens_taken=900,
-        idle_stores=8,
+        idle_stores=8, evictions_pressure=2, requests_whole=9, requests_evicted=6,
+        mark_low=50, mark_high=90, pressing=True,
     )  # fmt: skip
     send(manager, report, engine=1)
     second = Report(evictions={"tova": [0, 5]}, blocks_saved=7, stores_taken=2, idle_stores=3)
+    second.mark_high = 80
     send(manager, second, engine=1)
+    assert value("pressure_evictions_total", 1) == 2
+    assert value("whole_requests_total", 1) == 9 and value("evicted_requests_total", 1) == 6
+    assert value("mark_blocks", 1, mark="low") == value("pressing", 1) == 0, "the last report's"
     assert value("evictions_total", 1, policy="ada-snapkv", reason="prefill") == 2
     assert value("evictions_total", 1, policy="ada-snapkv", reason="decode") == 1
     assert value("evictions_total", 1, policy="tova", reason="decode") == 5
@@ -63,7 +68,7 @@ def test_every_value_of_a_report(build):
     assert value("postponed_evictions_total", 1, reason="turn") == 2
     assert value("postponed_evictions_total", 1, reason="blocks") == 0
     assert value("capped_prefix_hits_total", 1) == 4
-    assert value("blocks_saved", 1) == 7
+    assert value("blocks_saved", 1) == 7 and value("mark_blocks", 1, mark="high") == 80
     assert value("published_stores_total", 1) == 6
     assert value("taken_stores_total", 1) == 13
     assert value("taken_tokens_total", 1) == 900

@@ -13,16 +13,9 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.settings.sentences import flag
 
-FIELDS = ["policy", "budget", "min_budget", "window", "interval", "floor", "pool_kernel", "pool"]
-FIELDS += [
-    "sinks",
-    "recent_share",
-    "random_share",
-    "seed",
-    "radius",
-    "cluster_samples",
-    "value_share",
-]
+FIELDS = ["policy", "budget", "min_budget", "window", "interval", "when", "low_mark", "high_mark"]
+FIELDS += ["floor", "pool_kernel", "pool", "sinks"]
+FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
 FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "shared_blocks", "attention"]
 
 
@@ -47,6 +40,9 @@ def test_defaults() -> None:
         "min_budget": 0,
         "window": 32,
         "interval": 128,
+        "when": "always",
+        "low_mark": 0.05,
+        "high_mark": 0.1,
         "floor": 0.2,
         "pool_kernel": 7,
         "pool": "max",
@@ -70,6 +66,15 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("value", [None, False, "none", "off", {"policy": None}])
 def test_off(value: Any) -> None:
     assert EvictionConfig.parse(value) is None
+
+
+def test_marks_in_order() -> None:
+    assert parse(low_mark=0.0, high_mark=0.0).high_mark == 0
+    message = complaint({"policy": "snapkv", "low_mark": 0.2, "high_mark": 0.1})
+    assert "--kv-eviction-high-mark 0.1 is below --kv-eviction-low-mark 0.2" in message
+    for value in (1.0, -0.1, "5%"):
+        assert "--kv-eviction-low-mark" in complaint({"policy": "snapkv", "low_mark": value})
+    assert "--kv-eviction-when" in complaint({"policy": "snapkv", "when": "never"})
 
 
 @pytest.mark.parametrize("policy", ["none", "off", None])

@@ -146,6 +146,25 @@ def test_a_cap_compares_tokens_of_this_prompt():
     assert "here 125 tokens" in complaint(config=shared, budget=126, at=500)
 
 
+def test_when_is_the_servers_unless_the_request_says_otherwise():
+    under_pressure = server(when="pressure")
+    assert parse().when == "always" and parse(config=under_pressure).when == "pressure"
+    assert parse(when="pressure").when == "pressure"
+    assert parse(config=under_pressure, when="always").when == "always"
+    for value in ("never", "", 1, None, ["always"]):
+        assert "must be always or pressure on this server" in complaint(when=value)
+
+
+def test_a_cap_cannot_be_evaded_by_waiting_for_pressure():
+    always = server(allow="", max_budget=256)
+    assert "kv_eviction_when must be always on this server" in complaint(
+        config=always, when="pressure"
+    )
+    assert parse(config=always, when="always").when == "always"
+    both = server(allow="", max_budget=256, when="pressure")
+    assert parse(config=both).when == "pressure", "it is the server's own setting"
+
+
 def test_a_cap_cannot_be_evaded_by_evicting_less_often():
     config = server(allow="", max_budget=256)
     for value in (0, 65):

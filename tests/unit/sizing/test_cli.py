@@ -51,6 +51,14 @@ def test_json_holds_what_the_text_says(model):
                 assert str(value) in text, (part, value)
 
 
+def test_under_pressure_it_says_how_many_keep_everything(model):
+    usual = plan(model, *LOAD, *KV, "--budget", "256")
+    pressure = plan(model, *LOAD, *KV, "--budget", "256", "--kv-eviction-when", "pressure")
+    more = set(as_text(pressure).splitlines()) - set(as_text(usual).splitlines())
+    (line,) = more
+    assert f"up to {usual.mean_sequences(usual.without)} such requests" in line
+
+
 def test_a_file_a_folder_and_a_renamed_file(model, tmp_path):
     renamed = tmp_path / "mine.json"
     shutil.copy(f"{model}/config.json", renamed)
