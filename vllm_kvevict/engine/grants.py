@@ -1,13 +1,9 @@
 """Steps of prefill that come with the blocks of their eviction, where evictions must run."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
-from vllm_kvevict.schedule.timeline import blocks_for
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class StoreGrants:
@@ -64,14 +60,6 @@ class StoreGrants:
         entry = self._ledger.admit(request_id)
         self._manager.grant(request_id, self._taken(request_id, entry, start, num_tokens))
         return new_blocks
-
-    def lacks(self, request: "Request", start: int, end: int) -> bool:
-        """Whether the pool has too few blocks for a step over [start, end) with its eviction."""
-        entry = self._ledger.entries.get(request.request_id)
-        taken = self._taken(request.request_id, entry, start, end)
-        size = self._manager.block_size
-        grows = blocks_for(end, size) - blocks_for(start, size)
-        return taken > 0 and taken + grows > self._manager.block_pool.get_num_free_blocks()
 
     def _taken(
         self, request_id: str, entry: Entry | None, start: int, end: int, hits: int = 0

@@ -69,15 +69,17 @@ class Pressure:
         self._counters = counters
         self._demand = Demand(scheduler, ledger, managers)
         self._cache = scheduler.kv_cache_manager
+        self._watermark = self._cache.watermark_blocks
         self.marks = Marks(self._cache.block_pool.num_gpu_blocks, low, high)
         self._called: dict[str, tuple[Entry, int]] = {}
         """Requests whose eviction is on its way, and the blocks that it will give."""
         self._turns = 0
 
-    def reserve(self) -> int:
-        """Before vLLM schedules: blocks that an admission must leave to running requests."""
-        self.marks.reserve = self._demand.reserve() if self._ledger.on_demand else 0
-        return self.marks.reserve
+    def prepare(self) -> None:
+        """Before vLLM schedules: admissions leave the reserve to running requests."""
+        marks = self.marks
+        marks.reserve = self._demand.reserve() if self._ledger.on_demand else 0
+        self._cache.watermark_blocks = max(self._watermark, marks.reserve)
 
     def call(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Call requests whose evictions bring the free blocks back to the high mark.

@@ -8,7 +8,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvevict.engine.budgets import report_budgets
 from vllm_kvevict.engine.grants import StoreGrants
-from vllm_kvevict.engine.headroom import Headroom
 from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.options import options_of
@@ -66,14 +65,12 @@ class EvictionMixin(Scheduler):
         self._config = config
         self._evicting = managers
         self._ledger = ledger = self._make_ledger()
-        self._grants: list[StoreGrants] = []
         for manager in managers.values():
             manager.ledger = ledger
             if ledger.evicts_shared:
-                self._grants.append(StoreGrants(manager, ledger))
+                StoreGrants(manager, ledger)
         self._points = EvictionPoints(ledger, managers)
         stores = Stores(self, ledger, managers, counters)
-        self._headroom = Headroom(self, ledger)
         self._pressure = Pressure(
             self, ledger, managers, stores, counters, config.low_mark, config.high_mark
         )
@@ -127,10 +124,9 @@ class EvictionMixin(Scheduler):
             self._points.add(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._headroom.update(self._pressure.reserve())
+        self._pressure.prepare()
         pointed = self._points.any_alive(self.requests)
-        granting = bool(self._grants and self._ledger.prefilling)
-        self.need_mamba_block_aligned_split = self._aligns_mamba or pointed or granting
+        self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
         return super().schedule(*args, **kwargs)
 
     def _mamba_block_aligned_split(
@@ -142,9 +138,7 @@ class EvictionMixin(Scheduler):
     ) -> int:
         """Clip a chunk of prefill so that it ends at the request's eviction point.
 
-        To nothing where its eviction lacks blocks that decoding requests will give back: the
-        chunk can wait, and asking for them would preempt others. vLLM asks here, where it has
-        chosen a chunk, while ``need_mamba_block_aligned_split``.
+        vLLM asks here, where it has chosen a chunk, while ``need_mamba_block_aligned_split``.
         """
         if self._aligns_mamba:
             num_new_tokens = super()._mamba_block_aligned_split(
@@ -155,11 +149,7 @@ class EvictionMixin(Scheduler):
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        end = self._points.clip(request.request_id, start, start + num_new_tokens)
-        others = len(self.running) > len(self._ledger.prefilling)
-        if others and any(grants.lacks(request, start, end) for grants in self._grants):
-            return 0
-        return end - start
+        return self._points.clip(request.request_id, start, start + num_new_tokens) - start
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:

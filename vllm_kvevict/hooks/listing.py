@@ -116,10 +116,6 @@ HOOKS = {
             FullAttentionManager.allocate_new_blocks(request_id,num_tokens,num_tokens_main_model)
         """,
     },
-    "engine/headroom.py": {
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.watermark_blocks",
-        "vllm.v1.core.sched.scheduler": "Scheduler.waiting",
-    },
     "engine/shared_store.py": {
         "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_hash KVCacheBlock.ref_cnt",
     },
