@@ -40,8 +40,8 @@ class Scratch:
     """Shared by all layers, which run one after the other.
 
     Args:
-        kernel: ``flash`` needs one layer's page table, ``triton`` partial sums of its splits,
-            ``xformers`` a page table and room for gathered pages.
+        kernel: ``flash`` needs one layer's page table, ``triton`` one for requests with several
+            queries and partial sums of its splits, ``xformers`` one and room for gathered pages.
         shape: The layers.
         device: Where attention runs.
 
@@ -66,9 +66,9 @@ class Scratch:
         self.dense = torch.zeros(0, dtype=torch.uint8, device=device)
         self.paged = False
         pages = blocks_for(shape.max_model_len, shape.block_size)
-        if kernel == "flash":
+        if kernel != "xformers":
             self.table = torch.zeros(sequences, pages, dtype=torch.int32, device=device)
-        elif kernel == "xformers":
+        else:
             rows = power_of_two(sequences)
             self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
             size = max(GATHERED_BYTES, pages * self._page_bytes)
@@ -77,7 +77,7 @@ class Scratch:
             self.paged = capability is not None and takes_pages(
                 tuple(capability), shape.itemsize, shape.head_size
             )
-        else:
+        if kernel == "triton":
             splits = (self.max_splits, shape.group)
             self.partial = torch.zeros(*splits, shape.head_size, device=device)
             self.weights = torch.zeros(*splits, 2, device=device)
