@@ -134,8 +134,8 @@ class GroupBuffers:
         token = within + starts.repeat_interleave(heads).repeat_interleave(per_sequence)
         head = torch.arange(heads).repeat(len(rows)).repeat_interleave(per_sequence)
         query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        # First, and lengths and tables in whole lines: vLLM's Triton attention is compiled anew
-        # for addresses that are no multiples of 16.
+        # First, and lengths in whole lines: vLLM's Triton attention is compiled anew for addresses
+        # that are no multiples of 16.
         starts_on_device, *on_device = self._upload(query_start_loc, rows, places)
         sequences = len(rows) * heads
         padded = blocks_for(sequences, _LINE) * _LINE
@@ -156,7 +156,7 @@ class GroupBuffers:
             most = self.scratch.gathered(table.shape[1])
             parts = cut(query_start_loc.tolist(), starts_on_device, most)
         else:
-            pages = blocks_for(common.max_seq_len, self.state.timeline.block_size)
+            pages = -(-common.max_seq_len // self.state.timeline.block_size)
             table = self.scratch.table[:sequences, :pages]
         return Extend(
             rows=on_device[0],

@@ -32,7 +32,7 @@ def parts(flash=2.0):
     passes = [dict(prompt=32768, ranks=ranks) for ranks in (1, 8)]
     passes[0]["the worker's pass"] = milliseconds(4.0)
     passes[1]["the worker's pass"] = milliseconds(0.7)
-    prefill = dict(case="prefill", setting="stock", input=32768, ttft_ms_median=1000.0)
+    prefill = serving("prefill", "stock", 32768, 1, 1.0) | dict(ttft_ms_median=1000.0)
     loads = [
         serving("memory-bound", "stock", 6000, 500, 100.0),
         serving("memory-bound", "8x", 6000, 500, 360.0),
