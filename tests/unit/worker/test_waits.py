@@ -129,7 +129,7 @@ def test_taking_a_store_waits_for_nothing(monkeypatch):
         made = worker("ada-snapkv", fused=False, device="cuda", slots=100)
         state = made.states[1]
         store = torch.tensor([66, 67], device="cuda")
-        pages = torch.tensor([[1, 3]] * len(state.layer_names), device="cuda")
+        pages = torch.tensor([[1, 2, 3]] * len(state.layer_names), device="cuda")
         state.record(1, 208, store, pages)
         watch.waits.clear()
         state.keep(1, 66)
@@ -141,4 +141,4 @@ def test_taking_a_store_waits_for_nothing(monkeypatch):
         assert bool(state.evicted[3]) and state.shorter[3] == state.shorter[1] > 0
     for table in (state.tail_start, state.stores):
         assert torch.equal(table[3].cpu(), table[1].cpu())
-    assert state.head_indptr[:, 3].tolist() == [[0, 1, 4]] * len(state.layer_names)
+    assert state.head_indptr[:, 3].tolist() == [[0, 1, 3, 6]] * len(state.layer_names)
