@@ -116,7 +116,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     right.plot(range(1, len(values) + 1), values, marker="o")
     right.set_ylim(0)
     right.set_xlabel("prompts")
-    right.set_title("differs from the other prompts' mean by", loc="left", fontsize=10)
+    right.set_title("apart from the other prompts", loc="left", fontsize=10)
     figure.savefig(path, dpi=110)
 
 

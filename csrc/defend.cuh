@@ -75,10 +75,15 @@ static __global__ void norm_kernel(const __grid_constant__ Norms work) {
   }
 }
 
-__device__ inline float peak_of(const Defend& work, int64_t index) {
+// The highest peak of a column and its neighbours.
+__device__ inline float peak_of(const Defend& work, const Head& head, int column) {
+  const int last = head.columns - work.window - 1;
+  const int from = column > kReach / 2 ? column - kReach / 2 : 0;
+  const int to = column + kReach / 2 < last ? column + kReach / 2 : last;
   float highest = 0;
   for (int i = 0; i < work.query_groups; ++i) {
-    highest = nan_max(highest, work.peaks[i * work.num_peaks + index]);
+    const float* peaks = work.peaks + i * work.num_peaks + head.first_sum;
+    for (int near = from; near <= to; ++near) highest = nan_max(highest, peaks[near]);
   }
   return highest / kNeighbours;
 }
@@ -94,7 +99,7 @@ static __global__ void mean_kernel(const __grid_constant__ Defend work) {
   KVEVICT_ASSERT(head.first_sum + columns <= work.num_peaks);
   float sum = 0;
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-    sum += peak_of(work, head.first_sum + column);
+    sum += peak_of(work, head, column);
   }
   sums[threadIdx.x] = sum;
   for (unsigned half = blockDim.x / 2; half > 0; half /= 2) {
@@ -127,7 +132,7 @@ static __global__ void defend_kernel(const __grid_constant__ Defend work) {
       // No number, or a token without values in any head.
       if (!(share <= 3.4e38f)) share = 0.0f;
     }
-    const float score = nan_max(peak_of(work, head.first_sum + column), mean) * share;
+    const float score = nan_max(peak_of(work, head, column), mean) * share;
     work.scores[head.first_column + column] = column < protect ? kProtected : score;
     work.shares[head.first_column + column] = share;
   }

@@ -14,6 +14,7 @@ constexpr int kMaxHeads = 1024;      // KV heads of a layer
 constexpr int kChunk = 1024;         // columns that a block of score goes through
 constexpr int kStep = 8;             // columns that a warp multiplies at a time
 constexpr int kNeighbours = 5;       // columns that peaks are averaged over
+constexpr int kReach = 17;           // columns whose highest average a token has
 constexpr int kPeakChunk = kChunk - 2 * kStep;  // of a block of peaks: with the steps beside it, a chunk
 constexpr int kScoreWarps = 8;       // most warps of a block of score
 constexpr int kWideHead = 128;       // larger heads halve what a warp holds in registers

@@ -38,8 +38,11 @@ def server(model: Path, options: argparse.Namespace) -> Server:
         "--disable-uvicorn-access-log", "--no-enable-log-requests",
         "--logits-processors", "benchmarks.quality.forced:ForcedTokens",
         "--kv-eviction", options.policies[0], "--kv-eviction-budget", "50%",
-        "--kv-eviction-allow", ",".join([*options.policies, "none"]), *options.server_args,
+        "--kv-eviction-allow", ",".join([*options.policies, "none"]),
+        "--kv-eviction-shared-blocks", "evict", *options.server_args,
     ]  # fmt: skip
+    if options.layers:
+        args += ["--kv-eviction-layers", options.layers, "--kv-eviction-groups", options.groups]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)}
     return Server(model, args, options.work / "server.log", env=env)
 
@@ -90,6 +93,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder; SmolLM2-135M-Instruct without it")
     parser.add_argument("--kv-memory", default="1G")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", help="shares of layers: a file, or auto")
+    parser.add_argument("--groups", default="4", help="groups of layers, with --layers")
     parser.add_argument("--server-args", nargs="*", default=[])
     parser.add_argument("--work", type=Path, default=Path(".cache/quality"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/fidelity.json"))

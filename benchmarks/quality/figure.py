@@ -30,7 +30,7 @@ def draw(results: list[dict], output: Path) -> None:
         for cell in result["cells"]:
             key = cell["task"], cell["scenario"], cell["label"], cell["budget"]
             cells.setdefault(key, cell)
-    tasks = results[0]["tasks"]
+    tasks = list(dict.fromkeys(task for result in results for task in result["tasks"]))
     budgets = sorted({key[3] for key in cells if key[3]}, key=lambda b: positions([b])[0])
     labels = list(dict.fromkeys(key[2] for key in cells if key[3]))
     figure, axes = pyplot.subplots(

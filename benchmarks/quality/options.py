@@ -11,12 +11,10 @@ from benchmarks.quality.kvpress_baseline import PRESSES
 from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.suite import SUITES
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.settings.names import COMPARABLE, POLICY_NAMES
 
 POOLED = ("snapkv", "ada-snapkv")
 """Policies whose scores are pooled along the sequence."""
-SHARED = ("ada-defensive", "defensive", "ada-snapkv", "snapkv")
-"""Policies that ``--layers`` also measures."""
 QUICK: dict[str, Any] = dict(
     tasks=("s-niah",), policies=("ada-snapkv", "ada-defensive"), budgets=("25%",), samples=8,
     kvpress=False, threads=2, output=Path(".cache/quality/quick.json"),
@@ -82,9 +80,13 @@ class Options(BaseModel):
     )
     layers: str | None = Field(
         None,
-        description="also measure policies whose scores compare with measured shares of layers: a "
-        "file for --kv-eviction-layers, or auto (own server only)",
+        description="also measure with shares of layers: a file for --kv-eviction-layers, or auto "
+        "(own server only)",
     )
+    layers_policies: tuple[str, ...] = Field(
+        ("defensive", "ada-defensive"), description="policies that --layers measures"
+    )
+    groups: int = Field(4, ge=2, description="groups of layers, with --layers")
     window: int = Field(32, ge=1, description="observation window of the server")
     block_size: int | None = Field(
         None, ge=1, description="block size of the server, where it does not publish it"
@@ -111,7 +113,8 @@ class Options(BaseModel):
     def _known(self) -> Self:
         for name, given, valid in (
             ("tasks", self.tasks, SUITES[self.suite].tasks),
-            ("policies", self.policies, tuple(p for p in POLICY_NAMES if p != "none")),
+            ("policies", self.policies, POLICY_NAMES),
+            ("layers-policies", self.layers_policies, COMPARABLE),
             ("scenarios", self.scenarios, SCENARIOS),
             ("presses", self.presses, PRESSES),
         ):

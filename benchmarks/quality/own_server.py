@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.quality.options import POOLED, SHARED, Options
+from benchmarks.quality.options import POOLED, Options
 from benchmarks.server import Server
 
 BLOCK_SIZE = 32
@@ -27,9 +27,10 @@ def variants(options: Options) -> list[Variant]:
     pooled = {f"{policy}, avg 5": policy for policy in options.policies if policy in POOLED}
     if options.like_for_like and pooled and options.base_url is None:
         chosen.append(Variant("avg5", KVPRESS_POOLING, pooled))
-    shared = {f"{policy}, layers": policy for policy in options.policies if policy in SHARED}
-    if options.layers and shared and options.base_url is None:
-        chosen.append(Variant(LAYERS, ("--kv-eviction-layers", options.layers), shared))
+    if options.layers and options.base_url is None:
+        shared = {f"{policy}, layers": policy for policy in options.layers_policies}
+        flags = "--kv-eviction-layers", options.layers, "--kv-eviction-groups", str(options.groups)
+        chosen.append(Variant(LAYERS, flags, shared))
     return chosen
 
 

@@ -56,9 +56,8 @@ def _panel(axis, results: Results, scenario: str, labels, budgets, task: str) ->
             [100 * (one.mean - one.low) for one in found],
             [100 * (one.high - one.mean) for one in found],
         ]
-        base = label.removeprefix("kvpress ").split(",")[0]
         style = "--" if label.startswith("kvpress ") else ":" if "," in label else "-"
-        colour = f"C{sorted({name.split()[-1] for name in labels if ',' not in name}).index(base)}"
+        colour = f"C{sorted(set(map(_base, labels))).index(_base(label))}"
         axis.errorbar(
             places, means, [[max(0, e) for e in side] for side in errors], label=label,
             linestyle=style, color=colour, marker="o", markersize=3, linewidth=1.3, elinewidth=0.6,
@@ -68,3 +67,8 @@ def _panel(axis, results: Results, scenario: str, labels, budgets, task: str) ->
     axis.set_ylim(-3, 105)
     axis.set_xticks(places, budgets)
     axis.grid(alpha=0.25)
+
+
+def _base(label: str) -> str:
+    """The policy of a label, whoever runs it and with what beside it."""
+    return label.removeprefix("kvpress ").split(",")[0]

@@ -35,6 +35,8 @@ def peaks_of(scene: Scene, case: Case, layers: WindowLayers, due: Due, layer: in
     seen = one.valid[:, None] & (torch.arange(columns) <= own[:, None])
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., : columns - window]
     peaks = functional.avg_pool1d(weights, 5, 1, 2).amax(1)
+    peaks = peaks.masked_fill(~one.valid[:, : columns - window], 0.0)
+    peaks = functional.max_pool1d(peaks, 17, 1, 8)
     peaks = peaks.masked_fill(~one.valid[:, : columns - window], torch.nan)
     return peaks.maximum(peaks.nanmean(-1, keepdim=True))
 

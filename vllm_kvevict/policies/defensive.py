@@ -24,6 +24,7 @@ class Defensive(Scorer):
 
     Args:
         kernel: Neighbours along the sequence over which each query's weights are averaged.
+        reach: Neighbours whose highest average a token has. Theirs has none.
 
     """
 
@@ -31,6 +32,7 @@ class Defensive(Scorer):
     page_channels: ClassVar[int] = 1
 
     kernel: int = 5
+    reach: int = 17
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         """As :meth:`Scorer.scores`.
@@ -42,7 +44,7 @@ class Defensive(Scorer):
         if candidates.value_shares is None:
             raise ValueError("defensive needs the heads' shares of the value norms")
         columns = candidates.num_candidates
-        peaks = window_peaks(candidates, self.kernel)[:, :columns]
+        peaks = window_peaks(candidates, self.kernel, self.reach)[:, :columns]
         scores = peaks * candidates.value_shares[:, :columns]
         return scores.masked_fill(~candidates.valid[:, :columns], float("-inf"))
 

@@ -11,7 +11,7 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
-from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, defensive_scores, keep_shares
+from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH, defensive_scores, keep_shares
 from vllm_kvevict.ops.cuda.limits import (
     BLOCK_SIZES,
     CHUNK,
@@ -89,7 +89,7 @@ class FusedEvictions:
         scorer = self._policies[policy].scorer
         if isinstance(scorer, Defensive):
             kept = [one for group in self._groups.values() for one in group.kept]
-            return scorer.kernel == NEIGHBOURS and bool(kept)
+            return (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH) and bool(kept)
         return isinstance(scorer, SnapKV)
 
     def run(

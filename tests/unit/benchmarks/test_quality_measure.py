@@ -206,11 +206,21 @@ def test_right_counters(tmp_path):
     assert list(pooled.labels) == ["snapkv, avg 5", "ada-snapkv, avg 5"]
 
 
+def test_a_server_with_shares_of_layers(tmp_path):
+    options = Options.parse(["--model", str(tmp_path), "--layers", "auto", "--groups", "5"])
+    default, layers = variants(options)
+    assert tuple(default.labels) == options.policies and not default.flags
+    assert layers.flags == ("--kv-eviction-layers", "auto", "--kv-eviction-groups", "5")
+    assert layers.labels == {f"{name}, layers": name for name in ("defensive", "ada-defensive")}
+    assert len(variants(Options.parse(["--model", str(tmp_path)]))) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tasks", "s-niah,chess"], "--tasks: chess; choose from s-niah"),
         (["--policies", "none"], "--policies: none; choose from"),
+        (["--layers-policies", "subgen"], "--layers-policies: subgen; choose from"),
         (["--budgets", "10%,0%"], "25%"),
         (["--scenarios", "both"], "question-agnostic"),
         (["--model", "/nowhere"], "no folder /nowhere"),

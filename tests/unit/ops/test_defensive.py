@@ -15,8 +15,8 @@ from vllm_kvevict.ops.reference.defensive import window_peaks
 from vllm_kvevict.policies.base import Candidates
 
 
-def spelled_out(candidates: Candidates, kernel: int) -> list[dict[int, float]]:
-    """[H] for each cached token before the window: the highest of all rows' averages, floored."""
+def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[int, float]]:
+    """[H] for each cached token before the window: the highest average near it, floored."""
     last = candidates.valid.shape[1] - candidates.window
     found = []
     for head in range(candidates.num_heads):
@@ -29,24 +29,29 @@ def spelled_out(candidates: Candidates, kernel: int) -> list[dict[int, float]]:
                     near = range(c - kernel // 2, c + kernel // 2 + 1)
                     averages.append(math.fsum(row.get(n, 0) for n in near if n < last) / kernel)
             highest[c] = max(averages)
+        highest = {
+            c: max(peak for n, peak in highest.items() if abs(n - c) <= reach // 2) for c in mine
+        }
         mean = math.fsum(highest.values()) / len(mine)
         found.append({c: max(peak, mean) for c, peak in highest.items()})
     return found
 
 
 @settings(deadline=None)
-@given(cases(), st.sampled_from([1, 3, 5]), st.sampled_from([1, 2, 16]))
-def test_window_peaks(case, kernel, rows_at_once):
+@given(
+    cases(), st.sampled_from([1, 3, 5]), st.sampled_from([1, 3, 17]), st.sampled_from([1, 2, 16])
+)
+def test_window_peaks(case, kernel, reach, rows_at_once):
     """However few rows stand in memory at once."""
     limits = score.LOGITS, score.FEWEST
     score.LOGITS, score.FEWEST = 1, rows_at_once
     try:
-        peaks = window_peaks(case.candidates, kernel)
+        peaks = window_peaks(case.candidates, kernel, reach)
     finally:
         score.LOGITS, score.FEWEST = limits
     assert peaks.dtype == torch.float32
     assert peaks.shape[1] == case.candidates.valid.shape[1] - case.candidates.window
-    for mine, expected in zip(peaks, spelled_out(case.candidates, kernel), strict=True):
+    for mine, expected in zip(peaks, spelled_out(case.candidates, kernel, reach), strict=True):
         torch.testing.assert_close(
             mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
         )
@@ -55,11 +60,16 @@ def test_window_peaks(case, kernel, rows_at_once):
 @settings(deadline=None)
 @given(cases())
 def test_bounds(case):
-    """Peaks lie in [0, 1], the least is at least a mean's share; a wider average lowers the top."""
-    narrow, wide = window_peaks(case.candidates, 1), window_peaks(case.candidates, 5)
+    """Peaks lie in [0, 1], the least is at least a mean's share; a wider average lowers the top.
+
+    A wider maximum lowers nothing.
+    """
+    narrow, wide = window_peaks(case.candidates, 1, 1), window_peaks(case.candidates, 5, 1)
+    far = window_peaks(case.candidates, 5, 17)
     for head, valid in enumerate(case.candidates.valid[:, : narrow.shape[1]]):
         for peaks in (narrow[head, valid], wide[head, valid]):
             assert 0 <= peaks.max() / len(peaks) <= peaks.min() * (1 + 1e-5)
+        assert bool((wide[head, valid] <= far[head, valid]).all())
         assert wide[head, valid].max() <= narrow[head, valid].max() + 1e-6 <= 1 + 1e-5
 
 
@@ -67,4 +77,4 @@ def test_needs_the_whole_window():
     candidates = random_candidates()
     for queries in (None, candidates.queries[:, :, 1:]):
         with pytest.raises(ValueError, match="last 4 tokens"):
-            window_peaks(replace(candidates, queries=queries), 5)
+            window_peaks(replace(candidates, queries=queries), 5, 17)

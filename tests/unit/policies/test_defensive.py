@@ -18,7 +18,7 @@ from vllm_kvevict.settings.config import EvictionConfig
 @given(cases())
 def test_keeps_the_highest_peaks_times_shares(case):
     expected = []
-    for head, peaks in enumerate(spelled_out(case.candidates, 5)):
+    for head, peaks in enumerate(spelled_out(case.candidates, 5, 17)):
         shares = case.candidates.value_shares[head].tolist()
         scores = {c: peaks[c] * shares[c] for c in case.columns(head)}
         expected.append(best(scores, case.keep))
@@ -29,7 +29,7 @@ def test_policies_and_what_they_read():
     config = EvictionConfig(policy="ada-defensive", floor=0.35, pool_kernel=9, pool="max")
     for name, allocator in [("ada-defensive", Adaptive(0.35)), ("defensive", Uniform())]:
         policy = build_policy(config.model_copy(update={"policy": name}))
-        assert policy.allocator == allocator and policy.scorer == Defensive(5)
+        assert policy.allocator == allocator and policy.scorer == Defensive(5, 17)
         assert policy.needs_window and policy.scorer.needs_value_shares
         assert not policy.needs_accumulated and not policy.scorer.needs_values
         assert policy.scorer.page_channels == 1

@@ -11,6 +11,9 @@ from vllm_kvevict.ops.cuda.score import WindowLayers, launch_arguments, window_l
 NEIGHBOURS = 5
 """Columns that a query's weights are averaged over."""
 
+REACH = 17
+"""Columns whose highest average a token has."""
+
 
 def window_peaks(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -> torch.Tensor:
     """Highest weight that a query of the window gives a token and its neighbours, summed.

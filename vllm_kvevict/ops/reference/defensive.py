@@ -1,23 +1,26 @@
 """defensive: the most attention that any query of the window gives a cached token. Reference."""
 
 import torch
+from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.reference.score import window_rows
 
 
-def window_peaks(candidates: Candidates, kernel: int) -> torch.Tensor:
+def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tensor:
     """Highest attention that a query of the window gives each token before the window.
 
     Defensive aggregation (DefensiveKV, arXiv:2510.13334) in the place of a mean. Each row of
     weights, one per query head and window query, is averaged over ``kernel`` neighbours along
     the sequence; neighbours in the padding, in the window and beyond the ends count as zeros.
-    Then the maximum over the rows of a KV head. No token of a head is below the mean of that
-    head's tokens.
+    Then the maximum over the rows of a KV head, and over ``reach`` neighbours, so that what is
+    looked at stays whole: a query looks at the first words of a fact, and at the next when it has
+    said those. No token of a head is below the mean of that head's tokens.
 
     Args:
         candidates: One layer of one request.
         kernel: Width of the average in tokens, odd; 1 for none.
+        reach: Width of the maximum in tokens, odd; 1 for none.
 
     Returns:
         [H, num_candidates + r] float32; means nothing where ``valid`` is False.
@@ -34,6 +37,8 @@ def window_peaks(candidates: Candidates, kernel: int) -> torch.Tensor:
             torch.maximum(peaks[head], pooled.amax(0), out=peaks[head])
     valid = candidates.valid[:, :columns]
     peaks = (peaks / kernel).masked_fill(~valid, 0.0)
+    peaks = functional.max_pool1d(peaks, reach, stride=1, padding=reach // 2)
+    peaks.masked_fill_(~valid, 0.0)
     return peaks.maximum(peaks.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True))
 
 
