@@ -255,4 +255,5 @@ def test_in_the_simulator() -> None:
     stock, always, pressure = (simulate(short, setting) for setting in short.settings)
     assert stock["preemptions"] > 0 == pressure["preemptions"]
     assert pressure["counters"]["evictions_pressure"] > 0
-    assert pressure["steps"] <= 1.02 * always["steps"], "the same tokens in no more steps"
+    assert pressure["sampled_tokens"] == always["sampled_tokens"]
+    assert pressure["steps"] < stock["steps"], "the same tokens in fewer steps"

@@ -160,9 +160,7 @@ class RequestTimeline:
             due = goal
         elif end <= self.prefill_end:
             due = max(due, self.prefill_end)
-        if not self.timeline.evictable(due, self.store_blocks, self.tail_start):
-            return None
-        return self._before_end(due)
+        return self._before_end(due) if self.gain(due) > 0 else None
 
     def gain(self, due: int) -> int:
         """Blocks that an eviction at ``due`` gives back where nobody shares them."""
