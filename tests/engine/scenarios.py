@@ -133,7 +133,8 @@ def under_pressure(scenario: Scenario) -> Scenario:
 
     Storms of aborts come in between, and some requests ask to be evicted at once.
     """
-    seed, events = scenario.seed, []
+    seed = scenario.seed
+    events: list[tuple[Any, ...]] = []
     for number, event in enumerate(scenario.events, seed):
         if isinstance(event[-1], Wish) and number % 3 == 0:
             event = (*event[:-1], replace(event[-1], when="always"))

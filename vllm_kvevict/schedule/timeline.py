@@ -194,9 +194,7 @@ class RequestTimeline:
             due = goal
         elif end <= self.prefill_end:
             due = max(due, self.prefill_end)
-        if self.gain(due) <= 0:
-            return None
-        return self._before_end(due)
+        return self._before_end(due) if self.gain(due) > 0 else None
 
     def call(self, due: int) -> None:
         """Let a request that evicts on demand do so at ``due``, which :meth:`turn` gave."""
