@@ -160,6 +160,9 @@ def test_scratch():
     assert not scratch.paged and scratch.op_bytes == 0
     scratch.paged = True
     assert scratch.op_bytes == 1024 * (32 * 64 * 4 + 4 * 8)
+    for kernel in ("flash", "triton"):
+        reserved = Scratch(kernel, small, torch.device("cpu")).table
+        assert reserved.shape == (10, 256), "mixed steps would make a table of their own"
     narrow = Scratch("xformers", Shape(1, 1, 8, 16, 1, 64), torch.device("meta"))
     assert narrow.gathered(1) == 2**15
     long = Shape(2, 4, 256, 16, max_requests=1, max_model_len=2**20)
