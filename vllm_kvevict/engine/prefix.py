@@ -45,10 +45,13 @@ class PrefixCaps:
         publish = manager.coordinator.cache_blocks
         find = manager.coordinator.find_longest_cache_hit
 
-        entries = ledger.entries
+        entries, taking = ledger.entries, ledger.taking
 
         def cache_blocks(request: "Request", num_computed_tokens: int) -> None:
             entry = entries.get(request.request_id)
+            if entry is None and request.request_id in taking:
+                # What follows a store is computed over it from the first step on.
+                entry = ledger.admit(request.request_id)
             if entry is None or entry.computed_valid is None:
                 publish(request, num_computed_tokens)
                 return
