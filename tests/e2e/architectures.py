@@ -63,6 +63,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         hidden_size_per_layer_input=0,
         tie_word_embeddings=True,
     ),
+    "Gemma4E2B": dict(
+        **HEADS,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        global_head_dim=32,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=1024,
+        tie_word_embeddings=True,
+    ),
+    "Gemma3nText": dict(
+        **HEADS,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=1024,
+        tie_word_embeddings=True,
+    ),
     "Glm4": HEADS,
     "Glm4Moe": dict(**HEADS, **EXPERTS, n_routed_experts=4, first_k_dense_replace=1),
     "GptOss": dict(
@@ -127,6 +148,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "SeedOss": HEADS,
     "SmolLM3": GQA,
 }
+SAME = {"Gemma4E2B": "Gemma4Text"}
+"""The same classes of transformers under another configuration."""
 CLASSES = {
     name: name.removesuffix("Text") + "ForCausalLM" for name in CONFIGS if name.endswith("Text")
 }
@@ -139,7 +162,8 @@ def architecture(name: str, path: Path) -> Path:
 
     llama = cached_tiny_llama(kv_heads=2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
-    config = getattr(transformers, f"{name}Config")(
+    family = SAME.get(name, name)
+    config = getattr(transformers, f"{family}Config")(
         **SHAPE | CONFIGS[name],
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -147,7 +171,7 @@ def architecture(name: str, path: Path) -> Path:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))(config)
+        model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
         spread_weights(model)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -179,7 +203,8 @@ def spread_weights(model: Any) -> None:
 class MaskedArchitecture(MaskedModel):
     """The oracle for any causal model of transformers; sliding-window layers keep their mask.
 
-    Kept positions are numbered by full-attention layer.
+    Kept positions are numbered by full-attention layer with a cache of its own; a layer that
+    reads another's cache sees what that one does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,13 +226,17 @@ class MaskedArchitecture(MaskedModel):
         self.group = self.heads // config.num_key_value_heads
         self._masks: list[torch.Tensor] = []
         types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-        self._full = [
+        full = [
             layer
             for layer in range(config.num_hidden_layers)
             if not types or types[layer] in FULL_ATTENTION
         ]
+        own = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+        self._full = [layer for layer in full if layer < own]
         assert self._full
-        for index, layer in enumerate(self._full):
+        for layer in full:
+            # Layers without a cache read that of the last one that has it.
+            index = self._full.index(layer) if layer < own else -1
             block = self.model.model.layers[layer]
             attention = block.self_attn if hasattr(block, "self_attn") else block.mixer
             attention.register_forward_pre_hook(self._hook(index), with_kwargs=True)

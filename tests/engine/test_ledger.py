@@ -47,6 +47,19 @@ def test_an_entry_lives_from_admission_to_drop():
     assert not book.entries
 
 
+def test_drafts_reach_up_to_where_queries_are_needed_and_never_into_an_eviction():
+    entry = ledger(Stub("a", 100, 100)).admit("a")
+    entry.evict(0, 100)
+    assert (entry.timelines[0].due, entry.quiet_until) == (116, 108)
+    assert [entry.most_drafts(n) for n in (101, 107, 108)] == [7, 1, 0]
+    # The step that evicts ends at 116; later ones come where an eviction is put off.
+    assert [entry.most_drafts(n) for n in (109, 114, 115, 116, 120)] == [6, 1, 0, 0, 0]
+    entry.counts_attention = True
+    assert entry.most_drafts(101) == 0
+    entry.timelines[0].due = None
+    assert entry.most_drafts(101) > 1000
+
+
 def test_a_preempted_request_starts_anew_at_all_its_tokens():
     request = Stub("a", 100, 100)
     book = ledger(request)

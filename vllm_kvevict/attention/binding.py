@@ -94,13 +94,18 @@ class GroupBinding:
         """Attention of a step's queries [T, query heads, D] whose requests weigh their tokens."""
         values = self._worker.page_values
         assert values is not None
+        owner = self.state.owner(layer_name)
         batch.attend(
-            self._worker.cache(layer_name),
-            values.layer(layer_name),
+            self._worker.cache(owner),
+            values.layer(owner),
             query,
             self.state.layer_index[layer_name],
             output,
         )
+
+    def scores(self, layer_name: str) -> bool:
+        """Whether a layer's queries decide what to keep: those of the layer that owns a cache."""
+        return self.state.owner(layer_name) == layer_name
 
     def rings(self, layer_name: str) -> torch.Tensor:
         """[slots * window, query heads, D]: the observation rings of a layer."""

@@ -145,9 +145,10 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         name = layer.layer_name
         metadata = attn_metadata
         assert metadata.binding is not None
-        if metadata.observation is not None:
+        scores = metadata.binding.scores(name)
+        if metadata.observation is not None and scores:
             observe(metadata.binding.rings(name), query, *metadata.observation)
-        if metadata.accumulation is not None:
+        if metadata.accumulation is not None and scores:
             metadata.binding.accumulate(name, query, metadata.accumulation)
         if metadata.stock is not None:
             self._stock(layer, query, key, value, kv_cache, metadata, output)

@@ -120,7 +120,7 @@ class EvictingImplMixin:
             raise NotImplementedError("KV eviction has no attention with quantised output")
         metadata, name = attn_metadata, layer.layer_name
         state = metadata.buffers.state
-        if (seen := metadata.recording) is not None:
+        if (seen := metadata.recording) is not None and metadata.binding.scores(name):
             observe_tokens(
                 metadata.binding.rings(name),
                 query,

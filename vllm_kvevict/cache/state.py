@@ -1,6 +1,6 @@
 """Per-request device state of one KV-cache group: what attention needs to find the store."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -22,6 +22,8 @@ class GroupState:
         max_model_len: Longest sequence in tokens; bounds a store, which a request may choose.
         device: Where the tables live.
         num_slots: Published stores whose head split is kept at most.
+        sharing: Layers without a cache of their own, and whose they read. Those whose owner is
+            in this group read its store.
 
     """
 
@@ -35,10 +37,15 @@ class GroupState:
         max_model_len: int,
         device: torch.device,
         num_slots: int = 0,
+        sharing: Mapping[str, str] | None = None,
     ) -> None:
         self.group_id = group_id
         self.layer_names = list(layer_names)
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
+        """Of a layer's store; layers that share a cache share the index."""
+        for name, owner in (sharing or {}).items():
+            if owner in self.layer_index:
+                self.layer_index[name] = self.layer_index[owner]
         self.timeline = timeline
         self.num_heads = num_heads
         # A store of more blocks than the tail start can leave behind is never made.
@@ -59,6 +66,10 @@ class GroupState:
         """[rows, S] block ids, as wide as the widest store so far."""
         self.head_indptr = table(len(layer_names), num_rows, num_heads + 1)
         self._kept = table(len(layer_names), num_slots, num_heads + 1)
+
+    def owner(self, layer_name: str) -> str:
+        """The layer whose cache a layer reads: itself, unless it shares another's."""
+        return self.layer_names[self.layer_index[layer_name]]
 
     @property
     def stores(self) -> torch.Tensor:

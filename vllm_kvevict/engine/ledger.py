@@ -75,6 +75,28 @@ class Entry:
         points = [t.point for t in self.timelines.values() if t.at is not None]
         return next((point for point in points if point is not None), None)
 
+    def most_drafts(self, num_tokens: int) -> int:
+        """Draft tokens that the coming step of a decoding request may verify.
+
+        A rejected draft has left its query in the ring and its attention in the sums. The ring
+        gets the right query with the next step, if that comes before the eviction; sums never do.
+        A step may only reach up to where queries are needed, not across.
+
+        Args:
+            num_tokens: Tokens of the request, the one that the step computes included.
+
+        """
+        timelines = self.timelines.values()
+        due = min((t.due for t in timelines if t.due is not None), default=None)
+        if due is None:
+            return sys.maxsize
+        if self.counts_attention:
+            return 0
+        if num_tokens <= self.quiet_until:
+            return self.quiet_until - num_tokens
+        window = min(t.timeline.window for t in timelines)
+        return max(0, min(due - 1 - num_tokens, window - 1))
+
     def in_prefill(self, end: int) -> bool:
         """Whether a step that ends at ``end`` belongs to the prefill."""
         return end <= self.prefill_end

@@ -123,6 +123,9 @@ class Pressure:
             if entry is None or not entry.on_demand or request.request_id in self._called:
                 continue
             tokens = num_scheduled_tokens.get(request.request_id, 0)
+            if tokens > 1 and request.num_computed_tokens >= entry.prefill_end:
+                # Drafts, not all of which will be accepted.
+                continue
             prospect = self._prospect(request, entry, tokens, urgent, request.priority * ranked)
             if prospect.gain > 0:
                 found.append(prospect)

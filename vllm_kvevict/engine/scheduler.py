@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
 
@@ -150,6 +150,14 @@ class EvictionMixin(Scheduler):
             + num_external_computed_tokens
         )
         return self._points.clip(request.request_id, start, start + num_new_tokens) - start
+
+    def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
+        """Drop drafts from the steps whose queries they would spoil, and that evict."""
+        super().update_draft_token_ids(draft_token_ids)
+        for request_id in draft_token_ids.req_ids:
+            request, entry = self.requests.get(request_id), self._ledger.entries.get(request_id)
+            if request is not None and entry is not None:
+                del request.spec_token_ids[entry.most_drafts(request.num_tokens) :]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:

@@ -56,11 +56,6 @@ def _layout(vllm_config: "VllmConfig") -> bool:
     return envs.VLLM_KV_CACHE_LAYOUT not in (None, "LBHNC", "HND")
 
 
-def _shares_layers(vllm_config: "VllmConfig") -> bool:
-    text = vllm_config.model_config.hf_text_config
-    return bool(getattr(text, "num_kv_shared_layers", 0)) or getattr(text, "use_cla", False)
-
-
 def _promoted(vllm_config: "VllmConfig") -> bool:
     model = vllm_config.model_config
     return bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager) and (
@@ -146,18 +141,20 @@ REFUSALS = (
         WITHOUT,
         lambda c: c.model_config.uses_alibi,
     ),
-    Refusal(
-        "a KV cache shared between layers",
-        "two layers would have to agree on what to evict",
-        WITHOUT,
-        _shares_layers,
-    ),
     # Features.
     Refusal(
-        "speculative decoding",
-        "rejected draft tokens would have to return after an eviction",
+        "this method of speculative decoding",
+        "layers that draft would have to evict with the others, and drafts must be known when a "
+        "step is planned",
+        "set the method of --speculative-config to ngram, remove the flag or serve without "
+        "--kv-eviction",
+        lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
+    ),
+    Refusal(
+        "speculative decoding of models with recurrent layers",
+        "it has not been tried with it",
         "remove --speculative-config or serve without --kv-eviction",
-        lambda c: c.speculative_config is not None,
+        lambda c: c.speculative_config is not None and c.model_config.is_hybrid,
     ),
     Refusal(
         "KV connectors and KV offloading",
@@ -253,6 +250,15 @@ GROUP_REFUSALS = (
     ),
 )
 
+PRESSURE_REFUSALS = (
+    Refusal(
+        "--kv-eviction-when pressure with speculative decoding",
+        "who evicts is chosen when a step is scheduled, before its drafts are accepted",
+        "remove --speculative-config or set --kv-eviction-when to always",
+        lambda c: c.speculative_config is not None,
+    ),
+)
+
 
 def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     """Refuse what eviction does not work with.
@@ -265,7 +271,8 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
         ValueError: In one sentence: what is unsupported, why, and what to do.
 
     """
-    for refusal in REFUSALS + (GROUP_REFUSALS if config.has_groups else ()):
+    refusals = REFUSALS + (GROUP_REFUSALS if config.has_groups else ())
+    for refusal in refusals + (PRESSURE_REFUSALS if config.when == "pressure" else ()):
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())
     _check_policies(config)

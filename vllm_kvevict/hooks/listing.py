@@ -151,6 +151,7 @@ HOOKS = {
             Scheduler._free_request(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
+            Scheduler.update_draft_token_ids(draft_token_ids)
             Scheduler.block_size Scheduler.kv_cache_manager Scheduler.num_spec_tokens
             Scheduler.connector Scheduler.use_eagle Scheduler.prefix_replay_tokens
             Scheduler._handle_blocked_waiting_request(request)
@@ -240,9 +241,8 @@ HOOKS = {
             Worker.initialize_from_config(kv_cache_config) Worker.execute_model(scheduler_output)
             Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
         """,
-        "vllm.v1.worker.gpu_model_runner": """
-            GPUModelRunner.attn_groups GPUModelRunner.shared_kv_cache_layers
-        """,
+        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.attn_groups",
+        "vllm.model_executor.layers.attention.attention": "Attention.kv_sharing_target_layer_name",
         "vllm.config": """
             CompilationConfig.static_forward_context CacheConfig.enable_prefix_caching
         """,

@@ -21,16 +21,18 @@ FULL_ATTENTION = ("full_attention", "attention", "hybrid")
 
 
 def evictable_layers(vllm_config: "VllmConfig") -> int:
-    """Full-attention layers of the whole model, as its configuration counts them.
+    """Full-attention layers with a cache of their own in the whole model, as configured.
 
     Workers see the layers themselves, and refuse to start where budgets differ by layer and the
     two counts do.
     """
     text = vllm_config.model_config.hf_text_config
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    total = len(kinds) if kinds else vllm_config.model_config.get_total_num_hidden_layers()
+    own = total - (getattr(text, "num_kv_shared_layers", None) or 0)
     if kinds:
-        return sum(kind in FULL_ATTENTION for kind in kinds)
-    return vllm_config.model_config.get_total_num_hidden_layers()
+        return sum(kind in FULL_ATTENTION for kind in kinds[:own])
+    return own
 
 
 def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:

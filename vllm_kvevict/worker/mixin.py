@@ -72,7 +72,7 @@ class EvictionWorkerMixin(Worker, ABC):
 
         """
         specs = super().get_kv_cache_spec()
-        _check_specs(specs, getattr(self.model_runner, "shared_kv_cache_layers", {}))
+        _check_specs(specs)
         evictable = [name for name, spec in specs.items() if is_evictable(spec)]
         if not evictable:
             raise ValueError(
@@ -144,6 +144,9 @@ class EvictionWorkerMixin(Worker, ABC):
         states: dict[int, GroupState] = {}
         caches: dict[str, LayerCache] = {}
         heads: dict[str, int] = {}
+        layers = self.compilation_config.static_forward_context.items()
+        targets = {n: getattr(layer, "kv_sharing_target_layer_name", None) for n, layer in layers}
+        sharing = {name: target for name, target in targets.items() if target is not None}
         for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
             if not isinstance(spec, EvictableAttentionSpec):
@@ -159,6 +162,7 @@ class EvictionWorkerMixin(Worker, ABC):
                 self.device,
                 # A store is known by one of its blocks.
                 kv_cache_config.num_blocks if self.cache_config.enable_prefix_caching else 0,
+                sharing,
             )
             for name in group.layer_names:
                 caches[name] = self._layer_cache(self._layer(name), spec)
@@ -261,7 +265,7 @@ class EvictionWorkerMixin(Worker, ABC):
         return output if output is None else attach(self.kv_eviction.meter.take(), output)
 
 
-def _check_specs(specs: dict[str, KVCacheSpec], shared: dict[str, str]) -> None:
+def _check_specs(specs: dict[str, KVCacheSpec]) -> None:
     """Refuse kinds of layers that the configuration does not always reveal.
 
     Raises:
@@ -276,11 +280,6 @@ def _check_specs(specs: dict[str, KVCacheSpec], shared: dict[str, str]) -> None:
                 f"KV eviction does not support {type(spec).__name__} (layer {name}), whose state "
                 "cannot be dropped token by token: serve this model without --kv-eviction."
             )
-    for name, target in shared.items():
-        raise ValueError(
-            f"KV eviction does not support a KV cache shared between layers ({name} reads that "
-            f"of {target}): serve this model without --kv-eviction."
-        )
 
 
 def _check_layer(name: str, layer: Any) -> None:
@@ -290,17 +289,11 @@ def _check_layer(name: str, layer: Any) -> None:
         ValueError: In one sentence, what the layer does that eviction cannot.
 
     """
-    impl = layer.impl
-    problems = {
-        "ALiBi biases, which need every key's position": getattr(impl, "alibi_slopes", None),
-        "a KV cache shared with another layer": getattr(impl, "kv_sharing_target_layer_name", None),
-    }
-    for problem, value in problems.items():
-        if value is not None:
-            raise ValueError(
-                f"KV eviction does not support {problem} (layer {name}): serve this model "
-                "without --kv-eviction."
-            )
+    if getattr(layer.impl, "alibi_slopes", None) is not None:
+        raise ValueError(
+            "KV eviction does not support ALiBi biases, which need every key's position (layer "
+            f"{name}): serve this model without --kv-eviction."
+        )
 
 
 def sinks_of(impl: Any) -> torch.Tensor | None:

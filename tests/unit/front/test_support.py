@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from vllm_kvevict.front import support
-from vllm_kvevict.front.support import GROUP_REFUSALS, REFUSALS
+from vllm_kvevict.front.support import GROUP_REFUSALS, PRESSURE_REFUSALS, REFUSALS
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.memory import evictable_layers
 
 COMMON: dict[str, Any] = dict(
     vocab_size=128,
@@ -81,6 +82,8 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }
 
+NGRAM = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
+
 Build = Callable[..., Any]
 
 
@@ -132,7 +135,6 @@ def assert_sentence(message: str) -> None:
         ("BertModel", "pooling models", "generate no tokens"),
         ("WhisperForConditionalGeneration", "encoder-decoder models", "cross-attention"),
         ("BloomForCausalLM", "ALiBi", "at its own position"),
-        ("Gemma3nForCausalLM", "a KV cache shared between layers", "agree on what to evict"),
     ],
 )
 def test_refuses_model(build: Build, architecture: str, what: str, why: str) -> None:
@@ -142,9 +144,31 @@ def test_refuses_model(build: Build, architecture: str, what: str, why: str) -> 
     assert message.endswith("serve this model without --kv-eviction.")
 
 
-@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "JambaForCausalLM"])
-def test_serves_sinks_and_recurrent_layers(build: Build, architecture: str) -> None:
-    assert "kv_eviction" in build(architecture).additional_config
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [("GptOssForCausalLM", 1), ("JambaForCausalLM", 2), ("Gemma3nForCausalLM", 1)],
+)
+def test_serves_sinks_recurrent_layers_and_shared_caches(
+    build: Build, architecture: str, layers: int
+) -> None:
+    config = build(architecture)
+    assert "kv_eviction" in config.additional_config
+    assert evictable_layers(config) == layers
+
+
+def test_serves_drafts_from_n_grams_but_beside_recurrent_layers(build: Build) -> None:
+    assert "kv_eviction" in build(speculative_config=NGRAM).additional_config
+    message = refusal(build, "JambaForCausalLM", speculative_config=NGRAM)
+    assert_sentence(message)
+    assert "of models with recurrent layers" in message
+
+
+def test_refuses_drafts_where_who_evicts_is_chosen_late(build: Build) -> None:
+    config = build(speculative_config=NGRAM)
+    _check(config)
+    with pytest.raises(ValueError, match="--kv-eviction-when pressure with speculative") as caught:
+        support.check(config, EvictionConfig(policy="snapkv", when="pressure"))
+    assert_sentence(str(caught.value))
 
 
 def _kv_connector() -> dict[str, Any]:
@@ -171,13 +195,9 @@ def _ec_connector() -> dict[str, Any]:
     ("options", "what", "advice"),
     [
         (
-            dict(
-                speculative_config=dict(
-                    method="ngram", num_speculative_tokens=2, prompt_lookup_max=2
-                )
-            ),
-            "speculative decoding",
-            "remove --speculative-config",
+            dict(speculative_config=dict(NGRAM, method="ngram_gpu")),
+            "this method of speculative decoding",
+            "set the method of --speculative-config to ngram",
         ),
         (_kv_connector, "KV connectors", "remove --kv-transfer-config"),
         (dict(kv_offloading_size=0.1), "KV connectors and KV offloading", "--kv-offloading-size"),
@@ -330,7 +350,10 @@ def test_accepts_head_major_layout(
     build()
 
 
-@pytest.mark.parametrize("row", REFUSALS + GROUP_REFUSALS, ids=lambda row: row.what)
+ROWS = REFUSALS + GROUP_REFUSALS + PRESSURE_REFUSALS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_every_row_is_one_sentence(row: Any) -> None:
     assert_sentence(row.sentence())
 

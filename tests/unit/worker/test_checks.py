@@ -19,10 +19,8 @@ FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 def test_plain_layers_pass():
     state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    _check_specs({"a": FullAttentionSpec(**FULL), "recurrent": state}, {})
-    impl = SimpleNamespace(
-        alibi_slopes=None, sinks=torch.ones(2), kv_sharing_target_layer_name=None
-    )
+    _check_specs({"a": FullAttentionSpec(**FULL), "recurrent": state})
+    impl = SimpleNamespace(alibi_slopes=None, sinks=torch.ones(2))
     _check_layer("a", SimpleNamespace(impl=impl))
 
 
@@ -35,24 +33,13 @@ def test_plain_layers_pass():
 )
 def test_state_that_cannot_lose_tokens_is_refused(spec, name):
     with pytest.raises(ValueError, match=name):
-        _check_specs({"a": FullAttentionSpec(**FULL), "b": spec}, {})
+        _check_specs({"a": FullAttentionSpec(**FULL), "b": spec})
 
 
-def test_shared_caches_are_refused():
-    with pytest.raises(ValueError, match="b reads that of a"):
-        _check_specs({"a": FullAttentionSpec(**FULL)}, {"b": "a"})
-
-
-@pytest.mark.parametrize(
-    ("field", "reason"),
-    [
-        ("alibi_slopes", "ALiBi"),
-        ("kv_sharing_target_layer_name", "shared with another layer"),
-    ],
-)
-def test_attention_that_needs_more_than_keys_is_refused(field, reason):
-    with pytest.raises(ValueError, match=reason):
-        _check_layer("a", SimpleNamespace(impl=SimpleNamespace(**{field: torch.ones(2)})))
+def test_attention_that_needs_more_than_keys_is_refused():
+    impl = SimpleNamespace(alibi_slopes=torch.ones(2))
+    with pytest.raises(ValueError, match="ALiBi"):
+        _check_layer("a", SimpleNamespace(impl=impl))
 
 
 @pytest.mark.parametrize(
