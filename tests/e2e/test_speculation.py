@@ -54,7 +54,7 @@ def of_size(policy: str):
     return pytest.param(policy, marks=() if policy == "ada-snapkv" else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("policy", [of_size(p) for p in ("ada-snapkv", "pyramidkv", "h2o")])
+@pytest.mark.parametrize("policy", [of_size(p) for p in ("ada-snapkv", "pyramidkv")])
 def test_tokens_and_evictions_are_those_without_drafts(policy, tiny_model):
     """Each place around an eviction sees a right draft and a wrong one."""
     eviction = dict(policy=policy, budget=96, interval=32)
