@@ -1,46 +1,20 @@
 """What must hold of vLLM's pool and our bookkeeping, whatever happened before."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from tests.engine.asked import Asked, apportioned
 from tests.engine.shadow import ShadowWorker, extend_chain
+from tests.engine.tally import Tally
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
-
-
-@dataclass
-class Tally:
-    """What a run has seen, so that a test can assert it saw something."""
-
-    preemptions: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    published: int = 0
-    orphans: int = 0
-    at_point: int = 0
-    """Evictions at a request's own eviction point, with prompt left to prefill."""
-    mixed: int = 0
-    """Evictions into blocks of the request and fresh ones."""
-    at_a_loss: int = 0
-    """Evictions that took more blocks than they gave back."""
-    put_off: int = 0
-    """Evictions that did not run because they would have."""
-    taken: int = 0
-    """Admissions that took the store of another request's eviction."""
-    taken_in_use: int = 0
-    """Those in which somebody else held it, too."""
-    taken_again: int = 0
-    """Those after a preemption."""
-    switched_off: int = 0
-    """Steps of requests that switched eviction off."""
 
 
 @dataclass
@@ -55,38 +29,6 @@ class Life:
     """When each group would evict, after the last step that was scheduled."""
     stores: dict[int, int] = field(default_factory=dict)
     """Blocks of each group's last store."""
-
-
-class Asked:
-    """What a request brings in ``extra_args``, read here once more."""
-
-    def __init__(self, request: Any, policy: str, when: str) -> None:
-        given = request.sampling_params.extra_args or {}
-        self.pressure = given.get("kv_eviction_when", when) == "pressure"
-        self.policy = given.get("kv_eviction", policy)
-        self.budget = given.get("kv_eviction_budget")
-        self.protect_first = int(given.get("kv_eviction_protect_first", 0))
-        at = int(given.get("kv_eviction_at", 0))
-        self.at = at + request.num_prompt_tokens if at < 0 else at
-
-
-def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[int]:
-    """Whole blocks in [1, most] by share that sum to ``mean`` a group, by halving an interval."""
-    total = mean * len(shares)
-    if total <= len(shares):
-        return [1] * len(shares)
-    low, high = Fraction(0), Fraction(10**6)
-    for _ in range(80):
-        each = (low + high) / 2
-        filled = sum(min(max(each * share, Fraction(1)), most) for share in shares)
-        low, high = (each, high) if filled < total else (low, each)
-    exact = [min(max(high * share, Fraction(1)), Fraction(most)) for share in shares]
-    exact = [Fraction(round(blocks, 6)) for blocks in exact]
-    kept = [int(blocks) for blocks in exact]
-    for group in sorted(range(len(kept)), key=lambda group: kept[group] - exact[group]):
-        if sum(kept) + 1 <= total and kept[group] < most:
-            kept[group] += 1
-    return kept
 
 
 def of_store(block_hash: bytes) -> bool:

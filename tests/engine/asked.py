@@ -1,0 +1,37 @@
+"""What requests ask for and budgets come to, read once more without our code."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+
+class Asked:
+    """What a request brings in ``extra_args``, read here once more."""
+
+    def __init__(self, request: Any, policy: str, when: str) -> None:
+        given = request.sampling_params.extra_args or {}
+        self.pressure = given.get("kv_eviction_when", when) == "pressure"
+        self.policy = given.get("kv_eviction", policy)
+        self.budget = given.get("kv_eviction_budget")
+        self.protect_first = int(given.get("kv_eviction_protect_first", 0))
+        at = int(given.get("kv_eviction_at", 0))
+        self.at = at + request.num_prompt_tokens if at < 0 else at
+
+
+def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[int]:
+    """Whole blocks in [1, most] by share that sum to ``mean`` a group, by halving an interval."""
+    total = mean * len(shares)
+    if total <= len(shares):
+        return [1] * len(shares)
+    low, high = Fraction(0), Fraction(10**6)
+    for _ in range(80):
+        each = (low + high) / 2
+        filled = sum(min(max(each * share, Fraction(1)), most) for share in shares)
+        low, high = (each, high) if filled < total else (low, each)
+    exact = [min(max(high * share, Fraction(1)), Fraction(most)) for share in shares]
+    exact = [Fraction(round(blocks, 6)) for blocks in exact]
+    kept = [int(blocks) for blocks in exact]
+    for group in sorted(range(len(kept)), key=lambda group: kept[group] - exact[group]):
+        if sum(kept) + 1 <= total and kept[group] < most:
+            kept[group] += 1
+    return kept

@@ -1,0 +1,30 @@
+"""What a run of the engine has seen."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Tally:
+    """What a run has seen, so that a test can assert it saw something."""
+
+    preemptions: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    published: int = 0
+    orphans: int = 0
+    at_point: int = 0
+    """Evictions at a request's own eviction point, with prompt left to prefill."""
+    mixed: int = 0
+    """Evictions into blocks of the request and fresh ones."""
+    at_a_loss: int = 0
+    """Evictions that took more blocks than they gave back."""
+    put_off: int = 0
+    """Evictions that did not run because they would have."""
+    taken: int = 0
+    """Admissions that took the store of another request's eviction."""
+    taken_in_use: int = 0
+    """Those in which somebody else held it, too."""
+    taken_again: int = 0
+    """Those after a preemption."""
+    switched_off: int = 0
+    """Steps of requests that switched eviction off."""
