@@ -1,7 +1,6 @@
 """What must hold of vLLM's pool and our bookkeeping, whatever happened before."""
 
 from collections import Counter
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -9,26 +8,12 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from tests.engine.asked import Asked, apportioned
 from tests.engine.shadow import ShadowWorker, extend_chain
-from tests.engine.tally import Tally
+from tests.engine.tally import Life, Tally
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
-
-
-@dataclass
-class Life:
-    """What the scheduler promised about one life of a request."""
-
-    number: int
-    postponed: bool = False
-    took: bool = False
-    """Whether it began with the store of another request."""
-    due: dict[int, int | None] = field(default_factory=dict)
-    """When each group would evict, after the last step that was scheduled."""
-    stores: dict[int, int] = field(default_factory=dict)
-    """Blocks of each group's last store."""
 
 
 def of_store(block_hash: bytes) -> bool:

@@ -1,6 +1,6 @@
 """What a run of the engine has seen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -28,3 +28,17 @@ class Tally:
     """Those after a preemption."""
     switched_off: int = 0
     """Steps of requests that switched eviction off."""
+
+
+@dataclass
+class Life:
+    """What the scheduler promised about one life of a request."""
+
+    number: int
+    postponed: bool = False
+    took: bool = False
+    """Whether it began with the store of another request."""
+    due: dict[int, int | None] = field(default_factory=dict)
+    """When each group would evict, after the last step that was scheduled."""
+    stores: dict[int, int] = field(default_factory=dict)
+    """Blocks of each group's last store."""
