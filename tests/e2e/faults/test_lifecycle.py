@@ -33,11 +33,11 @@ LEFT = 8
 
 
 class Stream(threading.Thread):
-    """A client of a long stream; ``ready`` once it has passed evictions in decode."""
+    """A client of a stream too long to end; ``ready`` once it has passed evictions in decode."""
 
     def __init__(self, server: Server, prompt: list[int]) -> None:
         super().__init__(daemon=True)
-        body = dict(model="tiny", prompt=prompt, stream=True) | GREEDY | dict(max_tokens=400)
+        body = dict(model="tiny", prompt=prompt, stream=True) | GREEDY | dict(max_tokens=1500)
         self._request = urllib.request.Request(
             server.url + "/v1/completions",
             json.dumps(body).encode(),
