@@ -33,11 +33,11 @@ LEFT = 8
 
 
 class Stream(threading.Thread):
-    """A client of a stream too long to end; ``ready`` once it has passed evictions in decode."""
+    """A client of a long stream; ``ready`` once it has passed evictions in decode."""
 
-    def __init__(self, server: Server, prompt: list[int]) -> None:
+    def __init__(self, server: Server, prompt: list[int], tokens: int) -> None:
         super().__init__(daemon=True)
-        body = dict(model="tiny", prompt=prompt, stream=True) | GREEDY | dict(max_tokens=1500)
+        body = dict(model="tiny", prompt=prompt, stream=True) | GREEDY | dict(max_tokens=tokens)
         self._request = urllib.request.Request(
             server.url + "/v1/completions",
             json.dumps(body).encode(),
@@ -64,9 +64,9 @@ class Stream(threading.Thread):
         return self.broken or any(b'"error"' in line for line in self.lines[-4:])
 
 
-def streams(server: Server) -> list[Stream]:
+def streams(server: Server, tokens: int) -> list[Stream]:
     """Clients under way, past evictions in decode."""
-    clients = [Stream(server, prompt) for prompt in PROMPTS]
+    clients = [Stream(server, prompt, tokens) for prompt in PROMPTS]
     assert all(client.ready.wait(300) for client in clients)
     return clients
 
@@ -84,7 +84,8 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path, short_tmp):
     several = [*ARGUMENTS, "--api-server-count", "2"]
     with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, env) as server:
         expected = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
-        clients = streams(server)
+        # None ends before the kill.
+        clients = streams(server, 1500)
         mapped = shared_memory(server)
         worker(server).kill()
         for client in clients:
@@ -106,7 +107,7 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path, short_tmp):
             answers = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
             assert answers == expected
             under_load = cycle % 2 == 1
-            clients = streams(server) if under_load else []
+            clients = streams(server, 400) if under_load else []
             mapped = shared_memory(server)
             assert server.stop() == 0
         for client in clients:
