@@ -95,6 +95,7 @@ class Backend:
         self.builder.binding = SimpleNamespace(
             rows=lambda common: self.step["rows"],
             ring_slots=lambda common: self.step["slots"],
+            scores=lambda name: True,
             rings=lambda name: self.rings[self.state.layer_index[name]],
             records=True,
         )

@@ -85,7 +85,7 @@ def worker(soft_cap: float, sinks: torch.Tensor | None = None) -> EvictingWorker
         _rings=None,
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32),
-        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, cache_dtype="auto"),
         device=torch.device("cpu"),
     ).items():
         setattr(one, name, value)
