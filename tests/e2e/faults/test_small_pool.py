@@ -71,7 +71,7 @@ def test_preempted_again_and_again(small_pool):
     asked: list[dict[str, Any]] = [
         asks("none"), asks("none"), asks(at=135, interval=0), {}, asks("none"),
         asks("streaming-llm", at=-4, interval=0),
-    ] * 3  # fmt: skip
+    ] * 4  # fmt: skip
     # What is never evicted starts small and grows, so that many begin who cannot all go on.
     prompts = [
         random_prompt(40 if mine == asks("none") else 140 + n, seed=100 + n)
@@ -91,7 +91,7 @@ def test_preempted_again_and_again(small_pool):
         together = list(threads.map(answer, load))
     preempted = small_pool.metric("vllm:num_preemptions_total") - before
     print(f"\n{preempted:.0f} preemptions of {len(load)} requests")
-    assert preempted >= len(load) // 2
+    assert preempted >= len(load)
     settled(small_pool)
     assert small_pool.evictions()["evictions"] - counted > 6
     for (_, mine), first, second in zip(load, alone, together, strict=True):
