@@ -1,6 +1,7 @@
 """A store that several requests may hold, and what it depends on."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -58,8 +59,18 @@ class SharedStore:
         """Whether every block is still what it was: vLLM's pool takes the hash with the block."""
         return all(block.block_hash == expected for block, expected in self.hashes)
 
+    @cached_property
+    def _ends(self) -> list[tuple[KVCacheBlock, bytes]]:
+        lists = [blocks for one in self.groups.values() for blocks in (one.store, one.tail)]
+        ends = {blocks[end].block_id for blocks in lists if blocks for end in (0, -1)}
+        return [(block, expected) for block, expected in self.hashes if block.block_id in ends]
+
     @property
     def idle(self) -> bool:
-        """Whether the store is there and nobody holds it."""
-        held = any(block.ref_cnt for one in self.groups.values() for block in one.store)
-        return not held and self.intact
+        """Whether the store is there and nobody holds it.
+
+        Asked of all stores at every report, so it looks at the ends of their lists only: blocks
+        are held and freed together, and vLLM's pool takes them in the order they were freed in.
+        """
+        held = any(one.store[0].ref_cnt for one in self.groups.values() if one.store)
+        return not held and all(block.block_hash == expected for block, expected in self._ends)

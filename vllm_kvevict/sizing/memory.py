@@ -226,6 +226,7 @@ def _tables(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
                 vllm_config.scheduler_config.max_num_seqs,
                 vllm_config.model_config.max_model_len,
                 torch.device("meta"),
+                kv_cache_config.num_blocks if vllm_config.cache_config.enable_prefix_caching else 0,
             ).num_bytes
     return total
 
