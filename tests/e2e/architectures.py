@@ -99,6 +99,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_multiplier=32**-0.5,
         position_embedding_type="rope",
     ),
+    "Lfm2": dict(
+        **GQA,
+        layer_types=["conv", "full_attention"] * 2,
+        conv_dim=256,
+        block_dim=256,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=True,
+    ),
     "Llama4Text": dict(
         **HEADS,
         num_local_experts=4,
@@ -180,7 +190,7 @@ def spread_weights(model: Any) -> None:
             small = model.config.tie_word_embeddings or "Gemma" in type(model).__name__
             weight.normal_(std=0.25 * weight.shape[1] ** -0.5 if small else 1.0)
         else:
-            weight.normal_(std=scale.get(layer, 1.0) * weight.shape[1] ** -0.5)
+            weight.normal_(std=scale.get(layer, 1.0) * weight[0].numel() ** -0.5)
 
 
 class MaskedArchitecture(MaskedModel):

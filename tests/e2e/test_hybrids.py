@@ -14,6 +14,8 @@ NEW_TOKENS = 120
 FAMILIES = ("GraniteMoeHybrid", "FalconH1")
 NEAR = ("NemotronH",)
 """vLLM's own logits differ from those of transformers by 0.01, of a spread of 2."""
+HEADS_APART = ("Lfm2",)
+"""Queries reach the rotary embedding as [tokens, heads, head size]."""
 IN_BFLOAT16 = ("Qwen3Next",)
 """vLLM's CPU build has their linear attention in bfloat16 only."""
 LONGER = [random_prompt(n, seed=n) for n in (700, 500)]
@@ -39,6 +41,26 @@ def of_size(name: str):
 
 @pytest.mark.parametrize("name", [of_size(name) for name in FAMILIES])
 def test_states_are_left_alone(name, tmp_path):
+    path = architecture(name, tmp_path)
+    with engine(path, EVICTION) as run:
+        free = run.free_blocks()
+        check(MaskedArchitecture(path), run)
+        assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", HEADS_APART)
+def test_short_convolutions(name, tmp_path, monkeypatch):
+    """vLLM 0.32's CPU kernel turns the first head only of queries that keep their heads apart."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    turn = RotaryEmbedding.forward_cpu
+
+    def turn_all(self, positions, query, key=None):
+        turn(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+        return query, key
+
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", turn_all)
     path = architecture(name, tmp_path)
     with engine(path, EVICTION) as run:
         free = run.free_blocks()

@@ -63,6 +63,13 @@ def _promoted(vllm_config: "VllmConfig") -> bool:
     )
 
 
+def _narrow_values(vllm_config: "VllmConfig") -> bool:
+    model = vllm_config.model_config
+    size = getattr(model.hf_text_config, "v_head_dim", None)
+    # Latent attention pads its values where it is served without its latent cache.
+    return not model.is_deepseek_mla and size not in (None, model.get_head_size())
+
+
 def _bidirectional(vllm_config: "VllmConfig") -> bool:
     model = vllm_config.model_config
     return (
@@ -114,6 +121,13 @@ REFUSALS = (
         "all heads share one latent entry per token, so heads cannot evict apart",
         WITHOUT,
         lambda c: c.model_config.use_mla,
+    ),
+    Refusal(
+        "values of another size than their keys",
+        "vLLM keeps them in a cache with attention backends of its own, which read one table a "
+        "request",
+        WITHOUT,
+        _narrow_values,
     ),
     Refusal(
         "reference sliding-window (R-SWA) models",

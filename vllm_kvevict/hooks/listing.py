@@ -52,6 +52,7 @@ HOOKS = {
         "vllm.config": """
             ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
             ModelConfig.is_attention_free ModelConfig.is_hybrid ModelConfig.use_mla
+            ModelConfig.is_deepseek_mla ModelConfig.get_head_size
             ModelConfig.rswa_window ModelConfig.is_mm_prefix_lm ModelConfig.uses_alibi
             ModelConfig.hf_text_config ModelConfig.get_sliding_window
             ModelConfig.attention_chunk_size CacheConfig.cache_dtype CacheConfig.sliding_window
@@ -242,7 +243,9 @@ HOOKS = {
             Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
         """,
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.attn_groups",
-        "vllm.model_executor.layers.attention.attention": "Attention.kv_sharing_target_layer_name",
+        "vllm.model_executor.layers.attention.attention": """
+            Attention.kv_sharing_target_layer_name Attention.head_size Attention.head_size_v
+        """,
         "vllm.config": """
             CompilationConfig.static_forward_context CacheConfig.enable_prefix_caching
         """,

@@ -127,7 +127,8 @@ class EvictionWorkerMixin(Worker, ABC):
         if len(shapes) > 1:
             raise ValueError(
                 "KV eviction needs the same number of query heads and head size in every "
-                f"full-attention layer, and this model has {sorted(shapes)}."
+                f"full-attention layer, and this model has {sorted(shapes)}: serve it without "
+                "--kv-eviction."
             )
         self._rings = ObservationRings(
             self._evictable_layers,
@@ -292,6 +293,11 @@ def _check_layer(name: str, layer: Any) -> None:
     if getattr(layer.impl, "alibi_slopes", None) is not None:
         raise ValueError(
             "KV eviction does not support ALiBi biases, which need every key's position (layer "
+            f"{name}): serve this model without --kv-eviction."
+        )
+    if layer.head_size_v != layer.head_size:
+        raise ValueError(
+            "KV eviction does not support values of another size than their keys (layer "
             f"{name}): serve this model without --kv-eviction."
         )
 

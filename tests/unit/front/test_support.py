@@ -37,6 +37,38 @@ MODELS: dict[str, dict[str, Any]] = {
         first_k_dense_replace=2,
         moe_intermediate_size=32,
     ),
+    "GlmMoeDsaForCausalLM": dict(
+        COMMON,
+        model_type="glm_moe_dsa",
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        index_topk=32,
+        index_head_dim=16,
+        index_n_heads=2,
+        n_routed_experts=4,
+        first_k_dense_replace=2,
+        moe_intermediate_size=32,
+    ),
+    "MiMoV2FlashForCausalLM": dict(
+        COMMON,
+        model_type="mimo_v2_flash",
+        num_key_value_heads=2,
+        head_dim=48,
+        v_head_dim=32,
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=2,
+        swa_head_dim=48,
+        swa_v_head_dim=32,
+        hybrid_layer_pattern=[0, 1],
+        moe_layer_freq=[0, 0],
+        sliding_window=64,
+        layer_types=["full_attention", "sliding_attention"],
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+    ),
     "MambaForCausalLM": dict(
         model_type="mamba", vocab_size=128, hidden_size=64, num_hidden_layers=2, state_size=16
     ),
@@ -130,6 +162,8 @@ def assert_sentence(message: str) -> None:
     ("architecture", "what", "why"),
     [
         ("DeepseekV2ForCausalLM", "MLA models", "share one latent entry"),
+        ("GlmMoeDsaForCausalLM", "MLA models", "share one latent entry"),
+        ("MiMoV2FlashForCausalLM", "values of another size than their keys", "of its own"),
         ("MambaForCausalLM", "models without full-attention layers", "without attention"),
         ("MistralForCausalLM", "models without full-attention layers", "has a sliding window"),
         ("BertModel", "pooling models", "generate no tokens"),
@@ -161,6 +195,17 @@ def test_serves_drafts_from_n_grams_but_beside_recurrent_layers(build: Build) ->
     message = refusal(build, "JambaForCausalLM", speculative_config=NGRAM)
     assert_sentence(message)
     assert "of models with recurrent layers" in message
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_refuses_drafters_with_a_cache_of_their_own(build: Build, method: str) -> None:
+    drafter = build().model_config.model
+    message = refusal(
+        build, speculative_config=dict(method=method, model=drafter, num_speculative_tokens=2)
+    )
+    assert_sentence(message)
+    assert "this method of speculative decoding" in message
+    assert "set the method of --speculative-config to ngram" in message
 
 
 def test_refuses_drafts_where_who_evicts_is_chosen_late(build: Build) -> None:

@@ -21,7 +21,7 @@ def test_plain_layers_pass():
     state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
     _check_specs({"a": FullAttentionSpec(**FULL), "recurrent": state})
     impl = SimpleNamespace(alibi_slopes=None, sinks=torch.ones(2))
-    _check_layer("a", SimpleNamespace(impl=impl))
+    _check_layer("a", SimpleNamespace(impl=impl, head_size=64, head_size_v=64))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,9 @@ def test_attention_that_needs_more_than_keys_is_refused():
     impl = SimpleNamespace(alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="ALiBi"):
         _check_layer("a", SimpleNamespace(impl=impl))
+    plain = SimpleNamespace(alibi_slopes=None)
+    with pytest.raises(ValueError, match="values of another size"):
+        _check_layer("a", SimpleNamespace(impl=plain, head_size=64, head_size_v=32))
 
 
 @pytest.mark.parametrize(
