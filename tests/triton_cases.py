@@ -1,13 +1,16 @@
 """Checks of the Triton kernels on any device: the interpreter's in CI, a GPU's in tests/gpu."""
 
+from itertools import pairwise
+
 import torch
 
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.ops.fp8 import typed
-from vllm_kvevict.ops.triton.decode import decode_attention
+from vllm_kvevict.ops.triton.decode import Ring, decode_attention
+from vllm_kvevict.ops.triton.merge import Partials
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
-from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
+from vllm_kvevict.ops.triton.splits import CLASSES, Splits, head_lengths, plan_splits
 
 # float32 sums in another order; float16 and bfloat16 round the weights of the values to 11 and
 # 8 bits, and the result once more.
@@ -32,18 +35,13 @@ def lengths_of(batch: Ragged) -> torch.Tensor:
     return lengths
 
 
-def splits_of(
-    lengths: torch.Tensor, num_sequences: int, target: int, smallest: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    layers, device = lengths.shape[0], lengths.device
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.full(shape, -9, dtype=torch.int32, device=device)
-
-    size, starts = numbers(layers), numbers(layers, num_sequences + 1)
-    owners = numbers(layers, target + num_sequences)
-    split_keys(lengths, num_sequences, target, smallest, size, starts, owners)
-    return size, starts, owners
+def splits_of(lengths: torch.Tensor, num_sequences: int, target: int, smallest: int) -> Splits:
+    most = target + num_sequences
+    splits = Splits.room(lengths.shape[0], num_sequences, most, lengths.device)
+    for part in vars(splits).values():
+        part.fill_(-9)
+    plan_splits(lengths, num_sequences, target, smallest, splits)
+    return splits
 
 
 def check_decode(
@@ -55,11 +53,13 @@ def check_decode(
     programs: int = 3,
     fp8: bool = False,
     sinks: bool = False,
+    order: int | None = None,
     **options: int,
 ) -> None:
-    """Decode attention of a random batch against lists of pages in float64.
+    """Decode attention of a random batch against lists of pages in float64, twice under one plan.
 
-    ``fp8`` stores keys, values and queries in FP8, with scales of powers of two.
+    ``fp8`` stores keys, values and queries in FP8, with scales of powers of two. With ``order``, a
+    seed, splits are taken in another order than planned. Every other request records its query.
     """
     host = random_ragged(dtype=dtype, **options)
     query_scale, key_scale, value_scale, batch = 1.0, 1.0, 1.0, host
@@ -70,7 +70,12 @@ def check_decode(
     heads, dim = batch.num_heads, batch.cache.shape[3] // 2
     count = len(batch.rows)
     lengths = lengths_of(batch)
-    size, starts, owners = splits_of(lengths, count * heads, target, 64)
+    splits = splits_of(lengths, count * heads, target, 64)
+    if order is not None:
+        rand = torch.Generator().manual_seed(order)
+        for layer, total in enumerate(splits.starts[:, -1].tolist()):
+            mine = splits.queue[layer, :total]
+            mine.copy_(mine[torch.randperm(total, generator=rand).to(device)])
     query = torch.randn(count, heads * group, dim, generator=torch.Generator().manual_seed(1))
     query = query.to(dtype).to(device)
     out_like = torch.empty_like(query)
@@ -78,11 +83,18 @@ def check_decode(
         query = (query / query_scale).to(torch.float8_e4m3fn)
     places = torch.arange(count, dtype=torch.int32, device=device)
     tokens = torch.randperm(count).to(torch.int32).to(device)
-    partial = torch.full((owners.shape[1], group, dim), float("nan"), device=device)
-    weights = torch.full((owners.shape[1], group, 2), float("nan"), device=device)
+    most = splits.queue.shape[1]
+    partials = Partials.room(most, count * heads, group, dim, torch.device(device))
+    partials.sums.fill_(float("nan"))
+    partials.weights.fill_(float("nan"))
+    window, entries = 4, (count * 4, heads * group, dim)
+    recorded = (places % 2 == 1) & (batch.seq_lens > 0)
+    slots = torch.where(recorded, count - 1 - places, -1).to(torch.int32)
     sink = torch.linspace(-2, 6, heads * group) if sinks else None
     for layer in range(batch.num_layers):
         out = torch.full_like(out_like, float("nan"))
+        rings = torch.full(entries, float("nan"), dtype=dtype, device=device)
+        ring = Ring(rings, slots, batch.seq_lens, window) if layer % 2 == 0 else None
         decode_attention(
             query,
             typed(batch.cache),
@@ -95,27 +107,33 @@ def check_decode(
             batch.head_indptr[layer],
             batch.block_table,
             lengths[layer],
-            size[layer : layer + 1],
-            starts[layer],
-            owners[layer],
-            partial,
-            weights,
+            splits,
+            layer,
+            partials,
             dim**-0.5 * query_scale * key_scale,
             softcap,
             programs,
             3,
             value_scale,
             None if sink is None else sink.to(device),
+            ring,
         )
+        assert not partials.arrived.any() and not partials.taken.any(), "counters are not reset"
         meant = query.float().cpu()[tokens.long().cpu()] * query_scale
         expected = host.attention(layer, meant, dim**-0.5, softcap, sink)
         tolerance = TOLERANCE[dtype]
         result = out[tokens.long()].cpu().double()
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+        expected_rings = torch.full_like(rings, float("nan"))
+        for place in range(1, count, 2) if ring is not None else ():
+            if length := int(host.seq_lens[place]):
+                entry = (count - 1 - place) * window + (length - 1) % window
+                expected_rings[entry] = query[tokens[place]].to(dtype)
+        torch.testing.assert_close(rings, expected_rings, rtol=0, atol=0, equal_nan=True)
 
 
 def check_lengths_and_splits(device: str, target: int, smallest: int, **options: int) -> None:
-    """Every key is in one split, no split is larger than the others, no more than there is room."""
+    """Every key is in one split, all are queued once, the longest first, and there is room."""
     host = random_ragged(**options)
     batch = host.to(device)
     lengths = lengths_of(batch).cpu()
@@ -123,19 +141,22 @@ def check_lengths_and_splits(device: str, target: int, smallest: int, **options:
     for layer in range(batch.num_layers):
         expected = [host.length(layer, r, h) for r in range(count) for h in range(heads)]
         assert lengths[layer].tolist() == [*expected, -9, -9, -9]
-        size, starts, owners = (
-            part[layer].cpu().tolist()
-            for part in splits_of(lengths.to(device), count * heads, target, smallest)
-        )
-        assert size >= smallest
-        assert size % 64 == 0
-        counts = [-(-length // size) for length in expected]
+        plan = splits_of(lengths.to(device), count * heads, target, smallest)
+        size, starts = int(plan.size[layer]), plan.starts[layer].tolist()
+        assert size >= smallest and size % 16 == 0
+        counts = [max(1, -(-length // size)) for length in expected]
         assert starts == [sum(counts[:index]) for index in range(len(counts) + 1)]
-        owned = [sequence for sequence, n in enumerate(counts) for _ in range(n)]
-        assert owners[: starts[-1]] == owned
         assert starts[-1] <= target + count * heads
+        queued = [tuple(item) for item in plan.queue[layer, : starts[-1]].tolist()]
+        assert sorted(queued) == [(s, split) for s, n in enumerate(counts) for split in range(n)]
+        keys = [min(size, expected[s] - split * size) for s, split in queued]
+        # Those of one class may stand in any order.
+        step = size // (CLASSES - 1) + 1
+        assert all(longer > shorter - step for longer, shorter in pairwise(keys))
+        whole = sum(n - 1 for n in counts)
+        assert set(keys[:whole]) <= {size}
         # The smallest size that keeps to the target.
-        assert size == smallest or -(-sum(expected) // (size - 64)) > target
+        assert size == smallest or -(-sum(expected) // (size - 16)) > target
 
 
 def check_page_table(device: str, **options: int) -> None:

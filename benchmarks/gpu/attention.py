@@ -101,11 +101,11 @@ def measure(args: argparse.Namespace) -> None:
             )
             step = Step(requests, budget, args.tail, shape, dtype, device)
             step.measure()
-            step.split()
+            step.plan()
             runs: dict[str, Any] = {
                 "triton": step.run_triton,
                 "lengths, all layers of a step": step.measure,
-                "splits, all layers of a step": step.split,
+                "plan of work, all layers of a step": step.plan,
             }
             if device.type == "cuda":
                 runs["flash per head"] = flash(step, True)

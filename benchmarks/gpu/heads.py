@@ -7,7 +7,7 @@ import torch
 from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch, Shape
 from vllm_kvevict.ops.triton.decode import decode_attention
 from vllm_kvevict.ops.triton.page_table import write_page_table
-from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
+from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
 
 
 @dataclass
@@ -22,6 +22,7 @@ class Step:
         dtype: Of queries and cache.
         device: Where.
         equal: Give every head as many pages.
+        layers: Of a model, whose lengths and plans of work are made together.
 
     """
 
@@ -32,6 +33,7 @@ class Step:
     dtype: torch.dtype
     device: torch.device
     equal: bool = False
+    layers: int = 32
 
     def __post_init__(self) -> None:
         heads, page = self.shape.num_heads, self.shape.block_size
@@ -54,9 +56,10 @@ class Step:
         self.block_table = torch.zeros(self.requests, first + self.tail_blocks, **numbers)
         self.block_table[:, first:] = ids[:, self.store_blocks :].to(**numbers)
         split = page_split(self.requests, heads, self.store_blocks, rand, self.equal)
-        self.head_indptr = split.to(**numbers)[None]
+        # As many layers are planned in a launch, all alike.
+        self.head_indptr = split.to(**numbers)[None].expand(self.layers, -1, -1)
         self.rows = torch.arange(self.requests, **numbers)
-        self.lengths = torch.zeros(1, self.requests * heads, **numbers)
+        self.lengths = torch.zeros(self.layers, self.requests * heads, **numbers)
         self.equal_table = ids.to(**numbers)
         query_heads = heads * self.shape.group
         query = (self.requests, query_heads, self.shape.head_size)
@@ -64,9 +67,8 @@ class Step:
         self.out = torch.empty_like(self.query)
         self.flash = Scratch("flash", self.shape, self.device)
         self.triton = Scratch("triton", self.shape, self.device)
-        self.size = torch.zeros(1, **numbers)
-        self.starts = torch.zeros(1, self.requests * heads + 1, **numbers)
-        self.owners = torch.zeros(1, self.triton.max_splits, **numbers)
+        sequences = self.requests * heads
+        self.splits = Splits.room(self.layers, sequences, self.triton.max_splits, self.device)
 
     @property
     def num_bytes(self) -> int:
@@ -85,21 +87,17 @@ class Step:
             self.shape.block_size,
         )  # fmt: skip
 
-    def split(self) -> None:
-        """Splits of the Triton kernel, once a step for all layers."""
+    def plan(self) -> None:
+        """The plan of work of our kernel, once a step for all layers."""
         sequences = self.requests * self.shape.num_heads
-        split_keys(
-            self.lengths, sequences, self.triton.target, SMALLEST_SPLIT, self.size, self.starts,
-            self.owners,
-        )  # fmt: skip
+        plan_splits(self.lengths, sequences, self.triton.target, SMALLEST_SPLIT, self.splits)
 
     def run_triton(self) -> None:
         """Our decode kernel, once a layer."""
         decode_attention(
             self.query, self.cache, self.out, self.rows, self.rows, self.rows, self.tail_start,
-            self.stores, self.head_indptr[0], self.block_table, self.lengths[0], self.size,
-            self.starts[0], self.owners[0], self.triton.partial, self.triton.weights, self.scale,
-            0.0, self.triton.programs, self.triton.stages,
+            self.stores, self.head_indptr[0], self.block_table, self.lengths[0], self.splits, 0,
+            self.triton.partials, self.scale, 0.0, self.triton.programs, self.triton.stages,
         )  # fmt: skip
 
     def write_table(self, table: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from tests.e2e.paged import flash_attn_varlen_func
 from tests.interpreted.fakes import LONGEST, WINDOW, Backend, common_of
 from tests.ragged import Ragged, random_ragged
+from vllm_kvevict.attention import scratch
 from vllm_kvevict.attention.evicting import head_pages
 from vllm_kvevict.attention.triton import EvictingTritonImpl
 
@@ -69,9 +70,13 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @FP8
-@pytest.mark.parametrize("kernel", ["flash", "triton"])
-def test_a_replayed_decode_step(kernel, scales):
+@pytest.mark.parametrize("kernel", ["flash", "flash, many", "triton"])
+def test_a_replayed_decode_step(kernel, scales, monkeypatch):
     """What was laid out for a dummy batch serves later batches whose requests are fewer."""
+    kernel, *many = kernel.split(", ")
+    if many:
+        # More sequences than FlashAttention 3 splits: our kernel.
+        monkeypatch.setattr(scratch, "MOST_SEQUENCES", 7)
     size = 4
     small = dict(heads=2, layers=2, block_size=16, requests=3, padding=1, longest_tail=40)
     batches = [random_ragged(seed, **small) for seed in (1, 2)]
@@ -83,6 +88,7 @@ def test_a_replayed_decode_step(kernel, scales):
     backend = Backend(kernel, live, GROUP, size, torch.float32, scales)
     captured = backend.builder.build_for_cudagraph_capture(common_of(live, [1] * size))
     assert captured.stock is None and captured.extend is None
+    assert (captured.decode.splits is None) == (kernel == "flash" and not many)
     for batch in batches:
         for row in range(len(batch.tail_start)):
             backend.state.clear([row])
@@ -132,7 +138,7 @@ def test_a_mixed_step(kernel, seed, scales):
     backend.step.update(rows=batch.rows.long(), slots=slots)
     metadata = backend.builder.build(0, common_of(batch, counts))
     single = bool((evicted & (torch.tensor(counts) == 1)).any())
-    assert (metadata.decode is not None) == (kernel == "triton" and single)
+    assert (metadata.decode is not None) == (kernel != "xformers" and single)
     assert metadata.stock is not None
     if kernel == "flash":
         reserved = metadata.buffers.scratch.table

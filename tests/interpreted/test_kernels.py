@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.interpreted.interleave import interleaved
 from tests.triton_cases import (
     check_decode,
     check_lengths_and_splits,
@@ -67,6 +68,23 @@ def test_lengths_and_splits(target, requests):
     check_lengths_and_splits(
         "cpu", target, 64, seed=target, requests=requests, longest_tail=300, padding=2, layers=2
     )
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_splits_arrive_in_any_order(order):
+    check_decode(
+        "cpu", torch.float32, seed=9, order=order, target=40, programs=2, longest_tail=400, group=3,
+        padding=1, sinks=order == 2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_side_by_side(seed, monkeypatch):
+    """Another program's turn may come before any load, store or atomic of one."""
+    options = dict(target=6 + 6 * (seed % 2), programs=3 + seed, requests=2, longest_tail=200)
+    with interleaved(monkeypatch, seed) as turns:
+        check_decode("cpu", torch.float32, seed=seed, padding=seed % 2, **options)
+    assert turns.passed > 50
 
 
 def test_smallest_split():

@@ -65,8 +65,19 @@ def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel
                 f"KV eviction: {FLAG} xformers does not work here, because {obstacle}."
             )
         return "xformers", "TRITON_ATTN" if problem else "FLASH_ATTN"
-    kernel: Kernel = "triton" if config.attention == "triton" or problem else "flash"
+    slow = config.attention == "auto" and not problem and _flash_version(vllm_config) == 2
+    kernel: Kernel = "triton" if config.attention == "triton" or problem or slow else "flash"
     return kernel, "TRITON_ATTN" if problem else "FLASH_ATTN"
+
+
+def _flash_version(vllm_config: "VllmConfig") -> int:
+    """Of vLLM's FlashAttention here; 2 splits the keys of a few sequences only."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    assert capability is not None
+    asked = vllm_config.attention_config.flash_attn_version
+    return asked or {9: 3, 10: 4}.get(capability.major, 2)
 
 
 def kernel_asked(vllm_config: "VllmConfig") -> str:

@@ -8,9 +8,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvevict.attention.layouts import EvictingMetadata
 from vllm_kvevict.attention.ragged import GroupBuffers
-from vllm_kvevict.attention.sequences import Decode, Extend
+from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.attention.triton_decode import decode
 from vllm_kvevict.ops.fp8 import FP8
+from vllm_kvevict.ops.triton.decode import Ring
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
 
@@ -120,7 +121,10 @@ class EvictingImplMixin:
             raise NotImplementedError("KV eviction has no attention with quantised output")
         metadata, name = attn_metadata, layer.layer_name
         state = metadata.buffers.state
-        if (seen := metadata.recording) is not None and metadata.binding.scores(name):
+        seen = metadata.recording if metadata.binding.scores(name) else None
+        # Our kernel records what it reads, in steps that are nothing but decode.
+        fused = (step := metadata.decode) is not None and step.in_order and step.splits is not None
+        if seen is not None and not fused:
             observe_tokens(
                 metadata.binding.rings(name),
                 query,
@@ -134,7 +138,8 @@ class EvictingImplMixin:
         if metadata.stock is not None:
             stock(layer, query, key, value, kv_cache, metadata.stock, output)
         if metadata.decode is not None:
-            self._decode(layer, query, kv_cache, metadata, metadata.decode, output)
+            ring = seen if fused else None
+            self._decode(layer, query, kv_cache, metadata, metadata.decode, ring, output)
         if metadata.single is not None:
             self._extend(layer, query, kv_cache, metadata, metadata.single, output)
         if metadata.extend is not None:
@@ -148,16 +153,23 @@ class EvictingImplMixin:
         kv_cache: torch.Tensor,
         metadata: EvictingMetadata,
         step: Decode,
+        recording: Recording | None,
         output: torch.Tensor,
     ) -> None:
+        """One query token each; our kernel records them too, where ``recording`` says so."""
         buffers = metadata.buffers
         index = buffers.state.layer_index[layer.layer_name]
-        if buffers.scratch.kernel == "triton":
+        if step.splits is not None:
             scale = self.scale * layer._k_scale_float
             if query.dtype == FP8:
                 scale *= layer._q_scale_float
             caps = (self.logits_soft_cap, layer._v_scale_float)
-            decode(query, kv_cache, output, step, buffers, index, scale, *caps, self._sinks())
+            ring = None
+            if recording is not None:
+                rings, window = metadata.binding.rings, buffers.state.timeline.window
+                entries = rings(layer.layer_name)
+                ring = Ring(entries, recording.slots, recording.seq_lens, window)
+            decode(query, kv_cache, output, step, buffers, index, scale, *caps, self._sinks(), ring)
             return
         assert step.in_order
         requests, size = len(step.rows), query.shape[2]

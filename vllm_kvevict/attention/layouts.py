@@ -109,7 +109,8 @@ class EvictingBuilderMixin:
         slots: torch.Tensor | None,
     ) -> EvictingMetadata:
         """All requests alike, on buffers that a captured graph reads again."""
-        step.decode, recording = step.buffers.decode(common, rows, slots)
+        by_splits = step.buffers.scratch.by_splits(common.num_reqs)
+        step.decode, recording = step.buffers.decode(common, rows, slots, by_splits)
         step.recording = recording if step.binding.records else None
         return step
 
@@ -120,18 +121,12 @@ class EvictingBuilderMixin:
         rows: torch.Tensor,
         evicted: torch.Tensor,
     ) -> None:
-        """Evicted requests of a mixed batch: those with one query token, and the others.
-
-        FlashAttention takes both at once.
-        """
+        """Evicted requests of a mixed batch: those with one query token, and the others."""
         buffers = step.buffers
-        kernel = buffers.scratch.kernel
-        single = torch.zeros_like(evicted)
-        if kernel != "flash":
-            counts = common.query_start_loc_cpu.diff()[: len(rows)]
-            single = evicted & (counts == 1)
+        counts = common.query_start_loc_cpu.diff()[: len(rows)]
+        single = evicted & (counts == 1)
         places = single.nonzero().flatten()
-        if len(places) and kernel == "xformers":
+        if len(places) and buffers.scratch.kernel == "xformers":
             step.single = buffers.extend(common, rows[places], places)
         elif len(places):
             step.decode = buffers.some_decode(common, rows[places], places)

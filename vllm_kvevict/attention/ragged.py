@@ -16,7 +16,7 @@ from vllm_kvevict.attention.parts import Part, cut
 from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.triton.splits import head_lengths, split_keys
+from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
 from vllm_kvevict.schedule.timeline import blocks_for
 
 _LINE = 16
@@ -46,10 +46,7 @@ class GroupBuffers:
         self._ones = torch.ones_like(numbers(requests))
         self._count = torch.arange(sequences + 1, dtype=torch.int32, device=device)
         self.lengths = numbers(layers, sequences)
-        self.size = numbers(layers)
-        self.starts = numbers(layers, sequences + 1)
-        splits = scratch.max_splits if scratch.kernel == "triton" else 0
-        self.owners = numbers(layers, splits)
+        self.splits = Splits.room(layers, sequences, scratch.max_splits, device)
         self.attend: Any = None
         if scratch.kernel == "xformers":
             # Optional, and a second to import: at start-up.
@@ -59,14 +56,16 @@ class GroupBuffers:
 
     @property
     def num_bytes(self) -> int:
-        buffers = (self.lengths, self.size, self.starts, self.owners, self._count)
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        buffers = (self.lengths, self._count)
+        own = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        return own + self.splits.num_bytes
 
     def decode(
         self,
         common: CommonAttentionMetadata,
         rows: torch.Tensor | None,
         slots: torch.Tensor | None,
+        by_splits: bool,
     ) -> tuple[Decode, Recording]:
         """A step in which every request has one query token.
 
@@ -74,6 +73,7 @@ class GroupBuffers:
             common: vLLM's metadata, perhaps padded to the requests of a graph.
             rows: [<= R] int64 state rows on the host; None outside a scheduled step.
             slots: [<= R] int64 ring slots on the host, -1 for none; None where all have none.
+            by_splits: Whether our kernel runs it, or FlashAttention.
 
         Returns:
             Views of the buffers, the same ones for the same number of requests.
@@ -96,6 +96,7 @@ class GroupBuffers:
             lengths=self.lengths,
             query_start_loc=self._count[: requests * self.state.num_heads + 1],
             max_seq_len=common.max_seq_len,
+            splits=self.splits if by_splits else None,
         )
         self.measure(decode, common.seq_lens)
         recording = Recording(places, places, self._ones[:requests], numbers[1], common.seq_lens)
@@ -117,6 +118,7 @@ class GroupBuffers:
             lengths=self.lengths,
             query_start_loc=self._count[: sequences + 1],
             max_seq_len=common.max_seq_len,
+            splits=self.splits,
         )
         self.measure(decode, common.seq_lens)
         return decode
@@ -182,7 +184,7 @@ class GroupBuffers:
         return int((bounds[places].long() - shorter).max())
 
     def measure(self, decode: Decode, seq_lens: torch.Tensor) -> None:
-        """Lengths of all layers and, for the Triton kernel, their splits."""
+        """Lengths of all layers and, where our kernel reads them, the plan of work."""
         head_lengths(
             decode.rows,
             decode.places,
@@ -192,16 +194,10 @@ class GroupBuffers:
             self.lengths,
             self.state.timeline.block_size,
         )
-        if self.scratch.kernel == "triton":
-            split_keys(
-                self.lengths,
-                len(decode.rows) * self.state.num_heads,
-                self.scratch.target,
-                SMALLEST_SPLIT,
-                self.size,
-                self.starts,
-                self.owners,
-            )
+        if decode.splits is not None:
+            sequences = len(decode.rows) * self.state.num_heads
+            target = self.scratch.target
+            plan_splits(self.lengths, sequences, target, SMALLEST_SPLIT, decode.splits)
 
     def hide(self, seq_lens: torch.Tensor, evicted: torch.Tensor) -> torch.Tensor:
         """``seq_lens`` [R] with 0 where ``evicted`` [R] (on the host) is set."""

@@ -7,13 +7,16 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_kvevict.attention.xformers_ops import takes_pages
+from vllm_kvevict.ops.triton.merge import Partials
 from vllm_kvevict.ops.triton.residency import resident
 from vllm_kvevict.schedule.timeline import blocks_for
 
 Kernel = Literal["flash", "triton", "xformers"]
 
-SPLITS_PER_PROGRAM = 2
+SPLITS_PER_PROGRAM = 3
 SMALLEST_SPLIT = 64
+MOST_SEQUENCES = 992
+"""Of a call of FlashAttention 3 in which it splits the keys of a sequence."""
 GATHERED_BYTES = 2**27
 """Keys and values that xformers' CUTLASS op reads at once; one sequence may always."""
 LAUNCH = 2**15
@@ -40,10 +43,10 @@ class Scratch:
     """Shared by all layers, which run one after the other.
 
     Args:
-        kernel: ``flash`` needs one layer's page table, ``triton`` one for requests with several
-            queries and partial sums of its splits, ``xformers`` one and room for gathered pages.
+        kernel: ``flash`` and ``triton`` need one layer's page table and partial sums of the splits
+            of our own kernel, ``xformers`` a table and room for gathered pages.
         shape: The layers.
-        device: Where attention runs.
+        device: Where attention runs; ``meta`` to count the bytes.
 
     """
 
@@ -51,18 +54,18 @@ class Scratch:
         self.kernel = kernel
         self.shape = shape
         self.programs, self.stages = 8, 1
-        if device.type == "cuda":
-            found = torch.cuda.get_device_properties(device)
+        if device.type != "cpu" and torch.cuda.is_available():
+            found = torch.cuda.get_device_properties(torch.cuda.current_device())
             self.programs, self.stages = resident(
                 shape.head_size, shape.itemsize, shape.fp8, found.shared_memory_per_multiprocessor
             )
             self.programs *= found.multi_processor_count
         self.target = self.programs * SPLITS_PER_PROGRAM
         sequences = shape.max_requests * shape.num_heads
-        self.max_splits = self.target + sequences
+        self.max_splits = 0 if kernel == "xformers" else self.target + sequences
+        room = sequences if self.max_splits else 0
+        self.partials = Partials.room(self.max_splits, room, shape.group, shape.head_size, device)
         self.table = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self.partial = torch.zeros(0, shape.group, shape.head_size, device=device)
-        self.weights = torch.zeros(0, shape.group, 2, device=device)
         self.dense = torch.zeros(0, dtype=torch.uint8, device=device)
         self.paged = False
         pages = blocks_for(shape.max_model_len, shape.block_size)
@@ -77,15 +80,20 @@ class Scratch:
             self.paged = capability is not None and takes_pages(
                 tuple(capability), shape.itemsize, shape.head_size
             )
-        if kernel == "triton":
-            splits = (self.max_splits, shape.group)
-            self.partial = torch.zeros(*splits, shape.head_size, device=device)
-            self.weights = torch.zeros(*splits, 2, device=device)
 
     @property
     def num_bytes(self) -> int:
-        buffers = (self.table, self.partial, self.weights, self.dense)
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        buffers = (self.table, self.dense)
+        own = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        return own + (self.partials.num_bytes if self.max_splits else 0)
+
+    def by_splits(self, requests: int) -> bool:
+        """Whether decode steps of so many requests run our kernel, not FlashAttention.
+
+        The same for every step of a graph.
+        """
+        sequences = requests * self.shape.num_heads
+        return self.kernel == "triton" or (self.kernel == "flash" and sequences > MOST_SEQUENCES)
 
     @property
     def op_bytes(self) -> int:

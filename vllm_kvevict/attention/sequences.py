@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvevict.attention.parts import Part
+from vllm_kvevict.ops.triton.splits import Splits
 
 
 @dataclass
@@ -28,7 +29,8 @@ class Decode:
     """R requests with one query token each, evicted or not.
 
     ``rows``, ``places`` and ``tokens`` are [R] int32; ``lengths`` [L, >= R * H] int32;
-    ``query_start_loc`` [R * H + 1] int32 counts up by one.
+    ``query_start_loc`` [R * H + 1] int32 counts up by one. With ``splits``, the plan of all layers,
+    our kernel runs them; without, FlashAttention over a page table, where they are ``in_order``.
     """
 
     rows: torch.Tensor
@@ -39,6 +41,7 @@ class Decode:
     lengths: torch.Tensor
     query_start_loc: torch.Tensor
     max_seq_len: int
+    splits: Splits | None = None
 
 
 @dataclass

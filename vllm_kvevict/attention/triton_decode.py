@@ -5,7 +5,7 @@ import torch
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.sequences import Decode
 from vllm_kvevict.ops.fp8 import typed
-from vllm_kvevict.ops.triton.decode import decode_attention
+from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 
 
 def decode(
@@ -19,6 +19,7 @@ def decode(
     softcap: float,
     value_scale: float,
     sinks: torch.Tensor | None,
+    ring: Ring | None,
 ) -> None:
     """Attention of a step's single query tokens, one layer, straight from the eviction state.
 
@@ -26,16 +27,18 @@ def decode(
         query: [T, query heads, D].
         kv_cache: [num_blocks, H, block_size, 2 * D]; uint8 holds FP8.
         output: [T, query heads, D], written at the requests' tokens.
-        step: The requests; their lengths and splits are in ``buffers``.
+        step: The requests, and the plan of their splits; their lengths are in ``buffers``.
         buffers: The group's buffers.
         layer: Index of the layer in its group.
         scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
         softcap: 0 for none.
         value_scale: Of an FP8 cache's values, 1 for others.
         sinks: [query heads] float32 attention sinks, None for none.
+        ring: Where the queries are recorded too, None for nowhere.
 
     """
     state, scratch = buffers.state, buffers.scratch
+    assert step.splits is not None
     decode_attention(
         query,
         typed(kv_cache),
@@ -48,15 +51,14 @@ def decode(
         state.head_indptr[layer],
         step.block_table,
         buffers.lengths[layer],
-        buffers.size[layer : layer + 1],
-        buffers.starts[layer],
-        buffers.owners[layer],
-        scratch.partial,
-        scratch.weights,
+        step.splits,
+        layer,
+        scratch.partials,
         scale,
         softcap,
         scratch.programs,
         scratch.stages,
         value_scale,
         sinks,
+        ring,
     )

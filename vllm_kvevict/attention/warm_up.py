@@ -55,21 +55,24 @@ def warm_up(
 def _steps(
     rows: torch.Tensor, binding: GroupBinding, buffers: GroupBuffers
 ) -> list[EvictingMetadata]:
-    """A decode step, and steps with one and with two query tokens beside other requests."""
+    """Decode steps, and steps with one and with two query tokens beside other requests."""
     places = torch.arange(len(rows))
     single, several = (_common(rows, count, buffers) for count in (1, 2))
-    decode = EvictingMetadata(binding, buffers, len(rows))
-    decode.decode, recording = buffers.decode(single, rows, None)
-    steps = [decode]
-    if buffers.scratch.kernel == "triton":
-        mixed = EvictingMetadata(binding, buffers, len(rows))
-        mixed.decode = buffers.some_decode(single, rows, places)
-        steps.append(mixed)
+    steps, recordings = [], []
+    for by_splits in {True, buffers.scratch.by_splits(1)}:
+        step = EvictingMetadata(binding, buffers, len(rows))
+        step.decode, recording = buffers.decode(single, rows, None, by_splits)
+        steps.append(step)
+        recordings.append(recording)
+    mixed = EvictingMetadata(binding, buffers, len(rows))
+    mixed.decode = buffers.some_decode(single, rows, places)
+    steps.append(mixed)
     extend = EvictingMetadata(binding, buffers, 2 * len(rows))
     extend.extend = buffers.extend(several, rows, places)
     steps.append(extend)
     if binding.records:
-        decode.recording = recording
+        for step, recording in zip(steps, recordings, strict=False):
+            step.recording = recording
         slots = torch.full_like(rows, -1)
         slots[0] = 0
         extend.recording = buffers.recording(several, slots, buffers.state.timeline.window)

@@ -185,9 +185,7 @@ def _attention(
         vllm_config.model_config.dtype.itemsize,
         vllm_config.cache_config.cache_dtype in CACHE_DTYPES,
     )
-    # Triton's partial sums, a few megabytes, grow with the GPU.
-    device = torch.device("cuda" if kernel == "triton" else "meta")
-    scratch = Scratch(kernel, shape, device)
+    scratch = Scratch(kernel, shape, torch.device("meta"))
     return scratch.num_bytes + scratch.op_bytes
 
 

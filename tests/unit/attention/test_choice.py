@@ -19,6 +19,8 @@ def config(attention: str = "auto") -> EvictionConfig:
     [
         ((9, 0), "bfloat16", "auto", ("flash", "FLASH_ATTN")),
         ((8, 0), "float16", "flash", ("flash", "FLASH_ATTN")),
+        ((8, 0), "float16", "auto", ("triton", "FLASH_ATTN")),
+        ((12, 0), "bfloat16", "auto", ("triton", "FLASH_ATTN")),
         ((9, 0), "bfloat16", "triton", ("triton", "FLASH_ATTN")),
         ((7, 5), "float16", "auto", ("triton", "TRITON_ATTN")),
         ((9, 0), "float32", "auto", ("triton", "TRITON_ATTN")),

@@ -107,8 +107,8 @@ def test_nothing_compiles_after_the_warm_up(kernel, heads, sinks, launched):
     backend, batch = warm(kernel, heads, size, learned)
     known = set(launched)
     assert {name for name, _ in known} >= {
-        "flash": {"_lengths_kernel", "_page_table_kernel", "_observe_kernel"},
-        "triton": {"_attend_kernel", "_merge_kernel", "kernel_unified_attention"},
+        "flash": {"_attend_kernel", "_queue_kernel", "_page_table_kernel", "_observe_kernel"},
+        "triton": {"_attend_kernel", "_queue_kernel", "kernel_unified_attention"},
     }[kernel]
     for seed in range(24):
         serve(backend, batch, seed + 1, size)

@@ -17,21 +17,23 @@ from vllm_kvevict.ops.triton.residency import AHEAD, RESERVED, resident
 
 pytestmark = pytest.mark.slow
 
-HEADS = dict(HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, SINKS=True, LOG2E=1.44)
-ATTEND = dict(HEADS, PAGE=16, TILE=splits.TILE, SOFTCAP=False, FP8=False)
+ATTEND = dict(
+    HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, MERGE_ROWS=4, MERGE_AT_ONCE=8, PAGE=16,
+    TILE=splits.TILE, SOFTCAP=False, SINKS=True, RECORD=True, LOG2E=1.44, FP8=False,
+)  # fmt: skip
+PLAN = dict(CLASSES=splits.CLASSES)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
 FLOATS |= dict(weights="*fp32", sinks="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
 NUMBERS = (
-    "num_sequences page_tokens indptr_layer lengths_layer starts_layer owners_layer query_token "
+    "num_sequences page_tokens indptr_layer lengths_layer starts_layer queue_layer query_token "
     "query_head out_token out_head stores_row table_row block_row window dense_row"
 ).split()
 KERNELS = [
     (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
-    (decode._merge_kernel, HEADS, {}),
     (splits._lengths_kernel, dict(HEADS=8, BLOCK=256), {}),
-    (splits._starts_kernel, dict(TARGET=1056, SMALLEST=64, TILE=64, BLOCK=256), {}),
-    (splits._owners_kernel, dict(BLOCK=32), {}),
+    (splits._starts_kernel, dict(PLAN, TARGET=1188, SMALLEST=64, STEP=16, BLOCK=1024), {}),
+    (splits._queue_kernel, dict(PLAN, BLOCK=64), dict(num_warps=2)),
     (page_table._page_table_kernel, dict(HEADS=8, PAGE=16, BLOCK=128), {}),
     (gather._gather_kernel, dict(PAGE=16, CONTENT=4096, PROGRAMS=64, BLOCK=1024), {}),
     (observe._observe_kernel, dict(HEADS=32, DIM=128, BLOCK=1024), {}),
@@ -78,8 +80,8 @@ def test_compiles(kernel, constants, options):
 
 
 SLICES = (
-    "rows places tokens back slots seq_lens lengths size starts owners table num_sequences".split()
-)
+    "rows places tokens back slots seq_lens lengths size starts classes queue table num_sequences"
+).split()
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel, _, _ in KERNELS], ids=by_name)

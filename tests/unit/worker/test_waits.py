@@ -94,7 +94,7 @@ def test_evictions_wait_for_nothing(policy, monkeypatch):
 @pytest.mark.parametrize("kernel", ["flash", "triton"])
 def test_the_layout_of_a_step_waits_for_nothing(kernel, monkeypatch):
     plans = steps("ada-snapkv")
-    for name in ("head_lengths", "split_keys"):
+    for name in ("head_lengths", "plan_splits"):
         monkeypatch.setattr(ragged, name, lambda *arguments: None)
     made = worker("ada-snapkv", fused=False)
     run(made, plans)
@@ -114,7 +114,8 @@ def test_the_layout_of_a_step_waits_for_nothing(kernel, monkeypatch):
         )
         watch.waits.clear()
         slots = torch.tensor([-1, 0, 1, -1])
-        buffers.decode(common, rows, slots)
+        for by_splits in (False, True):
+            buffers.decode(common, rows, slots, by_splits)
         buffers.some_decode(common, rows[:2], places[:2])
         buffers.extend(common, rows[2:3], places[2:3])
         buffers.recording(common, slots, 8)

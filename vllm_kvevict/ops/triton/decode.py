@@ -1,18 +1,42 @@
-"""Decode attention straight from ``head_indptr``, store and tail blocks. Triton.
+"""Decode attention straight from ``head_indptr``, store and tail blocks, in one launch. Triton.
 
 One query token per request; every (request, KV head) pair is a sequence of its own, and its keys
-are read where they lie: no page table is made. Programs take splits of equal size
-(:mod:`.splits`), then one program per sequence merges them.
+are read where they lie: no page table is made. As many programs as run at once take splits of the
+sequences from a queue (:mod:`.splits`). Whoever ends the last split of a sequence merges them, so
+nobody waits: split-KV with a fixed grid, as Flash-Decoding (Dao et al., 2023) has it with two
+launches.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_kvevict.ops.fp8 import FP8
-from vllm_kvevict.ops.triton.splits import TILE
+from vllm_kvevict.ops.triton.merge import MERGED, Partials, merge_splits
+from vllm_kvevict.ops.triton.splits import TILE, Splits
 
 _LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Where the queries of a step go, for the scores of a later eviction.
+
+    Args:
+        entries: [ring slots * window, H * G, D] contiguous, of one layer, written at entry
+            ``slot * window + position % window``; FP8 queries are widened, without their scale.
+        slots: [R] int32, -1 for a request that is not recorded.
+        seq_lens: [batch] int32 lengths, this step's token included.
+        window: Queries in a slot.
+
+    """
+
+    entries: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    window: int
 
 
 # Slices of tables lie at any address, a row apart that depends on the batch: a kernel for each
@@ -20,8 +44,8 @@ _LOG2E = 1.4426950408889634
 @triton.jit(
     do_not_specialize=["num_sequences", "stores_row", "table_row"],
     do_not_specialize_on_alignment=[
-        *("rows", "places", "tokens", "head_indptr", "block_table"),
-        *("lengths", "size", "starts", "owners"),
+        *("rows", "places", "tokens", "head_indptr", "block_table", "slots", "seq_lens"),
+        *("lengths", "size", "starts", "queue"),
     ],
 )
 def _attend_kernel(
@@ -30,6 +54,8 @@ def _attend_kernel(
     out,
     partial,
     weights,
+    arrived,
+    taken,
     rows,
     places,
     tokens,
@@ -40,12 +66,16 @@ def _attend_kernel(
     lengths,
     size,
     starts,
-    owners,
+    queue,
     sinks,
+    rings,
+    slots,
+    seq_lens,
     num_sequences,
     scale,
     softcap,
     value_scale,
+    window,
     query_token,
     query_head,
     out_token,
@@ -57,10 +87,13 @@ def _attend_kernel(
     GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_AT_ONCE: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    RECORD: tl.constexpr,
     LOG2E: tl.constexpr,
     FP8: tl.constexpr,
 ):
@@ -69,13 +102,16 @@ def _attend_kernel(
     queries_used = (group < GROUP)[:, None] & (dim < DIM)[None, :]
     total = tl.load(starts + num_sequences)
     keys_per_split = tl.load(size)
-    for split in range(tl.program_id(0), total, tl.num_programs(0)):
-        sequence = tl.load(owners + split)
+    item = tl.program_id(0)
+    while item < total:
+        sequence = tl.load(queue + item * 2)
+        split = tl.load(queue + item * 2 + 1)
         request = sequence // HEADS
         head = sequence % HEADS
         first_split = tl.load(starts + sequence)
-        alone = tl.load(starts + sequence + 1) == first_split + 1
-        begin = (split - first_split) * keys_per_split
+        last_split = tl.load(starts + sequence + 1)
+        alone = last_split == first_split + 1
+        begin = split * keys_per_split
         end = tl.minimum(begin + keys_per_split, tl.load(lengths + sequence))
         row = tl.load(rows + request).to(tl.int64)
         place = tl.load(places + request).to(tl.int64)
@@ -91,6 +127,15 @@ def _attend_kernel(
         if FP8:
             # Exact: float16 and bfloat16 hold every number of float8_e4m3fn.
             q = q.to(out.dtype.element_ty)
+        if RECORD:
+            slot = tl.load(slots + request)
+            entry = slot.to(tl.int64) * window + (tl.load(seq_lens + place) - 1) % window
+            ring_at = (entry * (HEADS * GROUP) + own_head[:, None]) * DIM + dim[None, :]
+            tl.store(
+                rings + ring_at,
+                q.to(rings.dtype.element_ty),
+                mask=queries_used & (split == 0) & (slot >= 0),
+            )
         best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([GROUP_PAD], tl.float32)
         if SINKS and alone:
@@ -131,66 +176,48 @@ def _attend_kernel(
                 share.to(values.dtype), values, input_precision="ieee"
             )
             best = new_best
+        # Before what follows, which its answer then does not wait for.
+        item = tl.num_programs(0) + tl.atomic_add(taken, 1, sem="relaxed")
+        out_at = token * out_token
         if alone:
-            out_at = token * out_token + own_head[:, None] * out_head + dim[None, :]
-            result = sums * (value_scale / weight)[:, None]
-            tl.store(out + out_at, result.to(out.dtype.element_ty), mask=queries_used)
+            # A sequence without keys is padding: its result is 0, as FlashAttention's is.
+            result = sums * (value_scale / tl.where(weight > 0, weight, 1.0))[:, None]
+            at_out = out_at + own_head[:, None] * out_head + dim[None, :]
+            tl.store(out + at_out, result.to(out.dtype.element_ty), mask=queries_used)
         else:
-            at_split = tl.cast(split, tl.int64) * GROUP + group
+            at_split = tl.cast(first_split + split, tl.int64) * GROUP + group
             tl.store(weights + at_split * 2, best, mask=group < GROUP)
             tl.store(weights + at_split * 2 + 1, weight, mask=group < GROUP)
             tl.store(partial + at_split[:, None] * DIM + dim[None, :], sums, mask=queries_used)
-
-
-@triton.jit(do_not_specialize_on_alignment=["tokens", "starts"])
-def _merge_kernel(
-    out,
-    partial,
-    weights,
-    tokens,
-    starts,
-    sinks,
-    value_scale,
-    out_token,
-    out_head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SINKS: tl.constexpr,
-    LOG2E: tl.constexpr,
-):
-    sequence = tl.program_id(0)
-    first = tl.load(starts + sequence)
-    last = tl.load(starts + sequence + 1)
-    if last - first != 1:
-        group = tl.arange(0, GROUP_PAD)
-        dim = tl.arange(0, DIM_PAD)
-        mask = (group < GROUP)[:, None] & (dim < DIM)[None, :]
-        own_head = sequence % HEADS * GROUP + group
-        best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        weight = tl.zeros([GROUP_PAD], tl.float32)
-        if SINKS:
-            best = tl.load(sinks + own_head, mask=group < GROUP, other=0.0) * LOG2E
-            weight = tl.full([GROUP_PAD], 1.0, tl.float32)
-        sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-        for split in range(first, last):
-            at = tl.cast(split, tl.int64) * GROUP + group
-            own_best = tl.load(weights + at * 2, mask=group < GROUP, other=0.0)
-            own_weight = tl.load(weights + at * 2 + 1, mask=group < GROUP, other=0.0)
-            own = tl.load(partial + at[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-            new_best = tl.maximum(best, own_best)
-            decay = tl.exp2(best - new_best)
-            scale = tl.exp2(own_best - new_best)
-            weight = weight * decay + own_weight * scale
-            sums = sums * decay[:, None] + own * scale[:, None]
-            best = new_best
-        token = tl.load(tokens + sequence // HEADS).to(tl.int64)
-        # A sequence without keys is padding: its result is 0, as FlashAttention's is.
-        result = sums * (value_scale / tl.where(weight > 0, weight, 1.0))[:, None]
-        at_out = token * out_token + own_head[:, None] * out_head + dim[None, :]
-        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=mask)
+            # All threads have written before one of them says so to the whole GPU.
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + sequence, 1, sem="acq_rel")
+            tl.debug_barrier()
+            if before == last_split - first_split - 1:
+                tl.store(arrived + sequence, 0)
+                merge_splits(
+                    partial,
+                    weights,
+                    sinks,
+                    out,
+                    out_at,
+                    first_split,
+                    last_split,
+                    head,
+                    value_scale,
+                    out_head,
+                    GROUP,
+                    DIM,
+                    DIM_PAD,
+                    MERGE_ROWS,
+                    MERGE_AT_ONCE,
+                    SINKS,
+                    LOG2E,
+                )
+    # The last program leaves the counters as it found them: a graph runs every layer with them.
+    if tl.atomic_add(taken + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(taken, 0)
+        tl.store(taken + 1, 0)
 
 
 def decode_attention(
@@ -205,17 +232,16 @@ def decode_attention(
     head_indptr: torch.Tensor,
     block_table: torch.Tensor,
     lengths: torch.Tensor,
-    size: torch.Tensor,
-    starts: torch.Tensor,
-    owners: torch.Tensor,
-    partial: torch.Tensor,
-    weights: torch.Tensor,
+    splits: Splits,
+    layer: int,
+    partials: Partials,
     scale: float,
     softcap: float,
     programs: int,
     stages: int,
     value_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    ring: Ring | None = None,
 ) -> None:
     """Attention of one query token per request, one layer.
 
@@ -232,18 +258,16 @@ def decode_attention(
         head_indptr: [rows, H + 1] int32 of this layer, contiguous.
         block_table: [batch, W] int32 positional blocks.
         lengths: [>= R * H] int32 of this layer (:func:`.splits.head_lengths`).
-        size: [1] int32 of this layer, with ``starts`` [> R * H] and ``owners`` from
-            :func:`.splits.split_keys`.
-        starts: As said.
-        owners: As said.
-        partial: [splits, G, D] float32 scratch.
-        weights: [splits, G, 2] float32 scratch.
+        splits: The plan of all layers (:func:`.splits.plan_splits`) for R * H sequences.
+        layer: The layer in it.
+        partials: Scratch, no launch may use it at the same time.
         scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
         softcap: 0 for none.
         programs: Programs of the launch; what the GPU runs at once (:mod:`.residency`).
         stages: The kernel's ``num_stages``.
         value_scale: Of an FP8 cache's values.
         sinks: [H * G] float32 attention sinks, contiguous; None for none.
+        ring: Where to record the queries too; None for nowhere.
 
     Raises:
         ValueError: The cache is not contiguous, its type is not the query's, or shapes differ.
@@ -261,26 +285,19 @@ def decode_attention(
         raise ValueError(f"queries are {query.dtype} and the KV cache is {cache.dtype}")
     if query_heads % heads or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError(f"{query_heads} query heads do not fit {heads} KV heads, or are strided")
-    if tuple(partial.shape[1:]) != (query_heads // heads, dim) or not partial.is_contiguous():
-        raise ValueError(f"scratch {tuple(partial.shape)} does not fit queries of {query.shape}")
-    shape = dict(
-        HEADS=heads,
-        GROUP=query_heads // heads,
-        # The tensor cores' smallest tile is 16 rows.
-        GROUP_PAD=max(16, triton.next_power_of_2(query_heads // heads)),
-        DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        SINKS=sinks is not None,
-        LOG2E=_LOG2E,
-    )
-    sinks = weights if sinks is None else sinks
-    num_sequences = rows.shape[0] * heads
+    sums, group = partials.sums, query_heads // heads
+    if tuple(sums.shape[1:]) != (group, dim) or not sums.is_contiguous():
+        raise ValueError(f"scratch {tuple(sums.shape)} does not fit queries of {query.shape}")
+    dim_pad = max(16, triton.next_power_of_2(dim))
+    rows_merged = triton.next_power_of_2(group)
     _attend_kernel[(programs,)](
         query,
         cache,
         out,
-        partial,
-        weights,
+        sums,
+        partials.weights,
+        partials.arrived,
+        partials.taken,
         rows,
         places,
         tokens,
@@ -289,38 +306,39 @@ def decode_attention(
         head_indptr,
         block_table,
         lengths,
-        size,
-        starts,
-        owners,
-        sinks,
-        num_sequences,
+        splits.size[layer:],
+        splits.starts[layer],
+        splits.queue[layer],
+        partials.weights if sinks is None else sinks,
+        out if ring is None else ring.entries,
+        rows if ring is None else ring.slots,
+        rows if ring is None else ring.seq_lens,
+        rows.shape[0] * heads,
         scale,
         softcap or 1.0,
         value_scale,
+        1 if ring is None else ring.window,
         query.stride(0),
         query.stride(1),
         out.stride(0),
         out.stride(1),
         stores.stride(0),
         block_table.stride(0),
-        **shape,
+        HEADS=heads,
+        GROUP=group,
+        # The tensor cores' smallest tile is 16 rows.
+        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        MERGE_ROWS=rows_merged,
+        MERGE_AT_ONCE=max(1, MERGED // (rows_merged * dim_pad)),
         PAGE=page,
         TILE=TILE,
         SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        RECORD=ring is not None,
+        LOG2E=_LOG2E,
         FP8=quantised,
         num_warps=4,
         num_stages=stages,
-    )
-    _merge_kernel[(num_sequences,)](
-        out,
-        partial,
-        weights,
-        tokens,
-        starts,
-        sinks,
-        value_scale,
-        out.stride(0),
-        out.stride(1),
-        **shape,
-        num_warps=4,
     )

@@ -1,19 +1,64 @@
-"""Lengths of (request, KV head) sequences, and their keys cut into splits of equal size. Triton.
+"""Lengths of (request, KV head) sequences, and a step's plan of work for decode attention. Triton.
 
 A launch of decode attention has as many programs as the GPU runs at once, and heads differ in
 length. All keys of a layer are therefore cut into splits of one size, the smallest for which
-they fit into the buffers, and the splits are numbered through: sequence s has splits
-``starts[s] .. starts[s + 1] - 1``. Everything stays on the device, at fixed addresses.
+they fit into the buffers, and programs take them from a queue, the longest first. The plans of all
+layers are made once a step, on the device, at fixed addresses.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 TILE = 64
-"""Keys that one program reads at a time; a split is a multiple of it."""
+"""Keys that one program reads at a time."""
+
+STEP = 16
+"""Keys of the smallest page; a split is a multiple of it."""
+
+CLASSES = 64
+"""Lengths that the queue tells apart."""
 
 _BLOCK = 256
+_WIDE_BLOCK = 1024
+_QUEUE_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The plan of work of L layers, at most N sequences and M splits each; all int32.
+
+    Sequence s of layer l has splits ``starts[l, s] .. starts[l, s + 1] - 1``, one at least. Each
+    has ``size[l]`` keys but the last of its sequence, which has the rest.
+
+    Args:
+        size: [L] keys in a split.
+        starts: [L, N + 1] number of the first split of each sequence, then of all.
+        queue: [L, M, 2] sequence, and number of the split in it, in the order in which they are
+            taken.
+        classes: [L, CLASSES] where the last splits of each length go in the queue; scratch.
+
+    """
+
+    size: torch.Tensor
+    starts: torch.Tensor
+    queue: torch.Tensor
+    classes: torch.Tensor
+
+    @classmethod
+    def room(cls, layers: int, sequences: int, splits: int, device: torch.device) -> "Splits":
+        """Buffers for plans with at most so many sequences and splits a layer."""
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(layers, *shape, dtype=torch.int32, device=device)
+
+        return cls(numbers(), numbers(sequences + 1), numbers(splits, 2), numbers(CLASSES))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in vars(self).values())
 
 
 @triton.jit(
@@ -50,20 +95,30 @@ def _lengths_kernel(
     tl.store(lengths + layer * lengths_layer + sequence, tl.maximum(length, 0), mask=used)
 
 
+@triton.jit
+def _last_split(length, split, CLASSES: tl.constexpr):
+    """Splits of a sequence, and the place of its last one's length among all: 0 is the longest."""
+    count = tl.maximum((length + split - 1) // split, 1)
+    rest = length - (count - 1) * split
+    return count, CLASSES - 1 - rest * (CLASSES - 1) // split
+
+
 @triton.jit(
     do_not_specialize=["num_sequences"],
-    do_not_specialize_on_alignment=["lengths", "size", "starts"],
+    do_not_specialize_on_alignment=["lengths", "size", "starts", "classes"],
 )
 def _starts_kernel(
     lengths,
     size,
     starts,
+    classes,
     num_sequences,
     lengths_layer,
     starts_layer,
     TARGET: tl.constexpr,
     SMALLEST: tl.constexpr,
-    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    CLASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     layer = tl.program_id(0)
@@ -75,30 +130,58 @@ def _starts_kernel(
         total += tl.load(lengths + layer * lengths_layer + sequence, mask=mask, other=0)
     keys = tl.sum(total, 0)
     split = (keys + TARGET - 1) // TARGET
-    split = tl.maximum((split + TILE - 1) // TILE * TILE, SMALLEST).to(tl.int32)
+    split = tl.maximum((split + STEP - 1) // STEP * STEP, SMALLEST).to(tl.int32)
     tl.store(size + layer, split)
     before = keys.to(tl.int32) * 0
     tl.store(starts + layer * starts_layer, before)
+    of_class = tl.zeros([CLASSES], tl.int32)
     for base in range(0, num_sequences, BLOCK):
         sequence = base + offset
         mask = sequence < num_sequences
         length = tl.load(lengths + layer * lengths_layer + sequence, mask=mask, other=0)
-        count = (length + split - 1) // split
+        count, place = _last_split(length, split, CLASSES)
+        count = tl.where(mask, count, 0)
         end = before + tl.cumsum(count, 0)
         tl.store(starts + layer * starts_layer + sequence + 1, end, mask=mask)
         before += tl.sum(count, 0)
+        of_class += tl.histogram(place, CLASSES, mask=mask)
+    # Behind all that are not the last of their sequence, the longest ones.
+    first = before - num_sequences + tl.cumsum(of_class, 0) - of_class
+    tl.store(classes + layer * CLASSES + tl.arange(0, CLASSES), first)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "owners"])
-def _owners_kernel(starts, owners, starts_layer, owners_layer, BLOCK: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=["lengths", "size", "starts", "classes", "queue"],
+)
+def _queue_kernel(
+    lengths,
+    size,
+    starts,
+    classes,
+    queue,
+    num_sequences,
+    lengths_layer,
+    starts_layer,
+    queue_layer,
+    CLASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     layer = tl.program_id(0)
-    sequence = tl.program_id(1)
-    first = tl.load(starts + layer * starts_layer + sequence)
-    last = tl.load(starts + layer * starts_layer + sequence + 1)
-    for base in range(first, last, BLOCK):
-        index = base + tl.arange(0, BLOCK)
-        value = tl.zeros([BLOCK], tl.int32) + sequence
-        tl.store(owners + layer * owners_layer + index, value, mask=index < last)
+    sequence = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = sequence < num_sequences
+    length = tl.load(lengths + layer * lengths_layer + sequence, mask=mask, other=0)
+    count, place = _last_split(length, tl.load(size + layer), CLASSES)
+    count = tl.where(mask, count, 1)
+    mine = queue + layer * queue_layer
+    at = tl.atomic_add(classes + layer * CLASSES + place, 1, mask=mask, sem="relaxed")
+    tl.store(mine + at * 2, sequence, mask=mask)
+    tl.store(mine + at * 2 + 1, count - 1, mask=mask)
+    whole = tl.load(starts + layer * starts_layer + sequence, mask=mask, other=0) - sequence
+    for split in range(tl.max(count, 0) - 1):
+        used = mask & (split < count - 1)
+        tl.store(mine + (whole + split) * 2, sequence, mask=used)
+        tl.store(mine + (whole + split) * 2 + 1, split, mask=used)
 
 
 def head_lengths(
@@ -140,50 +223,54 @@ def head_lengths(
     )
 
 
-def split_keys(
-    lengths: torch.Tensor,
-    num_sequences: int,
-    target: int,
-    smallest: int,
-    size: torch.Tensor,
-    starts: torch.Tensor,
-    owners: torch.Tensor,
+def plan_splits(
+    lengths: torch.Tensor, num_sequences: int, target: int, smallest: int, splits: Splits
 ) -> None:
-    """Cut the keys of every layer into splits of one size.
+    """Cut the keys of every layer into splits of one size and queue them, in two launches.
 
-    There are at most ``target + num_sequences`` splits in a layer.
+    There are at most ``target + num_sequences`` splits in a layer. Those that are not the last of
+    their sequence come first, then the last ones by length, the longest first; equal lengths, in
+    :data:`CLASSES` steps of a split, come in any order.
 
     Args:
         lengths: [L, >= num_sequences] int32.
         num_sequences: R * H.
         target: Splits that are aimed at: enough to fill the GPU.
-        smallest: Fewest keys in a split, a multiple of :data:`TILE`.
-        size: [L] int32, written: keys in a split.
-        starts: [L, > num_sequences] int32, written: first split of each sequence, then the total.
-        owners: [L, >= target + num_sequences] int32, written: the sequence of each split.
+        smallest: Fewest keys in a split, a multiple of :data:`STEP`.
+        splits: Written.
 
     Raises:
-        ValueError: ``smallest`` is no multiple of the tile, or ``owners`` is too small.
+        ValueError: ``smallest`` is no multiple of a page, or the queue is too short.
 
     """
-    if smallest % TILE:
-        raise ValueError(f"the smallest split must be a multiple of {TILE} keys, not {smallest}")
-    if owners.shape[1] < target + num_sequences:
+    if smallest % STEP:
+        raise ValueError(f"the smallest split must be a multiple of {STEP} keys, not {smallest}")
+    if splits.queue.shape[1] < target + num_sequences:
         raise ValueError(
-            f"{owners.shape[1]} entries cannot hold {target} splits of {num_sequences} sequences"
+            f"a queue of {splits.queue.shape[1]} cannot hold {target} splits of {num_sequences} "
+            "sequences"
         )
-    _starts_kernel[(lengths.shape[0],)](
+    layers, strides = lengths.shape[0], (lengths.stride(0), splits.starts.stride(0))
+    plan = (splits.size, splits.starts, splits.classes)
+    _starts_kernel[(layers,)](
         lengths,
-        size,
-        starts,
+        *plan,
         num_sequences,
-        lengths.stride(0),
-        starts.stride(0),
+        *strides,
         TARGET=target,
         SMALLEST=smallest,
-        TILE=TILE,
-        BLOCK=_BLOCK,
+        STEP=STEP,
+        CLASSES=CLASSES,
+        BLOCK=_WIDE_BLOCK,
     )
-    _owners_kernel[(lengths.shape[0], num_sequences)](
-        starts, owners, starts.stride(0), owners.stride(0), BLOCK=32
+    _queue_kernel[(layers, triton.cdiv(num_sequences, _QUEUE_BLOCK))](
+        lengths,
+        *plan,
+        splits.queue,
+        num_sequences,
+        *strides,
+        splits.queue.stride(0),
+        CLASSES=CLASSES,
+        BLOCK=_QUEUE_BLOCK,
+        num_warps=2,
     )

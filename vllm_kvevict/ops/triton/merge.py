@@ -1,0 +1,101 @@
+"""Splits of a sequence merged by the program that ends its last one. Triton."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+MERGED = 4096
+"""Partial sums that a merge holds at once: 32 registers a thread."""
+
+
+@dataclass(frozen=True)
+class Partials:
+    """What programs tell each other in; shared by all layers, which run one after the other.
+
+    Args:
+        sums: [splits, G, D] float32 values of each split, weighted.
+        weights: [splits, G, 2] float32 highest logit, in powers of two, and sum of the weights.
+        arrived: [sequences] int32 splits that have ended; 0 between launches.
+        taken: [2] int32 splits taken from the queue, and programs that have ended; 0 between
+            launches.
+
+    """
+
+    sums: torch.Tensor
+    weights: torch.Tensor
+    arrived: torch.Tensor
+    taken: torch.Tensor
+
+    @classmethod
+    def room(
+        cls, splits: int, sequences: int, group: int, head_size: int, device: torch.device
+    ) -> "Partials":
+        """Buffers for at most so many splits and sequences."""
+        return cls(
+            sums=torch.zeros(splits, group, head_size, device=device),
+            weights=torch.zeros(splits, group, 2, device=device),
+            arrived=torch.zeros(sequences, dtype=torch.int32, device=device),
+            taken=torch.zeros(2, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in vars(self).values())
+
+
+@triton.jit
+def merge_splits(
+    partial,
+    weights,
+    sinks,
+    out,
+    out_at,
+    first,
+    last,
+    head,
+    value_scale,
+    out_head,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """Splits ``first .. last - 1`` of one sequence, some at once, always in the same order."""
+    group = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_PAD)
+    in_group = group < GROUP
+    own_head = head * GROUP + group
+    best = tl.full([ROWS], -1e30, tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        best = tl.load(sinks + own_head, mask=in_group, other=0.0) * LOG2E
+        weight = tl.full([ROWS], 1.0, tl.float32)
+    sums = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    for base in tl.range(first, last, AT_ONCE, num_stages=1):
+        split = base + tl.arange(0, AT_ONCE)
+        used = (split < last)[:, None] & in_group[None, :]
+        at = split.to(tl.int64)[:, None] * GROUP + group[None, :]
+        # Not from the first cache, which may hold what lay there before.
+        own_best = tl.load(weights + at * 2, mask=used, other=-1e30, cache_modifier=".cg")
+        own_weight = tl.load(weights + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+        own = tl.load(
+            partial + at[:, :, None] * DIM + dim[None, None, :],
+            mask=used[:, :, None] & (dim < DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_best = tl.maximum(best, tl.max(own_best, 0))
+        decay = tl.exp2(best - new_best)
+        scale = tl.exp2(own_best - new_best[None, :])
+        weight = weight * decay + tl.sum(own_weight * scale, 0)
+        sums = sums * decay[:, None] + tl.sum(own * scale[:, :, None], 0)
+        best = new_best
+    result = sums * (value_scale / weight)[:, None]
+    mask = in_group[:, None] & (dim < DIM)[None, :]
+    at_out = out_at + own_head[:, None] * out_head + dim[None, :]
+    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=mask)
