@@ -26,6 +26,9 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "Tensor scores, Tensor start, Tensor length, Tensor caps, Tensor store_blocks, "
       "int block_size, float floor) -> ()");
   module.def(
+      "rows(Tensor(a!) start, Tensor(b!) length, Tensor(c!) caps, Tensor(d!) first_kept, "
+      "Tensor(e!) store_blocks, Tensor requests, Tensor head_indptr, int block_size) -> ()");
+  module.def(
       "window_lse(Tensor(a!) lse, Tensor(b!) partial, Tensor[] caches, Tensor[] rings, "
       "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
@@ -63,6 +66,7 @@ KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
   module.impl("compact", TORCH_BOX(&kvevict::compact));
   module.impl("select", TORCH_BOX(&kvevict::select));
   module.impl("allocate", TORCH_BOX(&kvevict::allocate));
+  module.impl("rows", TORCH_BOX(&kvevict::rows));
   module.impl("window_lse", TORCH_BOX(&kvevict::window_lse));
   module.impl("column_sums", TORCH_BOX(&kvevict::column_sums));
   module.impl("pool", TORCH_BOX(&kvevict::pool));

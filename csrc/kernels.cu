@@ -3,5 +3,6 @@
 #include "compact.cuh"
 #include "defend.cuh"
 #include "pool.cuh"
+#include "rows.cuh"
 #include "select.cuh"
 #include "sort.cuh"

@@ -26,6 +26,10 @@ void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, cons
               const Tensor& scores, const Tensor& start, const Tensor& length, const Tensor& caps,
               const Tensor& store_blocks, int64_t block_size, double floor);
 
+void rows(const Tensor& start, const Tensor& length, const Tensor& caps, const Tensor& first_kept,
+          const Tensor& store_blocks, const Tensor& requests, const Tensor& head_indptr,
+          int64_t block_size);
+
 void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> caches,
                 std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                 int64_t window, int64_t max_columns, const Tensor& requests,

@@ -24,6 +24,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.policies.needs import page_channels
@@ -83,12 +84,14 @@ class Pass:
             self.caches, self.rings, [scale] * args.layers, self.indptr, self.old_store
         )
         scores = window_scores(batch, layers)
-        pages = batch_pages(batch, scores, self.indptr, 0.2)
-        columns = batch_columns(batch, scores, pages, self.indptr)
+        rows = candidate_rows(batch, self.indptr)
+        pages = batch_pages(batch, scores, rows, 0.2)
+        columns = batch_columns(batch, scores, pages, rows)
         return {
             "score": lambda: window_scores(batch, layers),
-            "allocate": lambda: batch_pages(batch, scores, self.indptr, 0.2),
-            "select": lambda: batch_columns(batch, scores, pages, self.indptr),
+            "rows": lambda: candidate_rows(batch, self.indptr),
+            "allocate": lambda: batch_pages(batch, scores, rows, 0.2),
+            "select": lambda: batch_columns(batch, scores, pages, rows),
             "compact": lambda: compact(
                 self.caches, columns, pages, batch, self.indptr, self.old_store
             ),

@@ -12,6 +12,7 @@
 #include "compact.cuh"
 #include "defend.cuh"
 #include "pool.cuh"
+#include "rows.cuh"
 #include "score.cuh"
 #include "select.cuh"
 #include "sort.cuh"
@@ -62,14 +63,14 @@ std::vector<T> random_numbers(size_t count) {
   return numbers;
 }
 
-// Where each head's scores lie, as EvictionBatch.rows says it.
-struct Rows {
+// Where each head's scores lie.
+struct RowsOf {
   std::vector<int64_t> start, first_kept;
   std::vector<int32_t> length, caps, store_blocks;
 };
 
 // Pages per head from scores, then the columns of the best.
-void choose(const std::vector<float>& scores, const Rows& rows, int heads, int block_size,
+void choose(const std::vector<float>& scores, const RowsOf& rows, int heads, int block_size,
             std::vector<int32_t>* pages, std::vector<int32_t>* columns) {
   const int count = static_cast<int>(rows.start.size());
   std::vector<uint32_t> keys(scores.size()), other(scores.size());
@@ -95,7 +96,7 @@ void choose_scene() {
   for (float& score : scores) score = std::floor(normal() * 20);
   // Pages that tie, too.
   std::fill(scores.begin() + heads * length, scores.end(), 1.0f);
-  Rows rows;
+  RowsOf rows;
   for (int i = 0; i < groups * heads; ++i) {
     rows.start.push_back(static_cast<int64_t>(i) * length);
     rows.length.push_back(length);
@@ -138,22 +139,17 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
       {2, 0, first_tokens, 0, tail_pages * bs, 0, store, 0, 0, 0, 0},
       {1, 1, later + tokens, later, later + tail_pages * bs, old_blocks, store, 2, 0, 0, 0}};
   int64_t columns = 0, sums = 0, kept = 0, most = 0;
-  Rows rows;
+  RowsOf rows;
   for (Request& one : due) {
     one.first_column = columns;
     one.first_sum = sums;
     one.first_kept = kept;
     const int64_t rest = one.num_tokens - window - one.tail_start;
     for (int layer = 0; layer < layers; ++layer) {
-      rows.store_blocks.push_back(store);
-      rows.first_kept.push_back(kept);
       kept += store * heads * bs;
       for (int head = 0; head < heads; ++head) {
         const int32_t* split = &indptr[(layer * rows_of_state + one.row) * state_columns + head];
         const int pages = (one.old_store_blocks ? split[1] - split[0] : 0) + tail_pages;
-        rows.start.push_back(columns);
-        rows.length.push_back(pages * bs);
-        rows.caps.push_back(pages);
         columns += pages * bs;
         sums += pages * bs + rest;
         most = std::max<int64_t>(most, pages * bs + rest + window);
@@ -245,6 +241,13 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   add(scores);
   add(shares);
 
+  rows.start.resize(due_heads);
+  rows.length.resize(due_heads);
+  rows.caps.resize(due_heads);
+  rows.first_kept.resize(due_heads / heads);
+  rows.store_blocks.resize(due_heads / heads);
+  launch_rows({rows.start.data(), rows.length.data(), rows.caps.data(), rows.first_kept.data(),
+               rows.store_blocks.data(), work.candidates, due_heads, layers}, nullptr);
   std::vector<int32_t> pages, survivors(kept);
   choose(scores, rows, heads, bs, &pages, &survivors);
   Compact moving{};

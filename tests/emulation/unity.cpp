@@ -5,6 +5,7 @@
 #include "../../csrc/defend.cpp"
 #include "../../csrc/kernels.cu"
 #include "../../csrc/pool.cpp"
+#include "../../csrc/rows.cpp"
 #include "../../csrc/score.cpp"
 #include "../../csrc/score_bf16.cu"
 #include "../../csrc/score_f16.cu"

@@ -13,6 +13,7 @@ from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 
@@ -130,8 +131,9 @@ def test_an_eviction_never_waits_and_repeats_bit_by_bit():
                 scene.device,
             )
             scores = window_scores(batch, layers)
-            shared = batch_pages(batch, scores, scene.head_indptr, 0.2)
-            columns = batch_columns(batch, scores, shared, scene.head_indptr)
+            rows = candidate_rows(batch, scene.head_indptr)
+            shared = batch_pages(batch, scores, rows, 0.2)
+            columns = batch_columns(batch, scores, shared, rows)
             compact(scene.caches, columns, shared, batch, scene.head_indptr, scene.stores)
             results.append((scores, shared, columns))
     stream.synchronize()

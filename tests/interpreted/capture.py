@@ -5,7 +5,7 @@ a CUDA graph a replay runs no Python of ours, writes where the capture wrote, an
 device while capturing is an error.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,16 +23,17 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class Graph(TorchDispatchMode):
-    """Calls made inside :meth:`capturing`, in order."""
+    """Calls made inside :meth:`capturing`, in order; ``refused`` names what none may be."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Sequence[str] = READS) -> None:
         super().__init__()
+        self.refused = refused
         self.calls: list[Callable[[], None]] = []
         self.launches: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.name().split(".")[0] in READS:
+        if func.name().split(".")[0] in self.refused:
             raise RuntimeError(f"{func.name()} while capturing")
         result = func(*args, **kwargs)
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors((args, kwargs))}

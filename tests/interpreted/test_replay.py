@@ -9,6 +9,11 @@ from tests.interpreted.test_backends import GROUP, close, queries
 from tests.ragged import Ragged, random_ragged
 
 SIZE = 4
+LAYOUT = {
+    "flash": ["_lengths_kernel"],
+    "triton": ["_lengths_kernel", "_starts_kernel", "_queue_kernel"],
+}
+"""Launches of a step for all layers, and below those of a layer."""
 LAUNCHES = {
     "flash": ["_observe_kernel", "_page_table_kernel", "flash_attn"],
     "triton": ["_attend_kernel"],
@@ -64,7 +69,10 @@ def test_a_graph_serves_later_batches(kernel, sinks, monkeypatch):
         requests = int((batch.seq_lens > 0).sum())
         slots = torch.arange(requests) - 1
         backend.step.update(rows=batch.rows[:requests].long(), slots=slots)
-        backend.builder.build(0, common_of(live, [1] * SIZE))
+        layout = Graph(refused=())
+        with layout.capturing(monkeypatch):
+            backend.builder.build(0, common_of(live, [1] * SIZE))
+        assert layout.launches == LAYOUT[kernel]
         for layer, (graph, out) in enumerate(zip(graphs, outputs, strict=True)):
             backend.rings.fill_(float("nan"))
             graph.replay()

@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda.allocate import adaptive_pages, batch_pages
+from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.select import batch_columns, select_tokens
 from vllm_kvevict.ops.reference import allocate as reference_allocate
 from vllm_kvevict.ops.reference import select as reference_select
@@ -72,14 +73,22 @@ def check_batch(device: str, shape: Shape, floor: float) -> None:
     batch, bs = scene.batch, shape.block_size
     scores = torch.rand(batch.columns, generator=scene.generator)
     on_device = scores.to(device)
-    pages = batch_pages(batch, on_device, scene.head_indptr, floor)
-    columns = batch_columns(batch, on_device, pages, scene.head_indptr).cpu()
-    wanted, first = [], 0
+    where = candidate_rows(batch, scene.head_indptr)
+    pages = batch_pages(batch, on_device, where, floor)
+    columns = batch_columns(batch, on_device, pages, where).cpu()
+    wanted, first, kept_before = [], 0, 0
+    found = (part.cpu() for part in vars(where).values())
+    starts, lengths, caps_found, first_kept, stores = (part.flatten().tolist() for part in found)
     for index, due in enumerate(scene.due):
         caps = scene.caps(due)
         rows = torch.full((shape.layers, shape.heads, int(caps.max()) * bs), -INFINITY)
         for layer in range(shape.layers):
+            group = index * shape.layers + layer
+            assert (first_kept[group], stores[group]) == (kept_before, len(due.store))
+            kept_before += len(due.store) * shape.heads * bs
             for head, cap in enumerate(caps[layer].tolist()):
+                at = group * shape.heads + head
+                assert (starts[at], lengths[at], caps_found[at]) == (first, cap * bs, cap)
                 rows[layer, head, rows.shape[-1] - cap * bs :] = scores[first : first + cap * bs]
                 first += cap * bs
         expected = reference_allocate.adaptive_pages(rows, caps, len(due.store), bs, floor)

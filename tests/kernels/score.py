@@ -8,6 +8,7 @@ from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, column_sums, pool, window_lse, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.reference import score as reference
@@ -140,8 +141,9 @@ def check_eviction(device: str, case: Case) -> None:
     layers, shape, bs = layers_of(scene, case), case.shape, case.shape.block_size
     before = [cache.cpu().clone() for cache in scene.caches]
     scores = window_scores(scene.batch, layers, case.kernel, case.kind)
-    pages = batch_pages(scene.batch, scores, scene.head_indptr, 0.2)
-    columns = batch_columns(scene.batch, scores, pages, scene.head_indptr)
+    rows = candidate_rows(scene.batch, scene.head_indptr)
+    pages = batch_pages(scene.batch, scores, rows, 0.2)
+    columns = batch_columns(scene.batch, scores, pages, rows)
     compact(scene.caches, columns, pages, scene.batch, scene.head_indptr, scene.stores)
     flat, first = scores.cpu().tolist(), 0
     for index, due in enumerate(scene.due):

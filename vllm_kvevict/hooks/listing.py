@@ -293,6 +293,9 @@ HOOKS = {
             get_tensor_model_parallel_world_size
         """,
     },
+    "attention/choice.py": {
+        "vllm.config": "AttentionConfig.backend AttentionConfig.flash_attn_version",
+    },
     "attention/evicting.py": {
         "vllm.v1.attention.backend": """
             AttentionBackend.supported_kv_cache_layouts AttentionBackend.supports_batch_invariance

@@ -76,7 +76,8 @@ class EvictionConfig(Knobs):
         description=(
             "Attention of evicted requests on a GPU: flash (FlashAttention), triton (a decode "
             "kernel that reads the eviction state), xformers (its memory-efficient attention; "
-            "decode steps without FULL graphs), or auto: flash where it runs, else triton."
+            "decode steps without FULL graphs), or auto: flash where it is "
+            "version 3 or 4, else triton."
         ),
     )
 

@@ -21,6 +21,7 @@ from vllm_kvevict.ops.cuda.limits import (
     rows_at_once,
 )
 from vllm_kvevict.ops.cuda.pages import STAGING_BYTES, compact
+from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.fp8 import FP8
@@ -127,12 +128,13 @@ class FusedEvictions:
             scores, shares = defensive_scores(batch, layers, group.kept, sum_of_ranks)
         else:
             scores = window_scores(batch, layers, scorer.kernel, scorer.kind)
+        rows = candidate_rows(batch, split)
         if isinstance(policy.allocator, Adaptive):
-            pages = batch_pages(batch, scores, split, policy.allocator.floor)
+            pages = batch_pages(batch, scores, rows, policy.allocator.floor)
         else:
-            equal = batch.store_blocks()[:, None, None]
-            pages = equal.expand(-1, len(group.caches), state.num_heads).contiguous()
-        columns = batch_columns(batch, scores, pages, split)
+            equal = rows.store_blocks.view(len(due), -1, 1)
+            pages = equal.expand(-1, -1, state.num_heads).contiguous()
+        columns = batch_columns(batch, scores, pages, rows)
         del scores
         compact(group.caches, columns, pages, batch, split, state.stores)
         if shares is not None:

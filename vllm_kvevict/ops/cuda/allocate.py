@@ -4,6 +4,7 @@ import torch
 
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.extension import operations
+from vllm_kvevict.ops.cuda.rows import Rows
 
 
 def adaptive_pages(
@@ -44,14 +45,14 @@ def adaptive_pages(
 
 
 def batch_pages(
-    batch: EvictionBatch, scores: torch.Tensor, head_indptr: torch.Tensor, floor: float
+    batch: EvictionBatch, scores: torch.Tensor, rows: Rows, floor: float
 ) -> torch.Tensor:
     """Pages of every head of due evictions (Ada-KV Algorithm 2 in whole pages).
 
     Args:
         batch: The due evictions.
         scores: [batch.columns] float32.
-        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
+        rows: Of the batch, before this eviction.
         floor: Share of each S, in [0, 1], that every head keeps; never less than one page.
 
     Returns:
@@ -61,13 +62,12 @@ def batch_pages(
         RuntimeError: A shape, dtype or device is not as above, or floor is out of range.
 
     """
-    start, length = batch.rows(head_indptr)
     pages = _allocate(
         scores,
-        start.flatten(0, 1),
-        length.flatten(0, 1),
-        length.flatten(0, 1) // batch.block_size,
-        batch.store_blocks().repeat_interleave(batch.num_layers),
+        rows.start,
+        rows.length,
+        rows.caps,
+        rows.store_blocks,
         batch.block_size,
         floor,
     )

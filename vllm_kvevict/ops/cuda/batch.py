@@ -159,37 +159,6 @@ class EvictionBatch:
             max_columns=max(_most_columns(one, num_heads, block_size) for one in due),
         )
 
-    def rows(self, head_indptr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each head's candidates lie in the flat scores.
-
-        Args:
-            head_indptr: [L, rows, H + 1] int32: the split before this eviction.
-
-        Returns:
-            First column [E, L, H] int64 and number of candidates [E, L, H] int32.
-
-        """
-        row, _, _, old_tail_start, tail_start, old_store, *_, first, _, _ = self.requests.unbind(1)
-        split = head_indptr.index_select(1, row).transpose(0, 1).long()
-        split = split * (old_store > 0)[:, None, None]
-        tail_pages = ((tail_start - old_tail_start) // self.block_size)[:, None, None]
-        head = torch.arange(self.num_heads, device=self.requests.device)
-        layer = torch.arange(self.num_layers, device=self.requests.device)[:, None]
-        before = split[..., :-1] + head * tail_pages
-        before = before + layer * self.num_heads * (old_store[:, None, None] + tail_pages)
-        length = (split.diff(dim=-1) + tail_pages) * self.block_size
-        return first[:, None, None] + before * self.block_size, length.int()
-
-    def store_blocks(self) -> torch.Tensor:
-        """[E] int32: S of each request."""
-        return self.requests[:, 6].int()
-
-    def first_kept(self) -> torch.Tensor:
-        """[E, L] int64: where each layer's survivors begin in the flat kept columns."""
-        per_layer = self.requests[:, 6] * self.num_heads * self.block_size
-        layer = torch.arange(self.num_layers, device=self.requests.device)
-        return self.requests[:, 10, None] + layer * per_layer[:, None]
-
 
 def _most_columns(due: Due, num_heads: int, block_size: int) -> int:
     """At least the cached tokens of any head.

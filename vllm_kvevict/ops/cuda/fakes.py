@@ -6,6 +6,7 @@ OPERATIONS = (
     "window_lse",
     "column_sums",
     "pool",
+    "rows",
     "allocate",
     "select",
     "compact",

@@ -4,6 +4,7 @@ import torch
 
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.extension import operations
+from vllm_kvevict.ops.cuda.rows import Rows
 
 
 def select_tokens(
@@ -40,7 +41,7 @@ def select_tokens(
 
 
 def batch_columns(
-    batch: EvictionBatch, scores: torch.Tensor, pages: torch.Tensor, head_indptr: torch.Tensor
+    batch: EvictionBatch, scores: torch.Tensor, pages: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
     """Kept columns of due evictions, as ``compact`` takes them.
 
@@ -48,7 +49,7 @@ def batch_columns(
         batch: The due evictions.
         scores: [batch.columns] float32.
         pages: [E, L, H] int32: pages each head keeps.
-        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
+        rows: Of the batch, before this eviction.
 
     Returns:
         [batch.kept_columns] int32: columns counted from each head's first candidate, ascending;
@@ -58,15 +59,14 @@ def batch_columns(
         RuntimeError: A shape, dtype or device is not as above.
 
     """
-    start, length = batch.rows(head_indptr)
     columns = torch.empty(batch.kept_columns, dtype=torch.int32, device=scores.device)
     operations(scores).select(
         columns,
         scores,
-        start.flatten(0, 1),
-        length.flatten(0, 1),
+        rows.start,
+        rows.length,
         pages.flatten(0, 1),
-        batch.first_kept().flatten(),
+        rows.first_kept,
         batch.block_size,
     )
     return columns

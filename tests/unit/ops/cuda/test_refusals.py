@@ -11,6 +11,7 @@ from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import adaptive_pages, batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import pool, window_scores
 from vllm_kvevict.ops.cuda.select import select_tokens
 
@@ -95,7 +96,8 @@ def test_floor(scene, floor):
     with pytest.raises(ValueError):
         adaptive_pages(torch.ones(1, 1, 16), torch.ones(1, 1, dtype=torch.int64), 1, 16, floor)
     with pytest.raises(RuntimeError, match=r"floor must be in \[0, 1\]"):
-        batch_pages(scene.batch, torch.ones(scene.batch.columns), scene.head_indptr, floor)
+        rows = candidate_rows(scene.batch, scene.head_indptr)
+        batch_pages(scene.batch, torch.ones(scene.batch.columns), rows, floor)
 
 
 @pytest.mark.parametrize(
