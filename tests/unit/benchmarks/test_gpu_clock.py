@@ -1,0 +1,76 @@
+"""What times a GPU, on a pretended one; and the kernels' calls of the eviction benchmark."""
+
+from argparse import Namespace
+from pathlib import Path
+from subprocess import run
+
+import pytest
+import torch
+
+from benchmarks.gpu import eviction
+from benchmarks.gpu.clock import copy_bandwidth, milliseconds, spread
+from tests.pretend_gpu import pretended
+from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
+from vllm_kvevict.worker import eviction as eviction_pass
+from vllm_kvevict.worker import fused as fused_pass
+
+ROOT = Path(__file__).parents[3]
+
+
+class Event:
+    """Two of them lie as many milliseconds apart as runs were queued before."""
+
+    queued = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.queued
+        Event.queued += 1
+
+    def elapsed_time(self, other: "Event") -> int:
+        return other.at - self.at
+
+
+def test_times_are_the_gpus(monkeypatch):
+    asleep: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asleep.append(0))
+    monkeypatch.setattr("benchmarks.gpu.clock.FLUSH_BYTES", 64)
+    ran: list[int] = []
+    with pretended(monkeypatch) as watch:
+        times = milliseconds(lambda: ran.append(1), torch.device("cuda"), 5)
+        bandwidth = copy_bandwidth(torch.device("cuda"), 2000)
+        assert not watch.waits
+    assert times == [1] * 5 and len(ran) == 3 + 5
+    assert asleep[5] == 0 and all(asleep[:5]), "each run is queued while the GPU idles"
+    assert bandwidth == 2000 / 1e-3
+    assert spread([4.0, 1.0, 2.0, 3.0]) == dict(median_ms=2.5, low_ms=2.0, high_ms=3.0)
+
+
+@pytest.mark.slow
+def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F811
+    """On emulated kernels, one after another and as the worker's pass; both keep the same."""
+    for module in (eviction_pass, fused_pass):
+        monkeypatch.setattr(module, "sum_of_ranks", None)
+    monkeypatch.setattr(eviction_pass, "first_head", None)
+    args = Namespace(
+        block_size=16, budget=48, window=16, heads=2, group=2, head_size=64, layers=2,
+        dtype="float32", policy="ada-snapkv",
+    )  # fmt: skip
+    case = eviction.Pass(200, args, torch.device("cpu"))
+    before = [cache.clone() for cache in case.caches]
+    for call in case.kernels().values():
+        call()
+    by_kernels = [cache.clone() for cache in case.caches]
+    assert not torch.equal(by_kernels[0], before[0])
+    for cache, old in zip(case.caches, before, strict=True):
+        cache.copy_(old)
+    case.worker(fused=True)()
+    assert all(map(torch.equal, case.caches, by_kernels))
+
+
+def test_the_script_parses():
+    assert run(["bash", "-n", ROOT / "benchmarks" / "gpu" / "run.sh"]).returncode == 0
