@@ -99,7 +99,9 @@ def measure(args: argparse.Namespace) -> None:
             shape = Shape(
                 args.heads, args.group, args.head_size, args.block_size, requests, longest
             )
-            step = Step(requests, budget, args.tail, shape, dtype, device)
+            step = Step(
+                requests, budget, args.tail, shape, dtype, device, layers=args.layers
+            )  # fmt: skip
             step.measure()
             step.plan()
             runs: dict[str, Any] = {
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=numbers, default=[512, 1024, 4096])
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--tail", type=int, default=96, help="tokens behind the tail start")
+    parser.add_argument("--layers", type=int, default=32, help="planned together, one timed")
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--head-size", type=int, default=128)

@@ -18,9 +18,9 @@ small=() attention=() eviction=() serving=()
 if [[ ${TRIAL:-} ]]; then
     steps="attention eviction serving"
     interpreted=(env TRITON_INTERPRET=1 "PYTHONPATH=$PWD:$PWD/tests/triton_cpu")
-    small=(--device cpu --dtype float32 --heads 2 --group 2 --copy-bytes 1048576)
+    small=(--device cpu --dtype float32 --layers 2 --heads 2 --group 2 --copy-bytes 1048576)
     attention=("${small[@]}" --head-size 32 --batches 1,2 --budgets 32 --max-model-len 512)
-    eviction=("${small[@]}" --head-size 64 --layers 2 --prompts 200 --ranks 1,2 --budget 48)
+    eviction=("${small[@]}" --head-size 64 --prompts 200 --ranks 1,2 --budget 48)
     serving=(--tiny --loads 200/20/2/4 --prefills 200 --few 2 --max-num-seqs 4 --block-size 32
         --free-memory 16777216 --serve-args "--enforce-eager")
 fi

@@ -61,8 +61,8 @@ def test_a_trial_writes_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(part, "provenance", lambda: dict(commit="c", versions={}, machine="m"))
     file = tmp_path / "attention.json"
     options = (
-        "--device cpu --dtype float32 --batches 1,2 --budgets 32 --heads 2 --group 2 "
-        f"--head-size 32 --max-model-len 512 --copy-bytes 65536 --output {file}"
+        "--device cpu --dtype float32 --batches 1,2 --budgets 32 --heads 2 --layers 2 "
+        f"--group 2 --head-size 32 --max-model-len 512 --copy-bytes 65536 --output {file}"
     )
     monkeypatch.setattr(sys, "argv", ["attention", *options.split()])
     attention.main()

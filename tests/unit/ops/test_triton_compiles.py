@@ -77,6 +77,15 @@ def test_compiles(kernel, constants, options):
         # Keys and values of later tiles are on their way while a tile is multiplied.
         assert made["ptx"].count("cp.async") > 16
         assert "mma.sync" in made["ptx"]
+        # Partial sums are written by all threads before one of them releases them, and read by
+        # all after it has acquired those of others, not from the first cache.
+        touches = r"bar\.sync|st\.global|atom\.global\.gpu\.\w+|ld\.global\.cg"
+        order = re.findall(touches, made["ptx"])
+        arrived = order.index("atom.global.gpu.acq_rel")
+        assert order[arrived - 1] == order[arrived + 1] == "bar.sync"
+        assert "ld.global.cg" in order[arrived:] and "ld.global.cg" not in order[:arrived]
+        assert order.count("atom.global.gpu.acq_rel") == 2
+        assert order.count("atom.global.gpu.relaxed") == 1
 
 
 SLICES = (
