@@ -20,6 +20,8 @@ PREFIX = "kvpress "
 PRESSES = (
     "snapkv", "ada-snapkv", "streaming-llm", "critical-ada-snapkv", "expected-attention", "keydiff",
 )  # fmt: skip
+KVZIP = "kvzip"
+"""A press that reads the context twice: asked for by name alone, because of what it costs."""
 TRANSFORMERS_FULL = Cell("", f"{FULL} (transformers)", "")
 
 

@@ -28,6 +28,7 @@ from benchmarks.quality.kvpress_decode import (
     stop_tokens,
 )
 from benchmarks.quality.kvpress_kept import Settings, kept_masks, make_press, prefill
+from benchmarks.quality.kvpress_kvzip import KVZIP, kvzip_masks
 
 
 def answer_prompt(model: PreTrainedModel, prompt: dict, settings: Settings) -> list[list[int]]:
@@ -36,7 +37,10 @@ def answer_prompt(model: PreTrainedModel, prompt: dict, settings: Settings) -> l
     layers, first = prefill(model, ids)
     answers: dict[int, list[int]] = {}
     for point in sorted({cell["point"] for cell in cells}):
-        chosen = [index for index, cell in enumerate(cells) if cell["point"] == point]
+        answers |= _answer_kvzip(model, prompt, point)
+        chosen = [i for i, c in enumerate(cells) if c["point"] == point and c["press"] != KVZIP]
+        if not chosen:
+            continue
         presses = [(cells[index]["press"], cells[index]["keep"]) for index in chosen]
         masks = [kept_masks(layer, point, presses, settings) for layer in layers]
         # At the prompt's end the first token comes from full attention, as in kvpress and vLLM.
@@ -49,10 +53,23 @@ def answer_prompt(model: PreTrainedModel, prompt: dict, settings: Settings) -> l
     return [answers[index] for index in range(len(cells))]
 
 
+def _answer_kvzip(model: PreTrainedModel, prompt: dict, point: int) -> dict[int, list[int]]:
+    """Tokens of the cells of KVzipPress, by their index. What it keeps has no first token yet."""
+    ids, cells = prompt["ids"], prompt["cells"]
+    chosen = [i for i, cell in enumerate(cells) if (cell["press"], cell["point"]) == (KVZIP, point)]
+    if not chosen:
+        return {}
+    if point == len(ids):
+        raise ValueError("KVzipPress compresses a context that a question follows")
+    layers, masks = kvzip_masks(model, ids, point, [cells[i]["keep"] for i in chosen])
+    rows = decode_kept(model, layers, masks, ids[point:], prompt["max_tokens"])
+    return dict(zip(chosen, rows, strict=True))
+
+
 def check(model: PreTrainedModel, prompt: dict, settings: Settings, ours: list[list[int]]) -> None:
     """Raise where kvpress's context manager gives other tokens than ``ours``."""
     for cell, answer in zip(prompt["cells"], ours, strict=True):
-        if cell["keep"] >= cell["point"]:
+        if cell["keep"] >= cell["point"] or cell["press"] == KVZIP:
             continue
         press = make_press(cell["press"], cell["point"], cell["keep"], settings)
         theirs = decode_with_press(model, press, prompt["ids"], cell["point"], prompt["max_tokens"])

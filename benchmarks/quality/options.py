@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from benchmarks.quality.kvpress_baseline import PRESSES
+from benchmarks.quality.kvpress_baseline import KVZIP, PRESSES
 from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.suite import SUITES
 from vllm_kvevict.settings.config import EvictionConfig
@@ -86,6 +86,11 @@ class Options(BaseModel):
     layers_policies: tuple[str, ...] = Field(
         ("defensive", "ada-defensive"), description="policies that --layers measures"
     )
+    prepare: str | None = Field(
+        None,
+        description="a text that reads the context before it is evicted: further rows, "
+        "question-agnostic alone",
+    )
     groups: int = Field(4, ge=2, description="groups of layers, with --layers")
     window: int = Field(32, ge=1, description="observation window of the server")
     block_size: int | None = Field(
@@ -116,7 +121,7 @@ class Options(BaseModel):
             ("policies", self.policies, POLICY_NAMES),
             ("layers-policies", self.layers_policies, COMPARABLE),
             ("scenarios", self.scenarios, SCENARIOS),
-            ("presses", self.presses, PRESSES),
+            ("presses", self.presses, (*PRESSES, KVZIP)),
         ):
             unknown = [value for value in given if value not in valid]
             if unknown or not given:

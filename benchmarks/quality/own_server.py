@@ -1,8 +1,9 @@
 """The servers that the benchmark starts itself, and what they say they evicted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.quality.measure import PREPARED
 from benchmarks.quality.options import POOLED, Options
 from benchmarks.server import Server
 
@@ -31,7 +32,14 @@ def variants(options: Options) -> list[Variant]:
         shared = {f"{policy}, layers": policy for policy in options.layers_policies}
         flags = "--kv-eviction-layers", options.layers, "--kv-eviction-groups", str(options.groups)
         chosen.append(Variant(LAYERS, flags, shared))
+    if options.prepare:
+        chosen = [replace(one, labels=one.labels | _prepared(one.labels)) for one in chosen]
     return chosen
+
+
+def _prepared(labels: dict[str, str]) -> dict[str, str]:
+    """The rows whose context a text reads first."""
+    return {label + PREPARED: policy for label, policy in labels.items()}
 
 
 def start(options: Options, variant: Variant, model: Path) -> Server:

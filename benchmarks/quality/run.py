@@ -64,7 +64,7 @@ class Run:
         options = self.options
         return Plan(
             variant.labels, options.budgets, options.scenarios, options.max_tokens,
-            options.window, self.block_size,
+            options.window, self.block_size, options.prepare,
         )  # fmt: skip
 
     def open_journal(self, variant: Variant, model: str) -> bool:

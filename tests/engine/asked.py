@@ -1,6 +1,8 @@
 """What requests ask for and budgets come to, read once more without our code."""
 
+import sys
 from collections.abc import Sequence
+from copy import copy
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +18,15 @@ class Asked:
         self.protect_first = int(given.get("kv_eviction_protect_first", 0))
         at = int(given.get("kv_eviction_at", 0))
         self.at = at + request.num_prompt_tokens if at < 0 else at
+        self.prepare = tuple(given.get("kv_eviction_prepare", ()))
+        self.context = sys.maxsize
+        """Tokens of the context that an eviction may take at most."""
+
+    def prepared(self, request: Any) -> "Asked":
+        """What is asked of a request that prepares this one's context: all of its prompt."""
+        mine = copy(self)
+        mine.context, mine.at = self.at, request.num_prompt_tokens
+        return mine
 
 
 def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[int]:

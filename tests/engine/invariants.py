@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from tests.engine.harness import Setup
 
 
+PREPARES = "-prepare-"
+"""In the id of a request that prepares a context, behind the id of a client's."""
+
+
+def _prepares(request_id: str) -> bool:
+    return PREPARES in request_id
+
+
 def of_store(block_hash: bytes) -> bool:
     """Whether a hash marks a block of a published store, or the last one behind it."""
     return get_block_hash(block_hash).startswith(b"kv_eviction store")
@@ -36,6 +44,7 @@ class Invariants:
         """Blocks that the test itself took from the pool."""
         self._lives: dict[str, Life] = {}
         self._steps: dict[int, dict[str, int]] = {}
+        self._clients: dict[str, Any] = {}
         self._scheduled = 0
         self._executed = 0
         self._published: dict[int, tuple[Any, int]] = {}
@@ -46,6 +55,8 @@ class Invariants:
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
         self._scheduled += 1
+        self._clients |= {r: q for r, q in self.scheduler.requests.items() if not _prepares(r)}
+        self._expect_preparations()
         self.tally.preemptions += len(output.preempted_req_ids or ())
         admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -95,7 +106,22 @@ class Invariants:
             self.pool.evict_blocks(orphans)
 
     def _asked(self, request: Any) -> Asked:
-        return Asked(request, self.setup.policy, self.setup.when)
+        client, prepares, _ = request.request_id.partition(PREPARES)
+        asked = Asked(self._clients[client], self.setup.policy, self.setup.when)
+        return asked.prepared(request) if prepares else asked
+
+    def _expect_preparations(self) -> None:
+        """A preparing request reads the context and what its client asked to be read behind it."""
+        for request_id, request in self.scheduler.requests.items():
+            if not _prepares(request_id) or request_id in self.worker.contexts:
+                continue
+            asked = self._asked(request)
+            client = self._clients[request_id.partition(PREPARES)[0]]
+            context, behind = client.prompt_token_ids[: asked.context], list(asked.prepare)
+            assert request.prompt_token_ids == context + behind
+            assert request.cache_salt == client.cache_salt
+            self.worker.contexts[request_id] = asked.context
+            self.tally.preparations += 1
 
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
         if request_id not in self.scheduler._ledger.entries:
@@ -111,7 +137,8 @@ class Invariants:
             return
         for manager in self.evicting:
             store = self._store_blocks(manager.kv_cache_group_id, request, end)
-            if (end - self.setup.window) // self.setup.block_size > store:
+            last = min(end, asked.context)
+            if (last - self.setup.window) // self.setup.block_size > store:
                 assert hit <= end - self.setup.window, f"{request_id}: a hit covers the window"
 
     def _expect_taken(self, request_id: str, hit: int, taken: Any) -> None:
@@ -140,8 +167,9 @@ class Invariants:
     def _made_of(self, request: Any, point: int) -> tuple[Any, ...]:
         """Everything that the store of an eviction at a request's point depends on."""
         asked = self._asked(request)
-        tokens = tuple(request.all_token_ids[:point])
-        return tokens, request.cache_salt, asked.policy, asked.protect_first
+        tokens = tuple(request.all_token_ids[: min(point, asked.context)])
+        settings = asked.policy, asked.protect_first, asked.prepare
+        return tokens, request.cache_salt, *settings
 
     def _expect_plan(self, output: Any, plan: StepPlan) -> None:
         evicted = {eviction.request_id: eviction for eviction in plan.evictions}
@@ -185,7 +213,8 @@ class Invariants:
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
                     stores = sum(entry.timelines[group].wanted(end) for group in still_due)
                     short = self.pool.get_num_free_blocks() < stores
-                    assert short and self.setup.shared == "evict", (
+                    must = self.setup.shared == "evict" or _prepares(request_id)
+                    assert short and must, (
                         f"{request_id}: postponed at the end of prefill with room for the store"
                     )
 
@@ -205,7 +234,8 @@ class Invariants:
                 reused = set(part.store[: part.reused])
                 assert mine >= reused and mine.isdisjoint(part.store[part.reused :])
                 gains = len(self._held_once(mine) | reused) > len(part.store)
-                assert gains or self.setup.shared == "evict", f"{request_id} evicts at a loss"
+                must = self.setup.shared == "evict" or _prepares(request_id)
+                assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
             elif due is not None and (timeline.due is None or timeline.due > due):
@@ -241,7 +271,9 @@ class Invariants:
         asked = self._asked(request)
         second = group and self.setup.second_budget is not None
         budget: Any = asked.budget or (self.setup.second_budget if second else self.setup.budget)
-        first = asked.at or request.num_prompt_tokens
+        first, n = (
+            min(length, asked.context) for length in (asked.at or request.num_prompt_tokens, n)
+        )
         lengths = [first, n] if isinstance(budget, str) else [first]
         return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
 

@@ -65,6 +65,8 @@ class ShadowWorker:
         self.used: dict[str, list[set[int]]] = {}
         """Blocks that the last executed step touched, by request and group."""
         self.evictions = 0
+        self.contexts: dict[str, int] = {}
+        """Tokens of the context that a preparing request evicts, by its id."""
         self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]]]] = {}
         """Tail start, store and its content, by group and first block of the store."""
 
@@ -216,7 +218,8 @@ class ShadowWorker:
         row.evictions += 1
         for part in eviction.groups:
             group = part.group_id
-            assert part.tail_start == (n - window) // bs * bs
+            last = min(n, self.contexts.get(eviction.request_id, n))
+            assert part.tail_start == (last - window) // bs * bs
             assert part.old_tail_start == row.tail_start[group] < part.tail_start
             assert part.old_store == row.stores[group]
             first = part.old_tail_start

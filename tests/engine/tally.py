@@ -26,6 +26,8 @@ class Tally:
     """Those in which somebody else held it, too."""
     taken_again: int = 0
     """Those after a preemption."""
+    preparations: int = 0
+    """Requests of the engine's own that read a context for others."""
     switched_off: int = 0
     """Steps of requests that switched eviction off."""
 

@@ -29,6 +29,8 @@ class Entry:
     policy: str
     needs_window: bool
     protect_first: int = 0
+    context: int | None = None
+    """Tokens of the context that the request prepares for others; None for requests of clients."""
     counts_attention: bool = False
     """Whether the policy adds up the attention of every query."""
     on_demand: bool = False
@@ -219,6 +221,7 @@ class EvictionLedger:
             options.policy,
             options.policy not in self.windowless,
             options.protect_first,
+            options.context,
             options.policy in self.accumulating,
             on_demand and options.evicts,
         )

@@ -14,6 +14,7 @@ from vllm_kvevict.engine.options import options_of
 from vllm_kvevict.engine.planner import EVICTED, StepPlanner
 from vllm_kvevict.engine.points import EvictionPoints
 from vllm_kvevict.engine.prefix import PrefixCaps
+from vllm_kvevict.engine.preparing import Preparations
 from vllm_kvevict.engine.pressure import Pressure
 from vllm_kvevict.engine.registration import register_spec
 from vllm_kvevict.engine.reports import StepReports
@@ -75,6 +76,7 @@ class EvictionMixin(Scheduler):
             self, ledger, managers, stores, counters, config.low_mark, config.high_mark
         )
         self._shared = shared = self._make_shared()
+        self._preparations = Preparations(self.requests, self.add_request, ledger, shared, counters)
         self._planner = StepPlanner(self.requests, ledger, managers, stores, shared, counters)
         self._prefix = PrefixCaps(self.kv_cache_manager, ledger, shared, counters)
         self._reports: StepReports | None = None
@@ -122,8 +124,10 @@ class EvictionMixin(Scheduler):
         super().add_request(request)
         if self._options(request).at is not None:
             self._points.add(request.request_id)
+            self._preparations.ask(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._preparations.begin()
         self._pressure.prepare()
         pointed = self._points.any_alive(self.requests)
         self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
@@ -198,7 +202,9 @@ class EvictionMixin(Scheduler):
 
     def _handle_blocked_waiting_request(self, request: "Request") -> bool:
         ready = super()._handle_blocked_waiting_request(request)
-        return ready and not self._shared.waits(request, self.running)
+        if not ready or self._preparations.waits(request):
+            return False
+        return not self._shared.waits(request, self.running)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
         self._totals.tick()

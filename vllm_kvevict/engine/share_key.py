@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def share_key(request: "Request", entry: Entry, hash_block_size: int) -> ShareKey | None:
+def share_key(
+    request: "Request", entry: Entry, hash_block_size: int, prepare: tuple[int, ...]
+) -> ShareKey | None:
     """The key of a request that evicts at a point of its own; None for all others.
 
     Args:
         request: vLLM's request, whose blocks are hashed as far as they are full.
         entry: Its entry before anything was evicted.
         hash_block_size: Tokens that one of these hashes covers.
+        prepare: Tokens that read its context before it is evicted; empty for none.
 
     """
     point = entry.point
@@ -30,6 +33,10 @@ def share_key(request: "Request", entry: Entry, hash_block_size: int) -> ShareKe
     extra = None
     if hashed < point:
         extra = generate_block_hash_extra_keys(request, hashed, point, 0)[0]
+    stores = tuple(
+        (group, timeline.wanted(point) if timeline.is_due(point) else 0)
+        for group, timeline in sorted(entry.timelines.items())
+    )
     return ShareKey(
         prefix=request.block_hashes[blocks - 1],
         rest=tuple(request.all_token_ids[hashed:point]),
@@ -37,10 +44,9 @@ def share_key(request: "Request", entry: Entry, hash_block_size: int) -> ShareKe
         point=point,
         policy=entry.policy,
         protect_first=entry.protect_first,
-        stores=tuple(
-            (group, timeline.wanted(point) if timeline.is_due(point) else 0)
-            for group, timeline in sorted(entry.timelines.items())
-        ),
+        stores=stores,
+        # Where nothing is evicted, nothing is to be prepared.
+        prepare=prepare if any(blocks for _, blocks in stores) else (),
     )
 
 

@@ -22,6 +22,7 @@ class ShareKey:
         policy: Who decides.
         protect_first: Tokens that stay whatever the policy says.
         stores: S of every KV-cache group, or 0 where a group has nothing to evict at the point.
+        prepare: Tokens that read the context before it was evicted; empty for none.
 
     """
 
@@ -32,6 +33,7 @@ class ShareKey:
     policy: str
     protect_first: int
     stores: tuple[tuple[int, int], ...]
+    prepare: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

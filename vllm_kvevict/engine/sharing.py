@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
+from vllm_kvevict.engine.options import prepared_by
 from vllm_kvevict.engine.share_key import share_key
 from vllm_kvevict.engine.shared_store import SharedGroup, SharedStore, ShareKey
 from vllm_kvevict.schedule.step_plan import GroupEviction, TakenStore
@@ -78,7 +79,7 @@ class SharedStores:
             found = None
             if entry is not None and entry.policy not in self._unshared:
                 size = self._manager.block_pool.hash_block_size
-                found = share_key(request, entry, size)
+                found = share_key(request, entry, size, prepared_by(self._ledger.options(request)))
             setattr(request, KEY, found)
         key: ShareKey | None = getattr(request, KEY)
         return key
@@ -98,6 +99,7 @@ class SharedStores:
         key = self.key(request)
         if (
             key is None
+            or key.prepare
             or key in self._given_up
             or not self._manager.prefix_cache_lookup_enabled(request)
         ):
@@ -108,6 +110,16 @@ class SharedStores:
             for other in ledger.prefilling
         )
 
+    def has(self, key: ShareKey) -> bool:
+        """Whether the store of a key is there, as a whole."""
+        shared = self._published.get(key)
+        if shared is None:
+            return False
+        if not shared.intact:
+            self._drop(shared)
+            return False
+        return True
+
     def find(self, request: "Request") -> "tuple[KVCacheBlocks, int] | None":
         """Blocks and tokens that a request takes instead of computing them; None for none.
 
@@ -115,14 +127,14 @@ class SharedStores:
         """
         self._ledger.taking.pop(request.request_id, None)
         key = self.key(request)
-        if key is None or not self._manager.prefix_cache_lookup_enabled(request):
+        if (
+            key is None
+            or not self._manager.prefix_cache_lookup_enabled(request)
+            or self._ledger.options(request).context is not None
+            or not self.has(key)
+        ):
             return None
-        shared = self._published.get(key)
-        if shared is None:
-            return None
-        if not shared.intact:
-            self._drop(shared)
-            return None
+        shared = self._published[key]
         self._ledger.taking[request.request_id] = shared
         null = self._manager.block_pool.null_block
         blocks: list[Sequence[KVCacheBlock]] = []
@@ -146,7 +158,7 @@ class SharedStores:
         """Let others take what a request keeps, after its evictions of the step ending at ``end``.
 
         Only where they are what the request's key says, and every block behind the store is whole
-        or the last one.
+        or the last one. A request that prepares a context publishes that alone, not what read it.
 
         Returns:
             Whether the store is published; the worker must then keep how heads share it.
@@ -154,9 +166,11 @@ class SharedStores:
         """
         key = self.key(request)
         made = {eviction.group_id: eviction for eviction in evictions}
+        point = entry.context or end
         if (
             key is None
-            or key.point != end
+            or key.point != point
+            or bool(key.prepare) != (entry.context is not None)
             or entry.computed_valid != end
             or any(one.old_tail_start or one.old_store for one in evictions)
             or made.keys() != {group for group, blocks in key.stores if blocks}
@@ -170,11 +184,12 @@ class SharedStores:
             tail_start = made[group].tail_start if group in made else 0
             size = self._managers[group].block_size
             positional = self._managers[group].req_to_blocks[request.request_id]
-            tail = positional[tail_start // size : blocks_for(end, size)]
-            whole = tail[: (end - tail_start) // size]
+            tail = positional[tail_start // size : blocks_for(point, size)]
+            whole = tail[: (point - tail_start) // size]
             if any(block.block_hash is None for block in whole):
                 return False
-            if len(tail) > len(whole) and tail[-1].block_hash is not None:
+            cut = len(tail) > len(whole) and entry.context is None
+            if cut and tail[-1].block_hash is not None:
                 return False
             store = (
                 self._managers[group].holdings[request.request_id].store if group in made else ()
@@ -186,7 +201,7 @@ class SharedStores:
     def passed(self, request: "Request", end: int) -> None:
         """Note that a step ends at ``end``: at the point without a store, nobody waits for one."""
         key = self.key(request)
-        if key is not None and key.point == end and key not in self._published:
+        if key is not None and not key.prepare and key.point == end and key not in self._published:
             if len(self._given_up) == MOST_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
             self._given_up[key] = None

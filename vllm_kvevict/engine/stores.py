@@ -44,9 +44,9 @@ class Stores:
         """Those of ``groups`` whose next eviction gives back more blocks than it takes.
 
         The others share too much with other requests, and are put off to their next interval.
-        Where evictions run whatever is shared: all.
+        Where evictions run whatever is shared: all. So do those that others will take.
         """
-        if self._ledger.evicts_shared:
+        if self._ledger.evicts_shared or entry.context is not None:
             return groups
         gains = {g: self._managers[g].gain(request_id, entry, end) for g in groups}
         for group, gain in gains.items():
@@ -90,7 +90,7 @@ class Stores:
 
         Never where they give back more than they take: they find room in their own blocks.
         """
-        if not self._ledger.evicts_shared:
+        if not self._ledger.evicts_shared and entry.context is None:
             return False
         missing = sum(self._managers[g].missing(request_id, entry, end) for g in groups)
         return missing > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

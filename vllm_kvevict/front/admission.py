@@ -12,10 +12,11 @@ from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.front import context
+from vllm_kvevict.front.preparation import check_preparation, fill_in_tokens
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import evictable_layers
 from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.requests import AT, asks, parse_options
+from vllm_kvevict.settings.requests import AT, RequestOptions, asks, parse_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,7 +28,9 @@ _API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 """Loaded in API servers only."""
 
 
-def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: Any) -> None:
+def check_request(
+    vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: Any
+) -> RequestOptions | None:
     """Check the settings that a request brings in ``extra_args``.
 
     Args:
@@ -36,16 +39,19 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
         tokens: Token ids of the prompt, or None.
         embeds: [T, D] embeddings of the prompt, or None.
 
+    Returns:
+        The settings; None where there are none, or nothing to check them against.
+
     Raises:
         ValueError: In one sentence, which key is wrong and what it may be.
 
     """
     extra_args = getattr(params, "extra_args", None)
     if not asks(extra_args):
-        return
+        return None
     config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
     if config is None or (tokens is None and embeds is None):
-        return
+        return None
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
     layers = evictable_layers(vllm_config)
     cache = vllm_config.cache_config
@@ -53,6 +59,8 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
     block_size = cache.effective_attention_block_size or cache.block_size
     rules = config.timelines(block_size, layers)
     options = parse_options(config, extra_args, length, rules)
+    if options.prepare is not None:
+        check_preparation(vllm_config, config, options, params)
 
     # Not at import: this module is loaded while vLLM still looks for its platform.
     from vllm.platforms import current_platform
@@ -64,6 +72,7 @@ def check_request(vllm_config: "VllmConfig", params: Any, tokens: Any, embeds: A
             f"KV eviction: {AT} and seed cannot be combined on vLLM's CPU build, whose workers end "
             "when a seeded prompt is computed in parts; leave the seed away, or set temperature 0"
         )
+    return options
 
 
 def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
@@ -131,12 +140,14 @@ def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         request = original(self, *args, **kwargs)
         if request.resumable:
             refuse_session(self.vllm_config, request.sampling_params)
-        check_request(
+        options = check_request(
             self.vllm_config,
             request.sampling_params,
             request.prompt_token_ids,
             request.prompt_embeds,
         )
+        if options is not None and options.prepare is not None:
+            fill_in_tokens(self, request, options)
         return request
 
     setattr(process_inputs, _WRAPPED, True)

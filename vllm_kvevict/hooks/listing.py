@@ -48,6 +48,15 @@ HOOKS = {
         "vllm.config": "CacheConfig.effective_attention_block_size CacheConfig.block_size",
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },
+    "front/preparation.py": {
+        "vllm.v1.engine.input_processor": """
+            InputProcessor.tokenizer InputProcessor.model_config
+        """,
+        "vllm.v1.engine": """
+            EngineCoreRequest.mm_features EngineCoreRequest.prompt_embeds
+            EngineCoreRequest.prompt_token_ids EngineCoreRequest.sampling_params
+        """,
+    },
     "front/support.py": {
         "vllm.config": """
             ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
@@ -207,6 +216,13 @@ HOOKS = {
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.group_block_sizes",
         "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks",
+    },
+    "engine/preparing.py": {
+        "vllm.v1.request": """
+            Request.__init__(request_id,prompt_token_ids,sampling_params,pooling_params,
+              client_index,arrival_time,lora_request,cache_salt,priority,block_hasher)
+            Request._block_hasher
+        """,
     },
     "engine/options.py": {
         "vllm.v1.request": "Request.sampling_params",

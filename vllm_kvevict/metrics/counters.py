@@ -14,7 +14,8 @@ class Counters:
     its turn; ``skipped_shared`` those put off because others hold what they would give back.
     ``stores_taken`` counts admissions of requests that took the store of another one's eviction,
     ``tokens_taken`` the tokens that they did not compute, ``stores_published`` the stores that
-    others may take.
+    others may take, ``preparations`` the requests of the engine's own that read a context to make
+    one, ``preparations_failed`` the requests that went on without what they asked to be prepared.
     ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
     that ended, ``requests_whole`` were never evicted.
     """
@@ -34,6 +35,8 @@ class Counters:
     stores_published: int = 0
     stores_taken: int = 0
     tokens_taken: int = 0
+    preparations: int = 0
+    preparations_failed: int = 0
     requests_whole: int = 0
     requests_evicted: int = 0
 

@@ -50,6 +50,14 @@ COUNTERS = {
         "Admissions of requests that took the store of another one's eviction.",
     ),
     "tokens_taken": ("taken_tokens", "Tokens that these requests did not compute."),
+    "preparations": (
+        "preparations",
+        "Contexts that the engine had read before requests took them.",
+    ),
+    "preparations_failed": (
+        "failed_preparations",
+        "Requests that went on without the preparation that they asked for.",
+    ),
     "evictions_pressure": (
         "pressure_evictions",
         "Evictions of requests that keep everything while memory lasts.",

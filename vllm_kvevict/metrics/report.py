@@ -32,6 +32,8 @@ TOTALS = (
     "stores_published",
     "stores_taken",
     "tokens_taken",
+    "preparations",
+    "preparations_failed",
     "evictions_pressure",
     "requests_whole",
     "requests_evicted",
@@ -63,6 +65,8 @@ class Report:
     stores_published: int = 0
     stores_taken: int = 0
     tokens_taken: int = 0
+    preparations: int = 0
+    preparations_failed: int = 0
     evictions_pressure: int = 0
     requests_whole: int = 0
     requests_evicted: int = 0

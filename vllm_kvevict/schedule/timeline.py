@@ -38,6 +38,8 @@ class Timeline:
         most: Tokens per KV head that a share comes to at most; None for no bound.
         share: What the group keeps relative to the mean over all layers, which the budget is;
             None where every layer has the same.
+        context: Tokens of a context that is prepared: an eviction further on, behind what reads
+            it, takes and keeps what one at its end would. None for evictions where they are.
 
     Raises:
         ValueError: A length is out of range, or not exactly one budget is given.
@@ -52,6 +54,7 @@ class Timeline:
     least: int = 0
     most: int | None = None
     share: Share | None = None
+    context: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.window < 1 or self.interval < 0:
@@ -83,6 +86,7 @@ class Timeline:
 
         A layer of the group keeps S pages per KV head on average.
         """
+        length = self._in_context(length)
         beside = self.budget(length) - self.window
         if self.share is None:
             return max(1, beside // self.block_size)
@@ -90,7 +94,11 @@ class Timeline:
 
     def tail_start(self, n: int) -> int:
         """T, the first position that stays in its positional block when evicting at ``n``."""
+        n = self._in_context(n)
         return max(0, (n - self.window) // self.block_size * self.block_size)
+
+    def _in_context(self, n: int) -> int:
+        return n if self.context is None else min(n, self.context)
 
     def evictable(self, n: int) -> bool:
         """Whether a first eviction at ``n`` would free anything."""

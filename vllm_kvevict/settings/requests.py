@@ -17,7 +17,8 @@ WHEN = f"{KEY}_when"
 AT = f"{KEY}_at"
 AT_MESSAGE = f"{KEY}_at_message"
 AT_TEXT = f"{KEY}_at_text"
-KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT)
+PREPARE = f"{KEY}_prepare"
+KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT, PREPARE)
 
 WHENS = ("always", "pressure")
 
@@ -36,6 +37,10 @@ class RequestOptions:
         most: Tokens that a share may come to on this server, however long the answer; None for
             no bound.
         when: "always", or "pressure" for a request that is evicted only where memory is short.
+        prepare: What reads the context before it is evicted at ``at``: token ids, or a text whose
+            tokens are not known yet. None for nothing.
+        context: Tokens of the context that this request prepares for others; None for requests of
+            clients.
 
     """
 
@@ -46,6 +51,8 @@ class RequestOptions:
     at: int | None = None
     most: int | None = None
     when: str = "always"
+    prepare: tuple[int, ...] | str | None = None
+    context: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -63,7 +70,9 @@ class RequestOptions:
                 budget_share=budget_share(self.budget),
                 most=self.most,
             )
-        return rule if self.interval is None else replace(rule, interval=self.interval)
+        if self.interval is not None:
+            rule = replace(rule, interval=self.interval)
+        return rule if self.context is None else replace(rule, context=self.context)
 
 
 def asks(extra_args: Mapping[str, Any] | None) -> bool:
@@ -101,7 +110,10 @@ def parse_options(
         at=_at(given, prompt_len),
         most=config.max_budget if isinstance(config.max_budget, int) else None,
         when=_when(config, given),
+        prepare=_prepare(given[PREPARE]) if PREPARE in given else None,
     )
+    if options.prepare is not None:
+        _check_prepare(config, options, prompt_len)
     if options.evicts:
         _check_store(config, options, prompt_len, rules)
     return options
@@ -195,6 +207,34 @@ def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
             f"between {1 - prompt_len} and -1 to count from its end, not {at}"
         )
     return point
+
+
+def _prepare(value: Any) -> tuple[int, ...] | str:
+    if isinstance(value, str) and value.strip():
+        return value
+    listed = isinstance(value, (list, tuple)) and len(value) > 0
+    if listed and all(type(token) is int and token >= 0 for token in value):
+        return tuple(value)
+    raise ValueError(
+        f"KV eviction: {PREPARE} must be a text or a list of token ids to read behind the context, "
+        f"not {value!r}"
+    )
+
+
+def _check_prepare(config: EvictionConfig, options: RequestOptions, prompt_len: int) -> None:
+    """Refuse a preparation whose store the request could not take."""
+    interval = config.interval if options.interval is None else options.interval
+    if options.at is None or options.at >= prompt_len:
+        need = f"an eviction point before the prompt's end ({AT}, {AT_MESSAGE} or {AT_TEXT})"
+    elif not options.evicts:
+        need = f"a policy, not {NONE}"
+    elif options.when != WHENS[0]:
+        need = f"{WHEN} {WHENS[0]}"
+    elif 0 < interval < config.window:
+        need = f"{INTERVAL} 0, or at least the window of {config.window} tokens"
+    else:
+        return
+    raise ValueError(f"KV eviction: {PREPARE} needs {need}")
 
 
 def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) -> int:

@@ -1,0 +1,140 @@
+"""Directed cases of contexts that the engine prepares for the requests that ask for it.
+
+Setup as in ``test_sharing``: blocks of 8, window 8, budget 40, an eviction point at 100 of 130.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, evictions, tokens, used_blocks
+from tests.engine.test_sharing import ask
+
+PROXY = {"kv_eviction_prepare": tokens(12, seed=7)}
+LONG = {"kv_eviction_prepare": tokens(103, seed=8)}
+EITHER = pytest.mark.parametrize("prepare, length", [(PROXY, 112), (LONG, 203)])
+
+
+def run(core, steps=20):
+    """Evictions of the next steps, by request."""
+    found = {}
+    for _ in range(steps):
+        found |= evictions(core.step())
+    return found
+
+
+@BOTH
+@EITHER
+@pytest.mark.parametrize("shared", ["keep", "evict"])
+@pytest.mark.parametrize("batched", [40, 512])
+def test_what_reads_the_context_vanishes(setup, prepare, length, shared, batched):
+    core = engine(replace(setup, blocks=64, max_batched=batched, shared=shared))
+    first = ask(core, 1, 40, asked=prepare)
+    assert run(core) == {f"{first.request_id}-prepare-1": length}
+    assert core.invariants.tally.preparations == 1
+    assert counters(core).stores_published == counters(core).stores_taken == 1
+    assert counters(core).tokens_taken == 100
+    own = (first.num_computed_tokens + 7) // 8 - 100 // 8
+    assert used_blocks(core) == 4 + 1 + own, "the store, what lies behind it, and its own blocks"
+    others = [ask(core, seed, 20, asked=prepare) for seed in (2, 3)]
+    core.finish()
+    assert counters(core).preparations == 1 and counters(core).preparations_failed == 0
+    assert counters(core).stores_taken == 1 + len(others)
+
+
+@BOTH
+def test_requests_wait_for_one_preparation(setup):
+    core = engine(replace(setup, max_batched=40))
+    asked = [ask(core, seed, asked=PROXY) for seed in range(4)]
+    while not evictions(output := core.step()):
+        assert not {r.request_id for r in asked} & output.num_scheduled_tokens.keys()
+    core.finish()
+    assert counters(core).preparations == 1 and counters(core).stores_taken == len(asked)
+
+
+@BOTH
+def test_preparations_do_not_meet(setup):
+    core = engine(replace(setup, max_batched=512))
+    for index, asked in enumerate([PROXY, LONG, {}, PROXY]):
+        ask(core, index, 200, asked=asked)
+        run(core, 6)
+    ask(core, 9, 200, asked=PROXY, cache_salt="another tenant")
+    run(core, 6)
+    assert counters(core).preparations == 3 and counters(core).evictions_prefill == 4
+    assert counters(core).stores_taken == 4
+    core.finish()
+
+
+@BOTH
+def test_a_preparation_outlives_the_request_that_asked(setup):
+    core = engine(replace(setup, max_batched=40))
+    first = ask(core, 1, asked=PROXY)
+    core.step()
+    core.abort(first)
+    run(core)
+    assert counters(core).stores_published == 1
+    ask(core, 2, asked=PROXY)
+    core.finish()
+    assert counters(core).preparations == 1 and counters(core).stores_taken == 1
+
+
+@BOTH
+def test_a_store_that_was_lost_is_prepared_anew(setup):
+    core = engine(replace(setup, max_batched=512))
+    ask(core, 1, asked=PROXY)
+    core.finish()
+    core.reset()
+    ask(core, 2, asked=PROXY)
+    core.finish()
+    assert counters(core).preparations == 2 and counters(core).stores_taken == 2
+
+
+@BOTH
+@pytest.mark.parametrize("held", [0, 10])
+def test_preempted_preparations_begin_again(setup, held):
+    """The pool is short while it reads, and for a while afterwards."""
+    core = engine(replace(setup, max_batched=40, blocks=40))
+    other = core.add(tokens(60, seed=5), 150, asked={"kv_eviction": "none"})
+    core.step()
+    ask(core, 1, 60, asked=LONG)
+    core.step()
+    core.hold(free=held)
+    for _ in range(6):
+        core.step()
+    core.release()
+    core.finish()
+    assert other.num_output_tokens == 150
+    assert counters(core).stores_taken >= 1 and core.invariants.tally.preparations == 1
+
+
+@BOTH
+@EITHER
+def test_each_group_prepares_what_it_keeps(setup, prepare, length):
+    core = engine(replace(setup, second_budget=80, blocks=128, max_batched=512))
+    for seed in (1, 2):
+        ask(core, seed, 100, asked=prepare)
+    found = run(core, 8)
+    assert list(found.values()) == [length]
+    assert counters(core).stores_taken == 2
+    core.finish()
+
+
+def test_a_context_too_short_to_evict_is_not_prepared():
+    core = engine(replace(SYNC, max_batched=512))
+    core.add(tokens(60), 10, asked=PROXY | {"kv_eviction_at": 40})
+    core.finish()
+    assert counters(core).preparations == counters(core).preparations_failed == 0
+
+
+@pytest.mark.parametrize(
+    "change, asked",
+    [(dict(caching=False), {}), (dict(sliding_window=16), {}), (dict(blocks=26), LONG)],
+    ids=["no prefix caching", "layers that do not evict", "longer than the model"],
+)
+def test_requests_go_on_where_nothing_can_be_prepared(change, asked):
+    core = engine(replace(SYNC, max_batched=512, **change))
+    ask(core, 1, asked=PROXY | asked)
+    core.finish()
+    assert counters(core).preparations == 0 and counters(core).preparations_failed == 1
+    assert counters(core).evictions_prefill == 1, "it evicts at its point by itself"
+    assert counters(core).stores_published == 0, "which others must not take for a prepared one"
