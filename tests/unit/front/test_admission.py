@@ -12,6 +12,8 @@ from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 
 from vllm_kvevict.front.admission import check_request, install, refuse_session
+from vllm_kvevict.front.preparation import fill_in_tokens
+from vllm_kvevict.settings.requests import RequestOptions
 
 
 def engine(eviction: Any = "snapkv") -> SimpleNamespace:
@@ -120,3 +122,47 @@ def test_responses_refuse_before_their_stream_begins(monkeypatch):
     with pytest.raises(ValueError, match="the prompt's 3 tokens"):
         generate(serving, sampling_params=asking(kv_eviction_at=4), **asked)
     assert hasattr(generate(serving, sampling_params=asking(), **asked), "__anext__")
+
+
+def preparing(policy="snapkv", caching=True, kinds=None, **params: Any) -> None:
+    config = engine(policy)
+    config.cache_config.enable_prefix_caching = caching
+    config.model_config.hf_text_config.layer_types = kinds
+    asked = SamplingParams(
+        extra_args=dict(kv_eviction_at=50, kv_eviction_prepare="What is said?"), **params
+    )
+    check_request(config, asked, [1] * 100, None)
+
+
+@pytest.mark.parametrize(
+    "given, need",
+    [
+        (dict(policy="h2o"), "a policy that scores by the queries of a window"),
+        (dict(caching=False), "prefix caching"),
+        (dict(kinds=["full_attention"] * 4 + ["sliding_attention"] * 4), "whose layers all evict"),
+        (dict(prompt_logprobs=1), "without prompt_logprobs"),
+    ],
+)
+def test_a_context_is_not_prepared_where_its_store_cannot_be_taken(given, need):
+    preparing()
+    with pytest.raises(ValueError, match=f"KV eviction: kv_eviction_prepare needs .*{need}"):
+        preparing(**given)
+
+
+def test_a_text_is_read_by_its_tokens():
+    def fill(text: Any, length: int = 10, **request: Any) -> Any:
+        tokenizer = SimpleNamespace(encode=lambda given, add_special_tokens: [7] * len(given))
+        model = SimpleNamespace(max_model_len=1000)
+        processor = SimpleNamespace(tokenizer=tokenizer, model_config=model)
+        params = asking(kv_eviction_prepare=text, other=1)
+        given = SimpleNamespace(
+            sampling_params=params, prompt_embeds=None, mm_features=None, **request
+        )
+        fill_in_tokens(processor, given, RequestOptions("snapkv", at=length, prepare=text))
+        return params.extra_args
+
+    assert fill("abc") == {"kv_eviction_prepare": [7, 7, 7], "other": 1}
+    assert fill((3, 4))["kv_eviction_prepare"] == [3, 4]
+    assert fill("a" * 98, length=900)
+    with pytest.raises(ValueError, match=r"99 tokens long.* room for 1 to 98"):
+        fill("a" * 99, length=900)

@@ -289,3 +289,30 @@ def test_points_from_the_end_are_pythons_indices(prompt_len, data):
     back = data.draw(st.integers(1, prompt_len - 1))
     point = parse(prompt_len, at=-back).at
     assert list(range(prompt_len))[:point] == list(range(prompt_len))[:-back]
+
+
+@pytest.mark.parametrize("text", ["What is said?", [3, 0, 7], (5,)])
+def test_a_context_is_read_by_a_text_or_by_token_ids(text):
+    options = parse(at=500, prepare=text)
+    assert options.prepare == (text if isinstance(text, str) else tuple(text))
+    assert options.context is None
+
+
+@pytest.mark.parametrize("value", ["", " ", [], [1, -2], [True], [1.0], 7, None, {"a": 1}])
+def test_nothing_else_reads_a_context(value):
+    assert "must be a text or a list of token ids" in complaint(at=500, prepare=value)
+
+
+@pytest.mark.parametrize(
+    "given, need",
+    [
+        ({}, "an eviction point before the prompt's end"),
+        (dict(at=1000), "an eviction point before the prompt's end"),
+        (dict(at=500, when="pressure"), "kv_eviction_when always"),
+        (dict(at=500, interval=8), "at least the window of 32"),
+        (policy("none") | dict(at=500), "a policy, not none"),
+    ],
+)
+def test_a_preparation_needs_a_store_that_can_be_taken(given, need):
+    assert need in complaint(prepare="What is said?", **given)
+    assert parse(at=500, interval=0, prepare="What is said?").prepare
