@@ -10,6 +10,7 @@ from vllm_kvevict.settings.names import COMPARABLE
 
 DEFAULT_POLICY = "ada-defensive"
 DEFAULT_BUDGET = "25%"
+BY = ("scores", "answers")
 
 
 class CalibrateError(Exception):
@@ -18,12 +19,14 @@ class CalibrateError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What to rank, and where to write the shares.
+    """What to measure, and where to write the shares.
 
+    ``by`` is one of :data:`BY`.
     ``prompts`` is the operator's file, None for ``samples`` built-in texts of ``length`` tokens.
     """
 
     output: Path
+    by: str
     prompts: Path | None
     samples: int
     length: int
@@ -50,7 +53,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     from vllm_kvevict.settings.names import KEY
 
     args = _parser().parse_args(argv)
-    options = Options(args.output, args.prompts, args.samples, args.length)
+    options = Options(args.output, args.by, args.prompts, args.samples, args.length)
     if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
         raise CalibrateError("calibrate runs on one rank, and its shares serve any number of them")
     if options.samples < 1 or options.length < 64:
@@ -86,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("model_tag", metavar="MODEL", help="Folder or name of the model.")
     group.add_argument(
         "--output", type=Path, default=Path("shares.json"), help="The file of shares."
+    )
+    group.add_argument(
+        "--by",
+        choices=BY,
+        default=BY[0],
+        help="scores: rank the tokens of all heads by the policy's scores, in vLLM; answers: "
+        "measure what each head's evicted tokens cost the answer, in transformers.",
     )
     group.add_argument(
         "--prompts",
