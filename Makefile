@@ -46,8 +46,9 @@ test: setup setup-kvpress
 	$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 architectures: setup
-	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" \
-		tests/e2e/test_architectures.py tests/e2e/test_hybrids.py $(PYTEST_ARGS)
+	@packaging/setup_torchvision.sh
+	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/e2e/test_architectures.py \
+		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/unit/front/test_support.py $(PYTEST_ARGS)
 
 clients: setup setup-clients
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_clients.py $(PYTEST_ARGS)

@@ -118,6 +118,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layer_types=["chunked_attention", "full_attention"] * 2,
         no_rope_layers=[1, 0, 1, 0],
     ),
+    "MiniMaxM2": dict(
+        **HEADS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rotary_dim=16,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+    ),
     "Mistral": dict(**HEADS, sliding_window=None),
     "Mixtral": dict(**GQA, num_local_experts=4),
     "NemotronH": dict(

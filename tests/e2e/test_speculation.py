@@ -17,7 +17,9 @@ def of_size(policy: str):
     return pytest.param(policy, marks=() if policy == "ada-snapkv" else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("policy", [of_size(policy) for policy in ("ada-snapkv", "pyramidkv")])
+@pytest.mark.parametrize(
+    "policy", [of_size(policy) for policy in ("ada-snapkv", "pyramidkv", "h2o")]
+)
 def test_tokens_and_evictions_are_those_without_drafts(policy, tiny_model):
     """Each place around an eviction sees a right draft and a wrong one."""
     done = subprocess.run(

@@ -85,6 +85,7 @@ class Engine:
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.worker = self.core.model_executor.driver_worker.worker
+        self.prompts: list[list[int]] = []
         self.recorder = Recorder(layers_by_depth(self.worker.kv_eviction.states))
         self.worker.kv_eviction.listeners.append(self.recorder)
         begin = self.worker.kv_eviction.begin_step
@@ -115,11 +116,13 @@ class Engine:
         prompts: list[list[int]],
         max_tokens: int | list[int],
         asked: list[dict[str, Any]] | None = None,
+        images: list[list[Any]] | None = None,
         **params: Any,
     ) -> list[list[int]]:
         """Greedy tokens of every prompt; the recorder keeps the lives in prompt order.
 
-        ``asked`` are the requests' own settings, as ``vllm_xargs`` would bring them.
+        ``asked`` are the requests' own settings, as ``vllm_xargs`` would bring them, ``images``
+        what their prompts show; ``self.prompts`` are then the tokens that the model saw.
         """
         from vllm import SamplingParams
 
@@ -127,7 +130,13 @@ class Engine:
         extra = asked or [{} for _ in prompts]
         self.recorder.lives.clear()
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [
+                dict(
+                    prompt_token_ids=prompt,
+                    **(dict(multi_modal_data={"image": shown}) if shown else {}),
+                )
+                for prompt, shown in zip(prompts, images or [[]] * len(prompts), strict=True)
+            ],
             [
                 SamplingParams(
                     temperature=0, max_tokens=n, ignore_eos=True, extra_args=dict(mine), **params
@@ -136,6 +145,7 @@ class Engine:
             ],
             use_tqdm=False,
         )
+        self.prompts = [list(output.prompt_token_ids) for output in outputs]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def lives(self) -> list[list[Life]]:

@@ -76,16 +76,17 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
 def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) -> tuple[int, str]:
     """Tokens that whole blocks keep per KV head, on average over layers, and what would fit."""
     # vLLM makes the blocks of a hybrid large enough for a recurrent state, whatever the flag says.
-    fixed = vllm_config.model_config.is_hybrid
+    smaller = "a smaller --block-size"
+    if vllm_config.model_config.is_hybrid:
+        smaller = "a smaller recurrent state (--mamba-ssm-cache-dtype, --mamba-cache-dtype)"
     if not config.keeps_by_layer(config.policy):
         kept = config.timeline(block_size).store_blocks(0) * block_size + config.window
-        smaller = "" if fixed else ", or a smaller --block-size,"
-        return kept, f"A budget of {kept}{smaller} fits."
+        return kept, f"A budget of {kept}, or {smaller}, fits."
     rules = config.timelines(block_size, evictable_layers(vllm_config))
     longest = vllm_config.model_config.max_model_len
     blocks = sum(rule.store_blocks(longest) for rule in rules)
     kept = blocks * block_size // len(rules) + config.window
-    return kept, f"A {'larger budget' if fixed else 'smaller --block-size'} comes nearer."
+    return kept, f"A larger budget, or {smaller}, comes nearer."
 
 
 def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) -> None:

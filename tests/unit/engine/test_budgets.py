@@ -43,11 +43,13 @@ def test_counts_in_the_blocks_that_the_engine_made(build: Any) -> None:
     assert warning.endswith("A budget of 576, or a smaller --block-size, fits.")
 
 
-def test_names_no_flag_that_would_not_help(build: Any, monkeypatch: Any) -> None:
+def test_names_the_flags_that_help_a_hybrid(build: Any, monkeypatch: Any) -> None:
     """Of a hybrid vLLM enlarges the blocks whatever --block-size says."""
     config = build({"policy": "snapkv", "budget": 288}, block_size=32)
     monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
-    assert report(config, block_size=544)[1].endswith("A budget of 576 fits.")
+    warning = report(config, block_size=544)[1]
+    assert "A budget of 576, or a smaller recurrent state (--mamba-ssm-cache-dtype, " in warning
+    assert "--block-size" not in warning
 
 
 @pytest.mark.parametrize("policy, shown", [("pyramidkv", "by layer"), ("snapkv", "31 per request")])
