@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.e2e.architectures import FULL_ATTENTION, HEADS, LINEAR, SHAPE, SLIDING, spread_weights
+from tests.e2e.architectures import FULL_ATTENTION, HEADS, LINEAR, SHAPE, spread_weights
 from tests.models import cached_tiny_llama, random_prompt
 from tests.oracles.masked import Life, MaskedModel
 
@@ -54,22 +54,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         ),
         vision_config=TOWER | dict(patch_size=16, num_position_embeddings=64),
         **QWEN_IDS,
-    ),
-    "Gemma3": dict(
-        text_config=TEXT | SLIDING | dict(query_pre_attn_scalar=32),
-        vision_config=dict(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=112,
-            patch_size=14,
-        ),
-        mm_tokens_per_image=16,
-        boi_token_index=START,
-        eoi_token_index=END,
-        image_token_index=IMAGE,
-        tie_word_embeddings=False,
     ),
 }
 
@@ -120,12 +104,6 @@ def with_tower(name: str, path: Path) -> Path:
 def _processor(name: str, tokenizer: Any, config: Any) -> Any:
     import transformers as hf
 
-    if name == "Gemma3":
-        tokenizer.boi_token, tokenizer.eoi_token, tokenizer.image_token = SPECIAL[:3]
-        tokenizer.boi_token_id, tokenizer.eoi_token_id, tokenizer.image_token_id = START, END, IMAGE
-        side = config.vision_config.image_size
-        images = hf.Gemma3ImageProcessor(size=dict(height=side, width=side))
-        return hf.Gemma3Processor(images, tokenizer, image_seq_length=config.mm_tokens_per_image)
     size = dict(shortest_edge=4096, longest_edge=1 << 16)
     patches = dict(patch_size=config.vision_config.patch_size, size=size)
     images = hf.Qwen2VLImageProcessor(**patches)
@@ -167,10 +145,9 @@ class MaskedTower(MaskedModel):
         n = len(tokens)
         self._masks = [self._mask(index, 0, n, life) for index in range(self._layers)]
         ids = torch.tensor([tokens])
-        shown: dict[str, Any] = {}
-        if self.pictures:
-            shown = dict(self.processor.image_processor(self.pictures, return_tensors="pt"))
-            shown["mm_token_type_ids"] = (ids == IMAGE).int()
-        logits = self.model(ids, use_cache=False, **shown).logits[0]
+        images = self.processor.image_processor(self.pictures, return_tensors="pt")
+        logits = self.model(
+            ids, use_cache=False, mm_token_type_ids=(ids == IMAGE).int(), **images
+        ).logits[0]
         self._masks = []
         return logits[life.prefill_end - 1 :]
