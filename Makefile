@@ -12,7 +12,7 @@ help:
 	@echo "make demo     serve the same load without and with eviction; print one table"
 	@echo "make check    lint, types, units, one engine, one eviction: a minute or two"
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
-	@echo "make architectures  every architecture of docs/compatibility.md, token by token"
+	@echo "make architectures  every architecture of docs/compatibility.md, drafts and images, token by token"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
 	@echo "make dist     what a package index takes, checked by twine, in dist/"
@@ -48,7 +48,8 @@ test: setup setup-kvpress
 architectures: setup
 	@packaging/setup_torchvision.sh
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/e2e/test_architectures.py \
-		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/unit/front/test_support.py $(PYTEST_ARGS)
+		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/e2e/test_speculation.py \
+		tests/unit/front/test_support.py $(PYTEST_ARGS)
 
 clients: setup setup-clients
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_clients.py $(PYTEST_ARGS)
