@@ -74,9 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             watch.steps.clear()
             llm.generate(
                 {"prompt_token_ids": prompt},
-                SamplingParams(
-                    max_tokens=2, ignore_eos=True, extra_args={"kv_eviction": policy}
-                ),
+                SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_eviction": policy}),
                 use_tqdm=False,
             )
             prefill, evicting = watch.steps[0]
@@ -89,9 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in dict(
-        tokens=2048, budget=512, block_size=32, rounds=5, threads=2
-    ).items():
+    for name, default in dict(tokens=2048, budget=512, block_size=32, rounds=5, threads=2).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--output", type=Path, default=RESULT)
