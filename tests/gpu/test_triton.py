@@ -42,6 +42,12 @@ def test_decode_blocks_and_groups(block_size, group):
     )
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_many_splits_merged_at_once(seed):
+    options = dict(requests=20, heads=8, longest_tail=2000, layers=4)
+    check_decode("cuda", torch.float16, seed=seed, target=3000, programs=396, **options)
+
+
 @pytest.mark.parametrize("target", [1, 100, 5000])
 def test_lengths_and_splits(target):
     check_lengths_and_splits("cuda", target, 64, seed=target, requests=256, longest_tail=900)
