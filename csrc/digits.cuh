@@ -8,6 +8,7 @@
 namespace kvevict {
 
 constexpr int kDigits = 256;
+constexpr int kDigitsPerLane = kDigits / kWarp;
 
 // Adds one for each lane that counts to the bin of its digit; lanes that agree add once.
 __device__ inline void count_digit(unsigned* bins, unsigned digit, bool counts) {
@@ -24,10 +25,9 @@ __device__ inline void clear_digits(unsigned* bins, int count) {
 // Called by one whole warp; every lane gets the result.
 __device__ inline void find_digit(const unsigned* bins, unsigned rank, unsigned* digit,
                                   unsigned* larger) {
-  constexpr int kEach = kDigits / kWarp;
   const int lane = threadIdx.x % kWarp;
   unsigned mine = 0;
-  for (int i = 0; i < kEach; ++i) mine += bins[kDigits - 1 - lane * kEach - i];
+  for (int i = 0; i < kDigitsPerLane; ++i) mine += bins[kDigits - 1 - lane * kDigitsPerLane - i];
   unsigned through = mine;
   for (int step = 1; step < kWarp; step *= 2) {
     const unsigned other = __shfl_up_sync(kAllLanes, through, step);
@@ -37,7 +37,7 @@ __device__ inline void find_digit(const unsigned* bins, unsigned rank, unsigned*
   KVEVICT_ASSERT(owner >= 0);
   unsigned at = 0, before = through - mine;
   if (lane == owner) {
-    for (at = kDigits - 1 - lane * kEach; before + bins[at] < rank; --at) before += bins[at];
+    for (at = kDigits - 1 - lane * kDigitsPerLane; before + bins[at] < rank; --at) before += bins[at];
   }
   *digit = __shfl_sync(kAllLanes, at, owner);
   *larger = __shfl_sync(kAllLanes, before, owner);

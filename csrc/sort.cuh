@@ -10,7 +10,7 @@ namespace kvevict {
 
 constexpr int kSortThreads = 512;
 constexpr int kSortWarps = kSortThreads / kWarp;
-constexpr int kSortEach = 4;  // keys of a lane in a tile
+constexpr int kKeysPerLane = 4;  // keys of a lane in a tile
 
 struct SortShared {
   unsigned digits[4][kDigits];            // of each pass: how often, then where the next key goes
@@ -19,18 +19,17 @@ struct SortShared {
 
 // Turns counts into first positions, the largest digit first.
 __device__ inline void scan_digits(unsigned* bins) {
-  constexpr int kEach = kDigits / kWarp;
   const int lane = threadIdx.x % kWarp;
   unsigned mine = 0;
-  for (int i = 0; i < kEach; ++i) mine += bins[kDigits - 1 - lane * kEach - i];
+  for (int i = 0; i < kDigitsPerLane; ++i) mine += bins[kDigits - 1 - lane * kDigitsPerLane - i];
   unsigned through = mine;
   for (int step = 1; step < kWarp; step *= 2) {
     const unsigned other = __shfl_up_sync(kAllLanes, through, step);
     if (lane >= step) through += other;
   }
   unsigned before = through - mine;
-  for (int i = 0; i < kEach; ++i) {
-    unsigned* bin = &bins[kDigits - 1 - lane * kEach - i];
+  for (int i = 0; i < kDigitsPerLane; ++i) {
+    unsigned* bin = &bins[kDigits - 1 - lane * kDigitsPerLane - i];
     const unsigned count = *bin;
     *bin = before;
     before += count;
@@ -42,13 +41,13 @@ template <typename At>
 __device__ void sort_pass(SortShared& shared, unsigned* next, int shift, int length,
                           uint32_t* target, At at) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  for (int tile = 0; tile < length; tile += kSortThreads * kSortEach) {
+  for (int tile = 0; tile < length; tile += kSortThreads * kKeysPerLane) {
     clear_digits(&shared.warps[0][0], kSortWarps * kDigits);
     __syncthreads();
-    uint32_t keys[kSortEach];
-    unsigned ranks[kSortEach];
-    for (int i = 0; i < kSortEach; ++i) {
-      const int index = tile + (warp * kSortEach + i) * kWarp + lane;
+    uint32_t keys[kKeysPerLane];
+    unsigned ranks[kKeysPerLane];
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int index = tile + (warp * kKeysPerLane + i) * kWarp + lane;
       keys[i] = index < length ? at(index) : 0;
       const unsigned digit = keys[i] >> shift & (kDigits - 1);
       const unsigned peers = __match_any_sync(kAllLanes, index < length ? digit : kDigits);
@@ -71,8 +70,8 @@ __device__ void sort_pass(SortShared& shared, unsigned* next, int shift, int len
       next[digit] = position;
     }
     __syncthreads();
-    for (int i = 0; i < kSortEach; ++i) {
-      const int index = tile + (warp * kSortEach + i) * kWarp + lane;
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int index = tile + (warp * kKeysPerLane + i) * kWarp + lane;
       const unsigned digit = keys[i] >> shift & (kDigits - 1);
       if (index < length) target[shared.warps[warp][digit] + ranks[i]] = keys[i];
     }

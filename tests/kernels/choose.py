@@ -4,10 +4,11 @@ import math
 
 import torch
 
+from tests.kernels.padded import adaptive_pages, select_tokens
 from tests.kernels.scene import Lengths, Scene, Shape
-from vllm_kvevict.ops.cuda.allocate import adaptive_pages, batch_pages
+from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.rows import candidate_rows
-from vllm_kvevict.ops.cuda.select import batch_columns, select_tokens
+from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.reference import allocate as reference_allocate
 from vllm_kvevict.ops.reference import select as reference_select
 

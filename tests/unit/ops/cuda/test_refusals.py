@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.kernels import score
+from tests.kernels.padded import adaptive_pages, select_tokens
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda import extension
-from vllm_kvevict.ops.cuda.allocate import adaptive_pages, batch_pages
+from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import pool, window_scores
-from vllm_kvevict.ops.cuda.select import select_tokens
 
 pytestmark = pytest.mark.usefixtures("emulation")
 
@@ -93,8 +93,6 @@ def test_compact_refuses_columns_and_pages_that_do_not_exist(scene):
 
 @pytest.mark.parametrize("floor", [-0.1, 1.1])
 def test_floor(scene, floor):
-    with pytest.raises(ValueError):
-        adaptive_pages(torch.ones(1, 1, 16), torch.ones(1, 1, dtype=torch.int64), 1, 16, floor)
     with pytest.raises(RuntimeError, match=r"floor must be in \[0, 1\]"):
         rows = candidate_rows(scene.batch, scene.head_indptr)
         batch_pages(scene.batch, torch.ones(scene.batch.columns), rows, floor)
