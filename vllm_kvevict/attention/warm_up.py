@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.layouts import EvictingMetadata
 from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.sequences import Recording
 from vllm_kvevict.ops.fp8 import FP8
 
 _MULTIPLE = 16
@@ -58,7 +59,8 @@ def _steps(
     """Decode steps, and steps with one and with two query tokens beside other requests."""
     places = torch.arange(len(rows))
     single, several = (_common(rows, count, buffers) for count in (1, 2))
-    steps, recordings = [], []
+    steps: list[EvictingMetadata] = []
+    recordings: list[Recording] = []
     for by_splits in {True, buffers.scratch.by_splits(1)}:
         step = EvictingMetadata(binding, buffers, len(rows))
         step.decode, recording = buffers.decode(single, rows, None, by_splits)
