@@ -10,13 +10,15 @@ from typing import Any
 class Asked:
     """What a request brings in ``extra_args``, read here once more."""
 
-    def __init__(self, request: Any, policy: str, when: str) -> None:
+    def __init__(self, request: Any, policy: str, when: str, prefill_interval: int = 0) -> None:
         given = request.sampling_params.extra_args or {}
         self.pressure = given.get("kv_eviction_when", when) == "pressure"
         self.policy = given.get("kv_eviction", policy)
         self.budget = given.get("kv_eviction_budget")
         self.protect_first = int(given.get("kv_eviction_protect_first", 0))
         at = int(given.get("kv_eviction_at", 0))
+        interval = given.get("kv_eviction_prefill_interval", prefill_interval)
+        self.prefill_interval = int(interval) if self.policy != "none" else 0
         self.at = at + request.num_prompt_tokens if at < 0 else at
         self.prepare = tuple(given.get("kv_eviction_prepare", ()))
         self.context = sys.maxsize
@@ -27,6 +29,13 @@ class Asked:
         mine = copy(self)
         mine.context, mine.at = self.at, request.num_prompt_tokens
         return mine
+
+    def points(self, end: int, budget: int, window: int, block_size: int) -> list[int]:
+        """Where prefill of ``end`` tokens may evict at a mean budget: the point, then intervals."""
+        kept = max(1, (budget - window) // block_size) + -(-window // block_size)
+        stride = -(-self.prefill_interval // block_size) * block_size
+        found = range(kept * block_size + stride, end, stride) if stride else []
+        return sorted({*found, *([self.at] if self.at else [])})
 
 
 def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[int]:

@@ -75,6 +75,8 @@ class Setup:
     shared: str = "keep"
     when: str = "always"
     marks: tuple[float, float] = (0.05, 0.1)
+    prefill_interval: int = 0
+    longest: int | None = None
 
     @property
     def groups(self) -> int:
@@ -101,7 +103,12 @@ class Setup:
 
     @property
     def max_model_len(self) -> int:
-        """What vLLM's own check at start-up would admit: one sequence fits the pool."""
+        """What vLLM's own check at start-up would admit: one sequence fits the pool.
+
+        Where prompts evict as they stream in, ``longest`` may be more.
+        """
+        if self.longest is not None:
+            return self.longest
         return (self.blocks - 1) // self.groups * self.block_size
 
     @property
@@ -161,6 +168,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         budget=setup.budget,
         window=setup.window,
         interval=setup.interval,
+        prefill_interval=setup.prefill_interval,
         groups=max(2, setup.pyramid),
         beta=setup.beta,
         layers=layer_shares(setup.shares) if setup.shares else None,

@@ -107,7 +107,8 @@ class Invariants:
 
     def _asked(self, request: Any) -> Asked:
         client, prepares, _ = request.request_id.partition(PREPARES)
-        asked = Asked(self._clients[client], self.setup.policy, self.setup.when)
+        setup = self.setup
+        asked = Asked(self._clients[client], setup.policy, setup.when, setup.prefill_interval)
         return asked.prepared(request) if prepares else asked
 
     def _expect_preparations(self) -> None:
@@ -123,30 +124,53 @@ class Invariants:
             self.worker.contexts[request_id] = asked.context
             self.tally.preparations += 1
 
+    def _budget(self, group: int, asked: Asked) -> Any:
+        second = group and self.setup.second_budget is not None
+        return asked.budget or (self.setup.second_budget if second else self.setup.budget)
+
+    def _points(self, group: int, request: Any) -> list[int]:
+        """Where a group's prefill may evict before it ends."""
+        asked, budget = self._asked(request), self._budget(group, self._asked(request))
+        if not asked.prefill_interval:
+            return [asked.at] if asked.at else []
+        return asked.points(
+            self.scheduler._ledger.entry(request.request_id).prefill_end,
+            int(budget),
+            self.setup.window,
+            self.setup.block_size,
+        )
+
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
         if request_id not in self.scheduler._ledger.entries:
             return
         request = self.scheduler.requests[request_id]
         asked = self._asked(request)
         needs_window = self.setup.needs_window and asked.policy != "streaming-llm"
-        if asked.policy == "none" or asked.pressure or not (needs_window or asked.at):
+        stops = asked.at or asked.prefill_interval
+        if asked.policy == "none" or asked.pressure or not (needs_window or stops):
             return
-        end = asked.at or request.num_tokens
         longest = min(request.num_prompt_tokens + request.max_tokens, self.setup.max_model_len)
-        if end + 1 >= longest:
-            return
         for manager in self.evicting:
-            store = self._store_blocks(manager.kv_cache_group_id, request, end)
-            last = min(end, asked.context)
-            if (last - self.setup.window) // self.setup.block_size > store:
-                assert hit <= end - self.setup.window, f"{request_id}: a hit covers the window"
+            points = self._points(manager.kv_cache_group_id, request)
+            if needs_window and not asked.at:
+                points.append(request.num_tokens)
+            for end in points:
+                can = self._gives(manager.kv_cache_group_id, request, end, 0)
+                covers = can and end + 1 < longest and hit > end - self.setup.window
+                assert not covers, f"{request_id}: a hit covers the window before {end}"
 
     def _expect_taken(self, request_id: str, hit: int, taken: Any) -> None:
         """A store is taken by requests that would have made it, and by no others."""
         request = self.scheduler.requests[request_id]
         asked = self._asked(request)
         assert asked.policy in ("snapkv", "pyramidkv", "streaming-llm")
-        assert hit == asked.at < request.num_tokens
+        assert hit < request.num_tokens
+        assert hit == min(
+            end
+            for group in (manager.kv_cache_group_id for manager in self.evicting)
+            for end in self._points(group, request)
+            if self._gives(group, request, end, 0)
+        )
         tail_start = (hit - self.setup.window) // self.setup.block_size * self.setup.block_size
         can = {
             manager.kv_cache_group_id: blocks
@@ -158,6 +182,7 @@ class Invariants:
         assert {one.tail_start for one in taken} == {tail_start}
         for one in taken:
             assert self._stored[one.group_id, one.store[0]] == self._made_of(request, hit)
+            self._lives[request_id].tails[one.group_id] = one.tail_start
         self.tally.taken += 1
         self.tally.taken_in_use += any(
             self.pool.blocks[block].ref_cnt > 1 for one in taken for block in one.store
@@ -196,6 +221,7 @@ class Invariants:
                 assert evicted[request_id].policy == asked.policy
                 assert evicted[request_id].protect_first == asked.protect_first
                 self.tally.at_point += end == asked.at and end < request.num_prompt_tokens
+                self.tally.inside += asked.prefill_interval > 0 and end < entry.prefill_end
                 for part in evicted[request_id].groups:
                     if part.published:
                         made_of = self._made_of(request, end)
@@ -206,6 +232,7 @@ class Invariants:
                     wanted = max(wanted, stores.get(part.group_id, 0))
                     assert len(part.store) == wanted
                     stores[part.group_id] = wanted
+                    self._lives[request_id].tails[part.group_id] = part.tail_start
                     assert timeline.store_blocks == len(part.store)
             elif still_due and not self.scheduler._ledger.last_step(request_id, end):
                 self._lives[request_id].postponed = True
@@ -226,7 +253,14 @@ class Invariants:
             group = manager.kv_cache_group_id
             if (timeline := entry.timelines.get(group)) is None:
                 continue
-            due = life.due.get(group, timeline.due if life.took else timeline.point)
+            first = timeline.due if life.took else timeline.point
+            request = self.scheduler.requests[request_id]
+            if self._asked(request).prefill_interval:
+                before = life.tails.get(group, 0) if life.took else 0
+                points = self._points(group, request)
+                gives = [p for p in points if self._gives(group, request, p, before)]
+                first = min(gives, default=first)
+            due = life.due.get(group, first)
             life.due[group] = timeline.due
             if (part := parts.get(group)) is not None:
                 replaced = (part.tail_start - part.old_tail_start) // bs
@@ -258,19 +292,25 @@ class Invariants:
 
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""
-        point = asked.at
-        if asked.policy == "none" or asked.pressure or not point or not start < point < end:
+        if asked.policy == "none" or asked.pressure:
             return
-        for manager in self.evicting:
-            store = self._store_blocks(manager.kv_cache_group_id, request, point)
-            can = (point - self.setup.window) // self.setup.block_size > store
-            assert not can, f"{request.request_id}: [{start}, {end}) crosses {point}"
+        tails = self._lives[request.request_id].tails
+        for group in (manager.kv_cache_group_id for manager in self.evicting):
+            for point in self._points(group, request):
+                can = self._gives(group, request, point, tails.get(group, 0))
+                crosses = can and start < point < end
+                assert not crosses, f"{request.request_id}: [{start}, {end}) crosses {point}"
+
+    def _gives(self, group: int, request: Any, n: int, tail: int) -> bool:
+        """Whether an eviction at ``n`` gives blocks back after one with this tail start."""
+        n = min(n, self._asked(request).context)
+        before = (n - self.setup.window) // self.setup.block_size
+        return before > (tail // self.setup.block_size or self._store_blocks(group, request, n))
 
     def _store_blocks(self, group: int, request: Any, n: int) -> int:
         """What an eviction at ``n`` keeps, at least what it would keep of the prompt."""
         asked = self._asked(request)
-        second = group and self.setup.second_budget is not None
-        budget: Any = asked.budget or (self.setup.second_budget if second else self.setup.budget)
+        budget = self._budget(group, asked)
         first, n = (
             min(length, asked.context) for length in (asked.at or request.num_prompt_tokens, n)
         )

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
-from tests.engine.harness import VOCABULARY, Engine, Setup
+from tests.engine.harness import VOCABULARY, Engine, Setup, kv_cache_config, vllm_config
+from vllm_kvevict.front.room import check_room
 from vllm_kvevict.settings.requests import parse_options
 
 
@@ -61,6 +62,7 @@ class Wish:
     at: float | None
     from_end: bool
     when: str | None = None
+    prefill: int | None = None
 
     def asked(self, setup: Setup, length: int) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -79,6 +81,8 @@ class Wish:
             asked["kv_eviction_at"] = str(point - length) if backwards else point
         if self.when is not None:
             asked["kv_eviction_when"] = self.when
+        if self.prefill is not None:
+            asked["kv_eviction_prefill_interval"] = self.prefill
         return asked
 
 
@@ -146,6 +150,32 @@ def under_pressure(scenario: Scenario) -> Scenario:
     return replace(scenario, setup=setup, events=events)
 
 
+def streaming_in(scenario: Scenario) -> Scenario:
+    """The same day on a server that evicts inside prompts, most of which are longer than the pool.
+
+    Some requests ask for another interval, or for none.
+    """
+    seed, setup = scenario.seed, scenario.setup
+    budget = 40 if isinstance(setup.budget, str) else setup.budget
+    interval, shared = (1, 20, 64, 200)[seed % 4], ("keep", "evict")[seed // 4 % 2]
+    setup = replace(setup, budget=budget, prefill_interval=interval, shared=shared)
+    config = kv_cache_config(setup)
+    wanted = vllm_config(replace(setup, longest=700))
+    needed = sum(
+        group.kv_cache_spec.max_memory_usage_bytes(wanted) // group.kv_cache_spec.page_size_bytes
+        for group in config.kv_cache_groups
+    )
+    setup = replace(setup, longest=700 if needed < setup.blocks else None)
+    events: list[tuple[Any, ...]] = []
+    for number, event in enumerate(scenario.events, seed):
+        if isinstance(event[-1], Wish):
+            share = isinstance(event[-1].budget, str)
+            other = 0 if share else (None, 16, 50)[number % 3]
+            event = (*event[:-1], replace(event[-1], prefill=other))
+        events.append(event)
+    return replace(scenario, setup=setup, events=events)
+
+
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
     """Play a scenario to its end; adds what happened to ``totals``."""
     day = Day(scenario)
@@ -169,7 +199,7 @@ class Day:
             (f"{self.rng.choice([10, 25, 40])}%", self.rng.randrange(40, 300), salt)
             for salt in (None, None, "a", "b")
         ]
-        self.aborts = self.resets = self.wishes = 0
+        self.aborts = self.resets = self.wishes = self.refused = 0
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(2, VOCABULARY) for _ in range(count)]
@@ -190,6 +220,9 @@ class Day:
         max_tokens = min(max_tokens, self.setup.max_model_len - len(prompt))
         if wish is not None:
             asked = wish.asked(self.setup, len(prompt))
+        if self.setup.prefill_interval and not self._fits(asked, len(prompt), max_tokens):
+            self.refused += 1
+            return
         request = self.engine.add(
             prompt, max_tokens, priority=priority, asked=asked, cache_salt=salt
         )
@@ -198,6 +231,17 @@ class Day:
         rules = list(self.engine.scheduler._ledger.rules.values())
         parse_options(config, asked, request.num_prompt_tokens, rules)
         self.wishes += asked is not None
+
+    def _fits(self, asked: dict[str, Any] | None, length: int, max_tokens: int) -> bool:
+        """Whether the front door lets a request in."""
+        config = self.engine.scheduler._config
+        rules = list(self.engine.scheduler._ledger.rules.values())
+        options = parse_options(config, asked, length, rules)
+        try:
+            check_room(vllm_config(self.setup), rules, options, length, max_tokens)
+        except ValueError:
+            return False
+        return True
 
     def add(
         self, length: int, shared: int, max_tokens: int, priority: int, wish: Wish | None
@@ -223,6 +267,8 @@ class Day:
         document = self.shared[index % 2][: min(size, self.setup.max_model_len - 2)]
         if document:
             point = {"kv_eviction_at": len(document), "kv_eviction_budget": budget}
+            if self.setup.prefill_interval:
+                point["kv_eviction_budget"] = self.setup.window + 8 * int(budget[:-1])
             for _ in range(count):
                 self._submit(document + self._tokens(length), max_tokens, asked=point, salt=salt)
 
@@ -274,6 +320,8 @@ class Day:
             "published_blocks": tally.published,
             "own_settings": self.wishes,
             "evictions_at_point": tally.at_point,
+            "evictions_inside": tally.inside,
+            "refused": self.refused,
             "steps_switched_off": tally.switched_off,
             "put_off": tally.put_off,
             "at_a_loss": tally.at_a_loss,

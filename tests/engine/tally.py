@@ -14,6 +14,8 @@ class Tally:
     orphans: int = 0
     at_point: int = 0
     """Evictions at a request's own eviction point, with prompt left to prefill."""
+    inside: int = 0
+    """Evictions inside a prefill that evicts in intervals."""
     mixed: int = 0
     """Evictions into blocks of the request and fresh ones."""
     at_a_loss: int = 0
@@ -44,3 +46,5 @@ class Life:
     """When each group would evict, after the last step that was scheduled."""
     stores: dict[int, int] = field(default_factory=dict)
     """Blocks of each group's last store."""
+    tails: dict[int, int] = field(default_factory=dict)
+    """Tail start of each group's last eviction."""

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.engine.scenarios import SCENARIOS, Scenario, run, under_pressure
+from tests.engine.scenarios import SCENARIOS, Scenario, run, streaming_in, under_pressure
 
 pytestmark = pytest.mark.slow
 
@@ -84,3 +84,29 @@ def test_nor_under_pressure() -> None:
         assert totals[name] > 0, f"the load never saw any of {name}"
     always = totals["evictions"] - totals["evictions_pressure"]
     assert always > 0, "no request asked to be evicted at once"
+
+
+def test_nor_where_prompts_evict_as_they_stream_in() -> None:
+    totals: Counter[str] = Counter()
+
+    @settings(PROFILE, max_examples=max(1, STEPS // STEPS_A_SCENARIO // 4))
+    @given(SCENARIOS)
+    def accounting(scenario: Scenario) -> None:
+        run(streaming_in(scenario), totals)
+
+    accounting()
+    print(" ".join(f"{name}={value}" for name, value in totals.items()))
+    for name in (
+        "evictions_inside",
+        "evictions_at_point",
+        "refused",
+        "preemptions",
+        "aborts",
+        "resets",
+        "prefix_hits",
+        "prefix_hits_capped",
+        "evictions_in_place",
+        "put_off",
+        "taken",
+    ):
+        assert totals[name] > 0, f"the load never saw any of {name}"

@@ -38,6 +38,8 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
     longest = vllm_config.model_config.max_model_len
     timeline = config.timeline(block_size)
     how_often = f"every {timeline.stride} decode steps" if timeline.stride else "after prefill only"
+    if timeline.prefill_stride:
+        how_often += f" and every {timeline.prefill_stride} tokens of a prompt"
     blocks, tokens = "grows with the sequence", config.budget_tokens
     if config.keeps_by_layer(config.policy):
         blocks = "by layer"

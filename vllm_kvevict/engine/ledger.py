@@ -72,10 +72,21 @@ class Entry:
         return self.quiet_until < sys.maxsize or any(t.waits for t in self.timelines.values())
 
     @property
-    def point(self) -> int | None:
-        """The eviction point inside the prefill where a chunk must end; None for none."""
-        points = [t.point for t in self.timelines.values() if t.at is not None]
-        return next((point for point in points if point is not None), None)
+    def stops(self) -> bool:
+        """Whether chunks of prefill end at eviction points."""
+        return any(t.stops for t in self.timelines.values())
+
+    def stop(self, start: int) -> int | None:
+        """The first eviction point behind ``start`` where a chunk must end; None for none.
+
+        An eviction that was postponed has its chance at every later one.
+        """
+        points = [
+            t.point if t.point > start else t.timeline.next_point(start)
+            for t in self.timelines.values()
+            if t.stops and t.point is not None and t.point == t.due
+        ]
+        return min((point for point in points if point is not None), default=None)
 
     def most_drafts(self, num_tokens: int) -> int:
         """Draft tokens that the coming step of a decoding request may verify.
@@ -368,8 +379,7 @@ class EvictionLedger:
         caps = [
             t.hit_cap
             for t in entry.timelines.values()
-            if (t.at is not None and t.point is not None)
-            or (self.rings is not None and entry.needs_window)
+            if (t.stops and t.point is not None) or (self.rings is not None and entry.needs_window)
         ]
         return min(caps, default=request.num_tokens)
 

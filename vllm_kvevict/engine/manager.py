@@ -67,13 +67,33 @@ class EvictableAttentionManager(FullAttentionManager):
         A block that requests share counts once, for the eviction that gave it up last."""
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        num_tokens: int,
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
     ) -> int:
-        """Blocks the step needs: vLLM's own count, plus those of a store that nobody holds."""
+        """Blocks the step needs: vLLM's own count, plus those of a store that nobody holds.
+
+        With ``apply_admission_cap`` vLLM asks what the whole prompt needs: no more than it holds
+        at once where it evicts as it streams in.
+        """
+        if apply_admission_cap:
+            num_tokens = min(num_tokens, self._at_once(request_id, num_tokens))
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         if self.ledger is not None and self.ledger.taking:
             needed += sum(block.ref_cnt == 0 for block in self._taking(request_id))
         return needed
+
+    def _at_once(self, request_id: str, num_tokens: int) -> int:
+        """Tokens that fill as many blocks as a prompt of ``num_tokens`` holds at once."""
+        entry = self.ledger.entry(request_id) if self.ledger is not None else None
+        timeline = entry.timelines.get(self.kv_cache_group_id) if entry is not None else None
+        if timeline is None or not timeline.timeline.prefill_stride:
+            return num_tokens
+        gone = timeline.tail_start - timeline.store_blocks * self.block_size
+        return gone + timeline.least_blocks(num_tokens) * self.block_size
 
     def _taking(self, request_id: str) -> tuple[KVCacheBlock, ...]:
         """Blocks of a published store that the request is about to hold."""

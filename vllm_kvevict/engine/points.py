@@ -41,14 +41,11 @@ class EvictionPoints:
         if request_id not in self._requests:
             return end
         entry = self._ledger.entry(request_id)
-        point = entry.point if entry is not None else None
-        if entry is None or point is None:
+        if entry is None or not entry.stops:
             return end
-        if start < point:
-            return min(end, point)
-        # Blocks of the eviction are free once its step was processed; whoever cannot go on
+        # Blocks of an eviction are free once its step was processed; whoever cannot go on
         # without them would be preempted, and would come back here without end.
-        waits = entry.in_prefill(end) and any(
-            manager.retiring(request_id) for manager in self._managers.values()
-        )
-        return start if waits else end
+        if entry.in_prefill(end) and any(m.retiring(request_id) for m in self._managers.values()):
+            return start
+        point = entry.stop(start)
+        return end if point is None else min(end, point)

@@ -122,7 +122,10 @@ class EvictionMixin(Scheduler):
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
-        if self._options(request).at is not None:
+        options = self._options(request)
+        if options.at is not None or any(
+            options.timeline(rule).prefill_stride for rule in self._ledger.rules.values()
+        ):
             self._points.add(request.request_id)
             self._preparations.ask(request)
 

@@ -1,5 +1,6 @@
 """Which requests would make the same store."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -23,7 +24,7 @@ def share_key(
         prepare: Tokens that read its context before it is evicted; empty for none.
 
     """
-    point = entry.point
+    point = entry.stop(0)
     if point is None or point >= request.num_tokens:
         return None
     blocks = point // hash_block_size
@@ -55,7 +56,11 @@ def _looks_behind(entry: Entry, point: int) -> bool:
     for timeline in entry.timelines.values():
         rule, due = timeline.timeline, timeline.due
         if timeline.is_due(point):
+            later = replace(timeline)
+            later.evict(point)
             due = point + rule.stride if rule.stride else None
+            if later.point != point:
+                due = later.point
         if due is not None and due - rule.window < point:
             return False
     return True

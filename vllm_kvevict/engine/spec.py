@@ -1,11 +1,14 @@
 """The KV-cache spec of a layer that evicts."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
 
 from vllm_kvevict.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,14 @@ class EvictableAttentionSpec(FullAttentionSpec):
             "layers with different eviction timelines cannot share a KV-cache group"
         )
         return replace(super().merge(specs), timeline=specs[0].timeline)
+
+    def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
+        """What a request of the longest length needs: less than all of it where prefill evicts."""
+        whole = super().max_memory_usage_bytes(vllm_config)
+        if self.timeline is None:
+            return whole
+        blocks = self.timeline.most_blocks(vllm_config.model_config.max_model_len)
+        return min(whole, blocks * self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Whether every layer evicts alike, so that one block table serves all of them."""

@@ -4,7 +4,7 @@ The engine core runs in another process, where a refusal would come too late for
 """
 
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,22 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.front import context
 from vllm_kvevict.front.preparation import check_preparation, fill_in_tokens
+from vllm_kvevict.front.room import check_room, room
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import evictable_layers
 from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.requests import AT, RequestOptions, asks, parse_options
+from vllm_kvevict.settings.requests import (
+    AT,
+    PREFILL_INTERVAL,
+    RequestOptions,
+    asks,
+    parse_options,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_kvevict.schedule.timeline import Timeline
 
 logger = init_logger("vllm.kv_eviction.admission")
 
@@ -47,32 +56,45 @@ def check_request(
 
     """
     extra_args = getattr(params, "extra_args", None)
-    if not asks(extra_args):
-        return None
-    config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
+    config = _asked(vllm_config, extra_args)
     if config is None or (tokens is None and embeds is None):
         return None
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
-    layers = evictable_layers(vllm_config)
-    cache = vllm_config.cache_config
-    # What the engine core made of the flag, where blocks of full attention are larger.
-    block_size = cache.effective_attention_block_size or cache.block_size
-    rules = config.timelines(block_size, layers)
+    rules = _rules(vllm_config, config)
     options = parse_options(config, extra_args, length, rules)
     if options.prepare is not None:
         check_preparation(vllm_config, config, options, params)
+    check_room(vllm_config, rules, options, length, getattr(params, "max_tokens", None))
 
     # Not at import: this module is loaded while vLLM still looks for its platform.
     from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingType
 
-    clips = options.evicts and options.at is not None and options.at < length
+    stops = [options.at, options.timeline(rules[0]).next_point(0)] if options.evicts else []
+    clips = any(stop is not None and stop < length for stop in stops)
     if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
         raise ValueError(
-            f"KV eviction: {AT} and seed cannot be combined on vLLM's CPU build, whose workers end "
-            "when a seeded prompt is computed in parts; leave the seed away, or set temperature 0"
+            f"KV eviction: {AT if options.at else PREFILL_INTERVAL} and seed cannot be combined on "
+            "vLLM's CPU build, whose workers end when a seeded prompt is computed in parts; leave "
+            "the seed away, or set temperature 0"
         )
     return options
+
+
+def _asked(
+    vllm_config: "VllmConfig", extra_args: Mapping[str, Any] | None
+) -> EvictionConfig | None:
+    """The server's settings where a request must be checked against them, else None."""
+    settings = vllm_config.additional_config.get(KEY)
+    stops = isinstance(settings, dict) and settings.get("prefill_interval")
+    return EvictionConfig.parse(settings) if stops or asks(extra_args) else None
+
+
+def _rules(vllm_config: "VllmConfig", config: EvictionConfig) -> "tuple[Timeline, ...]":
+    cache = vllm_config.cache_config
+    # What the engine core made of the flag, where blocks of full attention are larger.
+    block_size = cache.effective_attention_block_size or cache.block_size
+    return config.timelines(block_size, evictable_layers(vllm_config))
 
 
 def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
@@ -91,14 +113,23 @@ def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
     """Refuse settings for a session of streaming input, whose prompt has no end to evict at.
 
     Raises:
-        ValueError: The parameters bring any setting of ours.
+        ValueError: The parameters bring any setting of ours, or the KV cache is too small for a
+            session that is never evicted.
 
     """
-    if asks(getattr(params, "extra_args", None)) and (
-        EvictionConfig.parse(vllm_config.additional_config.get(KEY)) is not None
-    ):
+    extra_args = getattr(params, "extra_args", None)
+    config = _asked(vllm_config, extra_args)
+    if config is None:
+        return
+    if asks(extra_args):
         raise ValueError(
             f"KV eviction: a session of streaming input is never evicted; leave {KEY}* away"
+        )
+    if room(vllm_config, _rules(vllm_config, config)) is not None:
+        raise ValueError(
+            "KV eviction: a session of streaming input is never evicted, and the KV cache of this "
+            "server need not hold one of the longest length; serve it without "
+            "--kv-eviction-prefill-interval"
         )
 
 

@@ -57,6 +57,12 @@ HOOKS = {
             EngineCoreRequest.prompt_token_ids EngineCoreRequest.sampling_params
         """,
     },
+    "front/room.py": {
+        "vllm.config": """
+            CacheConfig.kv_cache_max_concurrency CacheConfig.num_gpu_blocks
+            ModelConfig.max_model_len
+        """,
+    },
     "front/support.py": {
         "vllm.config": """
             ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
@@ -94,6 +100,7 @@ HOOKS = {
             FullAttentionSpec.is_uniform_with_collection FullAttentionSpec.sliding_window
             AttentionSpec.num_kv_heads FullAttentionSpec.attention_chunk_size
             AttentionSpec.head_size
+            FullAttentionSpec.max_memory_usage_bytes(vllm_config)
         """,
     },
     "engine/registration.py": {
@@ -105,7 +112,8 @@ HOOKS = {
     "engine/manager.py": {
         "vllm.v1.core.single_type_kv_cache_manager": """
             FullAttentionManager.req_to_blocks
-            FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens)
+            FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
+                apply_admission_cap)
             FullAttentionManager.pop_blocks_for_free(request_id)
             FullAttentionManager.add_local_computed_blocks(request_id)
             FullAttentionManager.kv_cache_group_id FullAttentionManager._null_block

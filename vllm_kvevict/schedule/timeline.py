@@ -40,9 +40,11 @@ class Timeline:
             None where every layer has the same.
         context: Tokens of a context that is prepared: an eviction further on, behind what reads
             it, takes and keeps what one at its end would. None for evictions where they are.
+        prefill_interval: Tokens of prefill between evictions inside it; 0 for none.
 
     Raises:
-        ValueError: A length is out of range, or not exactly one budget is given.
+        ValueError: A length is out of range, not exactly one budget is given, or prefill evicts in
+            intervals to a share.
 
     """
 
@@ -55,12 +57,15 @@ class Timeline:
     most: int | None = None
     share: Share | None = None
     context: int | None = None
+    prefill_interval: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.window < 1 or self.interval < 0:
-            raise ValueError("block_size and window must be at least 1, interval at least 0")
+        if self.block_size < 1 or self.window < 1 or min(self.interval, self.prefill_interval) < 0:
+            raise ValueError("block_size and window must be at least 1, intervals at least 0")
         if (self.budget_tokens is None) == (self.budget_share is None):
             raise ValueError("give exactly one of budget_tokens and budget_share")
+        if self.prefill_interval and self.budget_tokens is None:
+            raise ValueError("prefill_interval needs a budget in tokens")
 
     @property
     def stride(self) -> int:
@@ -69,6 +74,41 @@ class Timeline:
         The tail start moves by whole blocks, so a shorter interval would find nothing to evict.
         """
         return blocks_for(self.interval, self.block_size) * self.block_size
+
+    @property
+    def prefill_stride(self) -> int:
+        """Tokens of prefill between two evictions: the interval in whole blocks, 0 for none."""
+        return blocks_for(self.prefill_interval, self.block_size) * self.block_size
+
+    def next_point(self, n: int) -> int | None:
+        """The first position behind ``n`` at which every prefill evicts; None for none.
+
+        They begin where the mean budget and one interval are full, and are the same for all groups
+        of layers, so that a chunk ends for all of them.
+        """
+        stride = self.prefill_stride
+        if not stride:
+            return None
+        kept = replace(self, share=None).store_blocks(n)
+        first = (kept + blocks_for(self.window, self.block_size)) * self.block_size + stride
+        return first + max(0, (n - first) // stride + 1) * stride
+
+    def most_blocks(self, longest: int) -> int:
+        """Blocks that suffice for any one request of ``longest`` tokens, prompt and answer.
+
+        As many as it has where it does not evict in both: an answer may be all of it.
+        """
+        whole = blocks_for(longest, self.block_size)
+        if not self.prefill_stride or not self.stride:
+            return whole
+        bs, most = self.block_size, replace(self, share=None).store_blocks(0)
+        if self.share is not None:
+            # Up to here a group may have more than in the longest prompt.
+            bend = self.window + max(*self.share.shares, self.share.steepest or 0) * self.budget(0)
+            lengths = range(self.window, min(longest, int(bend) + bs) + bs, bs)
+            most = max([most, *(self.store_blocks(length) for length in lengths)])
+        between = blocks_for(self.window + max(self.stride, self.prefill_stride), bs)
+        return min(whole, most + between + 2)
 
     def budget(self, length: int) -> int:
         """Tokens kept per KV head of ``length`` tokens, window included: the mean over all layers.
@@ -144,15 +184,43 @@ class RequestTimeline:
         self.point = self.due = None
         if self.on_demand:
             return
-        point = self.prefill_end if self.at is None else self.at
-        if self.gain(point) > 0:
-            self.due = self.point = self._before_end(point)
-            return
-        if rule.stride:
+        self.point = self.due = self._inside(0)
+        if self.due is None and rule.stride:
             # Too short to evict: joins in once it has outgrown its budget by the interval.
-            budget = self.wanted(point) * rule.block_size + rule.window
+            budget = self.wanted(self.goal) * rule.block_size + rule.window
             start = max(budget + rule.stride, self.prefill_end + 1)
             self.due = self._first(start, rule.stride, rule.stride // rule.block_size)
+
+    @property
+    def goal(self) -> int:
+        """Where the context ends: the request's own eviction point, or the end of prefill."""
+        return self.prefill_end if self.at is None else self.at
+
+    @property
+    def stops(self) -> bool:
+        """Whether chunks of prefill end at the request's eviction points."""
+        return self.at is not None or self.timeline.prefill_stride > 0
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """Every position short of the end of prefill at which it evicts, asked before the first."""
+        request, found = replace(self), []
+        while request.due is not None and request.due < self.prefill_end:
+            found.append(request.due)
+            request.evict(request.due)
+        return tuple(found)
+
+    def _inside(self, n: int) -> int | None:
+        """Where prefill evicts next behind ``n``, its end included; None where it does not."""
+        last = self.goal if n < self.goal else self.prefill_end
+        point = self.timeline.next_point(n)
+        while point is not None and point < last:
+            if self.gain(point) > 0:
+                return point
+            point += self.timeline.prefill_stride
+        if n >= self.goal:
+            return None
+        return self._before_end(last) if self.gain(last) > 0 else self._inside(last)
 
     def wanted(self, n: int) -> int:
         """Blocks of the store that an eviction at ``n`` fills.
@@ -196,10 +264,9 @@ class RequestTimeline:
             window: Queries that must be recorded until then; 0 for policies without a window.
 
         """
-        goal = self.prefill_end if self.at is None else self.at
         due = max(start + window, end)
-        if due <= goal:
-            due = goal
+        if due <= self.goal:
+            due = self.goal
         elif end <= self.prefill_end:
             due = max(due, self.prefill_end)
         return self._before_end(due) if self.gain(due) > 0 else None
@@ -254,9 +321,17 @@ class RequestTimeline:
         if self.on_demand:
             self.due, self.not_before = None, n + stride if stride else sys.maxsize
             return old, self.tail_start
-        # Not inside the prefill, so that nothing depends on how it is cut into chunks.
-        self.due = self._first(max(n + stride, self.prefill_end), stride) if stride else None
+        if not self._stop_inside(n):
+            # Nowhere else in prefill, so that nothing depends on how it is cut into chunks.
+            self.due = self._first(max(n + stride, self.prefill_end), stride) if stride else None
         return old, self.tail_start
+
+    def _stop_inside(self, n: int) -> bool:
+        """Let the next eviction behind ``n`` be one of prefill, if prefill evicts once more."""
+        due = self._inside(n)
+        if due is not None:
+            self.due = self.point = due
+        return due is not None
 
     def defer(self, n: int) -> None:
         """Try the eviction of the step that ends at ``n`` again in the next interval.
@@ -268,8 +343,23 @@ class RequestTimeline:
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
         if self.on_demand:
             self.due, self.not_before = None, n + pause
-            return
-        self.due = self._first(max(n + pause, self.prefill_end), pause)
+        elif not self._stop_inside(n):
+            self.due = self._first(max(n + pause, self.prefill_end), pause)
+
+    def least_blocks(self, n: int) -> int:
+        """Blocks that suffice up to length ``n`` where nobody shares them and evictions run.
+
+        They find room in the request's own blocks then. In decode a step in flight adds a block
+        before an eviction's are free; in prefill the next chunk waits for them where it stops.
+        """
+        bs, most, freed, store = self.timeline.block_size, 0, 0, 0
+        request = replace(self, tail_start=0, store_blocks=0, computed_valid=None)
+        while request.due is not None and n >= request.due:
+            due = request.due
+            in_flight = n > due and (due >= self.prefill_end or not self.stops)
+            most = max(most, blocks_for(due, bs) - freed + store + in_flight)
+            freed, store = request.evict(due)[1] // bs, request.store_blocks
+        return max(most, blocks_for(n, bs) - freed + store)
 
     def peak_blocks(self, n: int) -> int:
         """Most blocks the request can hold up to length ``n`` if no eviction is postponed.

@@ -12,13 +12,14 @@ from vllm_kvevict.settings.names import KEY, NONE, keeps_by_layer
 POLICY = KEY
 BUDGET = f"{KEY}_budget"
 INTERVAL = f"{KEY}_interval"
+PREFILL_INTERVAL = f"{KEY}_prefill_interval"
 PROTECT = f"{KEY}_protect_first"
 WHEN = f"{KEY}_when"
 AT = f"{KEY}_at"
 AT_MESSAGE = f"{KEY}_at_message"
 AT_TEXT = f"{KEY}_at_text"
 PREPARE = f"{KEY}_prepare"
-KEYS = (POLICY, BUDGET, INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT, PREPARE)
+KEYS = (POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT, PREPARE)
 
 WHENS = ("always", "pressure")
 
@@ -41,6 +42,7 @@ class RequestOptions:
             tokens are not known yet. None for nothing.
         context: Tokens of the context that this request prepares for others; None for requests of
             clients.
+        prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
 
     """
 
@@ -53,6 +55,7 @@ class RequestOptions:
     when: str = "always"
     prepare: tuple[int, ...] | str | None = None
     context: int | None = None
+    prefill_interval: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -63,16 +66,18 @@ class RequestOptions:
         share = rule.share
         if share is not None and not keeps_by_layer(self.policy, share.steepest is None):
             rule = replace(rule, share=None)
+        asked: dict[str, Any] = {}
         if self.budget is not None:
-            rule = replace(
-                rule,
-                budget_tokens=budget_tokens(self.budget),
-                budget_share=budget_share(self.budget),
-                most=self.most,
-            )
+            asked["budget_tokens"] = budget_tokens(self.budget)
+            asked["budget_share"] = budget_share(self.budget)
+            asked["most"] = self.most
         if self.interval is not None:
-            rule = replace(rule, interval=self.interval)
-        return rule if self.context is None else replace(rule, context=self.context)
+            asked["interval"] = self.interval
+        if self.prefill_interval is not None:
+            asked["prefill_interval"] = self.prefill_interval
+        if self.context is not None:
+            asked["context"] = self.context
+        return replace(rule, **asked) if asked else rule
 
 
 def asks(extra_args: Mapping[str, Any] | None) -> bool:
@@ -111,10 +116,12 @@ def parse_options(
         most=config.max_budget if isinstance(config.max_budget, int) else None,
         when=_when(config, given),
         prepare=_prepare(given[PREPARE]) if PREPARE in given else None,
+        prefill_interval=_prefill_interval(config, given),
     )
     if options.prepare is not None:
         _check_prepare(config, options, prompt_len)
     if options.evicts:
+        _check_prefill(config, options)
         _check_store(config, options, prompt_len, rules)
     return options
 
@@ -159,6 +166,38 @@ def _interval(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
             f"this server, which caps budgets, not {interval}"
         )
     return interval
+
+
+def _prefill_interval(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
+    if PREFILL_INTERVAL not in given:
+        return None
+    interval = _number(given, PREFILL_INTERVAL, least=0, what="prompt tokens")
+    capped = config.max_budget is not None and config.prefill_interval > 0
+    if capped and not 0 < interval <= config.prefill_interval:
+        raise ValueError(
+            f"KV eviction: {PREFILL_INTERVAL} must be between 1 and {config.prefill_interval} "
+            f"prompt tokens on this server, which caps budgets, not {interval}"
+        )
+    return interval
+
+
+def _check_prefill(config: EvictionConfig, options: RequestOptions) -> None:
+    """Refuse what does not go together with evictions inside the prompt."""
+    interval = options.prefill_interval
+    if not (config.prefill_interval if interval is None else interval):
+        return
+    budget = config.budget if options.budget is None else options.budget
+    if options.when == "pressure":
+        raise ValueError(
+            f"KV eviction: {WHEN} pressure cannot be combined with evictions inside the prompt; "
+            f"give {WHEN} always or {PREFILL_INTERVAL} 0"
+        )
+    if budget_tokens(budget) is None:
+        raise ValueError(
+            f"KV eviction: a budget of {budget} cannot be combined with evictions inside the "
+            f"prompt, whose blocks it would not bound; give {BUDGET} in tokens or "
+            f"{PREFILL_INTERVAL} 0"
+        )
 
 
 def _when(config: EvictionConfig, given: Mapping[str, Any]) -> str:
@@ -232,6 +271,8 @@ def _check_prepare(config: EvictionConfig, options: RequestOptions, prompt_len: 
         need = f"{WHEN} {WHENS[0]}"
     elif 0 < interval < config.window:
         need = f"{INTERVAL} 0, or at least the window of {config.window} tokens"
+    elif config.prefill_interval if options.prefill_interval is None else options.prefill_interval:
+        need = f"{PREFILL_INTERVAL} 0"
     else:
         return
     raise ValueError(f"KV eviction: {PREPARE} needs {need}")
@@ -266,7 +307,8 @@ def _check_store(
     length = prompt_len if options.at is None else options.at
     rule, block_size = rules[0], rules[0].block_size
     if config.max_budget is not None:
-        cap = RequestOptions(config.policy, budget=config.max_budget).timeline(rule)
+        limit = RequestOptions(config.policy, budget=config.max_budget, prefill_interval=0)
+        cap = limit.timeline(rule)
         asked = replace(options, most=None).timeline(rule).budget(length)
         most = cap.budget(length)
         if options.budget is not None and asked > most:

@@ -44,6 +44,16 @@ class Rule(BaseModel):
             "prefill only."
         ),
     )
+    prefill_interval: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        description=(
+            "Prompt tokens between evictions inside a prompt, rounded up to whole blocks: it then "
+            "never holds more than its budget and so many tokens, and may be longer than the KV "
+            "cache; 0 evicts where the prompt ends."
+        ),
+    )
     when: Literal["always", "pressure"] = Field(
         default="always",
         description=(
@@ -93,6 +103,20 @@ class Rule(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _prefill_evicts(self) -> Self:
+        if self.prefill_interval and self.when == "pressure":
+            raise ValueError(
+                "--kv-eviction-prefill-interval evicts every long prompt, and --kv-eviction-when "
+                "pressure only where memory is short; choose one of the two"
+            )
+        if self.prefill_interval and self.budget_tokens is None:
+            raise ValueError(
+                "--kv-eviction-prefill-interval bounds what a prompt holds, and a share of it "
+                f"grows with it; give --kv-eviction-budget in tokens, not {self.budget}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _marks_in_order(self) -> Self:
         if self.high_mark < self.low_mark:
             raise ValueError(
@@ -120,4 +144,5 @@ class Rule(BaseModel):
             budget_tokens=self.budget_tokens,
             budget_share=self.budget_share,
             least=self.min_budget,
+            prefill_interval=self.prefill_interval,
         )

@@ -17,7 +17,8 @@ class Life:
     """Blocks of a request, over all KV-cache groups.
 
     Args:
-        prompt: Held by the step that ends the prompt, which may evict.
+        prompt: Most that it holds while its prompt is computed, up to the step that ends it, which
+            may evict.
         decode: Most that it holds while it decodes, beside what an eviction takes.
         replace: Most that an eviction takes in addition: the new store, and the block that a
             step in flight adds before the old ones are free.
@@ -56,14 +57,15 @@ def life(groups: Sequence["Group"], prompt: int, output: int) -> Life:
 
     """
     last = prompt + output - 1
+    inside = sorted({point for group in groups for point in group.points})
     steps = [
         (sum(group.step(n, last) for group in groups), sum(group.replacing for group in groups))
-        for n in range(prompt, last + 1)
+        for n in (*inside, *range(prompt, last + 1))
     ]
     # An answer of one token ends with the prompt's own step.
-    decode = steps[1:] or [(sum(group.held for group in groups), 0)]
+    decode = steps[len(inside) + 1 :] or [(sum(group.held for group in groups), 0)]
     return Life(
-        prompt=sum(steps[0]),
+        prompt=max(map(sum, steps[: len(inside) + 1])),
         decode=max(blocks for blocks, _ in decode),
         replace=max(more for _, more in decode),
         mean=sum(blocks for blocks, _ in decode) / len(decode),
@@ -84,6 +86,8 @@ class Group:
         self.block_size = block_size
         self.cap = cap
         self.held = self.replacing = 0
+        self.points: tuple[int, ...] = ()
+        """Where it evicts inside the prompt."""
 
     def step(self, n: int, last: int) -> int:
         """Blocks held in the step after which ``n`` tokens are cached.
@@ -108,6 +112,7 @@ class EvictingGroup(Group):
     def __init__(self, timeline: Timeline, prompt: int) -> None:
         super().__init__(timeline.block_size)
         self._request = RequestTimeline(timeline, prompt, prompt)
+        self.points = self._request.points
 
     def step(self, n: int, last: int) -> int:
         request = self._request
@@ -116,7 +121,8 @@ class EvictingGroup(Group):
         # A request that ends with this step is not evicted.
         if request.is_due(n) and n < last:
             request.evict(n)
-            self.replacing = request.store_blocks + 1
+            # A prompt that streams in may find no more room than in blocks of its own.
+            self.replacing = 1 if request.stops else request.store_blocks + 1
         self.held = self._blocks(n)
         return during
 

@@ -108,13 +108,19 @@ def as_text(sizing: Sizing) -> str:
     """One screen."""
     memory, config = sizing.memory, sizing.config
     block_size = sizing.vllm_config.cache_config.block_size
-    stride = config.timeline(block_size).stride
+    rule = config.timeline(block_size)
+    inside = f"every {rule.prefill_stride} tokens of a prompt, " if rule.prefill_stride else ""
     model = as_json(sizing)["model"]
     lines = [
         f"model      {model['architecture']}: {model['layers']} layers, per rank "
         f"{model['kv_heads']} KV heads of {model['head_size']}, {model['dtype']}",
         f"eviction   {config.policy}, budget {config.budget}, window {config.window}, "
-        + (f"after prefill and every {stride} decode steps" if stride else "after prefill only"),
+        + inside
+        + (
+            f"after prefill and every {rule.stride} decode steps"
+            if rule.stride
+            else "after prefill only"
+        ),
         "",
         f"{'memory of one rank':32}{'bytes':>16}{'':>12}",
         *(_row(*row) for row in _memory_rows(sizing)),
@@ -129,7 +135,7 @@ def as_text(sizing: Sizing) -> str:
     ]
     for name, pick in (
         ("evictions", lambda one: one.evictions),
-        ("blocks when its prompt is computed", lambda one: one.prompt),
+        ("blocks while its prompt is computed, most", lambda one: one.prompt),
         ("blocks while it decodes, most", lambda one: one.decode),
         ("blocks that an eviction takes for a moment", lambda one: one.replace),
         ("blocks while it decodes, mean", lambda one: f"{one.mean:.1f}"),

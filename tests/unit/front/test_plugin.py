@@ -21,6 +21,7 @@ DEFAULTS = {
     "min_budget": 0,
     "window": 32,
     "interval": 128,
+    "prefill_interval": 0,
     "when": "always",
     "low_mark": 0.05,
     "high_mark": 0.1,
@@ -127,11 +128,12 @@ def test_policy_alone_means_the_defaults(parser: Any) -> None:
 def test_every_flag_reaches_its_field(parser: Any) -> None:
     flags = {
         "--kv-eviction": "snapkv",
-        "--kv-eviction-budget": "25%",
+        "--kv-eviction-budget": "600",
         "--kv-eviction-min-budget": "96",
         "--kv-eviction-window": "16",
         "--kv-eviction-interval": "0",
-        "--kv-eviction-when": "pressure",
+        "--kv-eviction-prefill-interval": "500",
+        "--kv-eviction-when": "always",
         "--kv-eviction-low-mark": "0.02",
         "--kv-eviction-high-mark": "0.2",
         "--kv-eviction-floor": "0.5",
@@ -154,11 +156,12 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
     }
     expected = {
         "policy": "snapkv",
-        "budget": "25%",
+        "budget": 600,
         "min_budget": 96,
         "window": 16,
         "interval": 0,
-        "when": "pressure",
+        "prefill_interval": 500,
+        "when": "always",
         "low_mark": 0.02,
         "high_mark": 0.2,
         "floor": 0.5,

@@ -13,7 +13,8 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.settings.sentences import flag
 
-FIELDS = ["policy", "budget", "min_budget", "window", "interval", "when", "low_mark", "high_mark"]
+FIELDS = ["policy", "budget", "min_budget", "window", "interval", "prefill_interval"]
+FIELDS += ["when", "low_mark", "high_mark"]
 FIELDS += ["floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
 FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "shared_blocks", "attention"]
@@ -40,6 +41,7 @@ def test_defaults() -> None:
         "min_budget": 0,
         "window": 32,
         "interval": 128,
+        "prefill_interval": 0,
         "when": "always",
         "low_mark": 0.05,
         "high_mark": 0.1,
@@ -75,6 +77,18 @@ def test_marks_in_order() -> None:
     for value in (1.0, -0.1, "5%"):
         assert "--kv-eviction-low-mark" in complaint({"policy": "snapkv", "low_mark": value})
     assert "--kv-eviction-when" in complaint({"policy": "snapkv", "when": "never"})
+
+
+def test_evictions_inside_a_prompt_bound_what_it_holds() -> None:
+    assert parse(prefill_interval=512).timeline(32).prefill_stride == 512
+    assert parse(prefill_interval=500).timeline(32).prefill_stride == 512, "whole blocks"
+    for settings in ({"when": "pressure"}, {"budget": "25%"}):
+        message = complaint({"policy": "snapkv", "prefill_interval": 512} | settings)
+        assert "--kv-eviction-prefill-interval" in message
+        assert ("in tokens, not 25%" in message) == ("budget" in settings)
+    assert "--kv-eviction-prefill-interval" in complaint(
+        {"policy": "snapkv", "prefill_interval": -1}
+    )
 
 
 @pytest.mark.parametrize("policy", ["none", "off", None])

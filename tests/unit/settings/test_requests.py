@@ -53,14 +53,16 @@ def test_a_request_that_says_nothing_gets_the_servers_settings(extra):
 
 
 def test_every_key_reaches_its_field():
-    given = dict(budget=320, interval=16, protect_first=64, at=500)
-    expected = RequestOptions("streaming-llm", 320, 16, 64, 500)
+    given = dict(budget=320, interval=16, protect_first=64, at=500, prefill_interval=200)
+    expected = RequestOptions("streaming-llm", 320, 16, 64, 500, prefill_interval=200)
     assert parse(**policy("streaming-llm"), **given) == expected
     as_text = {key: str(value) for key, value in given.items()}
     assert parse(**policy("streaming-llm"), **as_text) == expected
     as_float = {key: float(value) for key, value in given.items()}
     assert parse(**policy("streaming-llm"), **as_float) == expected
-    assert expected.timeline(server().timeline(BLOCK)) == Timeline(BLOCK, 32, 16, budget_tokens=320)
+    assert expected.timeline(server().timeline(BLOCK)) == Timeline(
+        BLOCK, 32, 16, budget_tokens=320, prefill_interval=200
+    )
 
 
 def test_a_share_replaces_tokens_and_the_other_way_round():
@@ -91,7 +93,7 @@ def test_a_budget_needs_room_beside_the_window():
     assert parse(prompt_len=10, budget="1%").budget == "1%"
 
 
-@pytest.mark.parametrize("key", ["interval", "protect_first", "at"])
+@pytest.mark.parametrize("key", ["interval", "prefill_interval", "protect_first", "at"])
 @pytest.mark.parametrize(
     "value", ["x", "", "1.5", 1.5, None, [1], True, float("nan"), float("inf"), 1e300, "9" * 99]
 )
@@ -99,7 +101,7 @@ def test_not_a_whole_number(key, value):
     assert f"kv_eviction_{key} must be a whole number" in complaint(**{key: value})
 
 
-@pytest.mark.parametrize("key", ["interval", "protect_first"])
+@pytest.mark.parametrize("key", ["interval", "prefill_interval", "protect_first"])
 def test_below_zero(key):
     assert f"kv_eviction_{key} must be at least 0" in complaint(**{key: -1})
 
@@ -310,9 +312,29 @@ def test_nothing_else_reads_a_context(value):
         (dict(at=1000), "an eviction point before the prompt's end"),
         (dict(at=500, when="pressure"), "kv_eviction_when always"),
         (dict(at=500, interval=8), "at least the window of 32"),
+        (dict(at=500, prefill_interval=64), "needs kv_eviction_prefill_interval 0"),
         (policy("none") | dict(at=500), "a policy, not none"),
     ],
 )
 def test_a_preparation_needs_a_store_that_can_be_taken(given, need):
     assert need in complaint(prepare="What is said?", **given)
     assert parse(at=500, interval=0, prepare="What is said?").prepare
+
+
+def test_evictions_inside_the_prompt_need_a_budget_in_tokens_and_no_pressure():
+    inside = server(prefill_interval=256)
+    assert parse(config=inside, budget="25%", prefill_interval=0).prefill_interval == 0
+    assert parse(config=server(budget="25%"), budget=200, prefill_interval=64).budget == 200
+    for config, asked in (
+        (inside, {"budget": "25%"}),
+        (inside, {"when": "pressure"}),
+        (server(when="pressure"), {"prefill_interval": 64}),
+        (server(budget="25%"), {"prefill_interval": 64}),
+    ):
+        with pytest.raises(ValueError, match="cannot be combined with evictions inside") as caught:
+            parse(config=config, **asked)
+        assert "kv_eviction_prefill_interval 0" in str(caught.value)
+    capped = server(allow="", max_budget="50%", prefill_interval=256)
+    for value in (0, 257):
+        assert "between 1 and 256" in complaint(config=capped, prefill_interval=value)
+    assert parse(config=capped, prefill_interval=100).prefill_interval == 100
