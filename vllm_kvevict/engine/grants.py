@@ -25,7 +25,7 @@ class StoreGrants:
         self._allocate = manager.allocate_new_blocks
         self._counted: tuple[str, int] = ("", 0)
         """Request and start of the step that was counted last: vLLM allocates no other."""
-        manager.get_num_blocks_to_allocate = self.get_num_blocks_to_allocate  # type: ignore[method-assign]
+        manager.get_num_blocks_to_allocate = self.get_num_blocks_to_allocate  # type: ignore[method-assign, assignment]
         manager.allocate_new_blocks = self.allocate_new_blocks
 
     def get_num_blocks_to_allocate(
