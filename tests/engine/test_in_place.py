@@ -18,6 +18,7 @@ from tests.engine.test_scheduler import (
     tokens,
     used_blocks,
 )
+from vllm_kvevict.engine.forecast import Forecast
 from vllm_kvevict.schedule.step_plan import PLAN
 
 ROOMY = replace(SYNC, max_batched=512)
@@ -181,7 +182,8 @@ def test_samples_of_one_prompt_are_evicted_all_the_same_where_asked(setup):
 
 
 @BOTH
-def test_a_sharer_is_admitted_with_what_its_eviction_must_take(setup):
+def test_a_sharer_is_admitted_with_what_its_eviction_must_take(setup, monkeypatch):
+    monkeypatch.setattr(Forecast, "peak", lambda _: 0)
     core = engine(replace(setup, max_batched=512, shared="evict"))
     first = core.add(tokens(100), 70)
     core.hold(13 + 5)
@@ -205,6 +207,28 @@ def test_a_sharer_is_admitted_with_what_its_eviction_must_take(setup):
     core.release()
     for request in (first, sharer):
         core.abort(request)
+    core.finish()
+
+
+@BOTH
+def test_a_running_prompt_waits_for_its_store_and_preempts_nobody(setup):
+    core = engine(replace(setup, max_batched=512, long_prefill=6, shared="evict"))
+    sharer = core.add(tokens(100), 70, resumable=True)
+    while sharer.num_computed_tokens < 100:
+        core.step()
+    # A hit of 88 tokens, chunks up to 94 and 100, and a store of which no block is its own.
+    request, youngest = core.add(tokens(96) + tokens(4, 9), 70), core.add(tokens(8, 7), 70)
+    assert request.request_id in core.step().num_scheduled_tokens
+    assert request.num_computed_tokens == 94
+    core.settle()
+    core.hold(3)
+    output = core.step()
+    assert request.num_computed_tokens == 100 and youngest.request_id in output.num_scheduled_tokens
+    assert core.invariants.tally.preemptions == 0
+    assert evictions(output) == {} and counters(core).postponed_blocks == 1
+    core.release()
+    assert evictions(core.step()) == {request.request_id: 101}
+    core.abort(sharer)
     core.finish()
 
 

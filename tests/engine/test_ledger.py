@@ -132,11 +132,11 @@ def test_without_a_free_slot_the_window_is_not_ready():
 def test_only_tokens_from_before_the_first_eviction_are_published():
     book = ledger(Stub("a", 100, 100), budgets=(40, 72))
     entry = book.admit("a")
-    assert book.cacheable("a", 120) == 120 == book.cacheable("stranger", 120)
+    assert entry.cacheable(120) == 120
     entry.evict(1, 100)
-    assert book.cacheable("a", 120) == 100 and book.cacheable("a", 60) == 60
+    assert entry.cacheable(120) == 100 and entry.cacheable(60) == 60
     entry.evict(0, 104)
-    assert book.cacheable("a", 120) == 100
+    assert entry.cacheable(120) == 100
 
 
 def test_a_hit_stops_at_the_tail_start():

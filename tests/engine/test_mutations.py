@@ -61,7 +61,7 @@ def test_accounting_catches_blocks_freed_before_the_step_was_processed(monkeypat
 
 
 def test_accounting_catches_publishing_after_an_eviction(monkeypatch):
-    monkeypatch.setattr(EvictionLedger, "cacheable", lambda self, request_id, n: n)
+    monkeypatch.setattr(Entry, "cacheable", lambda self, n: n)
     with pytest.raises(AssertionError, match="is published and holds something else"):
         hunt()
 
@@ -71,7 +71,7 @@ def test_accounting_catches_a_ring_slot_with_two_writers(monkeypatch):
         self._ledger.settle(request_id, entry, end)
 
     wrap(monkeypatch, StepPlanner, "_plan_eviction", settle)
-    with pytest.raises(AssertionError, match="ring slot used twice"):
+    with pytest.raises(AssertionError, match="ring slot used twice|is not in the ring"):
         hunt()
 
 

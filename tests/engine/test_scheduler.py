@@ -275,3 +275,45 @@ def test_a_scheduler_without_an_evictable_group_says_so(monkeypatch):
     monkeypatch.setattr(harness, "kv_cache_config", lambda setup: plain)
     with pytest.raises(RuntimeError, match="without an evictable KV-cache group"):
         harness.make_scheduler(SYNC)
+
+
+@BOTH
+@pytest.mark.parametrize("budget", [40, 10_000])
+def test_blocks_are_offered_to_the_prefix_cache_when_they_fill(setup, budget, monkeypatch):
+    core = engine(replace(setup, budget=budget, max_batched=512))
+    (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    offered, publish = [], manager.cache_blocks
+    monkeypatch.setattr(
+        manager,
+        "cache_blocks",
+        lambda *args, **kwargs: offered.append(args) or publish(*args, **kwargs),
+    )
+    request = core.add(tokens(100), 64)
+    while request.num_computed_tokens < 160:
+        core.step()
+    core.settle()
+    assert len(offered) <= 2 + (60 // 8 + 1) * (budget > 40)
+    blocks = manager.req_to_blocks[request.request_id][: request.num_tokens // 8]
+    hashed = [block.block_hash is not None for block in blocks]
+    assert hashed == ([False] * 11 + [True] + [False] * 8 if budget == 40 else [True] * len(blocks))
+    core.finish()
+
+
+@BOTH
+def test_a_step_with_nothing_due_looks_at_nobody(setup, monkeypatch):
+    """Also on a server whose requests may choose h2o, where only those that do are looked at."""
+    core = engine(replace(setup, max_batched=512))
+    for index in range(4):
+        core.add(tokens(100, index), 50)
+    core.step()
+    ledger, seen = core.scheduler._ledger, []
+    settle = ledger.settle
+    monkeypatch.setattr(ledger, "settle", lambda *args: seen.append(args[0]) or settle(*args))
+    for _ in range(20):
+        core.step()
+    assert not seen and counters(core).evictions_prefill == 4
+    counting = core.add(tokens(100, 9), 50, asked={"kv_eviction": "h2o"})
+    for _ in range(20):
+        core.step()
+    assert seen == [counting.request_id] * 20
+    core.finish()

@@ -7,10 +7,11 @@ from vllm_kvevict.engine.manager import EvictableAttentionManager
 
 
 class StoreGrants:
-    """Counts and allocates, in vLLM's admission of a step, what the step's eviction takes.
+    """Counts and allocates, in vLLM's admission of a request, what its first step's eviction takes.
 
     Only where requests evict whatever they share: else own blocks are always enough, and nothing
-    here is built.
+    here is built. A request that runs is granted nothing: vLLM would preempt others for it, where
+    its eviction can wait for blocks.
 
     Args:
         manager: The block manager of one group, whose counting and allocating is extended.
@@ -24,7 +25,7 @@ class StoreGrants:
         self._count = manager.get_num_blocks_to_allocate
         self._allocate = manager.allocate_new_blocks
         self._counted: tuple[str, int] = ("", 0)
-        """Request and start of the step that was counted last: vLLM allocates no other."""
+        """Request that was counted last and waits, and the start of its step."""
         manager.get_num_blocks_to_allocate = self.get_num_blocks_to_allocate  # type: ignore[method-assign, assignment]
         manager.allocate_new_blocks = self.allocate_new_blocks
 
@@ -41,7 +42,7 @@ class StoreGrants:
         needed = self._count(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
-        if self._ledger.quiet(request_id, num_tokens):
+        if request_id in self._ledger.entries:
             return needed
         self._counted = request_id, total_computed_tokens
         hits = [b for b in new_computed_blocks if b.ref_cnt and not b.is_null]
@@ -53,10 +54,10 @@ class StoreGrants:
     ) -> list[Any]:
         """Allocate positional blocks up to ``num_tokens``, and what the step's eviction takes."""
         new_blocks = self._allocate(request_id, num_tokens, num_tokens_main_model)
-        if self._ledger.quiet(request_id, num_tokens):
-            return new_blocks
         counted, start = self._counted
-        assert counted == request_id
+        if counted != request_id:
+            return new_blocks
+        self._counted = "", 0
         entry = self._ledger.admit(request_id)
         self._manager.grant(request_id, self._taken(request_id, entry, start, num_tokens))
         return new_blocks
@@ -68,7 +69,7 @@ class StoreGrants:
 
         ``hits`` are blocks of others that the request is about to share.
         """
-        if entry is None or self._manager.granted(request_id):
+        if entry is None:
             return 0
         timeline = entry.timelines.get(self._manager.kv_cache_group_id)
         evicts = (

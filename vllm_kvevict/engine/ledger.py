@@ -42,12 +42,14 @@ class Entry:
     """First position whose query is in the ring; contiguous up to the last scheduled token."""
     prefill_end: int = field(init=False)
     """Tokens of the prefill; 0 for a request that switched eviction off."""
+    due: int = field(init=False)
+    """Length at which the next eviction of any group is due."""
     quiet_until: int = field(init=False)
     """Steps that end here or before neither evict nor compute a query that is needed."""
     computed_valid: int | None = field(init=False)
     """Tokens from here on were computed over an evicted cache; None before any eviction."""
     published: int = 0
-    """Tokens up to which blocks were published by hash, after the first eviction."""
+    """Tokens up to which blocks were published by hash."""
 
     def __post_init__(self) -> None:
         self.prefill_end = max((t.prefill_end for t in self.timelines.values()), default=0)
@@ -55,8 +57,9 @@ class Entry:
 
     def _refresh(self) -> None:
         timelines = self.timelines.values()
-        near = [t.due - t.timeline.window for t in timelines if t.due is not None]
-        self.quiet_until = min(near, default=sys.maxsize)
+        dues = [(t.due, t.due - t.timeline.window) for t in timelines if t.due is not None]
+        self.due = min((due for due, _ in dues), default=sys.maxsize)
+        self.quiet_until = min((near for _, near in dues), default=sys.maxsize)
         valid = [t.computed_valid for t in timelines if t.computed_valid is not None]
         self.computed_valid = min(valid, default=None)
 
@@ -109,6 +112,11 @@ class Entry:
             return self.quiet_until - num_tokens
         window = min(t.timeline.window for t in timelines)
         return max(0, min(due - 1 - num_tokens, window - 1))
+
+    def cacheable(self, num_tokens: int) -> int:
+        """How many of the first ``num_tokens`` tokens may be published by hash."""
+        valid = self.computed_valid
+        return num_tokens if valid is None or valid > num_tokens else valid
 
     def in_prefill(self, end: int) -> bool:
         """Whether a step that ends at ``end`` belongs to the prefill."""
@@ -195,6 +203,8 @@ class EvictionLedger:
         """Admitted requests that have not reached the end of their prefill."""
         self.near: dict[str, Entry] = {}
         """Decoding requests whose coming step may evict or record, in the order they came near."""
+        self.counting: dict[str, None] = {}
+        """Admitted requests whose policy adds up the attention of every query."""
         self.on_demand: set[str] = set()
         """Admitted requests that evict under pressure only."""
         self.taking: dict[str, SharedStore] = {}
@@ -243,14 +253,11 @@ class EvictionLedger:
         if entry is not None and request_id not in self.entries:
             self.entries[request_id] = entry
             self.prefilling[request_id] = None
+            if entry.counts_attention:
+                self.counting[request_id] = None
             if entry.on_demand:
                 self.on_demand.add(request_id)
         return entry
-
-    def quiet(self, request_id: str, end: int) -> bool:
-        """Whether a step of an admitted request that ends at ``end`` needs no block from us."""
-        entry = self.entries.get(request_id)
-        return entry is not None and (end <= entry.quiet_until or end > entry.prefill_end)
 
     def drop(self, request_id: str) -> None:
         """Forget a request whose blocks are freed; unknown ones are fine."""
@@ -259,6 +266,7 @@ class EvictionLedger:
         if entry is not None:
             self.prefilling.pop(request_id, None)
             self.near.pop(request_id, None)
+            self.counting.pop(request_id, None)
             self.on_demand.discard(request_id)
             self._give_back_ring(request_id, entry)
 
@@ -358,12 +366,6 @@ class EvictionLedger:
     def _sleep(self, request_id: str, entry: Entry, tokens: int) -> None:
         if entry.quiet_until < sys.maxsize:
             self._watch.sleep(request_id, tokens)
-
-    def cacheable(self, request_id: str, num_tokens: int) -> int:
-        """How many of the first ``num_tokens`` tokens may be published by hash."""
-        entry = self.entries.get(request_id)
-        valid = entry.computed_valid if entry is not None else None
-        return num_tokens if valid is None else min(num_tokens, valid)
 
     def hit_cap(self, request: "Request") -> int:
         """Most tokens a prefix-cache hit may cover.

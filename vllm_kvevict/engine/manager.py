@@ -148,11 +148,6 @@ class EvictableAttentionManager(FullAttentionManager):
             return 0
         return sum(block.ref_cnt == 1 for _, blocks in holding.retiring for block in blocks)
 
-    def granted(self, request_id: str) -> bool:
-        """Whether fresh blocks are waiting for the request's next eviction."""
-        holding = self.holdings.get(request_id)
-        return holding is not None and bool(holding.granted)
-
     def grant(self, request_id: str, blocks: int) -> None:
         """Take fresh blocks for the request's next eviction; the pool must have them."""
         if blocks:

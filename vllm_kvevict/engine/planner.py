@@ -54,8 +54,9 @@ class StepPlanner:
         self._take(plan, num_scheduled_tokens)
         self._left = self._stores.most_decode_evictions()
         observed: list[tuple[str, Entry, int]] = []
-        ledger = self._ledger
-        for request_id in self._by_turns(num_scheduled_tokens):
+        ledger, counters = self._ledger, self._counters
+        turns = ledger.turns
+        for request_id in self._by_turns():
             entry, num_tokens = ledger.entries.get(request_id), num_scheduled_tokens.get(request_id)
             if entry is None or num_tokens is None:
                 continue
@@ -63,6 +64,9 @@ class StepPlanner:
             end = start + num_tokens
             if entry.accumulates:
                 plan.accumulating.append(request_id)
+            if turns is not None and turns.waits(request_id):
+                counters.postponed_ring += end >= entry.due
+                continue
             observed.append((request_id, entry, end))
             if not entry.observes(end):
                 continue
@@ -88,15 +92,15 @@ class StepPlanner:
             self._counters.stores_taken += 1
             self._counters.tokens_taken += self._requests[request_id].num_computed_tokens
 
-    def _by_turns(self, num_scheduled_tokens: Mapping[str, int]) -> Iterator[str]:
+    def _by_turns(self) -> Iterator[str]:
         """Requests that a plan may concern: prompts first, which take ring slots from others."""
         prefilling = dict(self._ledger.prefilling)
         yield from prefilling
         self._stores.take_turns()
-        if self._ledger.accumulating:
-            yield from (other for other in num_scheduled_tokens if other not in prefilling)
-        else:
-            yield from self._ledger.near
+        yield from list(self._ledger.near)
+        for request_id in list(self._ledger.counting):
+            if request_id not in prefilling and request_id not in self._ledger.near:
+                yield request_id
 
     def _plan_eviction(
         self, plan: StepPlan, request_id: str, entry: Entry, start: int, end: int

@@ -46,17 +46,19 @@ class PrefixCaps:
         find = manager.coordinator.find_longest_cache_hit
 
         entries, taking = ledger.entries, ledger.taking
+        size = manager.block_pool.hash_block_size
 
         def cache_blocks(request: "Request", num_computed_tokens: int) -> None:
             entry = entries.get(request.request_id)
             if entry is None and request.request_id in taking:
                 # What follows a store is computed over it from the first step on.
                 entry = ledger.admit(request.request_id)
-            if entry is None or entry.computed_valid is None:
+            if entry is None:
                 publish(request, num_computed_tokens)
                 return
-            tokens = ledger.cacheable(request.request_id, num_computed_tokens)
-            if tokens > entry.published:
+            tokens = entry.cacheable(num_computed_tokens)
+            # Nothing new can be published before a hash's tokens are complete.
+            if tokens // size > entry.published // size:
                 publish(request, tokens)
                 entry.published = tokens
 

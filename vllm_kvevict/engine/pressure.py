@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from vllm_kvevict.engine.demand import Demand
+from vllm_kvevict.engine.forecast import Forecast
 from vllm_kvevict.engine.ledger import Entry, EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.marks import Marks
@@ -68,6 +69,7 @@ class Pressure:
         self._stores = stores
         self._counters = counters
         self._demand = Demand(scheduler, ledger, managers)
+        self._forecast = Forecast(scheduler, ledger, managers)
         self._cache = scheduler.kv_cache_manager
         self._watermark = self._cache.watermark_blocks
         self.marks = Marks(self._cache.block_pool.num_gpu_blocks, low, high)
@@ -76,10 +78,10 @@ class Pressure:
         self._turns = 0
 
     def prepare(self) -> None:
-        """Before vLLM schedules: admissions leave the reserve to running requests."""
+        """Before vLLM schedules: admissions leave to running requests what these will take."""
         marks = self.marks
         marks.reserve = self._demand.reserve() if self._ledger.on_demand else 0
-        self._cache.watermark_blocks = max(self._watermark, marks.reserve)
+        self._cache.watermark_blocks = max(self._watermark, marks.reserve, self._forecast.peak())
 
     def call(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Call requests whose evictions bring the free blocks back to the high mark.

@@ -206,6 +206,14 @@ HOOKS = {
         "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
         "vllm.v1.request": "Request.num_tokens Request.block_hashes",
     },
+    "engine/forecast.py": {
+        "vllm.v1.core.sched.scheduler": """
+            Scheduler.running Scheduler.waiting Scheduler.kv_cache_manager
+        """,
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
+        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
+        "vllm.v1.request": "Request.num_computed_tokens",
+    },
     "engine/pressure.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.running Scheduler.policy Scheduler.kv_cache_manager
