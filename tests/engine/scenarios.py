@@ -269,8 +269,16 @@ class Day:
             point = {"kv_eviction_at": len(document), "kv_eviction_budget": budget}
             if self.setup.prefill_interval:
                 point["kv_eviction_budget"] = self.setup.window + 8 * int(budget[:-1])
+            if size % 2 and self._may_prepare:
+                point["kv_eviction_prepare"] = document[: 1 + size % 50]
             for _ in range(count):
                 self._submit(document + self._tokens(length), max_tokens, asked=point, salt=salt)
+
+    @property
+    def _may_prepare(self) -> bool:
+        setup = self.setup
+        once = setup.when == "always" and not setup.prefill_interval
+        return once and not 0 < setup.interval < setup.window
 
     def follow(self, index: int, more: int, max_tokens: int) -> None:
         """The next turn of a conversation: prompt, answer so far, and a question."""
