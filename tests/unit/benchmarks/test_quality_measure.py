@@ -114,7 +114,7 @@ def test_a_text_reads_the_context_where_the_question_is_unknown(prompts):
         (AGNOSTIC, "snapkv", None),
         (AGNOSTIC, "snapkv, prepared", "What is said?"),
     ]
-    options = Options(policies="snapkv", layers="auto", prepare="What is said?")
+    options = Options(policies=("snapkv",), layers="auto", prepare="What is said?")
     assert [set(one.labels) for one in variants(options)] == [
         {"snapkv", "snapkv, prepared"},
         {f"{p}, layers{end}" for p in options.layers_policies for end in ("", ", prepared")},
