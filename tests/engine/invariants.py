@@ -294,7 +294,10 @@ class Invariants:
         """No step runs across an eviction point at which something can be evicted."""
         if asked.policy == "none" or asked.pressure:
             return
-        tails = self._lives[request.request_id].tails
+        life = self._lives[request.request_id]
+        if life.postponed and asked.prefill_interval:
+            return  # Put off in a window: it stops at a later point.
+        tails = life.tails
         for group in (manager.kv_cache_group_id for manager in self.evicting):
             for point in self._points(group, request):
                 can = self._gives(group, request, point, tails.get(group, 0))

@@ -334,7 +334,7 @@ class RequestTimeline:
         return due is not None
 
     def defer(self, n: int) -> None:
-        """Try the eviction of the step that ends at ``n`` again in the next interval.
+        """Try the coming eviction, or that of the step that ends at ``n``, in the next interval.
 
         Where nothing evicts in decode, after four windows: a slot of the observation rings is
         then held a quarter of the time at most.
@@ -343,7 +343,7 @@ class RequestTimeline:
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
         if self.on_demand:
             self.due, self.not_before = None, n + pause
-        elif not self._stop_inside(n):
+        elif not self._stop_inside(max(n, self.due or 0)):
             self.due = self._first(max(n + pause, self.prefill_end), pause)
 
     def least_blocks(self, n: int) -> int:

@@ -133,7 +133,7 @@ def test_groups_stop_at_the_same_places():
 
 def test_an_eviction_that_is_put_off_runs_at_the_next_point():
     request = RequestTimeline(Timeline(16, 32, 128, 352, prefill_interval=160), 2000, 2000)
-    request.defer(512)
+    request.defer(490)  # A step of its window.
     assert (request.point, request.due) == (672, 672)
     request.evict(672)
     assert request.tail_start == 640 and request.due == 832
