@@ -146,8 +146,8 @@ def test_accounting_catches_a_store_taken_that_has_lost_a_block(monkeypatch):
 def test_accounting_catches_stores_shared_by_tenants(monkeypatch):
     share_key = sharing.share_key
 
-    def unsalted(request: Any, entry: Any, size: int) -> Any:
-        key = share_key(request, entry, size)
+    def unsalted(request: Any, entry: Any, size: int, prepare: Any) -> Any:
+        key = share_key(request, entry, size, prepare)
         return key and replace(key, prefix=b"", rest=tuple(request.all_token_ids[: key.point]))
 
     monkeypatch.setattr(sharing, "share_key", unsalted)
