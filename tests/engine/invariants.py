@@ -1,32 +1,19 @@
 """What must hold of vLLM's pool and our bookkeeping, whatever happened before."""
 
 from collections import Counter
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from tests.engine.asked import Asked, apportioned
-from tests.engine.shadow import ShadowWorker, extend_chain
+from tests.engine.asked import Asked
+from tests.engine.expected import PREPARES, Expected, prepares
+from tests.engine.shadow import ShadowWorker, extend_chain, of_store
 from tests.engine.tally import Life, Tally
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
-
-
-PREPARES = "-prepare-"
-"""In the id of a request that prepares a context, behind the id of a client's."""
-
-
-def _prepares(request_id: str) -> bool:
-    return PREPARES in request_id
-
-
-def of_store(block_hash: bytes) -> bool:
-    """Whether a hash marks a block of a published store, or the last one behind it."""
-    return get_block_hash(block_hash).startswith(b"kv_eviction store")
 
 
 class Invariants:
@@ -45,8 +32,8 @@ class Invariants:
         self._lives: dict[str, Life] = {}
         self._steps: dict[int, dict[str, int]] = {}
         self._clients: dict[str, Any] = {}
-        self._scheduled = 0
-        self._executed = 0
+        self.expected = Expected(setup, scheduler, self._clients)
+        self._scheduled = self._executed = 0
         self._published: dict[int, tuple[Any, int]] = {}
         self._chains: dict[str, list[int]] = {}
         self._truth: dict[Any, list[int]] = {}
@@ -55,7 +42,7 @@ class Invariants:
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
         self._scheduled += 1
-        self._clients |= {r: q for r, q in self.scheduler.requests.items() if not _prepares(r)}
+        self._clients |= {r: q for r, q in self.scheduler.requests.items() if not prepares(r)}
         self._expect_preparations()
         self.tally.preemptions += len(output.preempted_req_ids or ())
         admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -105,18 +92,12 @@ class Invariants:
             self.tally.orphans += len(orphans)
             self.pool.evict_blocks(orphans)
 
-    def _asked(self, request: Any) -> Asked:
-        client, prepares, _ = request.request_id.partition(PREPARES)
-        setup = self.setup
-        asked = Asked(self._clients[client], setup.policy, setup.when, setup.prefill_interval)
-        return asked.prepared(request) if prepares else asked
-
     def _expect_preparations(self) -> None:
         """A preparing request reads the context and what its client asked to be read behind it."""
         for request_id, request in self.scheduler.requests.items():
-            if not _prepares(request_id) or request_id in self.worker.contexts:
+            if not prepares(request_id) or request_id in self.worker.contexts:
                 continue
-            asked = self._asked(request)
+            asked = self.expected.asked(request)
             client = self._clients[request_id.partition(PREPARES)[0]]
             context, behind = client.prompt_token_ids[: asked.context], list(asked.prepare)
             assert request.prompt_token_ids == context + behind
@@ -124,77 +105,54 @@ class Invariants:
             self.worker.contexts[request_id] = asked.context
             self.tally.preparations += 1
 
-    def _budget(self, group: int, asked: Asked) -> Any:
-        second = group and self.setup.second_budget is not None
-        return asked.budget or (self.setup.second_budget if second else self.setup.budget)
-
-    def _points(self, group: int, request: Any) -> list[int]:
-        """Where a group's prefill may evict before it ends."""
-        asked, budget = self._asked(request), self._budget(group, self._asked(request))
-        if not asked.prefill_interval:
-            return [asked.at] if asked.at else []
-        return asked.points(
-            self.scheduler._ledger.entry(request.request_id).prefill_end,
-            int(budget),
-            self.setup.window,
-            self.setup.block_size,
-        )
-
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
         if request_id not in self.scheduler._ledger.entries:
             return
         request = self.scheduler.requests[request_id]
-        asked = self._asked(request)
+        asked = self.expected.asked(request)
         needs_window = self.setup.needs_window and asked.policy != "streaming-llm"
         stops = asked.at or asked.prefill_interval
         if asked.policy == "none" or asked.pressure or not (needs_window or stops):
             return
         longest = min(request.num_prompt_tokens + request.max_tokens, self.setup.max_model_len)
         for manager in self.evicting:
-            points = self._points(manager.kv_cache_group_id, request)
+            points = self.expected.points(manager.kv_cache_group_id, request)
             if needs_window and not asked.at:
                 points.append(request.num_tokens)
             for end in points:
-                can = self._gives(manager.kv_cache_group_id, request, end, 0)
+                can = self.expected.gives(manager.kv_cache_group_id, request, end, 0)
                 covers = can and end + 1 < longest and hit > end - self.setup.window
                 assert not covers, f"{request_id}: a hit covers the window before {end}"
 
     def _expect_taken(self, request_id: str, hit: int, taken: Any) -> None:
         """A store is taken by requests that would have made it, and by no others."""
         request = self.scheduler.requests[request_id]
-        asked = self._asked(request)
+        asked = self.expected.asked(request)
         assert asked.policy in ("snapkv", "pyramidkv", "streaming-llm")
         assert hit < request.num_tokens
         assert hit == min(
             end
             for group in (manager.kv_cache_group_id for manager in self.evicting)
-            for end in self._points(group, request)
-            if self._gives(group, request, end, 0)
+            for end in self.expected.points(group, request)
+            if self.expected.gives(group, request, end, 0)
         )
         tail_start = (hit - self.setup.window) // self.setup.block_size * self.setup.block_size
         can = {
             manager.kv_cache_group_id: blocks
             for manager in self.evicting
-            if (blocks := self._store_blocks(manager.kv_cache_group_id, request, hit))
+            if (blocks := self.expected.store_blocks(manager.kv_cache_group_id, request, hit))
             < tail_start // self.setup.block_size
         }
         assert can == {one.group_id: len(one.store) for one in taken}
         assert {one.tail_start for one in taken} == {tail_start}
         for one in taken:
-            assert self._stored[one.group_id, one.store[0]] == self._made_of(request, hit)
+            assert self._stored[one.group_id, one.store[0]] == self.expected.made_of(request, hit)
             self._lives[request_id].tails[one.group_id] = one.tail_start
         self.tally.taken += 1
         self.tally.taken_in_use += any(
             self.pool.blocks[block].ref_cnt > 1 for one in taken for block in one.store
         )
         self.tally.taken_again += self._lives[request_id].number > 1
-
-    def _made_of(self, request: Any, point: int) -> tuple[Any, ...]:
-        """Everything that the store of an eviction at a request's point depends on."""
-        asked = self._asked(request)
-        tokens = tuple(request.all_token_ids[: min(point, asked.context)])
-        settings = asked.policy, asked.protect_first, asked.prepare
-        return tokens, request.cache_salt, *settings
 
     def _expect_plan(self, output: Any, plan: StepPlan) -> None:
         evicted = {eviction.request_id: eviction for eviction in plan.evictions}
@@ -207,7 +165,7 @@ class Invariants:
                 continue
             end = request.num_computed_tokens
             still_due = entry.due_groups(end)
-            asked = self._asked(request)
+            asked = self.expected.asked(request)
             self._expect_chunk(request, asked, end - output.num_scheduled_tokens[request_id], end)
             if asked.policy == "none":
                 assert request_id not in evicted and request_id not in plan.rings
@@ -224,11 +182,11 @@ class Invariants:
                 self.tally.inside += asked.prefill_interval > 0 and end < entry.prefill_end
                 for part in evicted[request_id].groups:
                     if part.published:
-                        made_of = self._made_of(request, end)
+                        made_of = self.expected.made_of(request, end)
                         self._stored[part.group_id, part.store[0]] = made_of
                     timeline = entry.timelines[part.group_id]
                     stores = self._lives[request_id].stores
-                    wanted = self._store_blocks(part.group_id, request, end)
+                    wanted = self.expected.store_blocks(part.group_id, request, end)
                     wanted = max(wanted, stores.get(part.group_id, 0))
                     assert len(part.store) == wanted
                     stores[part.group_id] = wanted
@@ -240,7 +198,7 @@ class Invariants:
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
                     stores = sum(entry.timelines[group].wanted(end) for group in still_due)
                     short = self.pool.get_num_free_blocks() < stores
-                    must = self.setup.shared == "evict" or _prepares(request_id)
+                    must = self.setup.shared == "evict" or prepares(request_id)
                     assert short and must, (
                         f"{request_id}: postponed at the end of prefill with room for the store"
                     )
@@ -255,10 +213,10 @@ class Invariants:
                 continue
             first = timeline.due if life.took else timeline.point
             request = self.scheduler.requests[request_id]
-            if self._asked(request).prefill_interval:
+            if self.expected.asked(request).prefill_interval:
                 before = life.tails.get(group, 0) if life.took else 0
-                points = self._points(group, request)
-                gives = [p for p in points if self._gives(group, request, p, before)]
+                points = self.expected.points(group, request)
+                gives = [p for p in points if self.expected.gives(group, request, p, before)]
                 first = min(gives, default=first)
             due = life.due.get(group, first)
             life.due[group] = timeline.due
@@ -268,7 +226,7 @@ class Invariants:
                 reused = set(part.store[: part.reused])
                 assert mine >= reused and mine.isdisjoint(part.store[part.reused :])
                 gains = len(self._held_once(mine) | reused) > len(part.store)
-                must = self.setup.shared == "evict" or _prepares(request_id)
+                must = self.setup.shared == "evict" or prepares(request_id)
                 assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
@@ -299,36 +257,10 @@ class Invariants:
             return  # Put off in a window: it stops at a later point.
         tails = life.tails
         for group in (manager.kv_cache_group_id for manager in self.evicting):
-            for point in self._points(group, request):
-                can = self._gives(group, request, point, tails.get(group, 0))
+            for point in self.expected.points(group, request):
+                can = self.expected.gives(group, request, point, tails.get(group, 0))
                 crosses = can and start < point < end
                 assert not crosses, f"{request.request_id}: [{start}, {end}) crosses {point}"
-
-    def _gives(self, group: int, request: Any, n: int, tail: int) -> bool:
-        """Whether an eviction at ``n`` gives blocks back after one with this tail start."""
-        n = min(n, self._asked(request).context)
-        before = (n - self.setup.window) // self.setup.block_size
-        return before > (tail // self.setup.block_size or self._store_blocks(group, request, n))
-
-    def _store_blocks(self, group: int, request: Any, n: int) -> int:
-        """What an eviction at ``n`` keeps, at least what it would keep of the prompt."""
-        asked = self._asked(request)
-        budget = self._budget(group, asked)
-        first, n = (
-            min(length, asked.context) for length in (asked.at or request.num_prompt_tokens, n)
-        )
-        lengths = [first, n] if isinstance(budget, str) else [first]
-        return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
-
-    def _blocks_of(self, budget: int | str, length: int, group: int, policy: str) -> int:
-        if isinstance(budget, str):
-            budget = int(length * (float(budget[:-1]) / 100))
-        beside, most = budget - self.setup.window, length - self.setup.window
-        blocks = Fraction(beside) / self.setup.block_size
-        if self.setup.grouped(policy) and beside < most and most >= 2 * self.setup.block_size:
-            shares = self.setup.fractions(max(beside, 1), most)
-            return apportioned(blocks, most // self.setup.block_size, shares)[group]
-        return max(1, int(blocks))
 
     def executed(self, output: Any) -> None:
         """Every block a step touched still belongs to its request when the step is processed."""

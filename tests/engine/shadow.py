@@ -10,10 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, StepPlan, TakenStore
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
+
+
+def of_store(block_hash: bytes) -> bool:
+    """Whether a hash marks a block of a published store, or the last one behind it."""
+    return get_block_hash(block_hash).startswith(b"kv_eviction store")
 
 
 def extend_chain(chain: list[int], tokens: list[int]) -> None:

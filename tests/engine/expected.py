@@ -1,0 +1,89 @@
+"""What requests should do, from what they asked for: their points, stores and gains."""
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.asked import Asked, apportioned
+
+if TYPE_CHECKING:
+    from tests.engine.harness import Setup
+
+PREPARES = "-prepare-"
+"""In the id of a request that prepares a context, behind the id of a client's."""
+
+
+def prepares(request_id: str) -> bool:
+    """Whether a request is one of the engine's own."""
+    return PREPARES in request_id
+
+
+class Expected:
+    """Arithmetic on lengths that does not ask the code under test.
+
+    Args:
+        setup: The server's settings.
+        scheduler: vLLM's; it knows where prefill ends after a preemption.
+        clients: The clients' requests so far, by id; grows.
+
+    """
+
+    def __init__(self, setup: "Setup", scheduler: Any, clients: dict[str, Any]) -> None:
+        self._setup = setup
+        self._scheduler = scheduler
+        self._clients = clients
+
+    def asked(self, request: Any) -> Asked:
+        """What the request, or the client that it prepares a context for, asked for."""
+        client, prepared, _ = request.request_id.partition(PREPARES)
+        setup = self._setup
+        asked = Asked(self._clients[client], setup.policy, setup.when, setup.prefill_interval)
+        return asked.prepared(request) if prepared else asked
+
+    def _budget(self, group: int, asked: Asked) -> Any:
+        second = group and self._setup.second_budget is not None
+        return asked.budget or (self._setup.second_budget if second else self._setup.budget)
+
+    def points(self, group: int, request: Any) -> list[int]:
+        """Where a group's prefill may evict before it ends."""
+        asked, budget = self.asked(request), self._budget(group, self.asked(request))
+        if not asked.prefill_interval:
+            return [asked.at] if asked.at else []
+        return asked.points(
+            self._scheduler._ledger.entry(request.request_id).prefill_end,
+            int(budget),
+            self._setup.window,
+            self._setup.block_size,
+        )
+
+    def gives(self, group: int, request: Any, n: int, tail: int) -> bool:
+        """Whether an eviction at ``n`` gives blocks back after one with this tail start."""
+        n = min(n, self.asked(request).context)
+        before = (n - self._setup.window) // self._setup.block_size
+        return before > (tail // self._setup.block_size or self.store_blocks(group, request, n))
+
+    def store_blocks(self, group: int, request: Any, n: int) -> int:
+        """What an eviction at ``n`` keeps, at least what it would keep of the prompt."""
+        asked = self.asked(request)
+        budget = self._budget(group, asked)
+        first, n = (
+            min(length, asked.context) for length in (asked.at or request.num_prompt_tokens, n)
+        )
+        lengths = [first, n] if isinstance(budget, str) else [first]
+        return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
+
+    def _blocks_of(self, budget: int | str, length: int, group: int, policy: str) -> int:
+        if isinstance(budget, str):
+            budget = int(length * (float(budget[:-1]) / 100))
+        beside, most = budget - self._setup.window, length - self._setup.window
+        blocks = Fraction(beside) / self._setup.block_size
+        if self._setup.grouped(policy) and beside < most and most >= 2 * self._setup.block_size:
+            shares = self._setup.fractions(max(beside, 1), most)
+            return apportioned(blocks, most // self._setup.block_size, shares)[group]
+        return max(1, int(blocks))
+
+    def made_of(self, request: Any, point: int) -> tuple[Any, ...]:
+        """Everything that the store of an eviction at a request's point depends on."""
+        asked = self.asked(request)
+        tokens = tuple(request.all_token_ids[: min(point, asked.context)])
+        settings = asked.policy, asked.protect_first, asked.prepare
+        return tokens, request.cache_salt, *settings
