@@ -22,6 +22,8 @@ from benchmarks.leash import Leash
 
 VLLM = Path(sys.executable).with_name("vllm")
 COUNTERS = re.compile(r"KV eviction: (evictions=\d+ .*)")
+LINE_S = 1.2
+"""Until the engine core of an idle server has written its totals; it waits a second at most."""
 
 
 def free_port() -> int:
@@ -135,7 +137,11 @@ class Server:
             return json.load(answer)
 
     def evictions(self) -> dict[str, int]:
-        """The last totals that the scheduler logged; zeros where it logged none."""
+        """The last totals that the scheduler logged; zeros where it logged none.
+
+        Waits for the line of a server that is idle by now.
+        """
+        time.sleep(LINE_S)
         found = COUNTERS.findall(self.log.read_text())
         if not found:
             return {"evictions": 0, "blocks_freed": 0, "postponed": 0}
