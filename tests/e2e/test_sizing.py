@@ -74,7 +74,7 @@ def check_start_up(planned, said, model, settings, **options) -> None:
     """Start the engine; compare with what it says and holds, and serve the planned load."""
     # Whose defaults are those of ``LLM``, not of a server.
     sizes = dict(max_num_seqs=24, max_num_batched_tokens=2048)
-    with engine(model, settings, **sizes, **options) as run:
+    with engine(model, settings, enable_prefix_caching=True, **sizes, **options) as run:
         memory = planned["memory"]
         (logged,) = [found for line in said if (found := SIZES.search(line))]
         assert [int(size) for size in logged.groups()] == [
