@@ -22,8 +22,6 @@ from benchmarks.leash import Leash
 
 VLLM = Path(sys.executable).with_name("vllm")
 COUNTERS = re.compile(r"KV eviction: (evictions=\d+ .*)")
-LINE_S = 1.2
-"""Until the engine core of an idle server has written its totals; it waits a second at most."""
 
 
 def free_port() -> int:
@@ -137,11 +135,7 @@ class Server:
             return json.load(answer)
 
     def evictions(self) -> dict[str, int]:
-        """The last totals that the scheduler logged; zeros where it logged none.
-
-        Waits for the line of a server that is idle by now.
-        """
-        time.sleep(LINE_S)
+        """The last totals that the scheduler logged; zeros where it logged none."""
         found = COUNTERS.findall(self.log.read_text())
         if not found:
             return {"evictions": 0, "blocks_freed": 0, "postponed": 0}

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
-from benchmarks.server import LINE_S, Server
+from benchmarks.server import Server
 from tests.models import random_prompt, random_text
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
@@ -224,8 +224,7 @@ def metrics(server: Server, **labels: str) -> dict[str, float]:
 
 
 def logged(server: Server, engine: int) -> dict[str, int]:
-    """The last totals that the core of one idle engine logged."""
-    time.sleep(LINE_S)
+    """The last totals that the core of one engine logged."""
     log = server.log.read_text()
     # A single engine core has no number.
     line = re.findall(rf"EngineCore(?:_DP{engine})? .*KV eviction: (evictions=.*)", log)[-1]

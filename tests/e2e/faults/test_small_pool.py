@@ -91,7 +91,8 @@ def test_preempted_again_and_again(small_pool):
         together = list(threads.map(answer, load))
     preempted = small_pool.metric("vllm:num_preemptions_total") - before
     print(f"\n{preempted:.0f} preemptions of {len(load)} requests")
-    assert preempted >= len(load)
+    # Admissions keep room for those that evict, so it is those that never do who are preempted.
+    assert preempted >= len(load) // 4
     settled(small_pool)
     assert small_pool.evictions()["evictions"] - counted > 6
     for (_, mine), first, second in zip(load, alone, together, strict=True):
