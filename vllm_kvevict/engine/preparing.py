@@ -11,12 +11,11 @@ from vllm_kvevict.engine.options import OPTIONS
 from vllm_kvevict.engine.shared_store import ShareKey
 from vllm_kvevict.engine.sharing import KEY, SharedStores
 from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.settings.requests import PREPARING_ANSWERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-TOKENS = 2
-"""Tokens that a preparing request answers: the step that ends a request does not evict."""
 MOST = 2
 """Preparations that a request waits for; then it goes on without."""
 
@@ -88,7 +87,7 @@ class Preparations:
 
     def _fits(self, key: ShareKey) -> bool:
         """Whether a preparation and the two tokens that end it are no longer than the model's."""
-        return key.point + len(key.prepare) + TOKENS <= self._ledger.max_model_len
+        return key.point + len(key.prepare) + PREPARING_ANSWERS <= self._ledger.max_model_len
 
     def _evicts(self, request: Request) -> bool:
         """Whether a request evicts anything at its point."""
@@ -109,7 +108,9 @@ class Preparations:
         preparing = Request(
             request_id=f"{request.request_id}-prepare-{self._counters.preparations}",
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+            sampling_params=SamplingParams(
+                temperature=0, max_tokens=PREPARING_ANSWERS, ignore_eos=True
+            ),
             pooling_params=None,
             client_index=request.client_index,
             arrival_time=request.arrival_time,

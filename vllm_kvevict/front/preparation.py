@@ -3,15 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.settings.memory import evictable_layers
-from vllm_kvevict.settings.requests import PREPARE, RequestOptions
+from vllm_kvevict.settings.requests import PREPARE, PREPARING_ANSWERS, RequestOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.settings.config import EvictionConfig
-
-ANSWERED = 2
-"""Tokens that a request of the engine's own answers after what reads a context."""
 
 
 def check_preparation(
@@ -67,7 +64,7 @@ def fill_in_tokens(processor: Any, request: Any, options: RequestOptions) -> Non
             )
         tokens = tuple(processor.tokenizer.encode(tokens, add_special_tokens=False))
     longest = processor.model_config.max_model_len
-    room = longest - options.at - ANSWERED
+    room = longest - options.at - PREPARING_ANSWERS
     if not 0 < len(tokens) <= room:
         raise ValueError(
             f"KV eviction: {PREPARE} is {len(tokens)} tokens long, and behind this context "

@@ -23,6 +23,9 @@ KEYS = (POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAG
 
 WHENS = ("always", "pressure")
 
+PREPARING_ANSWERS = 2
+"""Tokens that a request which prepares a context answers: the step that ends it evicts nothing."""
+
 
 @dataclass(frozen=True)
 class RequestOptions:
@@ -110,13 +113,15 @@ def parse_options(
     options = RequestOptions(
         policy=_policy(config, given),
         budget=_budget(config, given),
-        interval=_interval(config, given),
+        interval=_interval(config, given, INTERVAL, config.interval, "decode steps"),
         protect_first=_number(given, PROTECT, least=0, what="tokens") if PROTECT in given else 0,
         at=_at(given, prompt_len),
         most=config.max_budget if isinstance(config.max_budget, int) else None,
         when=_when(config, given),
         prepare=_prepare(given[PREPARE]) if PREPARE in given else None,
-        prefill_interval=_prefill_interval(config, given),
+        prefill_interval=_interval(
+            config, given, PREFILL_INTERVAL, config.prefill_interval, "prompt tokens"
+        ),
     )
     if options.prepare is not None:
         _check_prepare(config, options, prompt_len)
@@ -155,28 +160,18 @@ def _budget(config: EvictionConfig, given: Mapping[str, Any]) -> int | str | Non
     return budget
 
 
-def _interval(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
-    if INTERVAL not in given:
+def _interval(
+    config: EvictionConfig, given: Mapping[str, Any], key: str, longest: int, what: str
+) -> int | None:
+    """An interval of ``what``, at most the server's ``longest`` where it caps budgets."""
+    if key not in given:
         return None
-    interval = _number(given, INTERVAL, least=0, what="decode steps")
-    capped = config.max_budget is not None and config.interval > 0
-    if capped and not 0 < interval <= config.interval:
+    interval = _number(given, key, least=0, what=what)
+    capped = config.max_budget is not None and longest > 0
+    if capped and not 0 < interval <= longest:
         raise ValueError(
-            f"KV eviction: {INTERVAL} must be between 1 and {config.interval} decode steps on "
-            f"this server, which caps budgets, not {interval}"
-        )
-    return interval
-
-
-def _prefill_interval(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
-    if PREFILL_INTERVAL not in given:
-        return None
-    interval = _number(given, PREFILL_INTERVAL, least=0, what="prompt tokens")
-    capped = config.max_budget is not None and config.prefill_interval > 0
-    if capped and not 0 < interval <= config.prefill_interval:
-        raise ValueError(
-            f"KV eviction: {PREFILL_INTERVAL} must be between 1 and {config.prefill_interval} "
-            f"prompt tokens on this server, which caps budgets, not {interval}"
+            f"KV eviction: {key} must be between 1 and {longest} {what} on this server, which caps "
+            f"budgets, not {interval}"
         )
     return interval
 

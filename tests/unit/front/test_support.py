@@ -22,35 +22,32 @@ COMMON: dict[str, Any] = dict(
     max_position_embeddings=256,
 )
 MIXED = dict(head_dim=32, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+LATENT = dict(
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    n_routed_experts=4,
+    first_k_dense_replace=2,
+    moe_intermediate_size=32,
+)
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": dict(COMMON, model_type="llama"),
     "Gemma3ForCausalLM": dict(COMMON, model_type="gemma3_text", **MIXED),
     "DeepseekV2ForCausalLM": dict(
         COMMON,
         model_type="deepseek_v2",
-        kv_lora_rank=16,
         q_lora_rank=None,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=4,
-        first_k_dense_replace=2,
-        moe_intermediate_size=32,
+        **LATENT,
     ),
     "GlmMoeDsaForCausalLM": dict(
         COMMON,
         model_type="glm_moe_dsa",
-        kv_lora_rank=16,
         q_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
         index_topk=32,
         index_head_dim=16,
         index_n_heads=2,
-        n_routed_experts=4,
-        first_k_dense_replace=2,
-        moe_intermediate_size=32,
+        **LATENT,
     ),
     "MiMoV2FlashForCausalLM": dict(
         COMMON,
