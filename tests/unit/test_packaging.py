@@ -43,6 +43,18 @@ def test_extra_repeats_the_supported_range() -> None:
     assert str(extra[0].marker) == 'extra == "vllm"'
 
 
+def test_nothing_is_tracked_that_only_this_machine_has() -> None:
+    """A link out of the tree, or an environment, keeps a fresh checkout from being set up."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    git = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    staged = subprocess.run([*git, "--stage"], check=True, capture_output=True, text=True)
+    links = [line for line in staged.stdout.split("\0") if line.startswith("120000")]
+    assert not links
+    ignored = [*git, "--cached", "--ignored", "--exclude-standard"]
+    assert not subprocess.run(ignored, check=True, capture_output=True, text=True).stdout
+
+
 def test_no_hard_dependency_on_the_serving_stack() -> None:
     hard = {r.name.lower() for r in requirements() if "extra" not in str(r.marker or "")}
     assert hard, "the metadata lists no dependency at all; is it stale?"
