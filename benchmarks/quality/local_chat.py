@@ -21,3 +21,7 @@ class LocalChat:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text alone, without special tokens."""
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

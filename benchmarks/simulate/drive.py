@@ -44,6 +44,8 @@ class Simulation:
         self._sampled: dict[str, int] = {}
         self._gone: dict[str, int] = {}
         """Cached tokens that evictions took, by request."""
+        self._touched: set[str] = set()
+        """Requests that were evicted, in this life or before a preemption."""
         self._pending: deque[tuple[Any, list[str], list[list[int]]]] = deque()
         self._pool = self.scheduler.kv_cache_manager.block_pool
         self._counters = getattr(self.scheduler, "eviction_counters", None)
@@ -122,6 +124,7 @@ class Simulation:
 
     def _evict(self, eviction: Any, work: Work) -> None:
         """Count an eviction's bytes; groups of layers count by their mean."""
+        self._touched.add(eviction.request_id)
         groups = len(self._evicting)
         kept = sum(len(group.store) for group in eviction.groups) * self.block_size // groups
         tail = sum(group.tail_start for group in eviction.groups) // groups
@@ -162,12 +165,13 @@ class Simulation:
                 self._forget(request_id)
                 return
         if one.finish_reason is not None:
-            tally.finished += 1
+            tally.end(job.phase, request_id not in self._touched)
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         for known in (self._alive, self._last, self._sampled, self._gone):
             known.pop(request_id, None)
+        self._touched.discard(request_id)
 
     def _note(self) -> None:
         saved = sum(manager.blocks_saved for manager in self._evicting.values())

@@ -24,6 +24,7 @@ class Job:
         span: Tokens of each of them.
         abort_after: Tokens after which the client goes away; None for never.
         point: Its eviction point; None for the end of the prompt.
+        phase: Of the load in which it arrives; empty where a load has none.
 
     """
 
@@ -35,6 +36,7 @@ class Job:
     span: int = 1
     abort_after: int | None = None
     point: int | None = None
+    phase: str = ""
 
     @property
     def request_id(self) -> str:

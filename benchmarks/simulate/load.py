@@ -12,6 +12,9 @@ from benchmarks.simulate.job import Job
 MOONCAKE_SPAN = 512
 """Tokens that one of a trace's ``hash_ids`` stands for."""
 
+QUIET, BURST = "quiet", "burst"
+"""Phases of a load that swings."""
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -52,6 +55,8 @@ class Load:
         requests: How many in all; None without end.
         seed: Equal seeds, equal loads.
         point: Whether the shared tokens end at the eviction point of every request.
+        burst: Requests a second in the second half of every period, in place of ``rate``.
+        period: Seconds.
 
     """
 
@@ -64,13 +69,22 @@ class Load:
     requests: int | None = None
     seed: int = 0
     point: bool = False
+    burst: float | None = None
+    period: float = 120.0
+
+    def phase(self, now: float) -> str:
+        """The phase of a load with bursts; empty for others."""
+        if self.burst is None:
+            return ""
+        return BURST if now % self.period >= self.period / 2 else QUIET
 
     def jobs(self) -> Iterator[Job]:
         """The requests by arrival."""
         rng, now = random.Random(self.seed), 0.0
         for number in itertools.count() if self.requests is None else range(self.requests):
             if self.rate is not None:
-                now += rng.expovariate(self.rate)
+                rates = {"": self.rate, QUIET: self.rate, BURST: self.burst or self.rate}
+                now += rng.expovariate(rates[self.phase(now)])
             output = self.output.draw(rng)
             yield Job(
                 number,
@@ -81,6 +95,7 @@ class Load:
                 max(1, self.shared),
                 _abort(rng, self.aborts, output),
                 self.shared if self.point else None,
+                self.phase(now),
             )
 
 

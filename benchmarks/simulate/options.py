@@ -34,7 +34,10 @@ class Options:
             SystemExit: argparse has printed what is wrong.
 
         """
-        given = _parser().parse_args(argv)
+        parser = _parser()
+        given = parser.parse_args(argv)
+        if given.burst is not None and given.rate is None:
+            parser.error("--burst needs the --rate of the quiet phases")
         machine = Machine(
             model=given.model,
             card=CARDS[given.card],
@@ -60,6 +63,8 @@ class Options:
                 given.prefixes,
                 given.rate,
                 point=given.point,
+                burst=given.burst,
+                period=given.period,
                 **shared,
             )
         clients = given.clients or 2 * given.max_num_seqs
@@ -114,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         "--clients", type=int, help="closed loop: unfinished requests (default: twice max-num-seqs)"
     )
     add("--rate", type=float, help="Poisson: requests a second in place of the closed loop")
+    add("--burst", type=float, help="Poisson: the rate in the second half of every period")
+    add("--period", type=float, default=120.0, help="seconds, of a load with bursts")
     add("--trace", type=Path, help="recorded arrivals: a Mooncake trace (JSON lines)")
     add("--speed", type=float, default=1.0, help="replay the trace that much faster")
     add("--aborts", type=float, default=0.0, help="share of requests whose client goes away")

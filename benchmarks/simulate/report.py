@@ -42,6 +42,7 @@ def markdown(options: Options, results: dict[str, Any]) -> str:
         "| " + " | ".join(COLUMNS) + " |",
         "|" + " --- |" * len(COLUMNS),
         *("| " + " | ".join(row) + " |" for row in rows),
+        *_phases(results),
     ]
     return "\n".join(lines) + "\n"
 
@@ -77,6 +78,17 @@ def _row(name: str, one: dict[str, Any], first: dict[str, Any]) -> list[str]:
         quantiles("itl_ms"),
         f"{one['scheduler_us_a_step']:.0f}",
     ]
+
+
+def _phases(results: dict[str, Any]) -> list[str]:
+    """A table of its own for a load with phases: who was never evicted."""
+    found = [
+        f"| {name} | {phase} | {ended['finished']} | {ended['never_evicted']} |"
+        for name, one in results.items()
+        for phase, ended in one["by_phase"].items()
+    ]
+    head = ["", "| setting | phase | finished | never evicted |", "| --- | --- | --- | --- |"]
+    return [*head, *found] if found else []
 
 
 def _postponed(counters: dict[str, Any]) -> str:

@@ -29,6 +29,8 @@ class Tally:
     most_evictions: int = 0
     """In one step."""
     scheduler_seconds: float = 0.0
+    by_phase: dict[str, list[int]] = field(default_factory=dict)
+    """Requests that finished, and those of them that were never evicted, by phase of arrival."""
     first: array = field(default_factory=lambda: array("d"))
     between: array = field(default_factory=lambda: array("d"))
     series: list[tuple[float, int, float, int, int, int]] = field(default_factory=list)
@@ -40,6 +42,14 @@ class Tally:
         self.series.append(
             (self.seconds, running, 1 - free_share, self.sampled, self.preemptions, evictions)
         )
+
+    def end(self, phase: str, whole: bool) -> None:
+        """Note a request that finished."""
+        self.finished += 1
+        if phase:
+            ended = self.by_phase.setdefault(phase, [0, 0])
+            ended[0] += 1
+            ended[1] += whole
 
     def as_dict(self) -> dict[str, Any]:
         """For a result file."""
@@ -55,6 +65,10 @@ class Tally:
             "computed_tokens": self.computed,
             "finished": self.finished,
             "aborted": self.aborted,
+            "by_phase": {
+                phase: {"finished": finished, "never_evicted": whole}
+                for phase, (finished, whole) in self.by_phase.items()
+            },
             "preemptions": self.preemptions,
             "running_peak": self.peak_running,
             "running_mean": round(self.running / steps, 1),

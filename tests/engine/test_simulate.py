@@ -27,6 +27,19 @@ def test_poisson_arrivals_have_the_rate() -> None:
     assert 4000 / jobs[-1].arrival == pytest.approx(4.0, rel=0.1)
 
 
+def test_a_load_swings_between_two_rates() -> None:
+    load = Load(Lengths(1, 9), Lengths(1, 1), rate=2.0, requests=4000, burst=30.0, period=20.0)
+    jobs = list(load.jobs())
+    times = [job.arrival for job in jobs if job.arrival is not None]
+    assert [job.phase for job in jobs] == ["burst" if t % 20 >= 10 else "quiet" for t in times]
+    bursts = sum(job.phase == "burst" for job in jobs)
+    assert bursts / (times[-1] / 2) == pytest.approx(30.0, rel=0.1)
+    assert (4000 - bursts) / (times[-1] / 2) == pytest.approx(2.0, rel=0.3)
+    assert {
+        job.phase for job in Load(Lengths(1, 9), Lengths(1, 1), rate=2.0, requests=9).jobs()
+    } == {""}
+
+
 def test_a_mooncake_trace_gives_arrivals_lengths_and_shared_blocks(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [5, 6, 7]},
@@ -82,6 +95,22 @@ def test_stock_and_eviction_run_side_by_side(asynchronous: bool) -> None:
     assert evicting["counters"]["evictions_prefill"] > 0
     assert evicting["running_mean"] > stock["running_mean"]
     assert "snapkv:128" in markdown(options, {"stock": stock, "snapkv:128": evicting})
+
+
+def test_requests_of_a_quiet_phase_are_never_evicted_under_pressure() -> None:
+    arguments = (
+        f"--model {cached_tiny_llama(kv_heads=2)} --blocks 200 --max-num-seqs 16 --prompt 300-400 "
+        "--output-len 40-80 --rate 50 --burst 1000 --period 0.4 --requests 150 --steps 4000"
+    ).split()
+    settings = ["snapkv:128,when=pressure", "snapkv:128"]
+    options = Options.parse([*arguments, *(x for s in settings for x in ("--setting", s))])
+    results = {setting.name: simulate(options, setting) for setting in options.settings}
+    pressure, always = (one["by_phase"] for one in results.values())
+    assert pressure["quiet"]["finished"] + pressure["burst"]["finished"] == 150
+    assert 0 < pressure["quiet"]["never_evicted"] == pressure["quiet"]["finished"]
+    assert pressure["burst"]["never_evicted"] < pressure["burst"]["finished"]
+    assert always["quiet"]["never_evicted"] == always["burst"]["never_evicted"] == 0
+    assert "| snapkv:128,when=pressure | quiet |" in markdown(options, results)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

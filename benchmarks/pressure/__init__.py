@@ -1,0 +1,1 @@
+"""Stock vLLM, eviction always and eviction under pressure, over HTTP (docs/pressure.md)."""

@@ -1,0 +1,77 @@
+"""The three ways to serve, with the same KV memory."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.demo import BLOCK, block_bytes
+from benchmarks.load import Load, measure
+from benchmarks.server import Server
+
+STOCK, ALWAYS, PRESSURE = "stock", "always", "pressure"
+WAYS = (STOCK, ALWAYS, PRESSURE)
+
+LONGEST, SEQUENCES = 2304, 16
+"""Tokens of the longest request, and requests in a batch."""
+
+COUNTS = {
+    "evictions": "vllm_kvevict:evictions_total",
+    "whole": "vllm_kvevict:whole_requests_total",
+    "evicted": "vllm_kvevict:evicted_requests_total",
+    "preemptions": "vllm:num_preemptions_total",
+    "steps": "vllm:iteration_tokens_total_count",
+    "sampled": "vllm:generation_tokens_total",
+}
+"""Counters of a server by what they are called in a result; ours are 0 on stock vLLM."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Starts them.
+
+    Args:
+        model: Folder of the model.
+        policy: Of those that evict.
+        budget: Tokens per KV head that they keep.
+        work: Folder of the logs.
+
+    """
+
+    model: Path
+    policy: str
+    budget: int
+    work: Path
+
+    def start(self, way: str, requests: int, tokens: int) -> Server:
+        """A server with KV memory for so many full requests of so many tokens each."""
+        blocks = requests * -(-tokens // BLOCK) + 1
+        args = [
+            "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
+            "--max-model-len", str(LONGEST), "--max-num-batched-tokens", "2048",
+            "--max-num-seqs", str(SEQUENCES), "--disable-uvicorn-access-log",
+            "--kv-cache-memory-bytes", str(blocks * block_bytes(self.model)),
+        ]  # fmt: skip
+        if way != STOCK:
+            args += ["--kv-eviction", self.policy, "--kv-eviction-budget", str(self.budget),
+                     "--kv-eviction-when", way]  # fmt: skip
+        return Server(self.model, args, self.work / f"{way}-{requests}.log")
+
+    def warm_up(self, server: Server) -> None:
+        """The first requests of a server pay for it."""
+        measure(server, self.model, Load(64, 8, 4, 4, seed=99))
+
+
+def counts(server: Server) -> dict[str, int]:
+    return {name: int(server.metric(metric)) for name, metric in COUNTS.items()}
+
+
+def since(server: Server, before: dict[str, int]) -> dict[str, int]:
+    """What was counted since :func:`counts`; every request must have ended."""
+    return {name: value - before[name] for name, value in counts(server).items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="folder; SmolLM2-135M-Instruct without it")
+    parser.add_argument("--policy", default="ada-defensive")
+    parser.add_argument("--budget", type=int, default=192)
+    parser.add_argument("--work", type=Path, default=Path(".cache/pressure"))
