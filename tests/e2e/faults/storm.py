@@ -20,6 +20,9 @@ KINDS = dict(whole=5, stream=3, leaves=4, cancels=3, aborts=3, half=1, refused=1
 """Weights: answered whole; streamed to its end; stream left after some tokens; cancelled before
 any answer; aborted by id; half a body; bad settings; a prompt longer than the model takes."""
 
+GROWN = 320
+"""Tokens of a request that grows, its prompt included."""
+
 SHARED = [random_prompt(400, seed=7000 + n) for n in range(6)]
 
 
@@ -54,11 +57,16 @@ class Storm:
         longest: Tokens of the longest prompt.
         limit: ``max_model_len`` of the server.
         seed: Same seed, same requests.
+        growing: So many requests come first that start small, are never evicted and grow to
+            ``GROWN`` tokens: more of them begin than a small pool can hold to their ends.
 
     """
 
-    def __init__(self, server: Server, longest: int, limit: int, seed: int) -> None:
+    def __init__(
+        self, server: Server, longest: int, limit: int, seed: int, growing: int = 0
+    ) -> None:
         self._server, self._longest, self._limit, self._seed = server, longest, limit, seed
+        self._growing = growing
         self._url = server.url + "/v1/completions"
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -85,6 +93,10 @@ class Storm:
         rng = random.Random(f"{self._seed} {number}")
         (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
         body = request(rng, self._longest)
+        if number < self._growing:
+            kind, few = "whole", random_prompt(40, rng.randrange(10**6))
+            body |= dict(prompt=few, max_tokens=GROWN - len(few), n=1, temperature=0)
+            body |= dict(vllm_xargs=dict(kv_eviction="none"))
         try:
             await getattr(self, f"_{kind}")(session, rng, body)
             self.done[kind] += 1
