@@ -5,12 +5,14 @@
 A text of Python's documentation is cut in two. The server reads the first part, evicts, and is made
 to say the second token by token (`forced.py`). Reported are the negative log-likelihood of the true
 continuation, and the share of its tokens at which the model's first choice is the full cache's.
-With `--interval 128 --continuation 1024` evictions go on in decode: fidelity against position.
+With `--interval 128 --continuation 1024 --bins 8 --spread` evictions go on in decode: fidelity
+against position, which `python -m benchmarks.quality.position` draws.
 """
 
 import argparse
 import json
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,13 +22,15 @@ from benchmarks.provenance import provenance
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Endpoint, Followed
 from benchmarks.quality.fidelity_report import markdown, summarize
-from benchmarks.quality.ruler.prose import passage
+from benchmarks.quality.ruler.prose import passage, spread
 from benchmarks.server import Server
 from benchmarks.smollm2 import real_model
 
 ROOT = Path(__file__).parents[2]
 PROSE = "prose"
-Rows = list[dict[Cell, Followed]]
+WAIT = 64
+"""Steps that a decode eviction may wait for its turn among many."""
+Row = dict[Cell, Followed]
 
 
 def server(model: Path, options: argparse.Namespace) -> Server:
@@ -47,38 +51,89 @@ def server(model: Path, options: argparse.Namespace) -> Server:
     return Server(model, args, options.work / "server.log", env=env)
 
 
-def measure(endpoint: Endpoint, options: argparse.Namespace) -> Rows:
-    """Every text under every cell; a text's cells are asked at once, after the full cache."""
-    cells = [Cell(PROSE, policy, b) for policy in options.policies for b in options.budgets]
-    rows: Rows = []
+def cells(options: argparse.Namespace) -> list[Cell]:
+    return [Cell(PROSE, policy, b) for policy in options.policies for b in options.budgets]
+
+
+def asked(cell: Cell, interval: int) -> dict[str, str | int]:
+    """The ``vllm_xargs`` of a request under ``cell``."""
+    if cell == FULL_CELL:
+        return {"kv_eviction": "none"}
+    return {
+        "kv_eviction": cell.label,
+        "kv_eviction_budget": cell.budget,
+        "kv_eviction_interval": interval,
+    }
+
+
+def texts(endpoint: Endpoint, options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Token ids of each text, context and continuation.
+
+    Raises:
+        ValueError: A passage is too short.
+
+    """
+    wanted = options.context + options.continuation
+    found = []
+    for seed in range(options.texts):
+        rng = random.Random(f"fidelity/{seed}")
+        place = spread(seed, options.texts) if options.spread else None
+        ids = endpoint.encode(" ".join(passage(rng, 6 * wanted, place)))[:wanted]
+        if len(ids) < wanted:
+            raise ValueError(f"text {seed} has {len(ids)} tokens, {wanted} are needed")
+        found.append(tuple(ids))
+    return found
+
+
+def measure(endpoint: Endpoint, options: argparse.Namespace) -> Iterator[Row]:
+    """Each text under every cell; a text's cells are asked at once, after the full cache."""
+    mine = cells(options)
     with (
-        tqdm(total=options.texts * (1 + len(cells)), unit="req") as bar,
-        ThreadPoolExecutor(len(cells)) as threads,
+        tqdm(total=options.texts * (1 + len(mine)), unit="req") as bar,
+        ThreadPoolExecutor(options.at_once) as outer,
+        ThreadPoolExecutor(options.at_once * len(mine)) as inner,
     ):
-        for seed in range(options.texts):
-            rng = random.Random(f"fidelity/{seed}")
-            wanted = options.context + options.continuation
-            ids = endpoint.encode(" ".join(passage(rng, 6 * wanted)))[:wanted]
-            context, rest = tuple(ids[: options.context]), tuple(ids[options.context :])
 
-            def ask(
-                cell: Cell, context: tuple[int, ...] = context, rest: tuple[int, ...] = rest
-            ) -> Followed:
-                xargs: dict[str, str | int] = {"kv_eviction": "none"}
-                if cell != FULL_CELL:
-                    xargs = {
-                        "kv_eviction": cell.label,
-                        "kv_eviction_budget": cell.budget,
-                        "kv_eviction_interval": options.interval,
-                    }
-                found = endpoint.follow(context, rest, xargs)
-                bar.update()
-                return found
+        def ask(cell: Cell, ids: tuple[int, ...]) -> Followed:
+            context, rest = ids[: options.context], ids[options.context :]
+            found = endpoint.follow(context, rest, asked(cell, options.interval))
+            bar.update()
+            return found
 
-            full = ask(FULL_CELL)
-            others = threads.map(ask, cells)
-            rows.append({FULL_CELL: full, **dict(zip(cells, others, strict=True))})
-    return rows
+        def under_all(ids: tuple[int, ...]) -> Row:
+            full = ask(FULL_CELL, ids)
+            others = inner.map(ask, mine, [ids] * len(mine))
+            return {FULL_CELL: full, **dict(zip(mine, others, strict=True))}
+
+        yield from outer.map(under_all, texts(endpoint, options))
+
+
+def write(options: argparse.Namespace, rows: list[Row], evictions: dict[str, int]) -> str:
+    """The result of the texts so far as JSON and Markdown; the latter is returned."""
+    settings = {k: str(v) for k, v in vars(options).items()} | {"texts": str(len(rows))}
+    summary = summarize(rows, options.bins)
+    result = {**provenance(), "options": settings, "evictions": evictions, "cells": summary}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    text = markdown(result)
+    options.output.with_suffix(".md").write_text(text)
+    return text
+
+
+def check(options: argparse.Namespace, rows: list[Row], evictions: dict[str, int]) -> None:
+    """Every evicting request evicted after prefill and, with an interval, at all due lengths.
+
+    Raises:
+        SystemExit: Fewer evictions than that.
+
+    """
+    wanted = len(rows) * len(cells(options))
+    if options.interval:
+        # The last token is never read; an eviction may wait for its turn some steps.
+        wanted += wanted * ((options.continuation - 1 - WAIT) // options.interval)
+    found = evictions["evictions"]
+    if found < wanted:
+        raise SystemExit(f"{found} of at least {wanted} evictions: budgets cover the text")
 
 
 def parse() -> argparse.Namespace:
@@ -91,6 +146,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budgets", default="12.5%,25%,50%", help="shares, or tokens")
     parser.add_argument("--bins", type=int, default=1, help="parts of the continuation")
     parser.add_argument("--model", type=Path, help="folder; SmolLM2-135M-Instruct without it")
+    parser.add_argument("--spread", action="store_true", help="texts begin at equal distances")
+    parser.add_argument("--at-once", type=int, default=1, help="texts asked at once")
     parser.add_argument("--kv-memory", default="1G")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", help="shares of layers: a file, or auto")
@@ -105,20 +162,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    rows: list[Row] = []
     with server(options.model or real_model(), options) as running:
-        rows = measure(Endpoint(running.url), options)
+        for row in measure(Endpoint(running.url, timeout_s=7200), options):
+            rows.append(row)
+            write(options, rows, running.evictions())
     evictions = running.evictions()
-    wanted = options.texts * len(options.policies) * len(options.budgets)
-    if evictions["evictions"] < wanted:
-        raise SystemExit(f"{evictions} of at least {wanted} evictions: budgets cover the context")
-    cells = summarize(rows, options.bins)
-    settings = {k: str(v) for k, v in vars(options).items()}
-    result = {**provenance(), "options": settings, "evictions": evictions, "cells": cells}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    text = markdown(result)
-    options.output.with_suffix(".md").write_text(text)
-    print(text)
+    check(options, rows, evictions)
+    print(write(options, rows, evictions))
 
 
 if __name__ == "__main__":

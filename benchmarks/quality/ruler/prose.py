@@ -2,7 +2,9 @@
 
 import random
 import re
+from bisect import bisect_right
 from functools import lru_cache
+from itertools import accumulate
 from pydoc_data.topics import topics
 
 NO_PROSE = re.compile(r"::=|>>>|[{}=<>|\\]|\*\*|__|Changed in|New in|Deprecated")
@@ -33,13 +35,25 @@ def sentences() -> tuple[str, ...]:
     return tuple(s for paragraph in paragraphs() for s in SENTENCE_END.split(paragraph))
 
 
-def passage(rng: random.Random, characters: int) -> list[str]:
-    """Neighbouring sentences from a random place on, at least ``characters`` long together.
+def spread(part: int, parts: int) -> int:
+    """The sentence at which the ``part``-th of ``parts`` stretches of like length begins."""
+    ends = list(accumulate(len(s) + 1 for s in sentences()))
+    return bisect_right(ends, ends[-1] * part // parts)
+
+
+def passage(rng: random.Random, characters: int, place: int | None = None) -> list[str]:
+    """Neighbouring sentences, at least ``characters`` long together.
 
     The text begins again where it ends.
+
+    Args:
+        rng: Draws the place where None is given.
+        characters: Length at least.
+        place: Number of the first sentence.
+
     """
     pool = sentences()
-    place, found, length = rng.randrange(len(pool)), [], 0
+    place, found, length = rng.randrange(len(pool)) if place is None else place, [], 0
     while length < characters:
         found.append(pool[place % len(pool)])
         length += len(found[-1]) + 1

@@ -1,6 +1,9 @@
 """Teacher forcing through the sampler, and the means made of it."""
 
+import argparse
 import math
+import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,8 +11,11 @@ from vllm import SamplingParams
 
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Followed
+from benchmarks.quality.fidelity import check
 from benchmarks.quality.fidelity_report import markdown, summarize
 from benchmarks.quality.forced import Follow, ForcedTokens
+from benchmarks.quality.position import draw
+from benchmarks.quality.ruler.prose import passage, sentences, spread
 
 
 def test_follow_leaves_no_choice_and_then_every_choice():
@@ -46,3 +52,41 @@ def test_summary_is_paired_and_leaves_the_first_token_out():
     }  # fmt: skip
     assert "| snapkv | 25% | 3-4 | 4.500 | +1.000" in markdown(result)
     assert not math.isnan(halves[0]["same"]["low"])
+
+
+def test_a_run_that_did_not_evict_in_decode_is_no_result():
+    options = argparse.Namespace(
+        policies=["snapkv", "tova"], budgets=["25%", "512"], interval=128, continuation=1024
+    )
+    rows: list = [{}] * 3
+    due = 3 * 4 * (1 + 7)
+    check(options, rows, {"evictions": due})
+    with pytest.raises(SystemExit, match="95 of at least 96"):
+        check(options, rows, {"evictions": due - 1})
+    options.interval = 0
+    check(options, rows, {"evictions": 12})
+
+
+def test_spread_texts_begin_at_equal_distances():
+    lengths = [len(sentence) + 1 for sentence in sentences()]
+    starts = [sum(lengths[: spread(part, 20)]) for part in range(20)]
+    gaps = [after - before for before, after in pairwise(starts)]
+    assert starts[0] == 0 and min(gaps) > 0
+    assert max(abs(gap - sum(lengths) / 20) for gap in gaps) <= max(lengths)
+    first, place = sentences()[spread(3, 20)], spread(3, 20)
+    assert passage(random.Random(0), 100, place)[0] == first
+
+
+def test_picture_of_results_with_and_without_layers(tmp_path):
+    estimate = dict(mean=0.1, low=0.05, high=0.2, count=3)
+    cells = [
+        dict(label=name, budget=budget, first=first, last=first + 127, excess=estimate)
+        for name, budget in (("full cache", ""), ("snapkv", "25%"), ("snapkv", "512"))
+        for first in (1, 128)
+    ]
+    results = [dict(options=dict(layers=shares), cells=cells) for shares in ("None", "auto")]
+    draw(results, tmp_path / "a.png")
+    draw(results, tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    draw(results[:1], tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes() != (tmp_path / "a.png").read_bytes()
