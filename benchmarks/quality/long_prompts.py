@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "long_prompts.json"
 BLOCK = 32
 
-Texts = list[tuple[int, ...]]
-Rows = list[dict["Setting", Followed]]
-"""By text: what each setting said."""
+EVICTIONS = "vllm_kvevict:evictions_total"
+
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def server(blocks: int, options: argparse.Namespace, interval: int) -> Server:
         "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
         "--num-gpu-blocks-override", str(blocks), "--kv-cache-memory-bytes", "256M",
         "--max-model-len", "8192", "--max-num-batched-tokens", "2048", "--max-num-seqs", "4",
-        "--no-enable-prefix-caching", "--disable-uvicorn-access-log", "--no-enable-log-requests",
+        "--enable-prefix-caching", "--disable-uvicorn-access-log", "--no-enable-log-requests",
         "--logits-processors", "benchmarks.quality.forced:ForcedTokens",
         "--kv-eviction", options.policies[0],
         "--kv-eviction-allow", ",".join(["none", *options.policies]),
@@ -107,9 +107,9 @@ def parse() -> argparse.Namespace:
 
 
 def follow(
-    running: Server, options: argparse.Namespace, texts: Texts, rows: Rows, intervals: list[int]
-) -> None:
-    """Let a server say the continuation of every text under every policy, budget and interval."""
+    running: Server, options: argparse.Namespace, context: Ids, rest: Ids, intervals: list[int]
+) -> dict[Setting, Followed]:
+    """What a server thinks of a continuation under every policy, budget and interval."""
     endpoint = Endpoint(running.url, timeout_s=1800)
     wanted = [
         Setting(policy, budget, interval)
@@ -119,31 +119,32 @@ def follow(
     ]
     if 0 in intervals:
         wanted.insert(0, Setting())
-    for seed in range(options.texts):
-        if seed == len(texts):
-            texts.append(tuple(text(endpoint, seed, options.context + options.continuation)))
-            rows.append({})
-        context, rest = texts[seed][: options.context], texts[seed][options.context :]
-        for setting in wanted:
-            rows[seed][setting] = endpoint.follow(context, rest, setting.xargs)
-            print(f"text {seed}", setting, flush=True)
-    count = running.metric("vllm_kvevict:evictions_total")
-    least = options.texts * sum(2 if one.interval else 1 for one in wanted if one.policy)
-    if count < least:
+    before, found = running.metric(EVICTIONS), {}
+    for setting in wanted:
+        found[setting] = endpoint.follow(context, rest, setting.xargs)
+        print(setting, flush=True)
+    least = sum(2 if one.interval else 1 for one in wanted if one.policy)
+    if (count := running.metric(EVICTIONS) - before) < least:
         raise SystemExit(f"{count} evictions, {least} or more were asked for")
+    return found
 
 
 def main() -> None:
     options = parse()
     options.work.mkdir(parents=True, exist_ok=True)
-    texts: Texts = []
-    rows: Rows = []
+    texts: list[Ids] = []
+    rows: list[dict[Setting, Followed]] = []
     with server(-(-8192 // BLOCK) + 2, options, 0) as running:
-        follow(running, options, texts, rows, [0])
+        endpoint, wanted = Endpoint(running.url), options.context + options.continuation
+        for seed in range(options.texts):
+            texts.append(tuple(text(endpoint, seed, wanted)))
+            context, rest = texts[seed][: options.context], texts[seed][options.context :]
+            rows.append(follow(running, options, context, rest, [0]))
     with server(options.blocks, options, max(options.intervals)) as running:
-        follow(running, options, texts, rows, options.intervals)
-        evictions = int(running.metric("vllm_kvevict:evictions_total"))
-    write(options, rows, {"evictions": evictions})
+        for seed in range(options.texts):
+            context, rest = texts[seed][: options.context], texts[seed][options.context :]
+            rows[seed] |= follow(running, options, context, rest, options.intervals)
+            write(options, rows[: seed + 1], {"evictions": int(running.metric(EVICTIONS))})
     print(options.output.with_suffix(".md").read_text())
 
 

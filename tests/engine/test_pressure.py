@@ -240,6 +240,18 @@ def test_an_eviction_point_counts_where_it_still_lies_ahead(setup):
     core.finish()
 
 
+@BOTH
+def test_a_long_queue_is_promised_what_its_first_prompts_need(setup, monkeypatch):
+    core = engine(replace(setup, max_num_seqs=40))
+    for n in range(1, 60):
+        core.add(tokens(120, n), 10)
+    demand, room = core.scheduler._pressure._demand, core.scheduler.max_num_active_reqs
+    assert demand.promised() == room * 15, "prompts of 15 blocks, as many as the batch has room for"
+    monkeypatch.setattr("vllm_kvevict.engine.demand.LOOK_AHEAD", 2)
+    assert demand.promised() == room * 15
+    core.finish()
+
+
 def test_in_the_simulator() -> None:
     arguments = (
         f"--model {cached_tiny_llama(kv_heads=2)} --max-num-seqs 16 --prompt 600-700 "

@@ -19,7 +19,7 @@ MOST_RESERVE = 4
 """The reserve is at most the pool divided by this."""
 
 LOOK_AHEAD = 64
-"""Waiting requests whose prompts are counted."""
+"""Waiting requests whose prompts are counted; the others are taken to be as long on average."""
 
 
 class Demand:
@@ -67,13 +67,15 @@ class Demand:
 
         The cache is asked about the first of them only: the others are taken to share as much.
         """
-        waiting = list(islice(self._scheduler.waiting, min(room, LOOK_AHEAD)))
+        count = min(room, len(self._scheduler.waiting))
+        waiting = list(islice(self._scheduler.waiting, min(count, LOOK_AHEAD)))
         found, _, _ = self._scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(
             waiting[0].block_hashes, waiting[0].num_tokens - 1
         )
-        return sum(
+        counted = sum(
             max(0, blocks_for(request.num_tokens, m.block_size) - shared)
             for group, m in self._managers.items()
             for shared in [sum(block.ref_cnt > 0 for block in found[group])]
             for request in waiting
         )
+        return counted * count // len(waiting)
