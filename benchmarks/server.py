@@ -19,9 +19,10 @@ from typing import Self
 import psutil
 
 from benchmarks.leash import Leash
+from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.metrics.prometheus import CAUSES, COUNTERS, PREFIX, REASONS
 
 VLLM = Path(sys.executable).with_name("vllm")
-COUNTERS = re.compile(r"KV eviction: (evictions=\d+ .*)")
 
 
 def free_port() -> int:
@@ -63,6 +64,7 @@ class Server:
         self.command = [
             str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port), *args,
         ]  # fmt: skip
+        self._totals = Counters()
         self._env = dict(os.environ, VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1") | (env or {})
 
     def __enter__(self) -> Self:
@@ -99,6 +101,13 @@ class Server:
 
     def stop(self) -> int:
         """End the server and wait for all its processes; what is left after a minute is killed."""
+        try:
+            self.evictions()
+        finally:
+            code = self._end()
+        return code
+
+    def _end(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 60
@@ -122,10 +131,11 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels, from /metrics; 0 where it is missing."""
+        return _total(self._metrics(), name)
+
+    def _metrics(self) -> str:
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        pattern = re.compile(rf"^{re.escape(name)}(?:\{{.*?\}})? (\S+)$", re.MULTILINE)
-        return sum(float(value) for value in pattern.findall(text))
+            return answer.read().decode()
 
     def post(self, path: str, body: dict) -> dict:
         request = urllib.request.Request(
@@ -135,11 +145,32 @@ class Server:
             return json.load(answer)
 
     def evictions(self) -> dict[str, int]:
-        """The last totals that the scheduler logged; zeros where it logged none."""
-        found = COUNTERS.findall(self.log.read_text())
-        if not found:
-            return {"evictions": 0, "blocks_freed": 0, "postponed": 0}
-        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", found[-1])}
+        """Totals of all engines by the counter's name; of a server that ended, the last it gave.
+
+        Those of a request's evictions are there when the request has its last token.
+        """
+        with contextlib.suppress(OSError):
+            text = self._metrics()
+            found = {
+                name: _total(text, f"{PREFIX}{metric}_total")
+                for name, (metric, _) in COUNTERS.items()
+            }
+            for kind, metric, labels in (
+                ("evictions", "evictions", REASONS),
+                ("postponed", "postponed_evictions", CAUSES),
+            ):
+                for one in labels:
+                    value = _total(text, f"{PREFIX}{metric}_total", f'reason="{one}"')
+                    found[f"{kind}_{one}"] = value
+            self._totals = Counters(**{name: int(value) for name, value in found.items()})
+        return self._totals.as_dict()
+
+
+def _total(text: str, name: str, label: str = "") -> float:
+    """Sum of a metric over its labels, of those samples alone that have ``label``."""
+    labels = rf"\{{.*?{re.escape(label)}.*?\}}"
+    pattern = re.compile(rf"^{re.escape(name)}(?:{labels})? (\S+)$", re.MULTILINE)
+    return sum(float(value) for value in pattern.findall(text))
 
 
 class Watch:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.harness import STOP_TOKEN, VOCABULARY, Engine, Setup
+from vllm_kvevict.engine import totals
 from vllm_kvevict.schedule.step_plan import PLAN
 
 SYNC = Setup(interval=64)
@@ -275,6 +276,20 @@ def test_a_scheduler_without_an_evictable_group_says_so(monkeypatch):
     monkeypatch.setattr(harness, "kv_cache_config", lambda setup: plain)
     with pytest.raises(RuntimeError, match="without an evictable KV-cache group"):
         harness.make_scheduler(SYNC)
+
+
+@BOTH
+def test_totals_are_logged_once_for_many_pauses_and_at_the_end(setup, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(totals.logger, "info", lambda form, line: lines.append(line))
+    core = engine(replace(setup, max_batched=512))
+    for index in range(5):
+        core.add(tokens(100, index), 4)
+        core.finish()
+        core.abort(core.add(tokens(100, index), 4))
+    assert len(lines) == 1 and lines[0].startswith("evictions=1 ")
+    core.scheduler.shutdown()
+    assert len(lines) == 2 and lines[1].startswith("evictions=5 ")
 
 
 @BOTH

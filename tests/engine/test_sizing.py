@@ -7,7 +7,7 @@ import pytest
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_scheduler import no_stop, tokens
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.sizing.life import EvictingGroup, Group, life
+from vllm_kvevict.sizing.life import EvictingGroup, Group, SharingGroup, life
 
 PROMPT, OUTPUT = 200, 60
 SETUP = Setup(budget=64, interval=24, blocks=128, max_num_seqs=32, max_batched=256, caching=False)
@@ -43,6 +43,38 @@ def test_planned_sequences_run_without_preemption(asynchronous, rule):
     sequences = planned(setup).sequences(setup.blocks - 1)
     assert 3 < sequences < setup.max_num_seqs
     assert run(replace(setup, max_num_seqs=sequences)) == (sequences, 0)
+
+
+@pytest.mark.parametrize("shared", ["keep", "evict"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("rule", [dict(), dict(interval=0), dict(budget="50%")])
+def test_planned_sequences_over_one_context(asynchronous, rule, shared):
+    """Each holds what it asks and says, and the context's store is held once."""
+    context, question, output = 200, 30, 60
+    setup = replace(SETUP, caching=True, asynchronous=asynchronous, shared=shared, **rule)
+    config = EvictionConfig(
+        policy="snapkv", budget=setup.budget, window=setup.window, interval=setup.interval
+    )
+    rule = config.timeline(setup.block_size)
+    group = SharingGroup(rule, context + question, context, shared == "evict")
+    sequences = life([group], context + question, output).sequences(setup.blocks - 1 - group.shared)
+    own = shared == "evict" and setup.interval > 0  # Each ends with a store of its own.
+    assert sequences > (3 if own else planned(setup).sequences(setup.blocks - 1))
+    assert sequences <= setup.max_num_seqs
+    core = Engine(replace(setup, max_num_seqs=sequences), no_stop)
+    for seed in range(60):
+        asked = {"kv_eviction_at": context}
+        core.add(tokens(context) + tokens(question, seed), output, asked=asked)
+    peak = 0
+    while core.scheduler.has_unfinished_requests():
+        core.step()
+        peak = max(peak, len(core.scheduler.running))
+    core.settle()
+    assert peak == sequences
+    # Where nobody holds it any more, it leaves with the next request that needs blocks.
+    taken = core.scheduler.eviction_counters.stores_taken
+    assert taken > 40 if own else taken == 59
+    assert sum(request.num_preemptions for request in core.requests) == 0
 
 
 def test_planned_sequences_without_eviction():

@@ -34,7 +34,6 @@ from vllm_kvevict.settings.requests import RequestOptions
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -188,7 +187,7 @@ class EvictionMixin(Scheduler):
             self._planner.retire(plan)
         if self._reports is not None:
             self._reports.send(model_runner_output, outputs)
-        self._log_if_idle()
+        self._totals.tick(idle=not self.requests)
         return outputs
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
@@ -209,18 +208,14 @@ class EvictionMixin(Scheduler):
             return False
         return not self._shared.waits(request, self.running)
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
-        self._totals.tick()
-        return super().make_stats(*args, **kwargs)
-
     def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
         finished = super().finish_requests(request_ids, finished_status)
-        self._log_if_idle()
+        self._totals.tick(idle=not self.requests)
         return finished
 
-    def _log_if_idle(self) -> None:
-        if not self.requests:
-            self._totals.idle()
+    def shutdown(self) -> None:
+        self._totals.close()
+        super().shutdown()
 
 
 class EvictingScheduler(EvictionMixin):

@@ -2,17 +2,19 @@
 
 import time
 
+from vllm import envs
 from vllm.logger import init_logger
 
 from vllm_kvevict.metrics.counters import Counters
 
 logger = init_logger("vllm.kv_eviction.scheduler")
 
-LOG_INTERVAL_S = 10.0
-
 
 class TotalsLog:
-    """Writes totals that have changed since the last line.
+    """Writes totals that have changed, once in an interval of vLLM's statistics at most.
+
+    What changes within an interval is in the next line. So a server that becomes idle again and
+    again writes no line a request, and the last one may lag behind; ``/metrics`` never does.
 
     Args:
         counters: The totals.
@@ -23,26 +25,22 @@ class TotalsLog:
     def __init__(self, counters: Counters, periodic: bool) -> None:
         self._counters = counters
         self._periodic = periodic
-        self._logged = (time.monotonic(), "")
+        self._interval_s = envs.VLLM_LOG_STATS_INTERVAL
+        self._due = 0.0
+        self._line = ""
 
-    def tick(self) -> None:
-        """Write every :data:`LOG_INTERVAL_S`, where it is on this process to do so."""
-        if self._periodic:
-            now = time.monotonic()
-            if now - self._logged[0] >= LOG_INTERVAL_S:
-                self._log(now)
+    def tick(self, idle: bool) -> None:
+        """After a step, or what ended requests between steps: write if a line is due.
 
-    def idle(self) -> None:
-        """Write before the last answer goes out.
-
-        With several API servers vLLM kills the engine core at once when it is told to stop, so
-        there is no later moment. One line at most for every request that ends.
+        Beside a front end that writes periodic lines, only where no request is left (``idle``).
         """
-        if self._counters.evictions or self._counters.postponed:
-            self._log(time.monotonic())
+        if (idle or self._periodic) and time.monotonic() >= self._due:
+            self.close()
 
-    def _log(self, now: float) -> None:
+    def close(self) -> None:
+        """Write what is new, whenever the last line was."""
         line = self._counters.line()
-        if line != self._logged[1]:
+        if line != self._line and (self._counters.evictions or self._counters.postponed):
             logger.info("KV eviction: %s", line)
-        self._logged = (now, line)
+            self._line = line
+            self._due = time.monotonic() + self._interval_s

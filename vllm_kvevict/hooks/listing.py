@@ -164,7 +164,7 @@ HOOKS = {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
             Scheduler.update_from_output(scheduler_output,model_runner_output)
-            Scheduler.make_stats Scheduler.add_request(request)
+            Scheduler.shutdown() Scheduler.add_request(request)
             Scheduler.finish_requests(request_ids,finished_status)
             Scheduler._free_request(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)

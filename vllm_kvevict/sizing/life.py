@@ -132,6 +132,48 @@ class EvictingGroup(Group):
         return positional + request.store_blocks
 
 
+class SharingGroup(EvictingGroup):
+    """One request's own blocks in a group where all requests take one context's store.
+
+    Args:
+        timeline: The group's rule.
+        prompt: Tokens of the prompt.
+        context: Its first tokens, the same for all requests, which are evicted at their end.
+        evicts_shared: Whether it evicts again where others hold more than it would give back.
+
+    """
+
+    def __init__(self, timeline: Timeline, prompt: int, context: int, evicts_shared: bool) -> None:
+        super().__init__(timeline, prompt)
+        request = self._request = RequestTimeline(timeline, prompt, prompt, at=context)
+        if request.is_due(context):
+            request.evict(context)
+        self.points = request.points
+        self._first = request.tail_start
+        self._evicts_shared = evicts_shared
+        self._whole = context // self.block_size
+        self.shared = request.store_blocks + self._whole - self._first // self.block_size
+        """Blocks that all requests hold together."""
+
+    def step(self, n: int, last: int) -> int:
+        request = self._request
+        if self._shares and not self._evicts_shared and request.is_due(n):
+            own = request.timeline.tail_start(n) // self.block_size - self._whole
+            if own <= request.wanted(n):
+                request.defer(n)
+        during = super().step(n, last)
+        if self.replacing:
+            self.replacing = request.store_blocks + 1
+        return during
+
+    @property
+    def _shares(self) -> bool:
+        return self._request.tail_start == self._first
+
+    def _blocks(self, n: int) -> int:
+        return super()._blocks(n) - (self.shared if self._shares else 0)
+
+
 def groups_of(
     vllm_config: "VllmConfig", specs: Sequence["KVCacheSpec"], prompt: int, policy: str
 ) -> list[Group]:
@@ -162,3 +204,27 @@ def groups_of(
         else:
             groups.append(Group(spec.block_size))
     return groups
+
+
+def sharing_groups(
+    specs: Sequence["KVCacheSpec"], prompt: int, context: int, policy: str, evicts_shared: bool
+) -> list[SharingGroup] | None:
+    """The groups of a request that takes the store of a context; None where none is shared.
+
+    Args:
+        specs: One of each KV-cache group.
+        prompt: Tokens of the prompt.
+        context: Tokens of the context, which it begins with.
+        policy: What the request evicts by.
+        evicts_shared: As in :class:`SharingGroup`.
+
+    """
+    from vllm_kvevict.engine.spec import EvictableAttentionSpec
+
+    options = RequestOptions(policy, at=context)
+    groups = [
+        SharingGroup(options.timeline(spec.timeline), prompt, context, evicts_shared)
+        for spec in specs
+        if isinstance(spec, EvictableAttentionSpec) and spec.timeline is not None
+    ]
+    return groups if len(groups) == len(specs) else None

@@ -24,7 +24,8 @@ class Options:
     """The load, in tokens, and the memory of one rank, in bytes.
 
     ``gpu_memory`` is the whole device; None where the KV cache's own size is given.
-    ``weights`` and ``activations`` are None for counted and estimated.
+    ``weights`` and ``activations`` are None for counted and estimated, ``context`` where prompts
+    share none.
     """
 
     gpu_memory: int | None
@@ -33,6 +34,7 @@ class Options:
     weights: int | None
     activations: int | None
     json: bool
+    context: int | None = None
 
 
 def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
@@ -57,7 +59,13 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
 
     args = _parser().parse_args(argv)
     options = Options(
-        args.gpu_memory, args.prompt, args.output, args.weights, args.activations, args.json
+        args.gpu_memory,
+        args.prompt,
+        args.output,
+        args.weights,
+        args.activations,
+        args.json,
+        args.context,
     )
     _check(options, args.kv_cache_memory_bytes)
     if args.budget is not None:
@@ -106,6 +114,13 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--gpu-memory", **size, help="Memory of one device.")
     group.add_argument("--prompt", type=int, required=True, metavar="N", help="Tokens of a prompt.")
     group.add_argument("--output", type=int, default=256, metavar="N", help="Tokens of an answer.")
+    group.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="First tokens of every prompt, the same for all, after which they evict "
+        "(kv_eviction_at).",
+    )
     group.add_argument("--budget", help="Short for --kv-eviction-budget.")
     group.add_argument("--weights", **size, help="Of one rank (default: counted).")
     group.add_argument(
@@ -131,6 +146,11 @@ def _check(options: Options, kv_cache_memory: int | None) -> None:
     for name, value, least in (("prompt", options.prompt, 1), ("output", options.output, 1)):
         if value < least:
             raise SizingError(f"--{name}: must be at least {least}, not {value}")
+    if options.context is not None and not 0 < options.context < options.prompt:
+        raise SizingError(
+            f"--context: must be at least 1 and less than --prompt {options.prompt}, not "
+            f"{options.context}"
+        )
     if (options.gpu_memory is None) == (kv_cache_memory is None):
         raise SizingError(
             "give one of --gpu-memory (of the whole device) and --kv-cache-memory-bytes (of the "

@@ -3,12 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.policies.needs import sustained
+from vllm_kvevict.policies.needs import shares_stores, sustained
+from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.settings.names import NONE
-from vllm_kvevict.sizing.life import Life, groups_of, life
+from vllm_kvevict.sizing.life import Life, groups_of, life, sharing_groups
 from vllm_kvevict.sizing.memory import Memory, share_out
 from vllm_kvevict.sizing.model import rank_specs
-from vllm_kvevict.sizing.options import Options
+from vllm_kvevict.sizing.options import Options, SizingError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,13 +27,18 @@ class Sizing:
     memory: Memory
     without: Life
     evicting: Life
+    sharing: Life | None = None
+    """A request's own blocks where all take one context's store."""
+    shared: int = 0
+    """Blocks of that store, and the full ones behind it."""
 
     @classmethod
     def of(cls, options: Options, vllm_config: "VllmConfig", config: "EvictionConfig") -> "Sizing":
         """Size a server.
 
         Raises:
-            SizingError: The memory does not suffice, or the model's layers are unknown.
+            SizingError: The memory does not suffice, the model's layers are unknown, or a context
+                is given and could not be shared.
 
         """
         memory = share_out(options, vllm_config, config, rank_specs(vllm_config, config))
@@ -41,7 +47,24 @@ class Sizing:
             life(groups_of(vllm_config, memory.specs, options.prompt, policy), *load)
             for policy in (NONE, config.policy)
         )
-        return cls(options, vllm_config, config, memory, without, evicting)
+        if options.context is None:
+            return cls(options, vllm_config, config, memory, without, evicting)
+        groups = sharing_groups(
+            memory.specs,
+            options.prompt,
+            options.context,
+            config.policy,
+            config.shared_blocks == "evict",
+        )
+        if groups is None or not shares_stores(build_policies(config)[config.policy]):
+            raise SizingError(
+                f"--context: {config.policy} on this model shares no stores "
+                "(docs/configuration.md, Many questions about one context)"
+            )
+        shared = sum(group.shared for group in groups)
+        return cls(
+            options, vllm_config, config, memory, without, evicting, life(groups, *load), shared
+        )
 
     @property
     def usable_blocks(self) -> int:
@@ -50,11 +73,14 @@ class Sizing:
 
     def sequences(self, one: Life) -> int:
         """Requests at once of which none is preempted."""
-        return min(one.sequences(self.usable_blocks), self._most)
+        return min(one.sequences(self._blocks(one)), self._most)
 
     def mean_sequences(self, one: Life) -> int:
         """Requests at once that are spread over their lives."""
-        return min(one.mean_sequences(self.usable_blocks), self._most)
+        return min(one.mean_sequences(self._blocks(one)), self._most)
+
+    def _blocks(self, one: Life) -> int:
+        return self.usable_blocks - (self.shared if one is self.sharing else 0)
 
     @property
     def _most(self) -> int:
@@ -101,6 +127,9 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         output=sizing.options.output,
         without=request(sizing.without),
         with_eviction=request(sizing.evicting),
+        context=sizing.options.context,
+        shared_blocks=sizing.shared,
+        sharing=request(sizing.sharing) if sizing.sharing is not None else None,
     )
 
 
@@ -143,6 +172,16 @@ def as_text(sizing: Sizing) -> str:
         ("sequences at once, spread over their lives", sizing.mean_sequences),
     ):
         lines.append(f"{name:44}{pick(sizing.without):>10}{pick(sizing.evicting):>10}")
+    if (one := sizing.sharing) is not None:
+        lines += [
+            "",
+            f"{f'one context of {sizing.options.context} of these tokens, taken by all':54}"
+            f"{'eviction':>10}",
+            f"{'blocks of the context, held once':54}{sizing.shared:>10}",
+            f"{'blocks of a request while it decodes, most':54}{one.decode:>10}",
+            f"{'sequences at once, none ever preempted':54}{sizing.sequences(one):>10}",
+            f"{'sequences at once, spread over their lives':54}{sizing.mean_sequences(one):>10}",
+        ]
     if config.when == "pressure":
         lines.append(
             f"under pressure only: up to {sizing.mean_sequences(sizing.without)} such requests, "

@@ -34,12 +34,7 @@ LATENT = dict(
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": dict(COMMON, model_type="llama"),
     "Gemma3ForCausalLM": dict(COMMON, model_type="gemma3_text", **MIXED),
-    "DeepseekV2ForCausalLM": dict(
-        COMMON,
-        model_type="deepseek_v2",
-        q_lora_rank=None,
-        **LATENT,
-    ),
+    "DeepseekV2ForCausalLM": dict(COMMON, model_type="deepseek_v2", q_lora_rank=None, **LATENT),
     "GlmMoeDsaForCausalLM": dict(
         COMMON,
         model_type="glm_moe_dsa",
@@ -401,6 +396,4 @@ def test_every_row_is_one_sentence(row: Any) -> None:
 
 
 def _check(config: Any, policy: str = "snapkv") -> None:
-    from vllm_kvevict.front.support import check
-
-    check(config, EvictionConfig(policy=policy))
+    support.check(config, EvictionConfig(policy=policy))

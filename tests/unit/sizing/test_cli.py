@@ -51,6 +51,16 @@ def test_json_holds_what_the_text_says(model):
                 assert str(value) in text, (part, value)
 
 
+def test_a_context_that_all_requests_share(model):
+    found = plan(model, *LOAD, *KV, "--budget", "256", "--context", "1900")
+    data, text = as_json(found), as_text(found)
+    assert found.shared == data["shared_blocks"] == 7 + 1
+    assert data["sharing"]["sequences"] > data["with_eviction"]["sequences"]
+    assert "one context of 1900 of these tokens" in text
+    for name in ("decode", "sequences", "mean_sequences"):
+        assert f" {data['sharing'][name]}\n" in text + "\n"
+
+
 def test_under_pressure_it_says_how_many_keep_everything(model):
     usual = plan(model, *LOAD, *KV, "--budget", "256")
     pressure = plan(model, *LOAD, *KV, "--budget", "256", "--kv-eviction-when", "pressure")
@@ -109,6 +119,8 @@ def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
         ([*LOAD, *KV, "--budget", "none"], "--kv-eviction-budget: give tokens"),
         ([*LOAD, *KV, "--kv-eviction", "best"], "unknown policy 'best'; choose from"),
         ([*LOAD, *KV, "--kv-eviction", "none"], "eviction is off"),
+        ([*LOAD, *KV, "--context", "2000"], "--context: must be at least 1 and less than --prompt"),
+        ([*LOAD, *KV, "--context", "9", "--kv-eviction", "nacl"], "nacl .* shares no stores"),
         ([*LOAD, "--kv-cache-memory-bytes", "64K"], "estimated maximum model length"),
         ([*LOAD, "--gpu-memory", "1M"], "leave no room for a KV cache"),
         ([*LOAD, *KV, "--kv-cache-dtype", "fp8_e5m2"], "does not support this type of KV cache"),

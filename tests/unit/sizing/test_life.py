@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
-from vllm_kvevict.sizing.life import EvictingGroup, Group, life
+from vllm_kvevict.sizing.life import EvictingGroup, Group, SharingGroup, life
 
 RULE = Timeline(block_size=32, window=32, interval=128, budget_tokens=256)
 
@@ -21,6 +21,24 @@ def test_by_hand():
     # 2177..2208 hold 2, 2209..2239 hold 3.
     tail = 32 * (2 + 3 + 4 + 5) + 32 * 2 + 31 * 3
     assert one.mean == pytest.approx(7 + tail / 191)
+
+
+@pytest.mark.parametrize("evicts_shared", [False, True])
+def test_a_shared_context_by_hand(evicts_shared):
+    """2040 tokens: S = 7, T = 1984, one full block behind it; 40 tokens and 192 are its own.
+
+    The next eviction is due at 2168: it would give back the blocks from 2016 to 2112, which are
+    three, and take 7. After 2271 tokens there are no more than seven of them.
+    """
+    group = SharingGroup(RULE, 2080, 2040, evicts_shared)
+    one = life([group], 2080, 192)
+    assert group.shared == 7 + 1
+    assert one.prompt == 2  # [2016, 2080)
+    if evicts_shared:
+        # At 2168 it has [2016, 2168); then a store and [2112, 2271) of its own.
+        assert (one.decode, one.replace, one.evictions) == (7 + 5, 7 + 1, 1)
+    else:
+        assert (one.decode, one.replace, one.evictions) == (8, 0, 0)
 
 
 def test_stock_holds_every_token():
