@@ -25,6 +25,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pressure")
     add_arguments(parser)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--answers", type=int, default=8, help="that must be stock vLLM's")
     parser.add_argument("--rounds", type=int, default=5, help="alternating loads, memory for all")
     parser.add_argument("--requests", type=int, default=16, help="of a load, and of a burst")
     parser.add_argument("--phases", type=int, default=5, help="quiet ones and bursts by turns")
@@ -34,7 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.requests, options.phases = 1, 8, 3
+        options.answers, options.rounds, options.requests, options.phases = 2, 1, 8, 2
         options.memory, options.samples = "2", 3
     return options
 
@@ -45,7 +46,8 @@ def main() -> None:
     servers = Servers(model, options.policy, options.budget, options.work)
     result = {"options": {key: str(value) for key, value in vars(options).items()}, **provenance()}
     if "lossless" in options.parts:
-        texts = [one.sample.context for one in needle.prompts(LocalChat(model), 8)]
+        chat = LocalChat(model)
+        texts = [one.sample.context for one in needle.prompts(chat, options.answers)]
         result["lossless"] = lossless.run(servers, texts, options.rounds, options.requests)
     if "swing" in options.parts:
         result["swing"] = swing.run(servers, options.phases, options.requests)
