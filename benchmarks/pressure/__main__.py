@@ -8,7 +8,9 @@ them at a time; the other parts start one after the other.
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.pressure import lossless, needle, swing
 from benchmarks.pressure.report import markdown, plot
@@ -18,13 +20,13 @@ from benchmarks.quality.local_chat import LocalChat
 from benchmarks.smollm2 import real_model
 
 RESULT = Path(__file__).parents[1] / "results" / "pressure.json"
-PARTS = ("lossless", "swing", "needle")
+PARTS = "lossless,swing,needle"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pressure")
     add_arguments(parser)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=PARTS)
     parser.add_argument("--answers", type=int, default=8, help="that must be stock vLLM's")
     parser.add_argument("--rounds", type=int, default=5, help="alternating loads, memory for all")
     parser.add_argument("--requests", type=int, default=16, help="of a load, and of a burst")
@@ -40,30 +42,41 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    output = options.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    output.with_suffix(".md").write_text(markdown(result))
+    if "needle" in result:
+        plot(result, output.with_suffix(".png"))
+
+
 def main() -> None:
     options = parse()
     model = options.model or real_model()
     servers = Servers(model, options.policy, options.budget, options.work)
-    result = {"options": {key: str(value) for key, value in vars(options).items()}, **provenance()}
-    if "lossless" in options.parts:
-        chat = LocalChat(model)
-        texts = [one.sample.context for one in needle.prompts(chat, options.answers)]
-        result["lossless"] = lossless.run(servers, texts, options.rounds, options.requests)
-    if "swing" in options.parts:
-        result["swing"] = swing.run(servers, options.phases, options.requests)
-    if "needle" in options.parts:
-        memories = [int(memory) for memory in options.memory.split(",")]
-        result["needle"] = needle.run(servers, memories, options.samples)
-        plot(result, options.output.with_suffix(".png"))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(markdown(result))
+    chat, memories = LocalChat(model), [int(memory) for memory in options.memory.split(",")]
+    run: dict[str, Callable[[], dict[str, Any]]] = {
+        "lossless": lambda: lossless.run(
+            servers,
+            [one.sample.context for one in needle.prompts(chat, options.answers)],
+            options.rounds,
+            options.requests,
+        ),
+        "swing": lambda: swing.run(servers, options.phases, options.requests),
+        "needle": lambda: needle.run(servers, memories, options.samples),
+    }
+    given = {key: str(value) for key, value in vars(options).items()}
+    result: dict[str, Any] = {"options": given, **provenance()}
+    for part in options.parts.split(","):
+        result[part] = run[part]()
+        # What was measured is kept, whatever becomes of the next part.
+        write(options, result)
     print(options.output.with_suffix(".md").read_text())
-    found = result.get("lossless")
-    if found and (
-        found["same_answers"] != found["answers"] or found["counted"][PRESSURE]["evictions"]
-    ):
-        raise SystemExit("Eviction under pressure changed answers where memory was ample.")
+    if found := result.get("lossless"):
+        evictions = found["counted"][PRESSURE]["evictions"]
+        if found["same_answers"] != found["answers"] or evictions:
+            raise SystemExit("Eviction under pressure changed answers where memory was ample.")
 
 
 if __name__ == "__main__":
