@@ -11,8 +11,8 @@ from benchmarks.server import Server
 STOCK, ALWAYS, PRESSURE = "stock", "always", "pressure"
 WAYS = (STOCK, ALWAYS, PRESSURE)
 
-LONGEST, SEQUENCES = 2304, 16
-"""Tokens of the longest request, and requests in a batch."""
+SEQUENCES = 16
+"""Requests in a batch."""
 
 COUNTS = {
     "evictions": "vllm_kvevict:evictions_total",
@@ -43,11 +43,12 @@ class Servers:
     work: Path
 
     def start(self, way: str, requests: int, tokens: int) -> Server:
-        """A server with KV memory for so many full requests of so many tokens each."""
-        blocks = requests * -(-tokens // BLOCK) + 1
+        """A server with KV memory for so many full requests of so many tokens each, 2 or more."""
+        each = -(-tokens // BLOCK)
+        blocks = requests * each + 1
         args = [
             "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
-            "--max-model-len", str(LONGEST), "--max-num-batched-tokens", "2048",
+            "--max-model-len", str((each + 1) * BLOCK), "--max-num-batched-tokens", "2048",
             "--max-num-seqs", str(SEQUENCES), "--disable-uvicorn-access-log",
             "--kv-cache-memory-bytes", str(blocks * block_bytes(self.model)),
         ]  # fmt: skip
