@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--answers", type=int, default=8, help="that must be stock vLLM's")
     parser.add_argument("--rounds", type=int, default=5, help="alternating loads, memory for all")
     parser.add_argument("--requests", type=int, default=16, help="of a load, and of a burst")
-    parser.add_argument("--phases", type=int, default=5, help="quiet ones and bursts by turns")
+    parser.add_argument("--phases", type=int, default=3, help="quiet ones and bursts by turns")
     parser.add_argument("--memory", default="2,4,8,16", help="full requests, of the needle's load")
     parser.add_argument("--samples", type=int, default=20, help="needles, asked in two scenarios")
     parser.add_argument("--quick", action="store_true", help="the least of everything")
