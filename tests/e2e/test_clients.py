@@ -114,6 +114,7 @@ def check_place(value: dict[str, Any]) -> None:
 def run(*command: str | Path) -> str:
     """What a client of .venv-clients prints; it reaches nothing but the server."""
     settings = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    settings |= dict(GUIDELLM__MAX_WORKER_PROCESSES="1")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in command],
@@ -182,12 +183,20 @@ def test_lm_eval_local_completions(tiny_model, evicting, tmp_path):
 @pytest.mark.nightly
 @needs_clients
 def test_guidellm_replays_arrivals(tiny_model, evicting, tmp_path):
-    """A recorded trace: arrival times and lengths."""
+    """A recorded trace: arrival times and lengths.
+
+    guidellm 0.8.1 may leave the record that reaches it last out of its report: it sets
+    ``shutdown_event`` before it queues that record (``received_callback``), and stops reading when
+    it sees the event while the queue is empty (``request_updates``), so a busy machine loses one
+    now and then. All that it sent and was answered is in the server's counters.
+    """
     trace = tmp_path / "trace.jsonl"
     rows = [dict(timestamp=0.2 * n, input_length=200 + 20 * n, output_length=40) for n in range(6)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = tmp_path / "report.json"
     source = dict(kind="json_file", path=str(trace))
+    counters = ("vllm:request_success_total", "vllm:generation_tokens_total")
+    before = [evicting.metric(name) for name in counters]
     run(
         PYTHON.with_name("guidellm"),
         *("run", "--disable-console"),
@@ -200,4 +209,8 @@ def test_guidellm_replays_arrivals(tiny_model, evicting, tmp_path):
     benchmark = json.loads(report.read_text())["benchmarks"][0]
     requests = benchmark["requests"]
     assert not requests["errored"] and not requests["incomplete"]
-    assert sorted(r["output_tokens"] for r in requests["successful"]) == [40] * len(rows)
+    recorded = [r["output_tokens"] for r in requests["successful"]]
+    assert len(rows) - 1 <= len(recorded) <= len(rows) and set(recorded) == {40}
+    wait_for(evicting, "vllm:num_requests_running", 0)
+    after = [evicting.metric(name) for name in counters]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [len(rows), 40 * len(rows)]

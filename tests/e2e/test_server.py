@@ -84,7 +84,9 @@ def server(tiny_model, truth, tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
-def complete(server: Server, prompt: list[int], **options: Any) -> list[dict[str, Any]]:
+def complete(
+    server: Server, prompt: list[int] | list[list[int]], **options: Any
+) -> list[dict[str, Any]]:
     body = dict(model="tiny", prompt=prompt) | GREEDY | options
     return server.post("/v1/completions", body)["choices"]
 
