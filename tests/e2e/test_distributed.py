@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.tp_script import EVICTION, NEW_TOKENS, PROMPTS
+from tests.e2e.tp_script import (
+    EVICTION,
+    NEW_TOKENS,
+    POINT,
+    PREPARED,
+    PROMPTS,
+    QUESTIONS,
+    SHARED,
+    SHARING,
+)
 from tests.oracles.engine import engine
 
 
@@ -27,8 +36,8 @@ def two_ranks(model: Path, policy: str) -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULT "))
 
 
-def compared(model: Path, policy: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of one rank and of two, whose evictions and blocks are those of one."""
+def compared(model: Path, policy: str) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
+    """Tokens of one rank and of two, whose evictions and blocks are those of one; all of two."""
     with engine(model, dict(policy=policy, **EVICTION), max_num_batched_tokens=256) as run:
         alone = run.generate(PROMPTS, NEW_TOKENS)
         counters = run.counters.as_dict()
@@ -39,14 +48,37 @@ def compared(model: Path, policy: str) -> tuple[list[list[int]], list[list[int]]
     for name in ("evictions", "store_blocks_allocated", "tokens_evicted"):
         assert result["counters"][name] == 2 * counters[name] > 0
     assert [len(output) for output in first] == [NEW_TOKENS] * len(PROMPTS)
-    return alone, first
+    return alone, first, result
+
+
+def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
+    """Questions about one document, of which the first two are the same, on two ranks."""
+    for name, taken in (("point", len(QUESTIONS) - 1), ("prepared", len(QUESTIONS))):
+        tokens, counters = result[name]["tokens"], result[name]["counters"]
+        assert tokens[0] == tokens[1], "whoever made the store"
+        assert (counters["stores_published"], counters["stores_taken"]) == (1, taken)
+        assert counters["evictions_prefill"] == 1
+    assert counters["preparations"] == 1 and counters["preparations_failed"] == 0
+    if policy.startswith("ada-"):
+        return
+    settings = dict(policy=policy, **EVICTION)
+    asked = [[each] * len(QUESTIONS) for each in (POINT, PREPARED)]
+    with engine(model, settings, max_num_batched_tokens=256) as run:
+        assert result["point"]["tokens"] == run.generate(QUESTIONS, SHARED, asked[0])
+        assert run.counters.stores_taken == 0 and run.counters.evictions == len(QUESTIONS)
+    options = dict(max_num_batched_tokens=256, enable_prefix_caching=True)
+    with engine(model, settings, **options) as run:
+        assert result["prepared"]["tokens"] == run.generate(QUESTIONS, SHARED, asked[1])
+        assert run.counters.preparations == 1
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 @pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", "tova", "nacl"])
 def test_two_ranks(tiny_model_kv4, policy):
-    alone, together = compared(tiny_model_kv4, policy)
+    alone, together, result = compared(tiny_model_kv4, policy)
     if not policy.startswith("ada-"):
         assert together == alone, "a uniform budget does not depend on how heads are split"
     else:
         assert together != alone, "an adaptive one does: two heads share it instead of four"
+    if policy in SHARING:
+        check_sharing(tiny_model_kv4, policy, result)

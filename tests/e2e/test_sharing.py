@@ -80,6 +80,25 @@ def test_what_lies_before_the_point_is_not_computed(tiny_model, sharing):
         assert sum(computed) == (question if sharing else len(PROMPTS[1]))
 
 
+@pytest.mark.parametrize("interval", [0, 64])
+def test_a_turn_takes_what_the_one_before_computed(tiny_model, oracle, interval):
+    settings, turns = SETTINGS | dict(interval=interval), [PROMPTS[0]]
+    with engine(tiny_model, settings, enable_prefix_caching=True, **OPTIONS) as run:
+        for seed in range(3):
+            before = run.counters.tokens_taken
+            (answer,) = run.generate(turns[-1:], NEW_TOKENS, [POINT])
+            assert check_tokens(oracle, turns[-1], answer, run.lives()[0]) == (100, 100)
+            # The answer's last token was sampled only; the window is that of the next eviction.
+            former = len(turns[-2]) + NEW_TOKENS - 1 if seed else 0
+            most = former // 32 * 32 if not interval else len(turns[-1]) - 32
+            taken = run.counters.tokens_taken - before
+            assert not seed or len(DOCUMENT) < taken <= most
+            assert interval or taken == most
+            turns.append(turns[-1] + answer + random_prompt(20, seed=50 + seed))
+        assert run.counters.stores_published == 1 and run.counters.stores_taken == 2
+        assert bool(run.counters.evictions_decode) == bool(interval)
+
+
 def held(run):
     """Blocks of published stores, and those behind them."""
     stores = run.scheduler._shared._published.values()

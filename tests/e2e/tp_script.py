@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on the CPU: tokens of two rounds, evictions and leaks, as JSON."""
+"""Two tensor-parallel ranks on the CPU: tokens, evictions and leaks of some rounds, as JSON."""
 
 import json
 import os
@@ -10,6 +10,13 @@ from tests.models import random_prompt
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 60)]
 NEW_TOKENS = 110
 EVICTION = dict(budget=96, interval=32)
+DOCUMENT = random_prompt(300, seed=5)
+QUESTIONS = [DOCUMENT + random_prompt(20, seed=seed) for seed in (1, 1, 2)]
+POINT = {"kv_eviction_at": len(DOCUMENT), "kv_eviction_interval": 0}
+PREPARED = POINT | {"kv_eviction_prepare": random_prompt(40, seed=3)}
+SHARED = 40
+"""Tokens of the answers to them."""
+SHARING = ("snapkv", "ada-snapkv")
 
 
 def main(model: Path, policy: str) -> None:
@@ -37,11 +44,20 @@ def main(model: Path, policy: str) -> None:
             [dict(prompt_token_ids=prompt) for prompt in PROMPTS], params, use_tqdm=False
         )
         rounds.append([list(output.outputs[0].token_ids) for output in outputs])
-    result = dict(
-        rounds=rounds,
-        counters=scheduler.eviction_counters.as_dict(),
-        leaked=free - pool.get_num_free_blocks(),
-    )
+    result = dict(rounds=rounds, counters=scheduler.eviction_counters.as_dict())
+    for name, asked in (("point", POINT), ("prepared", PREPARED)) if policy in SHARING else ():
+        before = scheduler.eviction_counters.as_dict()
+        outputs = llm.generate(
+            [dict(prompt_token_ids=prompt) for prompt in QUESTIONS],
+            SamplingParams(temperature=0, max_tokens=SHARED, ignore_eos=True, extra_args=asked),
+            use_tqdm=False,
+        )
+        after = scheduler.eviction_counters.as_dict()
+        result[name] = dict(
+            tokens=[list(output.outputs[0].token_ids) for output in outputs],
+            counters={counter: after[counter] - before[counter] for counter in after},
+        )
+    result["leaked"] = free - pool.get_num_free_blocks()
     llm.llm_engine.engine_core.shutdown()
     print("RESULT " + json.dumps(result))
 

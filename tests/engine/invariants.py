@@ -130,25 +130,25 @@ class Invariants:
         asked = self.expected.asked(request)
         assert asked.policy in ("snapkv", "pyramidkv", "streaming-llm")
         assert hit < request.num_tokens
-        assert hit == min(
-            end
-            for group in (manager.kv_cache_group_id for manager in self.evicting)
-            for end in self.expected.points(group, request)
-            if self.expected.gives(group, request, end, 0)
-        )
-        tail_start = (hit - self.setup.window) // self.setup.block_size * self.setup.block_size
+        groups = [manager.kv_cache_group_id for manager in self.evicting]
+        ends = [(group, end) for group in groups for end in self.expected.points(group, request)]
+        point = min(end for group, end in ends if self.expected.gives(group, request, end, 0))
+        assert hit == point or (hit > point and hit % self.setup.block_size == 0)
+        tail_start = (point - self.setup.window) // self.setup.block_size * self.setup.block_size
         can = {
-            manager.kv_cache_group_id: blocks
-            for manager in self.evicting
-            if (blocks := self.expected.store_blocks(manager.kv_cache_group_id, request, hit))
+            group: blocks
+            for group in groups
+            if (blocks := self.expected.store_blocks(group, request, point))
             < tail_start // self.setup.block_size
         }
         assert can == {one.group_id: len(one.store) for one in taken}
         assert {one.tail_start for one in taken} == {tail_start}
         for one in taken:
-            assert self._stored[one.group_id, one.store[0]] == self.expected.made_of(request, hit)
+            made_of = self.expected.made_of(request, point)
+            assert self._stored[one.group_id, one.store[0]] == made_of
             self._lives[request_id].tails[one.group_id] = one.tail_start
         self.tally.taken += 1
+        self.tally.taken_behind += hit > point
         self.tally.taken_in_use += any(
             self.pool.blocks[block].ref_cnt > 1 for one in taken for block in one.store
         )

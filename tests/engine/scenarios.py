@@ -284,7 +284,10 @@ class Day:
         """The next turn of a conversation: prompt, answer so far, and a question."""
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
-            self._submit(list(former.all_token_ids) + self._tokens(more), max_tokens)
+            asked = former.sampling_params.extra_args or {}
+            about = asked if int(asked.get("kv_eviction_at", 0)) > 0 else None
+            prompt = list(former.all_token_ids) + self._tokens(more)
+            self._submit(prompt, max_tokens, asked=about, salt=former.cache_salt)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -335,6 +338,7 @@ class Day:
             "at_a_loss": tally.at_a_loss,
             "mixed": tally.mixed,
             "taken": tally.taken,
+            "taken_behind": tally.taken_behind,
             "taken_in_use": tally.taken_in_use,
             "taken_again": tally.taken_again,
             **counters.as_dict(),

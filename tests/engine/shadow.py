@@ -1,9 +1,10 @@
 """A worker without a model: it executes each step on blocks that remember what they hold.
 
 The content of a slot is a number. Under full attention it is a hash of all tokens up to the
-slot's, so equal prefixes hold equal content; after an eviction it names the life, the number of
-evictions and the position. A life is a request between two (re)admissions. The worker knows
-only what the scheduler sends: SchedulerOutput and its plan.
+slot's, so equal prefixes hold equal content; after an eviction it is one of what was kept, too.
+What a store keeps names the life that made it, the number of evictions and the slot. A life is a
+request between two (re)admissions. The worker knows only what the scheduler sends: SchedulerOutput
+and its plan.
 """
 
 from collections.abc import Callable
@@ -23,10 +24,10 @@ def of_store(block_hash: bytes) -> bool:
     return get_block_hash(block_hash).startswith(b"kv_eviction store")
 
 
-def extend_chain(chain: list[int], tokens: list[int]) -> None:
-    """Continue ``chain`` with the full-attention content of further tokens."""
+def extend_chain(chain: list[int], tokens: list[int], *over: int) -> None:
+    """Continue ``chain`` with the content of further tokens, computed ``over`` what was kept."""
     for token in tokens:
-        chain.append(hash((chain[-1] if chain else 0, token)))
+        chain.append(hash((chain[-1] if chain else 0, token, *over)))
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Row:
     stores: list[list[int]] = field(default_factory=list)
     store_content: list[list[list[int]]] = field(default_factory=list)
     evictions: int = 0
+    over: tuple[int, ...] = ()
+    """What its stores hold, as one number; empty before any eviction."""
     counted: int = 0
     """Tokens whose queries' attention was added up, from the first on."""
 
@@ -74,8 +77,8 @@ class ShadowWorker:
         self.evictions = 0
         self.contexts: dict[str, int] = {}
         """Tokens of the context that a preparing request evicts, by its id."""
-        self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]]]] = {}
-        """Tail start, store and its content, by group and first block of the store."""
+        self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]], int]] = {}
+        """Tail start, store, its content and point, by group and first block of the store."""
 
     def execute(self, output: Any) -> dict[str, list[int]]:
         """Run a step; returns the sampled tokens by request id."""
@@ -142,18 +145,18 @@ class ShadowWorker:
     def _take(self, row: Row, taken: list[TakenStore]) -> None:
         """Start from what another request's eviction left. What it writes now is its own."""
         assert taken and not row.evictions
-        row.evictions = 1
+        row.evictions, point = 1, 0
         for one in taken:
-            tail_start, store, content = self.published[one.group_id, one.store[0]]
+            tail_start, store, content, point = self.published[one.group_id, one.store[0]]
             assert (one.tail_start, one.store) == (tail_start, store)
             row.tail_start[one.group_id], row.stores[one.group_id] = tail_start, store
             row.store_content[one.group_id] = content
+        row.over = (hash(repr(row.store_content)),)
+        del row.content[point:]
+        extend_chain(row.content, row.tokens[point : row.computed], *row.over)
 
     def _write(self, row: Row, start: int, end: int) -> None:
-        if row.evictions:
-            row.content.extend(hash((*row.life, row.evictions, p)) for p in range(start, end))
-        else:
-            extend_chain(row.content, row.tokens[start:end])
+        extend_chain(row.content, row.tokens[start:end], *row.over)
         bs = self.setup.block_size
         for group, table in enumerate(row.tables):
             for position in range(start, end):
@@ -247,5 +250,6 @@ class ShadowWorker:
             row.tail_start[group], row.stores[group] = part.tail_start, part.store
             row.store_content[group] = content
             if part.published:
-                self.published[group, part.store[0]] = (part.tail_start, part.store, content)
+                self.published[group, part.store[0]] = (part.tail_start, part.store, content, last)
+        row.over = (hash(repr(row.store_content)),)
         self.evictions += 1

@@ -24,6 +24,8 @@ class Tally:
     """Evictions that did not run because they would have."""
     taken: int = 0
     """Admissions that took the store of another request's eviction."""
+    taken_behind: int = 0
+    """Those that took blocks behind the store's point, too."""
     taken_in_use: int = 0
     """Those in which somebody else held it, too."""
     taken_again: int = 0

@@ -54,6 +54,7 @@ def test_no_block_is_lost_shared_or_overwritten() -> None:
         "at_a_loss",
         "stores_published",
         "taken",
+        "taken_behind",
         "taken_in_use",
         "taken_again",
     ):

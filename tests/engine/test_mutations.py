@@ -10,7 +10,8 @@ from hypothesis import Phase, given, settings
 from tests.engine.scenarios import SCENARIOS, Scenario, run
 from tests.engine.test_accounting import PROFILE
 from vllm_kvevict.engine import sharing
-from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.entry import Entry
+from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.points import EvictionPoints

@@ -161,6 +161,76 @@ def test_a_later_eviction_leaves_the_store_to_others(setup):
     core.finish()
 
 
+def turn(core: Engine, former, more: int, **asked):
+    """The next question of a chat: all that was said, and ``more`` tokens."""
+    prompt = list(former.all_token_ids) + tokens(more, seed=77)
+    return core.add(prompt, 20, asked=AT_100 | asked)
+
+
+@BOTH
+@pytest.mark.parametrize("point", [100, 104])
+@pytest.mark.parametrize("maker", [True, False], ids=["maker", "taker"])
+@pytest.mark.parametrize("second_budget", [None, 80, 200])
+def test_a_turn_takes_what_the_one_before_computed(setup, point, maker, second_budget):
+    core = engine(replace(setup, max_batched=512, second_budget=second_budget, blocks=160))
+    asked = {"kv_eviction_at": point, "kv_eviction_interval": 0}
+    if not maker:
+        core.add(tokens(point) + tokens(30, 5), 200, asked=asked)
+        core.step()
+    first = core.add(tokens(point) + tokens(30, 1), 36, asked=asked)
+    while not first.is_finished():
+        core.step()
+    computed = first.num_tokens - 1
+    second = turn(core, first, 30, **asked)
+    output = core.step()
+    assert hit(output, second) == computed // 8 * 8 > point
+    third = core.add(tokens(point) + tokens(30, 2) + tokens(60, 3), 20, asked=asked)
+    assert hit(core.step(), third) == point, "it asked something else"
+    core.finish()
+    fourth = turn(core, second, 5, **asked)
+    assert hit(core.step(), fourth) == (second.num_tokens - 1) // 8 * 8
+    core.finish()
+    assert core.invariants.tally.taken_behind == 2 and counters(core).evictions_prefill == 1
+
+
+@BOTH
+def test_a_turn_takes_nothing_that_was_computed_after_the_next_eviction(setup):
+    core = engine(replace(setup, max_batched=512))
+    first = ask(core, 1, 80)
+    core.finish()
+    assert counters(core).evictions_decode == 1, "at 164"
+    second = turn(core, first, 10)
+    assert hit(core.step(), second) == 160
+    core.finish()
+
+
+@BOTH
+def test_a_turn_computes_the_window_of_its_next_eviction(setup):
+    core = engine(replace(setup, max_batched=512))
+    first = ask(core, 1, 60, asked={"kv_eviction_interval": 0})
+    core.finish()
+    second = core.add(list(first.all_token_ids[:180]), 20, asked=AT_100)
+    output = core.step()
+    assert hit(output, second) == 168, "it evicts at the end of its prefill"
+    assert evictions(output) == {second.request_id: 180}
+    core.finish()
+
+
+@BOTH
+def test_what_lies_behind_goes_with_its_store(setup):
+    core = engine(replace(setup, max_batched=512))
+    asked = {"kv_eviction_interval": 0}
+    first = ask(core, 1, 40, asked=asked)
+    core.finish()
+    core.reset()
+    ask(core, 2, asked=asked)
+    core.finish()
+    second = turn(core, first, 10, **asked)
+    assert hit(core.step(), second) == 100
+    core.finish()
+    assert counters(core).stores_published == 2
+
+
 @pytest.mark.parametrize(
     "asked, options",
     [

@@ -5,7 +5,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.demand import MOST_RESERVE, SLACK
-from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.entry import Entry
+from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.schedule.timeline import blocks_for
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.entry import Entry
+from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.entry import Entry
+from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.schedule.step_plan import GroupEviction
 from vllm_kvevict.schedule.timeline import RequestTimeline, blocks_for

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.entry import Entry
+from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.sharing import SharedStores
 from vllm_kvevict.engine.stores import Stores
@@ -52,6 +53,7 @@ class StepPlanner:
         """The plan of a step, by the tokens that each request computes in it."""
         plan = StepPlan()
         self._take(plan, num_scheduled_tokens)
+        self._shared.behind.publish(self._ledger.entries)
         self._left = self._stores.most_decode_evictions()
         observed: list[tuple[str, Entry, int]] = []
         ledger, counters = self._ledger, self._counters

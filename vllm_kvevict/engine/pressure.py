@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from vllm_kvevict.engine.demand import Demand
+from vllm_kvevict.engine.entry import Entry
 from vllm_kvevict.engine.forecast import Forecast
-from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.marks import Marks
 from vllm_kvevict.engine.stores import Stores

@@ -195,7 +195,11 @@ class EvictionMixin(Scheduler):
             self.eviction_counters.ended(getattr(request, EVICTED, False))
         if self._reports is not None:
             self._reports.ended(request)
-        return super()._free_request(request, *args, **kwargs)
+        entry = self._ledger.entries.get(request.request_id)
+        freed = super()._free_request(request, *args, **kwargs)
+        if entry is not None and entry.shared is not None:
+            self._shared.renew(entry.shared)
+        return freed
 
     def _get_local_prefix_cache_hit(
         self, request: "Request"

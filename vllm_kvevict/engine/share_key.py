@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from vllm_kvevict.engine.ledger import Entry
+from vllm_kvevict.engine.entry import Entry
 from vllm_kvevict.engine.shared_store import ShareKey
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
 """A store that several requests may hold, and what it depends on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,28 @@ class SharedGroup:
 
 @dataclass(eq=False)
 class SharedStore:
-    """A context up to an eviction point, compressed. ``hashes`` are those of all its blocks."""
+    """A context up to an eviction point, compressed. ``hashes`` are those of all its blocks.
+
+    ``behind`` has full blocks that were computed over it and their hashes, one of each group, by
+    vLLM's hash of all tokens up to their end.
+    """
 
     key: ShareKey
     groups: dict[int, SharedGroup]
     hashes: list[tuple[KVCacheBlock, bytes]]
+    behind: dict[BlockHash, list[tuple[KVCacheBlock, bytes]]] = field(default_factory=dict)
 
     @property
     def intact(self) -> bool:
         """Whether every block is still what it was: vLLM's pool takes the hash with the block."""
         return all(block.block_hash == expected for block, expected in self.hashes)
+
+    def found_behind(self, key: BlockHash) -> tuple[KVCacheBlock, ...] | None:
+        """A block of each group behind the store, if all are still what they were."""
+        found = self.behind.get(key)
+        if found is None or any(block.block_hash != expected for block, expected in found):
+            return None
+        return tuple(block for block, _ in found)
 
     @cached_property
     def _ends(self) -> list[tuple[KVCacheBlock, bytes]]:

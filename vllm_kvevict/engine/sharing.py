@@ -9,7 +9,9 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from vllm_kvevict.engine.ledger import Entry, EvictionLedger
+from vllm_kvevict.engine.behind import Behind
+from vllm_kvevict.engine.entry import Entry
+from vllm_kvevict.engine.ledger import EvictionLedger
 from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.options import prepared_by
 from vllm_kvevict.engine.share_key import share_key
@@ -62,6 +64,7 @@ class SharedStores:
         self._by_block: dict[int, SharedStore] = {}
         self._given_up: dict[ShareKey, None] = {}
         self._made = 0
+        self.behind = Behind(manager, managers)
         for one in managers.values():
             one.on_reuse = self._reused
 
@@ -136,12 +139,18 @@ class SharedStores:
             return None
         shared = self._published[key]
         self._ledger.taking[request.request_id] = shared
+        most = self._ledger.hit_cap_taking(request)
+        behind, num_tokens = self.behind.find(request, shared, most)
         null = self._manager.block_pool.null_block
         blocks: list[Sequence[KVCacheBlock]] = []
-        for group, one in sorted(shared.groups.items()):
-            gone = one.tail_start // self._managers[group].block_size
-            blocks.append([*[null] * gone, *one.tail])
-        return self._manager.create_kv_cache_blocks(tuple(blocks)), key.point
+        for index, (group, one) in enumerate(sorted(shared.groups.items())):
+            size = self._managers[group].block_size
+            tail = one.tail
+            if behind:
+                whole = (key.point - one.tail_start) // size
+                tail = *tail[:whole], *(each[index] for each in behind)
+            blocks.append([*[null] * (one.tail_start // size), *tail])
+        return self._manager.create_kv_cache_blocks(tuple(blocks)), num_tokens
 
     def taken(self, request_id: str) -> list[TakenStore]:
         """What the worker must know of the store that a request took when it was admitted."""
@@ -195,8 +204,17 @@ class SharedStores:
                 self._managers[group].holdings[request.request_id].store if group in made else ()
             )
             groups[group] = SharedGroup(tail_start, tuple(store), tuple(tail))
-        self._enter(key, groups)
+        shared = self._enter(key, groups)
+        if entry.context is None:
+            entry.hold(shared)
         return True
+
+    def renew(self, shared: SharedStore) -> None:
+        """Let a store that was in use until now leave the pool after what was computed over it."""
+        if shared.intact:
+            idle = [block for block, _ in shared.hashes if block.ref_cnt == 0]
+            self._manager.block_pool.touch(idle)
+            self._manager.block_pool.free_blocks(idle)
 
     def passed(self, request: "Request", end: int) -> None:
         """Note that a step ends at ``end``: at the point without a store, nobody waits for one."""
@@ -206,7 +224,7 @@ class SharedStores:
                 del self._given_up[next(iter(self._given_up))]
             self._given_up[key] = None
 
-    def _enter(self, key: ShareKey, groups: dict[int, SharedGroup]) -> None:
+    def _enter(self, key: ShareKey, groups: dict[int, SharedGroup]) -> SharedStore:
         self._made += 1
         self._given_up.pop(key, None)
         mark = BlockHash(b"kv_eviction store %d" % self._made)
@@ -224,6 +242,7 @@ class SharedStores:
         shared = self._published[key] = SharedStore(key, groups, hashes)
         for _, block in stored:
             self._by_block[block.block_id] = shared
+        return shared
 
     def _reused(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Note that an eviction writes survivors to these blocks."""

@@ -153,12 +153,22 @@ HOOKS = {
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
         "vllm.v1.core.block_pool": """
             BlockPool.null_block BlockPool.hash_block_size BlockPool.evict_blocks(block_ids)
+            BlockPool.touch(blocks) BlockPool.free_blocks(ordered_blocks)
         """,
         "vllm.v1.core.kv_cache_utils": """
             KVCacheBlock.set_block_hash(block_hash) make_block_hash_with_group_id BlockHash
         """,
         "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager.req_to_blocks",
         "vllm.v1.request": "Request.num_computed_tokens",
+    },
+    "engine/behind.py": {
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
+        "vllm.v1.core.block_pool": "BlockPool.hash_block_size",
+        "vllm.v1.core.kv_cache_utils": """
+            KVCacheBlock.set_block_hash(block_hash) make_block_hash_with_group_id BlockHash
+        """,
+        "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager.req_to_blocks",
+        "vllm.v1.request": "Request.block_hashes",
     },
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
