@@ -281,13 +281,14 @@ class Day:
         return once and not 0 < setup.interval < setup.window
 
     def follow(self, index: int, more: int, max_tokens: int) -> None:
-        """The next turn of a conversation: prompt, answer so far, and a question."""
+        """The next turn of a conversation; at times another tenant has said the same so far."""
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
             asked = former.sampling_params.extra_args or {}
             about = asked if int(asked.get("kv_eviction_at", 0)) > 0 else None
             prompt = list(former.all_token_ids) + self._tokens(more)
-            self._submit(prompt, max_tokens, asked=about, salt=former.cache_salt)
+            salt = former.cache_salt if self.rng.random() < 0.75 else "another"
+            self._submit(prompt, max_tokens, asked=about, salt=salt)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
