@@ -83,13 +83,7 @@ class Entry:
         An eviction that was postponed has its chance at every later one. A request's own point is
         one, whether its eviction was put off or not: who waits for its store then knows.
         """
-        points = [
-            t.point if t.point > start else t.timeline.next_point(start)
-            for t in self.timelines.values()
-            if t.stops
-            and t.point is not None
-            and (t.point == t.due or not t.timeline.prefill_stride)
-        ]
+        points = [t.stop(start) for t in self.timelines.values()]
         return min((point for point in points if point is not None), default=None)
 
     def most_drafts(self, num_tokens: int) -> int:

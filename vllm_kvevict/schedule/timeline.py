@@ -201,6 +201,20 @@ class RequestTimeline:
         """Whether chunks of prefill end at the request's eviction points."""
         return self.at is not None or self.timeline.prefill_stride > 0
 
+    def stop(self, start: int) -> int | None:
+        """Where a chunk of prefill from ``start`` on must end; None for nowhere.
+
+        An eviction that was put off has its chance at every later point, the request's own
+        included.
+        """
+        waits = self.point == self.due or not self.timeline.prefill_stride
+        if not self.stops or self.point is None or not waits:
+            return None
+        if self.point > start:
+            return self.point
+        later = self.timeline.next_point(start), self.at
+        return min((point for point in later if point is not None and point > start), default=None)
+
     @property
     def points(self) -> tuple[int, ...]:
         """Every position short of the end of prefill at which it evicts, asked before the first."""

@@ -150,3 +150,16 @@ def test_without_evictions_in_decode_an_answer_may_be_everything():
 def test_a_share_is_refused():
     with pytest.raises(ValueError, match="budget in tokens"):
         Timeline(16, 32, 0, budget_share=0.5, prefill_interval=160)
+
+
+def test_an_eviction_put_off_at_a_grid_point_stops_at_the_requests_own():
+    rule = Timeline(
+        block_size=8, window=8, interval=0, budget_tokens=40, budget_share=None, prefill_interval=64
+    )
+    request = RequestTimeline(rule, prompt_len=300, prefill_end=300, at=150)
+    first = rule.next_point(0)
+    assert request.stop(0) == request.due == first < 150 < rule.next_point(first)
+    assert [request.stop(first), request.stop(149)] == [150, 150], "not run: it waits"
+    assert request.stop(150) == rule.next_point(150) > 150
+    request.evict(150)
+    assert request.stop(150) == request.due == rule.next_point(150)
