@@ -241,6 +241,7 @@ class Invariants:
                 own = len(self._held_once(store)) + last - first - shared
                 assert own <= timeline.wanted(max(end, due))
                 life.postponed = True
+                life.put_off[group] = due
                 self.tally.put_off += 1
 
     def _held_once(self, blocks: set[int]) -> set[int]:
@@ -253,12 +254,11 @@ class Invariants:
         if asked.policy == "none" or asked.pressure:
             return
         life = self._lives[request.request_id]
-        if life.postponed and asked.prefill_interval:
-            return  # Put off in a window: it stops at a later point.
-        tails = life.tails
         for group in (manager.kv_cache_group_id for manager in self.evicting):
             for point in self.expected.points(group, request):
-                can = self.expected.gives(group, request, point, tails.get(group, 0))
+                if point == life.put_off.get(group) and asked.prefill_interval:
+                    continue  # Its window was not recorded: it waits for the point behind it.
+                can = self.expected.gives(group, request, point, life.tails.get(group, 0))
                 crosses = can and start < point < end
                 assert not crosses, f"{request.request_id}: [{start}, {end}) crosses {point}"
 
