@@ -49,12 +49,11 @@ def _swing(found: dict[str, Any]) -> list[str]:
         row("---", "---", *["---:"] * 6),
     ]  # fmt: skip
     for one in found["rows"]:
-        ended = one["whole"] + one["evicted"]
         lines.append(
             row(
                 one["way"], one["phase"], f"{one['output_tokens_per_s']:.0f}", str(one["sampled"]),
                 f"{one['sampled_a_step']:.2f}", str(one["preemptions"]), str(one["evictions"]),
-                f"{one['whole']} of {ended}" if ended else "-",
+                _whole(one),
             )
         )  # fmt: skip
     return lines
@@ -71,15 +70,20 @@ def _needle(found: dict[str, Any]) -> list[str]:
         row("---:", "---", *["---:"] * 6),
     ]  # fmt: skip
     for one in found["rows"]:
-        ended = one["whole"] + one["evicted"]
         lines.append(
             row(
                 str(one["memory"]), one["way"], _percent(one[AWARE]), _percent(one[AGNOSTIC]),
                 f"{one['output_tokens_per_s']:.0f}", str(one["preemptions"]),
-                str(one["evictions"]), f"{one['whole']} of {ended}" if ended else "-",
+                str(one["evictions"]), _whole(one),
             )
         )  # fmt: skip
     return lines
+
+
+def _whole(one: dict[str, Any]) -> str:
+    """Requests that were never evicted, of those of a server that evicts."""
+    ended = one["whole"] + one["evicted"]
+    return f"{one['whole']} of {ended}" if ended else "-"
 
 
 def _percent(found: dict[str, float]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Followed
 from benchmarks.quality.intervals import Estimate, bootstrap
-from benchmarks.quality.table import row
+from benchmarks.quality.table import beside_full, row
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
@@ -71,13 +71,10 @@ def markdown(result: dict) -> str:
         row("---", "---", "---", "---:", "---:", "---:"),
     ]
     for entry in result["cells"]:
-        nll, excess, same = entry["nll"], entry["excess"], entry["same"]
         lines.append(
             row(
                 entry["label"], entry["budget"] or "-", f"{entry['first']}-{entry['last']}",
-                f"{nll['mean']:.3f}",
-                f"{excess['mean']:+.3f} [{excess['low']:+.3f}, {excess['high']:+.3f}]",
-                f"{100 * same['mean']:.1f} [{100 * same['low']:.1f}, {100 * same['high']:.1f}]",
+                f"{entry['nll']['mean']:.3f}", *beside_full(entry["excess"], entry["same"]),
             )
         )  # fmt: skip
     return "\n".join([*lines, ""])

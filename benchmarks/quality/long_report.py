@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.quality.endpoint import Followed
 from benchmarks.quality.intervals import bootstrap
-from benchmarks.quality.table import row
+from benchmarks.quality.table import beside_full, row
 
 
 def summarize(rows: Sequence[Mapping[Any, Followed]], full: Any) -> list[dict[str, Any]]:
@@ -53,14 +53,12 @@ def markdown(result: dict[str, Any]) -> str:
         row("---", "---:", "---:", "---:", "---:", "---:"),
     ]
     for one in result["settings"]:
-        excess, same = one["excess"], one["same"]
         at_end = "-" if one["policy"] is None else "at the end"
         lines.append(
             row(
                 one["policy"] or "full cache", str(one["budget"] or "-"),
                 str(one["interval"] or at_end), f"{one['nll']['mean']:.3f}",
-                f"{excess['mean']:+.3f} [{excess['low']:+.3f}, {excess['high']:+.3f}]",
-                f"{100 * same['mean']:.1f} [{100 * same['low']:.1f}, {100 * same['high']:.1f}]",
+                *beside_full(one["excess"], one["same"]),
             )
         )  # fmt: skip
     return "\n".join(lines) + "\n"

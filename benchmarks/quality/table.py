@@ -17,6 +17,14 @@ def points(found: Estimate) -> str:
     return text if found.low <= 0 <= found.high else f"**{text}**"
 
 
+def beside_full(excess: dict[str, float], same: dict[str, float]) -> tuple[str, str]:
+    """Two fields: NLL over the full cache's in nats, and equal first choices in percent."""
+    return (
+        f"{excess['mean']:+.3f} [{excess['low']:+.3f}, {excess['high']:+.3f}]",
+        f"{100 * same['mean']:.1f} [{100 * same['low']:.1f}, {100 * same['high']:.1f}]",
+    )
+
+
 def row(*fields: str) -> str:
     return f"| {' | '.join(fields)} |"
 

@@ -10,7 +10,6 @@ from vllm_kvevict.engine.manager import EvictableAttentionManager
 from vllm_kvevict.engine.shared_store import SharedStore
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 
@@ -22,15 +21,15 @@ class Behind:
     scheduled as a whole: vLLM may preempt a request in the step that let it in.
 
     Args:
-        manager: vLLM's.
+        hash_block_size: Tokens that one of vLLM's hashes covers.
         managers: The block managers that evict, by KV-cache group: all there are.
 
     """
 
     def __init__(
-        self, manager: "KVCacheManager", managers: Mapping[int, EvictableAttentionManager]
+        self, hash_block_size: int, managers: Mapping[int, EvictableAttentionManager]
     ) -> None:
-        self._size = manager.block_pool.hash_block_size
+        self._size = hash_block_size
         self._managers = dict(sorted(managers.items()))
         self._enabled = all(one.block_size == self._size for one in managers.values())
         self._filled: list[tuple[Request, Entry, int]] = []

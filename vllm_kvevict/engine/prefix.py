@@ -61,8 +61,7 @@ class PrefixCaps:
             if tokens // size > entry.published // size:
                 publish(request, tokens)
                 entry.published = tokens
-            if entry.shared is not None:
-                shared.behind.note(request, entry, num_computed_tokens)
+            shared.behind.note(request, entry, num_computed_tokens)
 
         def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
             return find(block_hashes, min(max_cache_hit_length, self._cap))

@@ -64,7 +64,7 @@ class SharedStores:
         self._by_block: dict[int, SharedStore] = {}
         self._given_up: dict[ShareKey, None] = {}
         self._made = 0
-        self.behind = Behind(manager, managers)
+        self.behind = Behind(manager.block_pool.hash_block_size, managers)
         for one in managers.values():
             one.on_reuse = self._reused
 

@@ -99,8 +99,7 @@ HOOKS = {
             FullAttentionSpec.merge(specs) KVCacheSpec replace_as
             FullAttentionSpec.is_uniform_with_collection FullAttentionSpec.sliding_window
             AttentionSpec.num_kv_heads FullAttentionSpec.attention_chunk_size
-            AttentionSpec.head_size
-            FullAttentionSpec.max_memory_usage_bytes(vllm_config)
+            AttentionSpec.head_size FullAttentionSpec.max_memory_usage_bytes(vllm_config)
         """,
     },
     "engine/registration.py": {
@@ -162,8 +161,6 @@ HOOKS = {
         "vllm.v1.request": "Request.num_computed_tokens",
     },
     "engine/behind.py": {
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
-        "vllm.v1.core.block_pool": "BlockPool.hash_block_size",
         "vllm.v1.core.kv_cache_utils": """
             KVCacheBlock.set_block_hash(block_hash) make_block_hash_with_group_id BlockHash
         """,
