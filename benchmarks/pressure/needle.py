@@ -11,11 +11,10 @@ from benchmarks.quality.intervals import wilson
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, Prompt, make_prompt, message
 from benchmarks.quality.ruler import tasks
-from benchmarks.server import Server
+from benchmarks.server import Server, Watch
 
 TASK, LENGTH, OUTPUT = "s-niah", 1400, 128
-CLIENTS = 12
-"""Requests at once. Each has an answer of ``OUTPUT`` tokens, which begins with the number."""
+"""An answer has ``OUTPUT`` tokens and begins with the number."""
 
 
 def prompts(chat: LocalChat, samples: int) -> list[Prompt]:
@@ -37,13 +36,14 @@ def ask(server: Server, chat: LocalChat, prompt: Prompt, scenario: str) -> float
     return prompt.sample.score(chat.decode(ids[: prompt.sample.max_tokens]))
 
 
-def run(servers: Servers, memories: list[int], samples: int) -> dict[str, Any]:
+def run(servers: Servers, memories: list[int], samples: int, clients: int) -> dict[str, Any]:
     """Every way with every memory; each sample is asked in both scenarios.
 
     Args:
         servers: The servers.
         memories: KV memory, in full requests that fit without eviction.
         samples: Of the task.
+        clients: Requests at once.
 
     """
     chat = LocalChat(servers.model)
@@ -58,10 +58,11 @@ def run(servers: Servers, memories: list[int], samples: int) -> dict[str, Any]:
                 with servers.start(way, memory, tokens) as server:
                     servers.warm_up(server)
                     before, began = counts(server), time.monotonic()
-                    with ThreadPoolExecutor(CLIENTS) as clients:
-                        scores = list(clients.map(lambda p: ask(server, chat, *p), pairs))
+                    with Watch(server) as watch, ThreadPoolExecutor(clients) as pool:
+                        scores = list(pool.map(lambda p: ask(server, chat, *p), pairs))
                     seconds = time.monotonic() - began
                     row = {"way": way, "memory": memory, **since(server, before)}
+                row["peak_running"] = watch.peak_running
                 row["output_tokens_per_s"] = row["sampled"] / seconds
                 for scenario in (AWARE, AGNOSTIC):
                     mine = [s for s, (_, its) in zip(scores, pairs, strict=True) if its == scenario]
@@ -71,7 +72,7 @@ def run(servers: Servers, memories: list[int], samples: int) -> dict[str, Any]:
                 bar.update()
     return {
         "load": f"{len(pairs)} requests of {tokens - OUTPUT} + {OUTPUT} tokens at most, "
-        f"{CLIENTS} at once",
+        f"{clients} at once",
         "tokens": tokens,
         "rows": rows,
     }

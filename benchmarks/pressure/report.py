@@ -65,16 +65,16 @@ def _needle(found: dict[str, Any]) -> list[str]:
         "",
         f"{found['load']}. Accuracy in percent with 95% intervals; memory in full requests.",
         "",
-        row("memory", "way", "question seen", "question not seen", "output tokens/s", "preemptions",
-            "evictions", "never evicted"),
-        row("---:", "---", *["---:"] * 6),
+        row("memory", "way", "question seen", "question not seen", "peak sequences",
+            "output tokens/s", "preemptions", "evictions", "never evicted"),
+        row("---:", "---", *["---:"] * 7),
     ]  # fmt: skip
     for one in found["rows"]:
         lines.append(
             row(
                 str(one["memory"]), one["way"], _percent(one[AWARE]), _percent(one[AGNOSTIC]),
-                f"{one['output_tokens_per_s']:.0f}", str(one["preemptions"]),
-                str(one["evictions"]), _whole(one),
+                str(one["peak_running"]), f"{one['output_tokens_per_s']:.0f}",
+                str(one["preemptions"]), str(one["evictions"]), _whole(one),
             )
         )  # fmt: skip
     return lines

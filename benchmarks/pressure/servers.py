@@ -11,7 +11,7 @@ STOCK, ALWAYS, PRESSURE = "stock", "always", "pressure"
 WAYS = (STOCK, ALWAYS, PRESSURE)
 
 SEQUENCES = 16
-"""Requests in a batch."""
+"""Requests in a batch, at least."""
 
 COUNTS = {
     "evictions": "vllm_kvevict:evictions_total",
@@ -33,6 +33,8 @@ class Servers:
         policy: Of those that evict.
         budget: Tokens per KV head that they keep.
         work: Folder of the logs.
+        layers: Shares of layers: a file, or auto.
+        sequences: Requests in a batch.
 
     """
 
@@ -40,6 +42,8 @@ class Servers:
     policy: str
     budget: int
     work: Path
+    layers: str | None = None
+    sequences: int = SEQUENCES
 
     def start(self, way: str, requests: int, tokens: int) -> Server:
         """A server with KV memory for so many full requests of so many tokens each, 2 or more."""
@@ -48,12 +52,13 @@ class Servers:
         args = [
             "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
             "--max-model-len", str((each + 1) * BLOCK), "--max-num-batched-tokens", "2048",
-            "--max-num-seqs", str(SEQUENCES), "--disable-uvicorn-access-log",
+            "--max-num-seqs", str(self.sequences), "--disable-uvicorn-access-log",
             "--kv-cache-memory-bytes", str(blocks * block_bytes(self.model)),
         ]  # fmt: skip
         if way != STOCK:
             args += ["--kv-eviction", self.policy, "--kv-eviction-budget", str(self.budget),
                      "--kv-eviction-when", way]  # fmt: skip
+            args += ["--kv-eviction-layers", self.layers] if self.layers else []
         return Server(self.model, args, self.work / f"{way}-{requests}.log")
 
     def warm_up(self, server: Server) -> None:
@@ -76,4 +81,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="folder; SmolLM2-135M-Instruct without it")
     parser.add_argument("--policy", default="ada-defensive")
     parser.add_argument("--budget", type=int, default=192)
+    parser.add_argument("--layers", help="shares of layers: a file, or auto")
     parser.add_argument("--work", type=Path, default=Path(".cache/pressure"))

@@ -46,7 +46,8 @@ def server(model: Path, options: argparse.Namespace) -> Server:
         "--kv-eviction-shared-blocks", "evict", *options.server_args,
     ]  # fmt: skip
     if options.layers:
-        args += ["--kv-eviction-layers", options.layers, "--kv-eviction-groups", options.groups]
+        args += ["--kv-eviction-layers", options.layers]
+        args += ["--kv-eviction-groups", options.groups] if options.groups else []
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)}
     return Server(model, args, options.work / "server.log", env=env)
 
@@ -151,7 +152,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-memory", default="1G")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", help="shares of layers: a file, or auto")
-    parser.add_argument("--groups", default="4", help="groups of layers, with --layers")
+    parser.add_argument("--groups", help="of layers, with --layers; the server's choice without")
     parser.add_argument("--server-args", nargs="*", default=[])
     parser.add_argument("--work", type=Path, default=Path(".cache/quality"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/fidelity.json"))

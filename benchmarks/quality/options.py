@@ -91,7 +91,9 @@ class Options(BaseModel):
         description="a text that reads the context before it is evicted: further rows, "
         "question-agnostic alone",
     )
-    groups: int = Field(4, ge=2, description="groups of layers, with --layers")
+    groups: int | None = Field(
+        None, ge=2, description="groups of layers, with --layers; the server's choice without it"
+    )
     window: int = Field(32, ge=1, description="observation window of the server")
     block_size: int | None = Field(
         None, ge=1, description="block size of the server, where it does not publish it"

@@ -30,7 +30,9 @@ def variants(options: Options) -> list[Variant]:
         chosen.append(Variant("avg5", KVPRESS_POOLING, pooled))
     if options.layers and options.base_url is None:
         shared = {f"{policy}, layers": policy for policy in options.layers_policies}
-        flags = "--kv-eviction-layers", options.layers, "--kv-eviction-groups", str(options.groups)
+        flags: tuple[str, ...] = ("--kv-eviction-layers", options.layers)
+        if options.groups:
+            flags += "--kv-eviction-groups", str(options.groups)
         chosen.append(Variant(LAYERS, flags, shared))
     if options.prepare:
         chosen = [replace(one, labels=one.labels | _prepared(one.labels)) for one in chosen]

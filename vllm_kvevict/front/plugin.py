@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 TITLE = "KV-Eviction"
 """Title of the flags' group; ``vllm serve --help=kv-eviction`` prints it."""
@@ -232,10 +232,12 @@ def _typed(name: str, text: Any) -> Any:
     """The flag's text as the number its field holds; text that is no number stays text."""
     from vllm_kvevict.settings.config import EvictionConfig
 
-    kind = EvictionConfig.model_fields[name].annotation
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
+    annotation = EvictionConfig.model_fields[name].annotation
+    kinds = {*(get_args(annotation) or (annotation,))} - {type(None)}
+    for kind in (int, float):
+        if kinds == {kind}:
+            try:
+                return kind(text)
+            except ValueError:
+                pass
     return text

@@ -14,6 +14,8 @@ from vllm_kvevict.settings.plugins import policy_names, unknown
 from vllm_kvevict.settings.sentences import one_sentence
 from vllm_kvevict.settings.shares import LayerShares, parse
 
+PYRAMID_GROUPS = 4
+
 
 class EvictionConfig(Knobs):
     """Everything that can be set about KV eviction.
@@ -22,13 +24,14 @@ class EvictionConfig(Knobs):
     ``--kv-eviction``.
     """
 
-    groups: int = Field(
-        default=4,
+    groups: int | None = Field(
+        default=None,
         ge=2,
         strict=True,
         description=(
-            "Groups of layers with budgets of their own, under --kv-eviction-layers, pyramidkv and "
-            "ada-pyramid; at most one a layer."
+            "Groups of layers with budgets of their own, at most one a layer. Without it 4 under "
+            "pyramidkv and ada-pyramid, and under --kv-eviction-layers as few, of 8 at most, as "
+            "keep layers of like share together."
         ),
     )
     layers: str | LayerShares | None = Field(
@@ -176,7 +179,7 @@ class EvictionConfig(Knobs):
             return (rule,) * layers
         if self.layers is None:
             falling = pyramid(layers, self.beta)
-            shares = by_layer(falling, self.groups, steepest=falling[0])
+            shares = by_layer(falling, self.groups or PYRAMID_GROUPS, steepest=falling[0])
         else:
             assert isinstance(self.layers, LayerShares) and len(self.layers.layers) == layers
             shares = by_layer(self.layers.layers, self.groups)

@@ -16,7 +16,7 @@ def _model(folder: Path) -> Path:
 
 
 def test_every_way_has_the_same_memory_and_stock_vllm_no_flag_of_ours(tmp_path: Path) -> None:
-    servers = Servers(_model(tmp_path), "ada-defensive", 192, tmp_path)
+    servers = Servers(_model(tmp_path), "ada-defensive", 192, tmp_path, layers="auto")
     commands = {way: servers.start(way, 4, 70).command for way in WAYS}
     for command in commands.values():
         # Three blocks of 32 tokens for each, and vLLM's null block; 2 bytes a number, K and V.
@@ -25,6 +25,7 @@ def test_every_way_has_the_same_memory_and_stock_vllm_no_flag_of_ours(tmp_path: 
     assert not any(one.startswith("--kv-eviction") for one in commands[STOCK])
     for way in (ALWAYS, PRESSURE):
         assert commands[way][commands[way].index("--kv-eviction-when") + 1] == way
+        assert commands[way][-2:] == ["--kv-eviction-layers", "auto"]
 
 
 def test_phases_take_turns_and_no_two_loads_share_prompts() -> None:
@@ -38,7 +39,7 @@ def test_the_report_has_a_line_for_each_measurement_and_a_picture(tmp_path: Path
     counted = dict(evictions=0, steps=90, preemptions=7, whole=3, evicted=1, sampled=44)
     score = dict(mean=0.5, low=0.25, high=0.75)
     needle = [
-        {"way": way, "memory": memory, AWARE: score, AGNOSTIC: score,
+        {"way": way, "memory": memory, AWARE: score, AGNOSTIC: score, "peak_running": 5,
          "output_tokens_per_s": 10.0, **counted}
         for way in WAYS for memory in (2, 4)
     ]  # fmt: skip
@@ -57,6 +58,6 @@ def test_the_report_has_a_line_for_each_measurement_and_a_picture(tmp_path: Path
     text = report.markdown(result)
     assert "7 of 8 answers" in text and "1.000x" in text and "0.970 to 1.010" in text
     assert "| stock | burst | 5 | 44 | 1.50 | 7 | 0 | 3 of 4 |" in text
-    assert text.count("50 [25, 75]") == 2 * len(needle)
+    assert text.count("50 [25, 75] | 50 [25, 75] | 5 | 10 |") == len(needle)
     report.plot(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000

@@ -229,6 +229,8 @@ def test_a_server_with_shares_of_layers(tmp_path):
     assert tuple(default.labels) == options.policies and not default.flags
     assert layers.flags == ("--kv-eviction-layers", "auto", "--kv-eviction-groups", "5")
     assert layers.labels == {f"{name}, layers": name for name in ("defensive", "ada-defensive")}
+    _, few = variants(Options.parse(["--model", str(tmp_path), "--layers", "auto"]))
+    assert few.flags == ("--kv-eviction-layers", "auto"), "the server knows how many groups"
     assert len(variants(Options.parse(["--model", str(tmp_path)]))) == 1
 
 

@@ -35,7 +35,7 @@ DEFAULTS = {
     "radius": 0.0,
     "cluster_samples": 4,
     "value_share": 0.25,
-    "groups": 4,
+    "groups": None,
     "layers": None,
     "beta": 20.0,
     "allow": [],

@@ -4,10 +4,12 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vllm_kvevict.front.shares import SHIPPED, read
 from vllm_kvevict.schedule.layers import Share, alike, by_layer, padding, pyramid
 from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
 from vllm_kvevict.settings.config import EvictionConfig
@@ -237,3 +239,27 @@ def test_groups_of_a_pyramid_are_neighbours_and_nearly_even(layers, most, beta):
 def test_four_groups_or_fewer_where_padding_would_cost_more_than_a_tenth(layers, sizes, unused):
     assert [len(group) for group in alike(pyramid(layers, 20.0), 4)] == sizes
     assert padding(sizes) == unused
+
+
+def test_the_shipped_shares_ask_for_six_groups():
+    """The layers that look a fact up, 17 and 21, then have no group with layers of share 1."""
+    (path,) = SHIPPED.glob("*.json")
+    places = by_layer(read(path).layers, None)
+    assert places[0].sizes == (5,) * 6
+    assert min(places[layer].value for layer in (17, 21)) > 1.5
+
+
+@given(shares=SHARES)
+def test_without_a_number_the_fewest_groups_that_come_near(shares):
+    """Those of up to 8 which leave a thirtieth of the variance inside groups, or the nearest."""
+
+    def left(most):
+        inside = [np.var([shares[layer] for layer in g]) * len(g) for g in alike(shares, most)]
+        return sum(inside) / max(np.var(shares) * len(shares), 1e-12)
+
+    groups = len(by_layer(shares, None)[0].sizes)
+    near = [most for most in range(2, 9) if left(most) <= 1 / 30]
+    if near:
+        assert groups == len(alike(shares, near[0]))
+    else:
+        assert left(groups) == pytest.approx(min(map(left, range(2, 9))))

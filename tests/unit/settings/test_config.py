@@ -55,7 +55,7 @@ def test_defaults() -> None:
         "radius": 0.0,
         "cluster_samples": 4,
         "value_share": 0.25,
-        "groups": 4,
+        "groups": None,
         "layers": None,
         "beta": 20.0,
         "allow": (),
