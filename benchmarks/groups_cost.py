@@ -1,0 +1,92 @@
+"""What more groups of layers cost a decode step: the real model, in one engine on the CPU.
+
+    python -m benchmarks.groups_cost
+
+Every engine serves the same requests, each of which evicts once, after its prompt; the decode steps
+behind that are timed. An engine without shares of layers, whose layers are one group, begins and
+ends the run: what those two differ by is this machine's noise.
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.eviction_share import Watch
+from benchmarks.provenance import provenance
+
+RESULT = Path(__file__).parent / "results" / "groups_cost.json"
+NO_GROUPS = 1
+
+
+def measure(args: argparse.Namespace, groups: int) -> dict[str, Any]:
+    """Median milliseconds of a decode step with so many groups of layers."""
+    from vllm import LLM, SamplingParams
+
+    from benchmarks.smollm2 import real_model
+
+    eviction: dict[str, Any] = dict(policy="defensive", budget=args.budget, interval=0)
+    if groups > NO_GROUPS:
+        eviction |= dict(layers="auto", groups=groups)
+    llm = LLM(
+        str(args.model or real_model()),
+        dtype="bfloat16",
+        block_size=32,
+        max_model_len=args.prompt + args.steps + 32,
+        max_num_batched_tokens=args.requests * args.prompt,
+        max_num_seqs=args.requests,
+        kv_cache_memory_bytes=1 << 30,
+        enforce_eager=True,
+        additional_config={"kv_eviction": eviction},
+        disable_log_stats=True,
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    made = len(core.scheduler.kv_cache_config.kv_cache_groups)
+    watch, rng = Watch(llm), random.Random(0)
+    prompts = [
+        {"prompt_token_ids": [rng.randrange(1000, 40000) for _ in range(args.prompt)]}
+        for _ in range(args.requests)
+    ]
+    sampling = SamplingParams(max_tokens=args.steps + 1, ignore_eos=True, temperature=0)
+    llm.generate(prompts, sampling, use_tqdm=False)
+    evictions = core.scheduler.eviction_counters.evictions
+    assert evictions == args.requests, f"{evictions} evictions of {args.requests} requests"
+    llm.llm_engine.engine_core.shutdown()
+    # The first steps behind the prompts still evict, or find their memory cold.
+    steps = [took for took, _ in watch.steps[-args.steps + 8 :]]
+    return {"groups": made, "step_ms": statistics.median(steps), "steps": len(steps)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    defaults = dict(requests=16, prompt=512, steps=128, budget=192, threads=2)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--groups", type=int, nargs="+", default=[3, 5, 6, 10, 15])
+    parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    rows = []
+    for groups in tqdm([NO_GROUPS, *args.groups, NO_GROUPS], desc="groups of layers"):
+        rows.append(measure(args, groups))
+        gc.collect()
+    base = statistics.fmean(row["step_ms"] for row in rows if row["groups"] == NO_GROUPS)
+    for row in rows:
+        row["to_one_group"] = row["step_ms"] / base
+        print(", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    load = {name: getattr(args, name) for name in defaults}
+    result = {**provenance(), "load": load, "rows": rows}
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
