@@ -209,6 +209,27 @@ def test_eviction_comes_before_preemption(setup, policy):
 
 
 @BOTH
+def test_who_is_near_its_end_evicts_again_before_anybody_is_preempted(setup):
+    """Answers of three intervals over a pool for a third of them, and none ends early."""
+    results = {}
+    for name in ("none", "snapkv"):
+        burst = replace(setup, budget=48, interval=32, blocks=97, max_num_seqs=16, marks=(0.05, 0.1))
+        core = Engine(burst, sample=lambda request_id, tokens: 2 + len(tokens) % 900)
+        waiting = [tokens(96, n) for n in range(16)]
+        for _ in range(12):
+            core.add(waiting.pop(), 96, asked={"kv_eviction": name})
+        while core.scheduler.has_unfinished_requests():
+            core.step()
+            while waiting and sum(not one.is_finished() for one in core.requests) < 12:
+                core.add(waiting.pop(), 96, asked={"kv_eviction": name})
+        core.finish()
+        results[name] = preempted(core), core.steps, counters(core).evictions_pressure
+    assert results["none"][0] > 0 == results["snapkv"][0], results
+    assert results["snapkv"][1] < 0.7 * results["none"][1], results
+    assert results["snapkv"][2] > 16, results
+
+
+@BOTH
 def test_a_server_that_always_evicts_may_be_asked_to_wait_for_pressure(setup):
     core = engine(replace(setup, when="always"))
     whole = core.add(tokens(300), 20, asked={"kv_eviction_when": "pressure"})

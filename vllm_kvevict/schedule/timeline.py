@@ -292,8 +292,8 @@ class RequestTimeline:
 
     @property
     def waits(self) -> bool:
-        """Whether the request may still be called before it ends."""
-        return self.on_demand and self.not_before < (self.ends or sys.maxsize)
+        """Whether the request may still be called: short of a preemption, at any length."""
+        return self.on_demand and self.not_before < sys.maxsize
 
     @property
     def evicted(self) -> bool:
