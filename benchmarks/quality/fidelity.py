@@ -11,6 +11,7 @@ against position, which `python -m benchmarks.quality.position` draws.
 
 import argparse
 import json
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,8 @@ def server(model: Path, options: argparse.Namespace) -> Server:
     if options.layers:
         args += ["--kv-eviction-layers", options.layers]
         args += ["--kv-eviction-groups", options.groups] if options.groups else []
-    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)}
+    path = os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(ROOT)])
+    env = {"PYTHONPATH": path.lstrip(os.pathsep), "OMP_NUM_THREADS": str(options.threads)}
     return Server(model, args, options.work / "server.log", env=env)
 
 

@@ -213,7 +213,8 @@ def test_who_is_near_its_end_evicts_again_before_anybody_is_preempted(setup):
     """Answers of three intervals over a pool for a third of them, and none ends early."""
     results = {}
     for name in ("none", "snapkv"):
-        burst = replace(setup, budget=48, interval=32, blocks=97, max_num_seqs=16, marks=(0.05, 0.1))
+        pool = dict(blocks=97, max_num_seqs=16, marks=(0.05, 0.1))
+        burst = replace(setup, budget=48, interval=32, **pool)
         core = Engine(burst, sample=lambda request_id, tokens: 2 + len(tokens) % 900)
         waiting = [tokens(96, n) for n in range(16)]
         for _ in range(12):
