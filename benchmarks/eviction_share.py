@@ -24,6 +24,13 @@ RESULT = Path(__file__).parent / "results" / "eviction_share.json"
 POLICIES = ("ada-snapkv", "ada-defensive", "snapkv", "defensive", "streaming-llm")
 
 
+def in_process(threads: int) -> None:
+    """Run engines in this process, on so many threads; to be called before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 class Watch:
     """Milliseconds of each step of an engine, and of the evictions in it."""
 
@@ -92,9 +99,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    in_process(args.threads)
     best = measure(args)
     prefill = min(mine["prefill"] for mine in best.values())
     for policy in POLICIES:

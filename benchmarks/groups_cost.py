@@ -11,7 +11,6 @@ without shares of layers.
 import argparse
 import gc
 import json
-import os
 import random
 import statistics
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.eviction_share import Watch
+from benchmarks.eviction_share import Watch, in_process
 from benchmarks.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "groups_cost.json"
@@ -73,9 +72,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    in_process(args.threads)
     runs: dict[int, list[float]] = {}
     for groups in tqdm([NO_GROUPS, *args.groups] * args.rounds, desc="groups of layers"):
         made, took = measure(args, groups)

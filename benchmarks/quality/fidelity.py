@@ -49,8 +49,8 @@ def server(model: Path, options: argparse.Namespace) -> Server:
     if options.layers:
         args += ["--kv-eviction-layers", options.layers]
         args += ["--kv-eviction-groups", options.groups] if options.groups else []
-    path = os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(ROOT)])
-    env = {"PYTHONPATH": path.lstrip(os.pathsep), "OMP_NUM_THREADS": str(options.threads)}
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(options.threads)}
     return Server(model, args, options.work / "server.log", env=env)
 
 

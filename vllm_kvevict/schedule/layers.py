@@ -7,6 +7,7 @@ section 4.2, which Ada-KV section 3.4 takes over as "Pyramid".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import fsum
 from operator import mul
 
@@ -111,10 +112,11 @@ def pyramid(layers: int, beta: float) -> tuple[float, ...]:
     return tuple(1 + (1 - 1 / beta) * (1 - 2 * layer / (layers - 1)) for layer in range(layers))
 
 
+@lru_cache
 def by_layer(
-    shares: Sequence[float], most: int | None, steepest: float | None = None
+    shares: tuple[float, ...], most: int | None, steepest: float | None = None
 ) -> tuple[Share, ...]:
-    """The share of each layer's group, by depth.
+    """The share of each layer's group, by depth; kept, as every checked request asks for it.
 
     Args:
         shares: Of each layer, by depth.
