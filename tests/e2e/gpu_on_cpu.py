@@ -1,9 +1,9 @@
 """The CUDA worker and its backends on a CPU: all but the FlashAttention kernel and the graphs.
 
 Triton kernels run in the interpreter. FlashAttention's kernel and vLLM's two cache writers, which
-ask for a CUDA device, are replaced by plain PyTorch that follows their documentation. A decode
-step hands layers the metadata object of the first step with as many requests, as a captured
-graph does: what a replay needs must therefore be refreshed in place.
+ask for a CUDA device, are replaced by plain PyTorch that follows their documentation. Decode
+steps are padded, captured and replayed (``replayed.py``): what a replay needs must therefore be
+refreshed in place.
 """
 
 import os
@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.paged import flash_attn_varlen_func, reshape_and_cache_flash
+from tests.e2e.replayed import Layer, Steps
 from tests.efficient import efficient_attention_forward
 from vllm_kvevict.worker.gpu import BACKENDS, EvictingWorker
 
@@ -41,26 +42,16 @@ class Worker(EvictingWorker, CPUWorker):
 
     def _bind(self, worker: Any) -> None:
         super()._bind(worker)
+        if self._kernel() == "xformers":
+            return
+        longest = self.model_config.max_model_len
+        self.steps = []
         for groups in self.model_runner.attn_groups:
             for builder in (b for group in groups for b in group.metadata_builders):
-                builder.build = Replay(builder, self.model_config.max_model_len)
-                builder.build.graphs = self._kernel() != "xformers"
-
-
-class Replay:
-    """``build`` of a builder; decode steps get the metadata of the first of their size."""
-
-    def __init__(self, builder: Any, max_model_len: int) -> None:
-        self._build = builder.build
-        self._captured: dict[int, Any] = {}
-        self._longest = max_model_len
-        self.replays = 0
-        self.graphs = True
-
-    def __call__(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
-        if common.max_query_len > 1 or not self.graphs:
-            return self._build(prefix, common, fast_build)
-        common = common.replace(max_seq_len=self._longest)
-        fresh = self._build(prefix, common, fast_build)
-        self.replays += common.num_reqs in self._captured
-        return self._captured.setdefault(common.num_reqs, fresh)
+                builder.build = Steps(builder, longest)
+                self.steps.append(builder.build)
+        self.graphs = []
+        for name in self._evictable_layers:
+            impl = self._layer(name).impl
+            impl.forward = Layer(impl, self.steps)
+            self.graphs.append(impl.forward)

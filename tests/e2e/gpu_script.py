@@ -11,7 +11,7 @@ from tests.oracles.masked import Life, MaskedModel, check_tokens
 from vllm_kvevict.front import activate
 
 LENGTHS = (200, 133, 1, 150)
-NEW_TOKENS = (64, 9, 30, 6)
+NEW_TOKENS = (80, 40, 20, 20)
 AT = {"kv_eviction_at": 130, "kv_eviction": "streaming-llm"}
 
 
@@ -30,11 +30,15 @@ def main(model: Path) -> None:
             agreed, total = agreed + same, total + count
             full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
         builder = run.worker.model_runner.attn_groups[0][0].metadata_builders[0]
+        steps, graphs = getattr(run.worker, "steps", []), getattr(run.worker, "graphs", [])
         result = dict(
             runner=type(run.worker.model_runner).__module__,
             builder=type(builder).__name__,
             kernel=builder.buffers.scratch.kernel,
-            replays=builder.build.replays,
+            sizes=[sorted(one.captured) for one in steps],
+            replays=sum(one.replays for one in steps),
+            padded=sum(one.padded for one in steps),
+            launches=sorted(set().union(*(one.launches for one in graphs))),
             agreed=agreed,
             total=total,
             full_attention_agreed=full,

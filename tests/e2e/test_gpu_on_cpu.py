@@ -1,7 +1,8 @@
 """Proof 1 for the CUDA worker, on a CPU: tokens equal the oracle's, decode steps replayed.
 
-Everything of the CUDA path runs, decode steps by FlashAttention or by our kernel, but
-FlashAttention's kernel and the graphs themselves (``gpu_on_cpu.py``); that needs Triton's
+Everything of the CUDA path runs, under either model runner, but FlashAttention's kernel
+(``gpu_on_cpu.py``). Attention of decode steps is a list of calls that was captured once for a
+padded number of requests, and is replayed while requests come, go and evict. That needs Triton's
 interpreter, so a process of its own.
 """
 
@@ -16,14 +17,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+RUNNERS = {"0": "vllm.v1.worker.cpu_model_runner", "1": "vllm.v1.worker.cpu.model_runner"}
+"""By ``VLLM_USE_V2_MODEL_RUNNER``; each derives from the GPU's."""
+
+LAUNCHES = {
+    "flash": ["_observe_kernel", "_page_table_kernel", "flash_attn"],
+    "triton": ["_attend_kernel"],
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids=["V1", "V2"])
 @pytest.mark.parametrize("kernel", ["flash", "triton"])
-def test_tokens_equal_the_oracle(kernel, tiny_model):
+def test_tokens_equal_the_oracle(kernel, runner, tiny_model):
     environment = dict(
         os.environ,
         TRITON_INTERPRET="1",
         PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "triton_cpu")]),
         KVEVICT_TEST_STOCK="FLASH_ATTN",
         KVEVICT_TEST_KERNEL=kernel,
+        VLLM_USE_V2_MODEL_RUNNER=runner,
     )
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.gpu_script", str(tiny_model)],
@@ -35,13 +47,15 @@ def test_tokens_equal_the_oracle(kernel, tiny_model):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert result["runner"] == RUNNERS[runner]
     assert result["builder"] == "EvictingFlashMetadataBuilder"
     assert result["kernel"] == kernel
-    assert result["replays"] > 20
-    assert result["agreed"] == result["total"] == 64 + 9 + 30 + 6
+    # Four requests, three in the graph of four, two, and one in the graph of two.
+    assert result["sizes"] == [[2, 4]] and result["launches"] == [LAUNCHES[kernel]]
+    assert result["replays"] > 60 and result["padded"] > 30
+    assert result["agreed"] == result["total"] == 80 + 40 + 20 + 20
     assert result["full_attention_agreed"] < result["total"]
     assert result["evictions_at_point"]
-    assert result["evictions_on_worker"] == result["evictions"] >= 4
-    assert result["evictions_decode"] >= 1
+    assert result["evictions_on_worker"] == result["evictions"] >= 5
+    assert result["evictions_decode"] >= 2
     assert result["blocks_leaked"] == 0
