@@ -9,7 +9,8 @@
 namespace kvevict {
 
 constexpr int kGainThreads = 256;
-constexpr int kAllocateThreads = 512;
+constexpr int kAllocateThreads = 1024;
+constexpr int kPagesPerLane = 4;  // that a thread asks for at once
 
 // A block sums the pages of one head.
 static __global__ void gain_kernel(const __grid_constant__ Allocate work) {
@@ -35,10 +36,12 @@ struct AllocateShared {
   Selection selection;
   unsigned larger[kMaxHeads], equal[kMaxHeads];
   int first[kMaxHeads + 1];
+  int64_t offset[kMaxHeads];  // from a page's number in the layer to that of its gain
 };
+static_assert(sizeof(AllocateShared) <= kMaxShared);
 
 // A block shares the pages of one layer.
-static __global__ void allocate_kernel(const __grid_constant__ Allocate work) {
+static __global__ void __launch_bounds__(kAllocateThreads) allocate_kernel(const __grid_constant__ Allocate work) {
   AllocateShared& shared = *reinterpret_cast<AllocateShared*>(shared_memory());
   const int heads = work.num_heads, bs = work.block_size;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * heads;
@@ -57,6 +60,10 @@ static __global__ void allocate_kernel(const __grid_constant__ Allocate work) {
   __syncthreads();
   const int pages = shared.first[heads];
   KVEVICT_ASSERT(total >= 1 && total <= pages);
+  for (int head = threadIdx.x; head < heads; head += blockDim.x) {
+    shared.offset[head] = work.start[row + head] / bs - shared.first[head];
+  }
+  // The first barrier of select_largest is this one's too.
   const auto head_of = [&](int index) {
     int low = 0, high = heads - 1;
     while (low < high) {
@@ -66,17 +73,15 @@ static __global__ void allocate_kernel(const __grid_constant__ Allocate work) {
     return low;
   };
   const auto gain = [&](int index) {
-    const int head = head_of(index);
-    return work.gains[work.start[row + head] / bs + index - shared.first[head]];
+    return work.gains[shared.offset[head_of(index)] + index];
   };
   unsigned num_larger;
   const uint64_t last =
-      select_largest<uint64_t>(shared.selection, pages, total, &num_larger, gain);
-  for (int index = threadIdx.x; index < pages; index += blockDim.x) {
-    const uint64_t key = gain(index);
-    if (key > last) atomicAdd(&shared.larger[head_of(index)], 1u);
-    if (key == last) atomicAdd(&shared.equal[head_of(index)], 1u);
-  }
+      select_largest<kPagesPerLane, uint64_t>(shared.selection, pages, total, &num_larger, gain);
+  for_each_key<kPagesPerLane>(pages, gain, [&](int index, uint64_t key, bool real) {
+    if (real && key > last) atomicAdd(&shared.larger[head_of(index)], 1u);
+    if (real && key == last) atomicAdd(&shared.equal[head_of(index)], 1u);
+  });
   __syncthreads();
   if (threadIdx.x == 0) {
     unsigned left = total - num_larger;

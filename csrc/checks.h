@@ -137,7 +137,7 @@ class Launch {
   void check() const {
 #ifndef KVEVICT_EMULATE
     const cudaError_t error = cudaGetLastError();
-    STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not launched: ", cudaGetErrorString(error));
+    STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not launched, or one before it failed: ", cudaGetErrorString(error));
 #endif
   }
 

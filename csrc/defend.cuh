@@ -5,7 +5,6 @@
 #include "device.h"
 #include "fp8.cuh"
 #include "head.cuh"
-#include "pool.cuh"
 #include "store_page.cuh"
 
 namespace kvevict {
@@ -13,7 +12,8 @@ namespace kvevict {
 constexpr int kNormThreads = 256;
 constexpr int kNormTokens = 4;  // of a warp
 constexpr int kNormBlock = kNormThreads / kWarp * kNormTokens;
-constexpr int kMeanThreads = 256;
+constexpr int kMeanThreads = 1024;
+constexpr int kDefendThreads = 256;
 constexpr int kKeepThreads = 128;
 
 // Sum of the squares of the numbers in four bytes.
@@ -53,19 +53,34 @@ static __global__ void norm_kernel(const __grid_constant__ Norms work) {
     KVEVICT_ASSERT(tokens <= work.width);
     KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_norms);
     const int store_columns = head.store_pages * head.block_size;
+    if (first >= tokens) continue;
+    const unsigned char* values[kNormTokens];
+    float sums[kNormTokens] = {};
 #pragma unroll
     for (int j = 0; j < kNormTokens; ++j) {
-      if (first + j >= tokens) continue;
-      const int column = store_columns + first + j;
-      const unsigned char* value = cache + head.slot(column) * work.slot_bytes + work.value_offset;
-      float sum = 0;
-      for (int at = lane * 4; at < work.value_bytes; at += kWarp * 4) {
-        sum += squares(*reinterpret_cast<const uint32_t*>(value + at), work.element);
+      const int column = store_columns + (first + j < tokens ? first + j : tokens - 1);
+      values[j] = cache + head.slot(column) * work.slot_bytes + work.value_offset;
+    }
+    for (int at = lane * 8; at < work.value_bytes; at += kWarp * 8) {
+      uint2 words[kNormTokens];
+#pragma unroll
+      for (int j = 0; j < kNormTokens; ++j) words[j] = *reinterpret_cast<const uint2*>(values[j] + at);
+#pragma unroll
+      for (int j = 0; j < kNormTokens; ++j) {
+        sums[j] += squares(words[j].x, work.element) + squares(words[j].y, work.element);
       }
-      for (int step = 1; step < kWarp; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-      const float norm = sqrtf(sum);
+    }
+    for (int step = 1; step < kWarp; step *= 2) {
+#pragma unroll
+      for (int j = 0; j < kNormTokens; ++j) sums[j] += __shfl_xor_sync(kAllLanes, sums[j], step);
+    }
+#pragma unroll
+    for (int j = 0; j < kNormTokens; ++j) {
+      const float norm = sqrtf(sums[j]);
       totals[j] += norm;
-      if (lane == 0) work.norms[head.first_column + column] = norm;
+      if (lane == 0 && first + j < tokens) {
+        work.norms[head.first_column + store_columns + first + j] = norm;
+      }
     }
   }
   float* target = work.totals + (static_cast<int64_t>(request) * work.num_layers + layer) * work.width;
@@ -89,7 +104,7 @@ __device__ inline float peak_of(const Defend& work, const Head& head, int column
 }
 
 // One block a (request, layer, KV head); sums in one order.
-static __global__ void mean_kernel(const __grid_constant__ Defend work) {
+static __global__ void __launch_bounds__(kMeanThreads) mean_kernel(const __grid_constant__ Defend work) {
   float* sums = reinterpret_cast<float*>(shared_memory());
   const int heads = work.candidates.num_heads;
   const int64_t row = blockIdx.x;
@@ -156,7 +171,7 @@ void launch_norms(const Norms& work, int num_requests, Stream stream) {
 
 void launch_defend(const Defend& work, int64_t heads, Stream stream) {
   launch(mean_kernel, heads, 1, kMeanThreads, kMeanThreads * sizeof(float), stream, work);
-  launch(defend_kernel, heads * work.chunks, 1, kPoolThreads, 0, stream, work);
+  launch(defend_kernel, heads * work.chunks, 1, kDefendThreads, 0, stream, work);
 }
 
 void launch_keep(const Keep& work, int num_requests, Stream stream) {

@@ -21,6 +21,25 @@ __device__ inline void clear_digits(unsigned* bins, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) bins[i] = 0;
 }
 
+// Calls use(i, key, real) for the keys 0 .. count - 1, and for as many that are not real as fill the
+// last warp. Called by a whole block; a thread's next kBatch keys are asked for before one is used.
+template <int kBatch, typename At, typename Use>
+__device__ inline void for_each_key(int count, At at, Use use) {
+  using Key = decltype(at(0));
+  const int step = static_cast<int>(blockDim.x);
+  for (int first = threadIdx.x; first - static_cast<int>(threadIdx.x % kWarp) < count;
+       first += step * kBatch) {
+    Key keys[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int index = first + i * step;
+      keys[i] = index < count ? at(index) : Key{0};
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) use(first + i * step, keys[i], first + i * step < count);
+  }
+}
+
 // The digit that holds the `rank`-th largest key (from 1), and how many keys have a larger digit.
 // Called by one whole warp; every lane gets the result.
 __device__ inline void find_digit(const unsigned* bins, unsigned rank, unsigned* digit,
@@ -51,7 +70,7 @@ struct Selection {
 
 // The `rank`-th largest of `count` keys and how many keys are larger. Called by a whole block; `at`
 // gives the i-th key. Reads every key once for each byte of it.
-template <typename Key, typename At>
+template <int kBatch, typename Key, typename At>
 __device__ Key select_largest(Selection& shared, int count, unsigned rank, unsigned* num_larger,
                               At at) {
   Key prefix = 0, mask = 0;
@@ -59,13 +78,10 @@ __device__ Key select_largest(Selection& shared, int count, unsigned rank, unsig
   for (int shift = 8 * (static_cast<int>(sizeof(Key)) - 1); shift >= 0; shift -= 8) {
     clear_digits(shared.bins, kDigits);
     __syncthreads();
-    const int whole = (count + kWarp - 1) / kWarp * kWarp;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < whole; i += blockDim.x) {
-      const Key key = i < count ? at(i) : Key{0};
-      const bool counts = i < count && (key & mask) == prefix;
+    for_each_key<kBatch>(count, at, [&](int, Key key, bool real) {
+      const bool counts = real && (key & mask) == prefix;
       count_digit(shared.bins, static_cast<unsigned>(key >> shift) & (kDigits - 1), counts);
-    }
+    });
     __syncthreads();
     if (threadIdx.x < kWarp) {
       unsigned digit, more;

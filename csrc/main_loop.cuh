@@ -73,25 +73,28 @@ __device__ void main_loop(const Score& work, const ChunkTile& tile, int first_ro
   QueryRows<T, D> rows;
   rows.load(tile.queries, first_row);
   clear_padding<T, D>(tiles);
-  clear_padding<T, D>(tiles + Shape::kBytes);
+  if (tile.keys.stored == Stored::kAsQueries) clear_padding<T, D>(tiles + Shape::kBytes);
   const float scale = work.scales[tile.layer], softcap = work.softcap;
   // Logits in powers of two: one multiplication where they are not capped.
   const float inner = softcap > 0 ? scale / softcap : scale * kLog2E;
   const int lane = threadIdx.x % kWarp;
+  // A warp without rows only helps to load.
+  const int keys_taken = first_row < tile.queries.rows() ? Shape::kKeys : 0;
 
-  load_tile<T, D>(tile.keys, tile.first, tiles);
+  load_tile<T, D>(tile.keys, tile.first, tiles, 0);
   int stage = 0;
   for (int first = tile.first; first < tile.last; first += Shape::kKeys) {
     if (first + Shape::kKeys < tile.last) {
-      load_tile<T, D>(tile.keys, first + Shape::kKeys, tiles + (stage ^ 1) * Shape::kBytes);
+      load_tile<T, D>(tile.keys, first + Shape::kKeys, tiles, stage ^ 1);
     } else {
       commit_copies();
     }
     wait_copies<1>();
     __syncthreads();
-    for (int key = 0; key < Shape::kKeys; key += 8) {
+    const unsigned char* ready = ready_tile<T, D>(tile.keys.stored, tiles, stage);
+    for (int key = 0; key < keys_taken; key += 8) {
       float logits[Shape::kRowBlocks][4];
-      rows.times(tiles + stage * Shape::kBytes + key * Shape::kRowBytes, logits);
+      rows.times(ready + key * Shape::kRowBytes, logits);
 #pragma unroll
       for (int block = 0; block < Shape::kRowBlocks; ++block) {
 #pragma unroll
@@ -132,6 +135,14 @@ template <typename T, int D>
 __device__ int first_row_of_warp() {
   const int warps = blockDim.x / kWarp;
   return (blockIdx.y * warps + threadIdx.x / kWarp) * Tile<T, D>::kRowsPerWarp;
+}
+
+// Warps of the block that have rows: the first ones.
+template <typename T, int D>
+__device__ int warps_with_rows(int rows) {
+  constexpr int kRows = Tile<T, D>::kRowsPerWarp;
+  const int warps = blockDim.x / kWarp, left = (rows + kRows - 1) / kRows - static_cast<int>(blockIdx.y) * warps;
+  return left < warps ? left : warps;
 }
 
 }  // namespace kvevict

@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp) peak_kernel(const __grid_c
   const int end = begin + kPeakChunk < wanted ? begin + kPeakChunk : wanted;
   if (begin >= end) return;
   const int first_row = first_row_of_warp<T, D>(), rows = tile.queries.rows();
-  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int warps = warps_with_rows<T, D>(rows);
   const int quad = lane % 4, left = (lane & ~3) | ((lane + 3) & 3), right = (lane & ~3) | ((lane + 1) & 3);
   float* peaks = reinterpret_cast<float*>(shared_memory() + 2 * Shape::kBytes);
   float lse[Shape::kRowBlocks][2];

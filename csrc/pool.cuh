@@ -8,7 +8,6 @@
 namespace kvevict {
 
 constexpr int kPoolThreads = 256;
-constexpr float kProtected = 1e30f;
 
 static __global__ void pool_kernel(const __grid_constant__ Pool work) {
   const int heads = work.candidates.num_heads;

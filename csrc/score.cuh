@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp) column_kernel(const __grid
   const ChunkTile tile = chunk_tile(work, kChunk);
   if (tile.first >= tile.last) return;
   const int first_row = first_row_of_warp<T, D>(), rows = tile.queries.rows();
-  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int warps = warps_with_rows<T, D>(rows);
   float* sums = reinterpret_cast<float*>(shared_memory() + 2 * Shape::kBytes);
   int limits[Shape::kRowBlocks][2];
   find_limits<T, D>(tile, first_row, limits);
@@ -127,6 +128,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp) column_kernel(const __grid
 // Sizes of a launch: enough warps for the rows, up to kScoreWarps; more rows take more blocks.
 template <typename T, int D>
 struct ScoreShape {
+  static_assert(2 * Tile<T, D>::kBytes + kScoreWarps * Tile<T, D>::kKeys * sizeof(float) <= kMaxShared);
   int warps, groups;
   size_t shared;
 
@@ -134,6 +136,7 @@ struct ScoreShape {
     const int needed = (rows + Tile<T, D>::kRowsPerWarp - 1) / Tile<T, D>::kRowsPerWarp;
     groups = (needed + kScoreWarps - 1) / kScoreWarps;
     warps = (needed + groups - 1) / groups;
+    warps = warps < kLeastScoreWarps ? kLeastScoreWarps : warps;
     shared = 2 * Tile<T, D>::kBytes + warps * Tile<T, D>::kKeys * sizeof(float);
   }
 };

@@ -8,14 +8,18 @@
 
 namespace kvevict {
 
-constexpr int kSelectThreads = 512;
+constexpr int kSelectThreads = 1024;
+constexpr int kSelectWarps = kSelectThreads / kWarp;
+constexpr int kColumnsPerLane = 8;  // columns of a lane in a tile
+constexpr int kSelectTile = kSelectThreads * kColumnsPerLane;
 
 struct SelectShared {
   Selection selection;
-  unsigned warps[kSelectThreads / kWarp];
+  unsigned warps[kSelectWarps];
 };
+static_assert(sizeof(SelectShared) <= kMaxShared && kSelectTile <= 0xffff);
 
-static __global__ void select_kernel(const __grid_constant__ Select work) {
+static __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ Select work) {
   SelectShared& shared = *reinterpret_cast<SelectShared*>(shared_memory());
   const int head = blockIdx.x % work.num_heads, group = blockIdx.x / work.num_heads;
   const int32_t* pages = work.pages + static_cast<int64_t>(group) * work.num_heads;
@@ -31,33 +35,53 @@ static __global__ void select_kernel(const __grid_constant__ Select work) {
   int32_t* columns = work.columns + first;
 
   unsigned larger;
-  const uint32_t last = select_largest<uint32_t>(shared.selection, length, kept, &larger,
-                                                 [&](int i) { return ordered(scores[i]); });
+  const auto score = [&](int i) { return ordered(scores[i]); };
+  const uint32_t last =
+      select_largest<kColumnsPerLane, uint32_t>(shared.selection, length, kept, &larger, score);
   // A kept token of padding would be a token that does not exist.
   KVEVICT_ASSERT(last > ordered(__uint_as_float(0xff800000u)));
   const unsigned equal_kept = kept - larger;
 
   // Counts of larger and of equal scores, one in each half of a word, before this tile.
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const unsigned lower = (1u << lane) - 1;
   unsigned larger_before = 0, equal_before = 0;
-  for (int tile = 0; tile < length; tile += kSelectThreads) {
-    const int column = tile + threadIdx.x;
-    const uint32_t key = column < length ? ordered(scores[column]) : 0;
-    const unsigned is_larger = __ballot_sync(kAllLanes, key > last);
-    const unsigned is_equal = __ballot_sync(kAllLanes, column < length && key == last);
-    if (lane == 0) shared.warps[warp] = __popc(is_larger) << 16 | __popc(is_equal);
+  for (int tile = 0; tile < length; tile += kSelectTile) {
+    // A warp has neighbouring columns, so that they are written in their order.
+    const int first = tile + warp * kWarp * kColumnsPerLane + lane;
+    unsigned is_larger[kColumnsPerLane], is_equal[kColumnsPerLane];
+    uint32_t keys[kColumnsPerLane];
+#pragma unroll
+    for (int i = 0; i < kColumnsPerLane; ++i) {
+      keys[i] = first + i * kWarp < length ? score(first + i * kWarp) : 0;
+    }
+    unsigned mine = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnsPerLane; ++i) {
+      is_larger[i] = __ballot_sync(kAllLanes, keys[i] > last);
+      is_equal[i] = __ballot_sync(kAllLanes, first + i * kWarp < length && keys[i] == last);
+      mine += __popc(is_larger[i]) << 16 | __popc(is_equal[i]);
+    }
+    if (lane == 0) shared.warps[warp] = mine;
     __syncthreads();
     unsigned before = 0, all = 0;
-    for (int i = 0; i < kSelectThreads / kWarp; ++i) {
+    for (int i = 0; i < kSelectWarps; ++i) {
       if (i == warp) before = all;
       all += shared.warps[i];
     }
-    const unsigned lower = (1u << lane) - 1;
-    const unsigned larger_rank = larger_before + (before >> 16) + __popc(is_larger & lower);
-    const unsigned equal_rank = equal_before + (before & 0xffff) + __popc(is_equal & lower);
-    const bool equal = is_equal >> lane & 1;
-    if (is_larger >> lane & 1 || (equal && equal_rank < equal_kept)) {
-      columns[larger_rank + (equal_rank < equal_kept ? equal_rank : equal_kept)] = column;
+    unsigned larger_here = larger_before + (before >> 16);
+    unsigned equal_here = equal_before + (before & 0xffff);
+#pragma unroll
+    for (int i = 0; i < kColumnsPerLane; ++i) {
+      const unsigned larger_rank = larger_here + __popc(is_larger[i] & lower);
+      const unsigned equal_rank = equal_here + __popc(is_equal[i] & lower);
+      const bool equal = is_equal[i] >> lane & 1;
+      if (is_larger[i] >> lane & 1 || (equal && equal_rank < equal_kept)) {
+        const unsigned equal_first = equal_rank < equal_kept ? equal_rank : equal_kept;
+        columns[larger_rank + equal_first] = first + i * kWarp;
+      }
+      larger_here += __popc(is_larger[i]);
+      equal_here += __popc(is_equal[i]);
     }
     larger_before += all >> 16;
     equal_before += all & 0xffff;

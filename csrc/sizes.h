@@ -18,7 +18,10 @@ constexpr int kReach = 17;           // columns whose highest average a token ha
 constexpr int kPeakChunk = kChunk - 2 * kStep;  // of a block of peaks: with the steps beside it, a chunk
 constexpr int kScoreWarps = 8;       // most warps of a block of score
 constexpr int kWideHead = 128;       // larger heads halve what a warp holds in registers
+constexpr int kLeastScoreWarps = 4;  // of a block of score: fewer load a tile too slowly
 constexpr size_t kMaxParameters = 4096;  // bytes of arguments that every target takes
+constexpr size_t kMaxShared = 48 << 10;  // bytes that a block has on every target without asking
+constexpr float kProtected = 1e30f;  // the score of tokens that stay
 
 // Query rows that see a key at once, and the blocks of 16 among them that one warp holds.
 constexpr int row_blocks(int head_size) { return head_size <= kWideHead ? 2 : 1; }

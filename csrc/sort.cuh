@@ -8,14 +8,15 @@
 
 namespace kvevict {
 
-constexpr int kSortThreads = 512;
+constexpr int kSortThreads = 1024;
 constexpr int kSortWarps = kSortThreads / kWarp;
-constexpr int kKeysPerLane = 4;  // keys of a lane in a tile
+constexpr int kKeysPerLane = 8;  // keys of a lane in a tile
 
 struct SortShared {
   unsigned digits[4][kDigits];            // of each pass: how often, then where the next key goes
   unsigned warps[kSortWarps][kDigits];    // of this tile
 };
+static_assert(sizeof(SortShared) <= kMaxShared);
 
 // Turns counts into first positions, the largest digit first.
 __device__ inline void scan_digits(unsigned* bins) {
@@ -46,9 +47,15 @@ __device__ void sort_pass(SortShared& shared, unsigned* next, int shift, int len
     __syncthreads();
     uint32_t keys[kKeysPerLane];
     unsigned ranks[kKeysPerLane];
+    // All are asked for before one is ranked.
+#pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
       const int index = tile + (warp * kKeysPerLane + i) * kWarp + lane;
       keys[i] = index < length ? at(index) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int index = tile + (warp * kKeysPerLane + i) * kWarp + lane;
       const unsigned digit = keys[i] >> shift & (kDigits - 1);
       const unsigned peers = __match_any_sync(kAllLanes, index < length ? digit : kDigits);
       const unsigned before = index < length ? shared.warps[warp][digit] : 0;
@@ -70,6 +77,7 @@ __device__ void sort_pass(SortShared& shared, unsigned* next, int shift, int len
       next[digit] = position;
     }
     __syncthreads();
+#pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
       const int index = tile + (warp * kKeysPerLane + i) * kWarp + lane;
       const unsigned digit = keys[i] >> shift & (kDigits - 1);
@@ -79,7 +87,7 @@ __device__ void sort_pass(SortShared& shared, unsigned* next, int shift, int len
   }
 }
 
-static __global__ void sort_kernel(const __grid_constant__ Sort work) {
+static __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constant__ Sort work) {
   SortShared& shared = *reinterpret_cast<SortShared*>(shared_memory());
   const int length = work.length[blockIdx.x];
   const int64_t start = work.start[blockIdx.x];
@@ -90,17 +98,16 @@ static __global__ void sort_kernel(const __grid_constant__ Sort work) {
 
   clear_digits(&shared.digits[0][0], 4 * kDigits);
   __syncthreads();
-  const int whole = (length + kWarp - 1) / kWarp * kWarp;
-  for (int i = threadIdx.x; i < whole; i += kSortThreads) {
-    const uint32_t key = i < length ? ordered(scores[i]) : 0;
+  const auto score = [&](int i) { return ordered(scores[i]); };
+  for_each_key<kKeysPerLane>(length, score, [&](int, uint32_t key, bool real) {
     for (int pass = 0; pass < 4; ++pass) {
-      count_digit(shared.digits[pass], key >> 8 * pass & (kDigits - 1), i < length);
+      count_digit(shared.digits[pass], key >> 8 * pass & (kDigits - 1), real);
     }
-  }
+  });
   __syncthreads();
   if (threadIdx.x < 4 * kWarp) scan_digits(shared.digits[threadIdx.x / kWarp]);
   // The first barrier of sort_pass is this one's too.
-  sort_pass(shared, shared.digits[0], 0, length, other, [&](int i) { return ordered(scores[i]); });
+  sort_pass(shared, shared.digits[0], 0, length, other, score);
   sort_pass(shared, shared.digits[1], 8, length, keys, [&](int i) { return other[i]; });
   sort_pass(shared, shared.digits[2], 16, length, other, [&](int i) { return keys[i]; });
   sort_pass(shared, shared.digits[3], 24, length, keys, [&](int i) { return other[i]; });

@@ -14,10 +14,14 @@ struct Tile {
   static constexpr int kPadded = (D + 31) / 32 * 32;
   static constexpr int kParts = kPadded / 32;
   static constexpr int kDense = kPadded * static_cast<int>(sizeof(T));
-  // Rows of an odd multiple of 64 bytes: eight lanes that read two rows meet no bank twice.
-  static constexpr int kRowBytes = kDense % 128 ? kDense : kDense + 64;
+  // Rows of an odd multiple of 64 bytes: eight lanes that read 16 bytes of two rows meet no bank twice.
+  // float32 is read by 4 bytes of every other row, four lanes apart: rows of 16 bytes more do it.
+  static constexpr int kRowBytes = sizeof(T) == 4 ? kDense + 16 : kDense % 128 ? kDense : kDense + 64;
   static constexpr int kKeys = 64 * row_blocks(D) / static_cast<int>(sizeof(T));
   static constexpr int kBytes = kKeys * kRowBytes;
+  // FP8 keys as they are stored: two tiles of them take the place of the second tile.
+  static constexpr int kRawBytes = kKeys * D;
+  static_assert(2 * kRawBytes <= kBytes);
   // Blocks of 16 query rows that a warp holds in registers.
   static constexpr int kRowBlocks = row_blocks(D);
   static constexpr int kRowsPerWarp = 16 * kRowBlocks;
@@ -49,39 +53,66 @@ __device__ void clear_padding(unsigned char* tile) {
   }
 }
 
-// Starts to load the keys of columns `first` and following, up to the head's last.
-template <typename T, int D>
-__device__ void load_tile(const Keys& keys, int first, unsigned char* tile) {
-  using Shape = Tile<T, D>;
-  if (keys.stored == Stored::kAsQueries) {
-    constexpr int kPieces = D * static_cast<int>(sizeof(T)) / 16;
-    for (int i = threadIdx.x; i < Shape::kKeys * kPieces; i += blockDim.x) {
-      const int key = i / kPieces, piece = i % kPieces;
-      if (first + key < keys.head.columns) {
-        copy_async(tile + key * Shape::kRowBytes + piece * 16, keys.at(first + key) + piece * 16);
-      }
-    }
-  } else {
-    constexpr int kPieces = D / 16;
-    for (int i = threadIdx.x; i < Shape::kKeys * kPieces; i += blockDim.x) {
-      const int key = i / kPieces, piece = i % kPieces;
-      if (first + key >= keys.head.columns) continue;
-      const uint4 raw = load16(keys.at(first + key) + piece * 16);
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-      alignas(16) T wide[16];
+// Starts to load the keys of columns `first` and following, up to the head's last, as the cache stores
+// them. Four lanes share a key, so that its page is looked up once for several pieces of 16 bytes.
+template <typename Shape>
+__device__ void load_rows(const Keys& keys, int first, int key_bytes, int row_bytes, unsigned char* rows) {
+  for (int i = threadIdx.x; i < Shape::kKeys * 4; i += blockDim.x) {
+    const int key = i / 4;
+    if (first + key >= keys.head.columns) continue;
+    const unsigned char* source = keys.at(first + key);
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const uint32_t byte = words[j / 4] >> 8 * (j % 4) & 0xffu;
-        set_exact(keys.stored == Stored::kE4M3 ? from_e4m3(byte) : from_e5m2(byte), &wide[j]);
-      }
-      unsigned char* target = tile + key * Shape::kRowBytes + piece * 16 * sizeof(T);
-#pragma unroll
-      for (int j = 0; j < static_cast<int>(sizeof(T)); ++j) {
-        store16(target + 16 * j, reinterpret_cast<const uint4*>(wide)[j]);
-      }
+    for (int at = i % 4 * 16; at < key_bytes; at += 64) {
+      copy_async(rows + key * row_bytes + at, source + at);
     }
   }
   commit_copies();
+}
+
+// A tile of keys for the `stage`-th buffer: of FP8 keys, for those behind the first tile.
+template <typename T, int D>
+__device__ void load_tile(const Keys& keys, int first, unsigned char* tiles, int stage) {
+  using Shape = Tile<T, D>;
+  if (keys.stored == Stored::kAsQueries) {
+    constexpr int kKeyBytes = D * static_cast<int>(sizeof(T));
+    load_rows<Shape>(keys, first, kKeyBytes, Shape::kRowBytes, tiles + stage * Shape::kBytes);
+  } else {
+    load_rows<Shape>(keys, first, D, D, tiles + Shape::kBytes + stage * Shape::kRawBytes);
+  }
+}
+
+// Widens the FP8 keys of a buffer into the first tile.
+template <typename T, int D, float (*Value)(uint32_t)>
+__device__ void widen_rows(const unsigned char* raw, unsigned char* tile) {
+  using Shape = Tile<T, D>;
+  constexpr int kPieces = D / 16;
+  for (int i = threadIdx.x; i < Shape::kKeys * kPieces; i += blockDim.x) {
+    const uint4 piece = load16(raw + i * 16);
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+    alignas(16) T wide[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) set_exact(Value(words[j / 4] >> 8 * (j % 4) & 0xffu), &wide[j]);
+    unsigned char* target = tile + i / kPieces * Shape::kRowBytes + i % kPieces * 16 * sizeof(T);
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof(T)); ++j) {
+      store16(target + 16 * j, reinterpret_cast<const uint4*>(wide)[j]);
+    }
+  }
+}
+
+// The `stage`-th tile as the products take it. Called by a whole block that sees what was loaded.
+template <typename T, int D>
+__device__ const unsigned char* ready_tile(Stored stored, unsigned char* tiles, int stage) {
+  using Shape = Tile<T, D>;
+  if (stored == Stored::kAsQueries) return tiles + stage * Shape::kBytes;
+  const unsigned char* raw = tiles + Shape::kBytes + stage * Shape::kRawBytes;
+  if (stored == Stored::kE4M3) {
+    widen_rows<T, D, from_e4m3>(raw, tiles);
+  } else {
+    widen_rows<T, D, from_e5m2>(raw, tiles);
+  }
+  __syncthreads();
+  return tiles;
 }
 
 }  // namespace kvevict

@@ -207,7 +207,7 @@ EMULATION_UNSEEN inline void run_block(size_t bytes) {
 EMULATION_UNSEEN inline void run(int64_t blocks, int groups, int threads, size_t bytes,
                                  std::function<void()> kernel) {
   if (threads % kWarp || threads > kMaxThreads) throw std::runtime_error("threads of a block");
-  if (bytes > (48u << 10)) throw std::runtime_error("more shared memory than every target has");
+  if (bytes > kvevict::kMaxShared) throw std::runtime_error("more shared memory than every target has");
   if (!stacks) stacks = static_cast<unsigned char*>(std::malloc(size_t{kMaxThreads} * kStack));
   num_threads = threads;
   body = std::move(kernel);

@@ -91,7 +91,7 @@ void choose(const std::vector<float>& scores, const RowsOf& rows, int heads, int
 
 // Many ties, and more scores than a tile of the sort has.
 void choose_scene() {
-  const int heads = 2, groups = 2, length = 16 * 136, store = 20;
+  const int heads = 2, groups = 2, length = 16 * 520, store = 20;
   std::vector<float> scores(groups * heads * length);
   for (float& score : scores) score = std::floor(normal() * 20);
   // Pages that tie, too.
