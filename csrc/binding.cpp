@@ -55,11 +55,13 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def("cuda_built() -> int");
   module.def("cuda_driver() -> int");
+  module.def("cuda_serves() -> int");
 }
 
 KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, CompositeExplicitAutograd, module) {
   module.impl("cuda_built", TORCH_BOX(&kvevict::cuda_built));
   module.impl("cuda_driver", TORCH_BOX(&kvevict::cuda_driver));
+  module.impl("cuda_serves", TORCH_BOX(&kvevict::cuda_serves));
 }
 
 KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {

@@ -71,7 +71,7 @@ def compile_extension(
     for arch in {min(archs, key=int), max(archs, key=int)}:
         codes.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
     include = ["-isystem", str(root / "include")]
-    common = [nvcc, *FLAGS, "-Xcompiler=-fPIC,-fvisibility=hidden", *include]
+    common = [nvcc, *FLAGS, "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", *include]
 
     def compile_one(source: Path) -> Path:
         compiled = folder / f"{source.stem}.o"

@@ -6,3 +6,17 @@
 #include "rows.cuh"
 #include "select.cuh"
 #include "sort.cuh"
+
+#ifndef KVEVICT_EMULATE
+namespace kvevict {
+
+// In launchers.h, which needs torch.
+int64_t cuda_serves() {
+  cudaFuncAttributes found;
+  const bool serves = cudaFuncGetAttributes(&found, rows_kernel) == cudaSuccess;
+  cudaGetLastError();  // Or the next launch would be blamed.
+  return serves;
+}
+
+}  // namespace kvevict
+#endif

@@ -15,6 +15,9 @@ using torch::stable::Tensor;
 int64_t cuda_built();
 int64_t cuda_driver();
 
+// Whether the kernels were compiled for the current device, or for an older one with PTX: 1 or 0.
+int64_t cuda_serves();
+
 void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
              const Tensor& old_store, const Tensor& positional, const Tensor& staging);

@@ -6,6 +6,7 @@ namespace kvevict {
 #ifdef KVEVICT_EMULATE
 int64_t cuda_built() { return 0; }
 int64_t cuda_driver() { return 0; }
+int64_t cuda_serves() { return 0; }
 #else
 int64_t cuda_built() { return CUDART_VERSION; }
 

@@ -45,7 +45,7 @@ def worker(
         for id_, names in GROUPS.items()
     }
     for state in states.values():
-        state.head_indptr.fill_(777)  # what another request left behind
+        state.head_indptr[..., 1:].fill_(777)  # what another request left behind
     layout = interleaved(BLOCK, head_size)
     caches = {
         name: LayerCache(

@@ -76,8 +76,16 @@ def _flash_version(vllm_config: "VllmConfig") -> int:
 
     capability = current_platform.get_device_capability()
     assert capability is not None
-    asked = vllm_config.attention_config.flash_attn_version
-    return asked or {9: 3, 10: 4}.get(capability.major, 2)
+    version = vllm_config.attention_config.flash_attn_version
+    version = version or {9: 3, 10: 4}.get(capability.major, 2)
+    return version if loads(version) else 2
+
+
+def loads(version: int) -> bool:
+    """Whether vLLM's FlashAttention of a version is in this installation."""
+    from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+
+    return bool(is_fa_version_supported(version))
 
 
 def kernel_asked(vllm_config: "VllmConfig") -> str:

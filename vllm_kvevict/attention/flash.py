@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_kvevict.attention.evicting import EvictingBackendMixin, EvictingImplMixin
 from vllm_kvevict.attention.layouts import EvictingBuilderMixin
+from vllm_kvevict.attention.scratch import MOST_SPLITS
 from vllm_kvevict.ops.fp8 import typed
 
 
@@ -36,11 +37,10 @@ class EvictingFlashMetadataBuilder(EvictingBuilderMixin, FlashAttentionMetadataB
     """
 
     def num_splits(self, common: CommonAttentionMetadata) -> int:
-        """As vLLM bounds them: a graph must allocate for the most splits."""
-        in_graphs = self.use_full_cuda_graph and self.max_cudagraph_size is not None
-        if in_graphs and common.num_actual_tokens <= self.max_cudagraph_size:
-            return self.max_num_splits
-        return 0
+        """As many as vLLM allows in graphs, and as their partial sums have room."""
+        assert self.buffers is not None
+        most = self.max_num_splits or MOST_SPLITS
+        return self.buffers.scratch.flash_splits(common.num_actual_tokens, most)
 
 
 class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
@@ -77,7 +77,7 @@ class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
             block_table=table,
             softcap=self.logits_soft_cap,
             fa_version=self.vllm_flash_attn_version,
-            num_splits=num_splits,
+            num_splits=num_splits if self.vllm_flash_attn_version == 3 else 0,
             q_descale=layer._q_scale.expand(shape) if self.supports_quant_query_input else None,
             k_descale=layer._k_scale.expand(shape),
             v_descale=layer._v_scale.expand(shape),

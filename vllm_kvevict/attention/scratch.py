@@ -17,6 +17,10 @@ SPLITS_PER_PROGRAM = 3
 SMALLEST_SPLIT = 64
 MOST_SEQUENCES = 992
 """Of a call of FlashAttention 3 in which it splits the keys of a sequence."""
+MOST_SPLITS = 32
+"""Of one sequence in FlashAttention, as vLLM bounds them in graphs."""
+PARTIAL_BYTES = 2**27
+"""Partial sums that FlashAttention 3 may allocate for its splits, of one layer at a time."""
 GATHERED_BYTES = 2**27
 """Keys and values that xformers' CUTLASS op reads at once; one sequence may always."""
 LAUNCH = 2**15
@@ -95,9 +99,30 @@ class Scratch:
         sequences = requests * self.shape.num_heads
         return self.kernel == "triton" or (self.kernel == "flash" and sequences > MOST_SEQUENCES)
 
+    def flash_splits(self, tokens: int, most: int = MOST_SPLITS) -> int:
+        """Splits of a sequence for FlashAttention 3, which allocates partial sums for all of them.
+
+        Left to itself it allocates for as many as fill the GPU, were there one sequence, and a head
+        is a sequence here: gigabytes for some thousand query tokens.
+
+        Args:
+            tokens: Query tokens of the step.
+            most: To be made at most.
+
+        """
+        shape = self.shape
+        split = tokens * shape.num_heads * shape.group * (shape.head_size + 1) * 4
+        return max(1, min(most, PARTIAL_BYTES // max(1, split)))
+
     @property
     def op_bytes(self) -> int:
-        """What xformers' paged op allocates itself: partial sums in float32 for 32 rows or more."""
+        """What attention's kernels allocate themselves.
+
+        Partial sums: of FlashAttention's splits, or in xformers' paged op, in float32 for 32 rows
+        or more.
+        """
+        if self.kernel == "flash":
+            return PARTIAL_BYTES
         rows = -(-self.shape.group // 32) * 32
         split = rows * self.shape.head_size * 4 + self.shape.group * 8
         return SPLITS * split if self.paged else 0

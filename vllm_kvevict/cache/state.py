@@ -59,8 +59,8 @@ class GroupState:
         """[rows] on the host: whether ``tail_start`` is above 0."""
         self.shorter = torch.zeros(num_rows, dtype=torch.int64)
         """[rows] on the host: tokens by which every head is at least shorter than its request."""
-        self.weighted = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        """[rows] whether page values weigh the store; means something where evicted."""
+        self.weighted = torch.zeros(num_rows, dtype=torch.bool)
+        """[rows] on the host: whether page values weigh the store, where there is one."""
         self._stores = table(num_rows, widest)
         self.store = self._stores[:, :1]
         """[rows, S] block ids, as wide as the widest store so far."""
@@ -83,8 +83,9 @@ class GroupState:
 
     def clear(self, rows: Sequence[int]) -> None:
         """Forget the evictions of these rows, without waiting for the device."""
-        if len(rows):
-            cleared = torch.as_tensor(rows, dtype=torch.int64)
+        cleared = torch.as_tensor(rows, dtype=torch.int64)
+        cleared = cleared[self.evicted[cleared]]
+        if len(cleared):
             self.evicted[cleared] = False
             index = async_tensor_h2d(cleared, device=self.tail_start.device)
             self.tail_start.index_fill_(0, index, 0)
@@ -116,9 +117,33 @@ class GroupState:
             weighted: Whether page values hold log-weights of the store's tokens.
 
         """
-        self.head_indptr[:, row, 0].fill_(0)
+        # The first column is 0 in every row.
         self.head_indptr[:, row, 1:] = pages.cumsum(-1)
         self._enter(row, tail_start, store, weighted)
+
+    def record_all(
+        self,
+        evictions: Sequence[tuple[int, int, int]],
+        rows: torch.Tensor,
+        tail_starts: torch.Tensor,
+        stores: torch.Tensor,
+        pages: torch.Tensor,
+    ) -> None:
+        """Enter the evictions of E requests, in as many launches as that of one.
+
+        Args:
+            evictions: Row, T in tokens and blocks of the store of each; no row twice.
+            rows: [E] int64 the rows, on the device.
+            tail_starts: [E] int64 T, on the device.
+            stores: [E, S] int32 block ids; what is behind a shorter store is never read.
+            pages: [E, L, H] int32, each row summing to the pages of its store.
+
+        """
+        self.head_indptr[:, rows, 1:] = pages.cumsum(-1, dtype=torch.int32).transpose(0, 1)
+        self._stores[:, : stores.shape[1]].index_copy_(0, rows, stores)
+        self.tail_start.index_copy_(0, rows, tail_starts.int())
+        for row, tail_start, blocks in evictions:
+            self._enter_on_host(row, tail_start, blocks, weighted=False)
 
     def keep(self, row: int, slot: int) -> None:
         """Keep a row's head split for others, without waiting for the device."""
@@ -139,12 +164,15 @@ class GroupState:
 
     def _enter(self, row: int, tail_start: int, store: torch.Tensor, weighted: bool) -> None:
         blocks = store.shape[0]
-        if blocks > self.store.shape[1]:
-            self.store = self._stores[:, :blocks]
         self._stores[row, :blocks] = store
         # Assigning a number to one element would copy it from pageable memory and wait.
         self.tail_start[row].fill_(tail_start)
-        self.weighted[row].fill_(weighted)
+        self._enter_on_host(row, tail_start, blocks, weighted)
+
+    def _enter_on_host(self, row: int, tail_start: int, blocks: int, weighted: bool) -> None:
+        if blocks > self.store.shape[1]:
+            self.store = self._stores[:, :blocks]
+        self.weighted[row] = weighted
         self.evicted[row] = tail_start > 0
         most = blocks * self.num_heads * self.timeline.block_size
         self.shorter[row] = max(0, tail_start - most)

@@ -49,9 +49,7 @@ HOOKS = {
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },
     "front/preparation.py": {
-        "vllm.v1.engine.input_processor": """
-            InputProcessor.tokenizer InputProcessor.model_config
-        """,
+        "vllm.v1.engine.input_processor": "InputProcessor.tokenizer InputProcessor.model_config",
         "vllm.v1.engine": """
             EngineCoreRequest.mm_features EngineCoreRequest.prompt_embeds
             EngineCoreRequest.prompt_token_ids EngineCoreRequest.sampling_params
@@ -137,12 +135,8 @@ HOOKS = {
         "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_hash KVCacheBlock.ref_cnt",
     },
     "engine/share_key.py": {
-        "vllm.v1.core.kv_cache_utils": """
-            generate_block_hash_extra_keys
-        """,
-        "vllm.v1.request": """
-            Request.block_hashes Request.all_token_ids Request.num_tokens
-        """,
+        "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys",
+        "vllm.v1.request": "Request.block_hashes Request.all_token_ids Request.num_tokens",
     },
     "engine/sharing.py": {
         "vllm.v1.core.kv_cache_manager": """
@@ -285,14 +279,13 @@ HOOKS = {
         "vllm.model_executor.layers.attention.attention": """
             Attention.kv_sharing_target_layer_name Attention.head_size Attention.head_size_v
         """,
-        "vllm.config": """
-            CompilationConfig.static_forward_context CacheConfig.enable_prefix_caching
-        """,
+        "vllm.config": "CompilationConfig.static_forward_context CacheConfig.enable_prefix_caching",
         "vllm.v1.kv_cache_interface": """
             AttentionSpec MLAAttentionSpec MambaSpec KVCacheConfig.kv_cache_groups
             KVCacheConfig.num_blocks
         """,
         "vllm.model_executor.models.utils": "extract_layer_index",
+        "vllm.utils.gpu_sync_debug": "with_gpu_sync_check gpu_sync_allowed",
     },
     "worker/cpu.py": {
         "vllm.v1.worker.cpu_worker": "CPUWorker",
@@ -313,9 +306,10 @@ HOOKS = {
     "worker/runners.py": {
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.input_batch",
         "vllm.v1.worker.gpu_input_batch": "InputBatch.req_ids",
-        "vllm.v1.worker.gpu.model_runner": "GPUModelRunner.req_states",
+        "vllm.v1.worker.gpu.model_runner": "GPUModelRunner.req_states GPUModelRunner.model_state",
+        "vllm.v1.worker.gpu.model_states.interface": "ModelState.prepare_attn(input_batch)",
+        "vllm.v1.worker.gpu.input_batch": "InputBatch.idx_mapping_np",
         "vllm.v1.worker.gpu.states": "RequestState.req_id_to_index",
-        "vllm.v1.attention.backend": "CommonAttentionMetadata.req_idx",
         "vllm.v1.core.sched.output": """
             SchedulerOutput.finished_req_ids SchedulerOutput.preempted_req_ids
             CachedRequestData.resumed_req_ids
@@ -334,6 +328,7 @@ HOOKS = {
     },
     "attention/choice.py": {
         "vllm.config": "AttentionConfig.backend AttentionConfig.flash_attn_version",
+        "vllm.vllm_flash_attn.flash_attn_interface": "is_fa_version_supported",
     },
     "attention/evicting.py": {
         "vllm.v1.attention.backend": """

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvevict.ops.reference.sample import digest, gumbel
 from vllm_kvevict.ops.reference.score import window_attention
@@ -58,7 +59,7 @@ class NACL(Scorer):
         for head, count in enumerate(counts):
             where = (*candidates.seed, candidates.layer, candidates.first_head + head)
             noise[head, valid.shape[1] - count :] = gumbel(digest((self.seed, *where)), count)
-        return noise.to(valid.device)
+        return async_tensor_h2d(noise, device=valid.device)
 
 
 def build(config: "EvictionConfig") -> Scorer:

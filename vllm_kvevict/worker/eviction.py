@@ -6,6 +6,7 @@ from functools import partial
 from zlib import crc32
 
 import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -98,6 +99,11 @@ class WorkerEviction:
         random = any(policy.scorer.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
 
+    def warm_up(self) -> None:
+        """Load what evictions run, before there is a request."""
+        if self._fused is not None:
+            self._fused.warm_up()
+
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
         # A rank that was not asked to sample.
@@ -126,7 +132,8 @@ class WorkerEviction:
             if self._takes_fused(eviction.policy):
                 fused.setdefault(eviction.policy, []).append(eviction)
                 continue
-            with self.meter.evictions(1):
+            # The PyTorch operations ask the device for sizes.
+            with self.meter.evictions(1), gpu_sync_allowed():
                 self._evict(eviction)
         for policy, evictions in fused.items():
             self._evict_fused(policy, evictions)

@@ -99,7 +99,7 @@ class FusedEvictions:
         """Run evictions under one policy, each of another request, in the row given for it.
 
         Returns:
-            [L, H] int32 pages that every head kept, of each request and group.
+            [L, H] int32 pages that every head kept of one of the requests, of each group.
 
         """
         by_group: dict[int, list[Due]] = {}
@@ -109,11 +109,33 @@ class FusedEvictions:
         kept: list[torch.Tensor] = []
         for group_id, due in by_group.items():
             due.sort(key=lambda one: one.in_place)
-            for launch in launches(due, self._longest):
-                kept += self._launch(self._policies[policy], self._groups[group_id], launch)
+            scored, where = self._policies[policy], self._groups[group_id]
+            parts = launches(due, self._longest)
+            pages = [self._launch(scored, where, part) for part in parts]
+            kept.append(pages[0][0])
         return kept
 
-    def _launch(self, policy: Policy, group: _Group, due: Sequence[Due]) -> list[torch.Tensor]:
+    def warm_up(self) -> None:
+        """Load every kernel that serves a policy, and its memory; nothing of it stays.
+
+        CUDA loads a kernel at its first launch, which may wait for the device. Blocks 1 to 4 of the
+        pool are written, so there must be no request.
+        """
+        for name, policy in self._policies.items():
+            if not self.takes(name):
+                continue
+            for group in self._groups.values():
+                timeline = group.state.timeline
+                tokens = 2 * timeline.block_size
+                end = tokens + timeline.window
+                blocks = [1 + index % 2 for index in range(blocks_for(end, timeline.block_size))]
+                for store, in_place in (([3], False), ([1], True)):
+                    one = Due(0, 0, end, 0, tokens, 0, blocks, store, in_place=in_place)
+                    self._launch(policy, group, [one])
+                group.state.clear([0])
+
+    def _launch(self, policy: Policy, group: _Group, due: Sequence[Due]) -> torch.Tensor:
+        """[E, L, H] int32 pages that every head kept."""
         state, scorer = group.state, policy.scorer
         assert isinstance(scorer, SnapKV | Defensive)
         bs, window, split = state.timeline.block_size, state.timeline.window, state.head_indptr
@@ -129,7 +151,8 @@ class FusedEvictions:
         else:
             scores = window_scores(batch, layers, scorer.kernel, scorer.kind)
         rows = candidate_rows(batch, split)
-        if isinstance(policy.allocator, Adaptive):
+        # One head takes all pages of its layer.
+        if isinstance(policy.allocator, Adaptive) and state.num_heads > 1:
             pages = batch_pages(batch, scores, rows, policy.allocator.floor)
         else:
             equal = rows.store_blocks.view(len(due), -1, 1)
@@ -139,10 +162,9 @@ class FusedEvictions:
         compact(group.caches, columns, pages, batch, split, state.stores)
         if shares is not None:
             keep_shares(group.kept, shares, columns, pages, batch, split, state.stores)
-        for index, one in enumerate(due):
-            store = batch.store[index, : len(one.store)]
-            state.record(one.row, one.tail_start, store, pages[index])
-        return list(pages)
+        entered = [(one.row, one.tail_start, len(one.store)) for one in due]
+        state.record_all(entered, batch.rows, batch.tail_starts, batch.store, pages)
+        return pages
 
 
 def obstacle(

@@ -55,8 +55,10 @@ class EvictingWorker(EvictionWorkerMixin):
         large the cache is.
         """
         self._allocate_scratch()
+        # vLLM may set it in there, from a start before.
+        given = self.cache_config.kv_cache_memory_bytes
         available = super().determine_available_memory()
-        if self.cache_config.kv_cache_memory_bytes:
+        if given:
             return available
         return available - self._workspace_bytes() - self._allocate_scratch().op_bytes
 
@@ -159,6 +161,7 @@ class EvictingWorker(EvictionWorkerMixin):
             if buffers.scratch.kernel != "xformers":
                 binding = GroupBinding(self.kv_eviction, state)
                 warm_up(layers, binding, buffers, self.model_config.dtype)
+        self.kv_eviction.warm_up()
         return super().compile_or_warm_up_model()
 
     def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -233,6 +234,8 @@ class EvictionWorkerMixin(Worker, ABC):
     def _layer(self, name: str) -> Any:
         return self.compilation_config.static_forward_context[name]
 
+    @torch.inference_mode()
+    @with_gpu_sync_check
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
@@ -252,6 +255,8 @@ class EvictionWorkerMixin(Worker, ABC):
             self.kv_eviction.evict()
         return self._measured(output)
 
+    @torch.inference_mode()
+    @with_gpu_sync_check
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
@@ -294,6 +299,13 @@ def _check_layer(name: str, layer: Any) -> None:
         raise ValueError(
             "KV eviction does not support ALiBi biases, which need every key's position (layer "
             f"{name}): serve this model without --kv-eviction."
+        )
+    scales = (getattr(layer, name, None) for name in ("_q_scale", "_k_scale", "_v_scale"))
+    if any(scale is not None and scale.numel() > 1 for scale in scales):
+        raise ValueError(
+            "KV eviction does not support FP8 scales of each KV head, as this checkpoint has them "
+            f"(layer {name}), but one a layer: serve it without --kv-cache-dtype fp8 or without "
+            "--kv-eviction."
         )
     if layer.head_size_v != layer.head_size:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Which state row belongs to which request: one adapter for each of vLLM's model runners."""
 
 from collections.abc import Iterable
+from functools import wraps
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -68,12 +69,22 @@ class RowsV1:
 class RowsV2:
     """Model Runner V2 gives every request a fixed index, which serves as its row.
 
-    Read in vLLM 0.32.0: ``req_states.req_id_to_index``, and ``req_idx`` in
-    ``CommonAttentionMetadata``.
+    Read in vLLM 0.32.0: ``req_states.req_id_to_index``; ``model_state.prepare_attn``, which builds
+    a step's metadata, is given the batch. The metadata themselves name the requests only in models
+    without recurrent layers.
     """
 
     def __init__(self, runner: Any) -> None:
         self._index = runner.req_states.req_id_to_index
+        self._batch: np.ndarray | None = None
+        prepare = runner.model_state.prepare_attn
+
+        @wraps(prepare)
+        def noted(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._batch = input_batch.idx_mapping_np
+            return prepare(input_batch, *args, **kwargs)
+
+        runner.model_state.prepare_attn = noted
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
         released = map(self._index.get, released_requests(scheduler_output))
@@ -83,5 +94,5 @@ class RowsV2:
         return np.fromiter(map(self._index.__getitem__, request_ids), dtype=np.int64)
 
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
-        assert common.req_idx is not None
-        return np.asarray(common.req_idx, dtype=np.int64)
+        assert self._batch is not None
+        return np.asarray(self._batch, dtype=np.int64)

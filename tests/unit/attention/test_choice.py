@@ -3,6 +3,7 @@
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_kvevict.attention import choice
 from vllm_kvevict.attention.choice import arrange, choose
 from vllm_kvevict.attention.flash import EvictingFlashMetadataBuilder
 from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
@@ -37,6 +38,13 @@ def test_kernel_and_stock_backend(build, gpu, capability, dtype, attention, expe
     assert vllm_config.attention_config.backend is AttentionBackendEnum[expected[1]]
     assert expected[1] in BACKENDS
     arrange(vllm_config, config(attention))  # again, as further engines of a process do
+
+
+def test_without_its_newest_version_flash_attention_is_version_2(build, gpu, monkeypatch):
+    vllm_config = build(dtype="bfloat16")
+    gpu(9, 0)
+    monkeypatch.setattr(choice, "loads", lambda version: version < 3)
+    assert choose(vllm_config, config()) == ("triton", "FLASH_ATTN")
 
 
 def test_flash_where_it_cannot_run(build, gpu):

@@ -45,6 +45,14 @@ def test_attention_that_needs_more_than_keys_is_refused():
         _check_layer("a", SimpleNamespace(impl=plain, head_size=64, head_size_v=32))
 
 
+def test_scales_of_each_head_are_refused():
+    impl = SimpleNamespace(alibi_slopes=None)
+    layer = dict(impl=impl, head_size=64, head_size_v=64, _q_scale=torch.ones(()))
+    _check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(1)))
+    with pytest.raises(ValueError, match="FP8 scales of each KV head"):
+        _check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(2)))
+
+
 @pytest.mark.parametrize(
     "change", [dict(sliding_window=64), dict(attention_chunk_size=64), dict(non_causal=True)]
 )

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.emulation.build import NAMESPACE
+from tests.kernels import evict
 from tests.kernels.evict import BLOCK, FUSED, GROUP, HEADS, WINDOW, assert_same, run, steps, worker
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.ops.cuda.batch import Due
@@ -39,6 +42,42 @@ def test_same_caches_and_tables_as_the_reference(policy, longest, fp8, in_place,
     assert uneven == policy.startswith("ada-")
     measured = fused.meter.take()
     assert len(measured["seconds"]) == 4 and len(measured["head_spread"]) == 1
+
+
+class Operations(TorchDispatchMode):
+    """Names of our operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names |= {func.name()} if func.name().startswith(NAMESPACE) else set()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("policy", FUSED)
+def test_the_warm_up_runs_what_evictions_run(policy):
+    made = worker(policy, fused=True)
+    with Operations() as warm:
+        made.warm_up()
+    for state in made.states.values():
+        assert not state.evicted.any() and not state.tail_start.any()
+    with Operations() as served:
+        run(made, steps(policy, in_place=True))
+    assert warm.names == served.names and len(warm.names) > 4
+
+
+@pytest.mark.usefixtures("emulated")
+def test_one_head_has_all_pages_unsorted(monkeypatch):
+    monkeypatch.setattr(evict, "HEADS", 1)
+    made, plain = worker("ada-snapkv", fused=True), worker("ada-snapkv", fused=False)
+    with Operations() as used:
+        run(made, steps("ada-snapkv"))
+    run(plain, steps("ada-snapkv"))
+    assert_same(made, plain)
+    assert f"{NAMESPACE}::select" in used.names and f"{NAMESPACE}::allocate" not in used.names
 
 
 @pytest.mark.usefixtures("emulated")

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_kvevict.worker.runners import RowsV1, RowsV2
@@ -41,7 +42,14 @@ def test_v1_rows_follow_the_scheduler():
 
 def test_v2_rows_are_the_runners():
     index = {"a": 3, "b": 1}
-    rows = RowsV2(SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=index)))
+    prepared = []
+    state = SimpleNamespace(prepare_attn=lambda batch, *more, **named: prepared.append(named))
+    runner = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=index), model_state=state)
+    rows = RowsV2(runner)
     assert sorted(rows.begin_step(step(finished=["a", "gone"], preempted=["b"]))) == [1, 3]
     assert rows.rows(["b", "a"]).tolist() == [1, 3]
-    assert rows.batch_rows(SimpleNamespace(req_idx=[3, 1])).tolist() == [3, 1]
+    batch = SimpleNamespace(idx_mapping_np=np.array([3, 1]))
+    state.prepare_attn(batch, None, for_capture=False)
+    # Of models with recurrent layers the metadata does not say it.
+    assert rows.batch_rows(SimpleNamespace(req_idx=None)).tolist() == [3, 1]
+    assert prepared == [{"for_capture": False}]

@@ -101,6 +101,16 @@ class EvictionBatch:
     kept_columns: int
     max_columns: int
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """[E] int64 rows of the state tables, on the device."""
+        return self.requests[:, 0]
+
+    @property
+    def tail_starts(self) -> torch.Tensor:
+        """[E] int64 T in tokens, on the device."""
+        return self.requests[:, 4]
+
     @classmethod
     def build(
         cls,

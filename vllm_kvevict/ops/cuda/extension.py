@@ -28,7 +28,13 @@ def obstacle() -> str | None:
     except OSError as error:
         return f"the CUDA extension does not load ({str(error).splitlines()[0]})"
     ops = getattr(torch.ops, NAMESPACE)
-    return driver_obstacle(ops.cuda_built(), ops.cuda_driver())
+    problem = driver_obstacle(ops.cuda_built(), ops.cuda_driver())
+    if problem is None and not ops.cuda_serves():
+        return (
+            "the CUDA extension was not compiled for this GPU, which needs compute capability 8.0 "
+            "or newer (docs/kernels.md, Building)"
+        )
+    return problem
 
 
 def driver_obstacle(built: int, driver: int) -> str | None:

@@ -36,5 +36,5 @@ def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> tor
         centers[:, number] = center
         distance = torch.cdist(points, points[rows, center][:, None], compute_mode=EXACT)[..., 0]
         away = torch.minimum(away, distance.nan_to_num(nan=0.0, posinf=float("inf")))
-        away[rows, center] = float("-inf")
+        away.scatter_(1, center[:, None], float("-inf"))
     return centers

@@ -56,8 +56,7 @@ def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
         raise ValueError(f"window attention needs the queries of the last {window} tokens")
     keys = candidates.keys[head].float().T
     valid = candidates.valid[head]
-    columns = len(valid)
-    padding = columns - int(valid.sum())
+    columns, padding = len(valid), ~valid
     rows = queries[head].float().flatten(0, 1) * candidates.scale
     own = torch.arange(len(rows), device=keys.device)[:, None] % window
     ahead = torch.arange(window, device=keys.device) > own
@@ -71,7 +70,7 @@ def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
         if candidates.softcap:
             logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
         logits[:, columns - window :].masked_fill_(hidden, float("-inf"))
-        logits[:, :padding] = float("-inf")
+        logits.masked_fill_(padding, float("-inf"))
         yield attention_weights(logits, None if sinks is None else sinks[begin : begin + count])
 
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from vllm_kvevict.ops.cuda import limits
+from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH
 
 HEADER = (Path(__file__).parents[4] / "csrc" / "sizes.h").read_text()
 
@@ -24,6 +25,7 @@ def test_limits():
     assert listed("KVEVICT_BLOCK_SIZES") == limits.BLOCK_SIZES
     assert constant("kMaxLayers") == limits.MOST_LAYERS
     assert constant("kChunk") == limits.CHUNK
+    assert constant("kNeighbours") == NEIGHBOURS and constant("kReach") == REACH
     for size in limits.HEAD_SIZES:
         blocks = 2 if size <= constant("kWideHead") else 1
         assert constant("kScoreWarps") * 16 * blocks == limits.rows_at_once(size)

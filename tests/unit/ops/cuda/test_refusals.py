@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.emulation.build import NAMESPACE
 from tests.kernels import score
 from tests.kernels.padded import adaptive_pages, select_tokens
 from tests.kernels.scene import Lengths, Scene, Shape
@@ -140,6 +141,16 @@ def test_a_driver_older_than_the_runtime_is_named(monkeypatch, tmp_path):
     assert "CUDA none" in extension.driver_obstacle(13000, 0)
     monkeypatch.setattr(extension, "LIBRARY", tmp_path / "_C.abi3.so")
     assert "has no CUDA extension" in extension.obstacle()
+
+
+@pytest.mark.usefixtures("emulation")
+def test_a_gpu_without_kernels_is_named(monkeypatch, tmp_path):
+    """The emulation, too, has none for a GPU."""
+    monkeypatch.setattr(extension, "LIBRARY", tmp_path)
+    monkeypatch.setattr(extension, "is_built", lambda: True)
+    monkeypatch.setattr(extension, "_load_installed", lambda: None)
+    monkeypatch.setattr(extension, "NAMESPACE", NAMESPACE)
+    assert "not compiled for this GPU" in extension.obstacle()
 
 
 def test_a_batch_bounds_what_it_does_not_know():
