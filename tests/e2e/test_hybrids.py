@@ -1,5 +1,11 @@
 """Models with recurrent layers, token-exact: full attention evicts, states are left alone."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +14,7 @@ from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, check_tokens
 
+ROOT = Path(__file__).parents[2]
 EVICTION = dict(policy="ada-snapkv", budget=128, interval=64)
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333)]
 NEW_TOKENS = 120
@@ -46,6 +53,28 @@ def test_states_are_left_alone(name, tmp_path):
         free = run.free_blocks()
         check(MaskedArchitecture(path), run)
         assert run.free_blocks() == free
+
+
+def test_under_model_runner_v2(tmp_path):
+    """Its metadata do not name the requests. In a process of its own, with Triton interpreted."""
+    environment = dict(
+        os.environ,
+        TRITON_INTERPRET="1",
+        VLLM_USE_V2_MODEL_RUNNER="1",
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "triton_cpu")]),
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.hybrid_script", FAMILIES[0], str(tmp_path)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert result["state"] == "MambaHybridModelState" and not result["blocks_leaked"]
 
 
 @pytest.mark.nightly
