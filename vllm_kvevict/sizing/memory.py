@@ -17,11 +17,13 @@ from vllm_kvevict.settings.memory import beside_page_values
 from vllm_kvevict.sizing.options import Options, SizingError
 from vllm_kvevict.sizing.weights import assumed_activations, rank_weights
 from vllm_kvevict.worker.fused import workspace_bytes
+from vllm_kvevict.worker.tables import table_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from vllm_kvevict.attention.scratch import Scratch
     from vllm_kvevict.settings.config import EvictionConfig
 
 LAYOUT = "LBHNC"
@@ -98,7 +100,8 @@ def share_out(
     vllm_config.cache_config.kv_cache_layout = LAYOUT
     slots = ring_slots(vllm_config, config)
     rings = max(_rings(vllm_config, config, slots, specs) for specs in ranks)
-    attention = max(_attention(vllm_config, config, specs) for specs in ranks)
+    scratches = [_scratch(vllm_config, config, specs) for specs in ranks]
+    attention = max(one.num_bytes + one.op_bytes if one else 0 for one in scratches)
     workspace = max(_workspace(vllm_config, config, specs) for specs in ranks) if slots else 0
     weights = activations = None
     weights_from = ""
@@ -116,6 +119,10 @@ def share_out(
                 f"a KV cache beside {weights} bytes of weights, {activations} of activations and "
                 f"{rings + attention + workspace} of eviction's buffers"
             )
+        available -= max(
+            table_bytes(vllm_config, _by_name(specs), scratch, available) if scratch else 0
+            for specs, scratch in zip(ranks, scratches, strict=True)
+        )
     assert available is not None
     channels = page_channels(config)
     left = [
@@ -140,8 +147,12 @@ def share_out(
     )
 
 
+def _by_name(specs: "dict[str, KVCacheSpec]") -> dict[str, EvictableAttentionSpec]:
+    return {n: spec for n, spec in specs.items() if isinstance(spec, EvictableAttentionSpec)}
+
+
 def _evictable(specs: "dict[str, KVCacheSpec]") -> list[EvictableAttentionSpec]:
-    return [spec for spec in specs.values() if isinstance(spec, EvictableAttentionSpec)]
+    return list(_by_name(specs).values())
 
 
 def _rings(
@@ -152,7 +163,7 @@ def _rings(
         return 0
     model = vllm_config.model_config
     return ObservationRings(
-        [name for name, spec in specs.items() if isinstance(spec, EvictableAttentionSpec)],
+        list(_by_name(specs)),
         slots,
         config.window,
         model.get_num_attention_heads(vllm_config.parallel_config),
@@ -162,14 +173,15 @@ def _rings(
     ).num_bytes
 
 
-def _attention(
+def _scratch(
     vllm_config: "VllmConfig", config: "EvictionConfig", specs: "dict[str, KVCacheSpec]"
-) -> int:
+) -> "Scratch | None":
+    """What per-head attention works in on a GPU; the CPU build has none."""
     from vllm.platforms import current_platform
 
     evictable = _evictable(specs)
     if not (current_platform.is_cuda_alike() and evictable):
-        return 0
+        return None
     from vllm_kvevict.attention.choice import choose
     from vllm_kvevict.attention.scratch import Scratch, Shape
 
@@ -185,8 +197,7 @@ def _attention(
         vllm_config.model_config.dtype.itemsize,
         vllm_config.cache_config.cache_dtype in CACHE_DTYPES,
     )
-    scratch = Scratch(kernel, shape, torch.device("meta"))
-    return scratch.num_bytes + scratch.op_bytes
+    return Scratch(kernel, shape, torch.device("meta"))
 
 
 def _workspace(

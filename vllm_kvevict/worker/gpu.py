@@ -25,6 +25,7 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
+from vllm_kvevict.worker.tables import table_bytes
 
 logger = init_logger("vllm.kv_eviction.worker")
 
@@ -51,8 +52,8 @@ class EvictingWorker(EvictionWorkerMixin):
     def determine_available_memory(self) -> int:
         """Reserve attention's buffers too, so that vLLM sizes its cache around them.
 
-        What kernels allocate themselves is left free, unless ``--kv-cache-memory-bytes`` says how
-        large the cache is.
+        What kernels allocate themselves, and the tables that are made once the cache has its size,
+        are left free, unless ``--kv-cache-memory-bytes`` says how large the cache is.
         """
         self._allocate_scratch()
         # vLLM may set it in there, from a start before.
@@ -60,7 +61,10 @@ class EvictingWorker(EvictionWorkerMixin):
         available = super().determine_available_memory()
         if given:
             return available
-        return available - self._workspace_bytes() - self._allocate_scratch().op_bytes
+        scratch = self._allocate_scratch()
+        specs = dict(zip(self._evictable_layers, self._evictable_specs, strict=True))
+        tables = table_bytes(self.vllm_config, specs, scratch, available)
+        return available - tables - self._workspace_bytes() - scratch.op_bytes
 
     def _workspace_bytes(self) -> int:
         if self._rings is None or not extension.is_built():

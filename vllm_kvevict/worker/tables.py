@@ -1,0 +1,59 @@
+"""Bytes of the tables that are made once vLLM has sized its cache."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvevict.attention.scratch import Scratch
+    from vllm_kvevict.engine.spec import EvictableAttentionSpec
+
+
+def table_bytes(
+    vllm_config: "VllmConfig",
+    specs: "Mapping[str, EvictableAttentionSpec]",
+    scratch: "Scratch",
+    available: int,
+) -> int:
+    """Eviction state and decode buffers of one rank on CUDA, were ``available`` all KV cache.
+
+    Args:
+        vllm_config: Its requests, lengths and prefix caching.
+        specs: Evictable layers; those of one timeline count as one group.
+        scratch: The rank's.
+        available: Bytes for the cache and for them.
+
+    """
+    meta = torch.device("meta")
+    groups: dict[Timeline, list[str]] = {}
+    for name, spec in specs.items():
+        assert spec.timeline is not None
+        groups.setdefault(spec.timeline, []).append(name)
+    slots = 0
+    if vllm_config.cache_config.enable_prefix_caching:
+        # Groups lie over one another, so the largest one says how many blocks there are.
+        largest = max(
+            sum(specs[name].page_size_bytes for name in names) for names in groups.values()
+        )
+        slots = available // largest
+    total = 0
+    for timeline, names in groups.items():
+        state = GroupState(
+            0,
+            names,
+            timeline,
+            specs[names[0]].num_kv_heads,
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.model_config.max_model_len,
+            meta,
+            slots,
+        )
+        total += state.num_bytes + GroupBuffers(state, scratch, meta).num_bytes
+    return total
