@@ -50,6 +50,7 @@ def test_nvcc_compiles_what_torch_loads(tmp_path: Path) -> None:
     assert "vllm_kvevict::select" in refused and "'CPU' backend" in refused
     if not ALL:
         check_budgets(library)
+        check_loads_in_flight(library)
 
 
 def check_budgets(library: Path) -> None:
@@ -63,6 +64,23 @@ def check_budgets(library: Path) -> None:
     for name, registers, stack in found:
         assert int(registers) <= (128 if (name, registers, stack) in score else 64), name
         assert int(stack) <= 16, name
+
+
+def check_loads_in_flight(library: Path) -> None:
+    """A thread asks for several keys before it counts or moves the first."""
+    command = [knobs.nvidia.cuobjdump.path, "-sass", str(library)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    checked = set()
+    for part in said.split("Function : ")[1:]:
+        found = re.search(r"\d(sort|select|norm)_kernel", part.partition("\n")[0])
+        if found is None:
+            continue
+        use = "SHFL" if found[1] == "norm" else "MATCH"
+        order = re.findall(rf"(?m)^\s+/\*\w{{4,5}}\*/ +(?:@\S+ )?(LDG|{use}|STG|ATOMS|BAR)\b", part)
+        runs = re.findall(f"((?:LDG )+){use}", " ".join(order))
+        assert max(map(len, runs)) // len("LDG ") >= 8, found[1]
+        checked.add(found[1])
+    assert checked == {"sort", "select", "norm"}
 
 
 def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
