@@ -16,6 +16,7 @@ from vllm_kvevict.attention.scratch import GATHERED_BYTES, Scratch, Shape, power
 from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.worker import gpu as gpu_worker
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 
@@ -104,7 +105,9 @@ def test_a_layer_with_attention_sinks():
 
 def test_memory_of_the_op_is_left_free(monkeypatch):
     monkeypatch.setattr(EvictionWorkerMixin, "determine_available_memory", lambda self: 10**9)
+    monkeypatch.setattr(gpu_worker, "table_bytes", lambda *arguments: 0)
     one = worker(soft_cap=0.0)
+    one.vllm_config = None
     assert one.determine_available_memory() == 10**9
     assert one._scratch.shape.itemsize == 4
     one._scratch.paged = True
