@@ -29,7 +29,7 @@ def state_of(batch: Ragged) -> GroupState:
     timeline = Timeline(batch.block_size, WINDOW, 0, budget_tokens=WINDOW + batch.block_size)
     device = batch.cache.device
     state = GroupState(0, names, timeline, batch.num_heads, rows, LONGEST, device)
-    state.head_indptr.copy_(batch.head_indptr)
+    state.head_indptr[..., 1:] = batch.head_indptr[..., 1:]
     for row in range(rows):
         if tail := int(batch.tail_start[row]):
             pages = batch.head_indptr[:, row].diff(dim=-1).long()
