@@ -4,21 +4,31 @@ Kernels run on the CPU, so results are real. What is watched are the host's call
 make it wait for a CUDA device is named. The rules are those of torch's CUDA code, version 2.13.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.pretend_stream import Stream
+
 CUDA = torch.device("cuda", 0)
 READS = (
-    "item tolist numpy __bool__ __int__ __float__ __index__ nonzero unique masked_select equal"
+    "item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __repr__ __str__"
 ).split()
-HIDDEN = ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::_unique2")
-"""What waits inside other operations, as aten names it."""
+MAKERS = ("tensor", "as_tensor", "asarray")
+"""What copies its data to the device that is named, and waits."""
+MOVERS = ("where", "index_put", "index_put_", "_index_put_impl_")
+"""What moves host tensors among its arguments to the device."""
+VALUES = {"masked_fill": 2, "index_fill": 3}
+"""Arguments that are numbers: what lies on the device is read."""
+HIDDEN = ("aten::_linalg_check_errors", "aten::isin", "aten::histc", "aten::multinomial")
+TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class OnDevice(torch.Tensor):
@@ -37,6 +47,9 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.waits: list[str] = []
         self.launches = 0
+        self.stream = Stream(self.waits)
+        # Held, as an address may not be used again for memory that is not pinned.
+        self._pinned: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -46,39 +59,77 @@ class Watch(TorchFunctionMode):
         if name == "__get__":
             return self._property(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        mine = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+        mine = [tensor for tensor in tensors if _is_mine(tensor)]
         if name == "is_pinned":
-            return getattr(args[0], "pinned", False)
+            return self._is_pinned(args[0])
+        if name == "pin_memory":
+            return self._pin(args[0].clone())
         if name in ("to", "cpu", "cuda"):
             return self._moved(name, args, kwargs)
         if name == "copy_":
-            blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            self._copied(args[0], args[1], blocking)
-            return self._run(func, args, kwargs, [args[0]] if _is_mine(args[0]) else [])
+            return self._copy(func, *args, **kwargs)
         pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
+        cuda = bool(mine) if device is None else torch.device(device).type == "cuda"
+        if cuda or mine:
+            self._called(func, name, args, kwargs, tensors)
+        if name in MAKERS or name == "new_tensor":
+            self._data(cuda, args[-1] if args else kwargs["data"])
+        if device is not None:
             kwargs["device"] = "cpu"
-            self._foreign(name, tensors, mine)
-            return on_device(func(*args, **kwargs))
+        result = self._run(func, args, kwargs, bool(mine), cuda)
+        return self._pin(result) if pinned else result
+
+    def _called(
+        self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[torch.Tensor]
+    ) -> None:
+        """Name what a call waits for by its arguments."""
+        host = [tensor for tensor in tensors if not _is_mine(tensor)]
         if name in ("__setitem__", "__getitem__") and _is_mine(args[0]):
             self._indexed(name, *args)
-        elif mine and name in READS:
+        elif name in READS and not host:
             self.waits.append(f"{name} of a CUDA tensor")
-        elif mine:
-            self._foreign(name, tensors, mine)
-        result = self._run(func, args, kwargs, mine)
-        if pinned:
-            result.pinned = True
-        return result
+        elif name in MAKERS or name.endswith("_like"):
+            return
+        elif host:
+            self._foreign(func, name, args, kwargs, host)
+        place = VALUES.get(name.rstrip("_"), len(args))
+        if any(_is_mine(value) for value in (*args[place:], kwargs.get("value"))):
+            self.waits.append(f"{name} by a number that lies on the device")
 
-    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any, mine: list[Any]) -> Any:
-        plain = tree_map_only(OnDevice, lambda t: t.as_subclass(torch.Tensor), (args, kwargs))
-        if not mine:
-            return func(*plain[0], **plain[1])
-        self.launches += 1
-        with _Hidden(self.waits):
+    def _foreign(
+        self, func: Any, name: str, args: Any, kwargs: Any, host: list[torch.Tensor]
+    ) -> None:
+        """Operations take tensors of one device; a CPU scalar is read on the host."""
+        kernel = isinstance(func, OpOverload | OpOverloadPacket) and "aten" not in str(func)
+        changes = (name[-1:] == "_" and name[-2:] != "__") or name.startswith("__i")
+        targets = [args[0] if args and changes else None, kwargs.get("out")]
+        if name in MOVERS:
+            self.waits.append(f"{name} of a host tensor")
+        elif kernel or any(tensor.dim() for tensor in host):
+            raise RuntimeError(f"{name} of tensors on cuda:0 and cpu")
+        elif any(isinstance(one, torch.Tensor) and not _is_mine(one) for one in targets):
+            self.waits.append(f"{name} of a CUDA tensor into one of the host")
+
+    def _data(self, cuda: bool, data: Any) -> None:
+        """What a tensor is made of is copied where it lies elsewhere; numbers one by one."""
+        if isinstance(data, torch.Tensor):
+            if _is_mine(data) != cuda:
+                self.waits.append("a blocking copy between host and device")
+        elif cuda or any(_is_mine(leaf) for leaf in tree_leaves(data)):
+            self.waits.append("a tensor made of numbers")
+
+    def _run(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, reads: bool, cuda: bool
+    ) -> Any:
+        """The call on plain tensors; ``reads`` the device, and makes tensors there if ``cuda``."""
+        plain = tree_map_only(OnDevice, _plain, (args, kwargs))
+        if not reads:
             result = func(*plain[0], **plain[1])
-        return tree_map_only(torch.Tensor, on_device, result)
+        else:
+            self.launches += 1
+            with _Hidden(self.waits):
+                result = func(*plain[0], **plain[1])
+        return tree_map_only(torch.Tensor, on_device, result) if cuda else result
 
     def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _is_mine(args[0]):
@@ -87,72 +138,114 @@ class Watch(TorchFunctionMode):
         name = func.__self__.__name__
         if name in known:
             return known[name]
-        value = func(args[0].as_subclass(torch.Tensor))
+        value = func(_plain(args[0]))
         return on_device(value) if isinstance(value, torch.Tensor) else value
 
     def _moved(self, name: str, args: Any, kwargs: Any) -> Any:
-        tensor, mine = args[0], _is_mine(args[0])
-        blocking = not kwargs.pop("non_blocking", False)
-        devices = [part for part in args[1:] if isinstance(part, str | torch.device)]
-        devices += [kwargs.pop("device")] if kwargs.get("device") is not None else []
-        rest = [part for part in args[1:] if not isinstance(part, str | torch.device)]
-        target = torch.device(devices[0]).type if devices else name if name != "to" else None
-        plain = tensor.as_subclass(torch.Tensor)
-        moved = plain.to(*rest, **kwargs) if rest or kwargs else plain.clone()
-        wanted = mine if target is None else target == "cuda"
-        if wanted != mine:
-            self._copied(on_device(moved) if wanted else moved, tensor, blocking)
+        tensor, *rest = args
+        kwargs.pop("copy", None)
+        if name == "to":
+            like = rest[0] if rest else kwargs.get("other")
+            if isinstance(like, torch.Tensor):
+                kwargs.pop("other", None)
+                rest = [CUDA if _is_mine(like) else like.device, like.dtype, *rest[1:]]
+            device, dtype, late, form = torch._C._nn._parse_to(*rest, **kwargs)
+        else:
+            late = kwargs.get("non_blocking", name == "cuda" and len(rest) > 1 and rest[1])
+            device, dtype, form = torch.device(name), None, kwargs.get("memory_format")
+        wanted = _is_mine(tensor) if device is None else device.type == "cuda"
+        moved = _plain(tensor).to(
+            dtype=dtype, copy=True, memory_format=form or torch.preserve_format
+        )
+        if wanted and not _is_mine(tensor):
+            self._upload(tensor, tensor.shape, not late)
+        elif not wanted and _is_mine(tensor):
+            # Torch makes the host's memory, and pins it where nobody waits.
+            self._download(self._pin(moved) if late else moved, moved, not late)
         return on_device(moved) if wanted else moved
 
-    def _copied(self, target: Any, source: Any, blocking: bool) -> None:
-        if _is_mine(target) == _is_mine(source):
+    def _copy(self, func: Any, target: Any, src: Any, non_blocking: bool = False) -> Any:
+        if _is_mine(target) == _is_mine(src):
+            return self._run(func, (target, src), {}, _is_mine(target), _is_mine(target))
+        if _is_mine(target):
+            self._upload(src, target.shape, not non_blocking)
+            func(_plain(target), src)
+        else:
+            self._download(target, _plain(src).expand_as(target), not non_blocking)
+        return target
+
+    def _upload(self, host: torch.Tensor, shape: torch.Size, blocking: bool) -> None:
+        if not host.numel():
             return
-        host = source if _is_mine(target) else target
-        to_device = _is_mine(target)
         if blocking:
             self.waits.append("a blocking copy between host and device")
-        elif to_device and not getattr(host, "pinned", False):
+        elif not (self._is_pinned(host) and host.is_contiguous() and host.shape == shape):
+            # Torch repeats or gathers the elements in memory of its own.
             self.waits.append("a copy from pageable memory")
+
+    def _download(self, host: torch.Tensor, source: torch.Tensor, blocking: bool) -> None:
+        if blocking:
+            self.waits.append("a blocking copy between host and device")
+        elif not (self._is_pinned(host) and host.is_contiguous()):
+            self.waits.append("a copy into pageable memory")
+        if not blocking:
+            self.stream.download(host, source)
+        elif host is not source:
+            host.copy_(source)
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._pinned[storage.data_ptr()] = storage
+        return tensor
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return not _is_mine(tensor) and tensor.untyped_storage().data_ptr() in self._pinned
 
     def _indexed(self, name: str, tensor: torch.Tensor, index: Any, value: Any = None) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         by_tensor = False
         for part in parts:
-            if isinstance(part, torch.Tensor | list):
-                by_tensor = True
-                if not _is_mine(part):
-                    self.waits.append("an index that lies on the host")
-                elif part.dtype in (torch.bool, torch.uint8):
-                    self.waits.append("a boolean index")
-        if name == "__getitem__":
+            if part is None or part is ... or isinstance(part, slice | Number):
+                continue
+            tensor_part = isinstance(part, torch.Tensor)
+            boolean = tensor_part and part.dtype in (torch.bool, torch.uint8)
+            if tensor_part and part.dim() == 0 and not boolean:
+                continue  # the number of a place, read
+            by_tensor = True
+            if not _is_mine(part):
+                self.waits.append("an index that lies on the host")
+            elif boolean:
+                self.waits.append("a boolean index")
+        if name == "__getitem__" or _is_mine(value):
             return
-        if isinstance(value, torch.Tensor):
-            if not _is_mine(value):
-                self.waits.append("assignment of a host tensor")
-        elif by_tensor or tensor.as_subclass(torch.Tensor)[index].dim() == 0:
+        number = isinstance(value, Number) or (isinstance(value, torch.Tensor) and not value.dim())
+        if not number:
+            self.waits.append("assignment of a host tensor")
+        elif by_tensor or _plain(tensor)[tree_map_only(OnDevice, _plain, index)].dim() == 0:
             # The number becomes a CPU tensor, which is copied from pageable memory.
             self.waits.append("assignment of a number")
 
-    def _foreign(self, name: str, tensors: Iterable[Any], mine: Iterable[Any]) -> None:
-        """Operations take tensors of one device; a CPU scalar is read on the host."""
-        for tensor in tensors:
-            if not _is_mine(tensor) and tensor.dim() > 0:
-                raise RuntimeError(f"{name} of tensors on cuda:0 and cpu")
-
 
 class _Hidden(TorchDispatchMode):
+    """Names what waits inside other operations."""
+
     def __init__(self, waits: list[str]) -> None:
         super().__init__()
         self._waits = waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split(".")[0]
-        boolean = name == "aten::index" and any(
-            part is not None and part.dtype == torch.bool for part in args[1]
-        )
         kwargs = kwargs or {}
-        repeats = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
-        if name in HIDDEN or boolean or repeats:
+        name = func.name().split(".")[0]
+        if "index" in name and len(args) > 1 and isinstance(args[1], list | tuple):
+            kinds = [part.dtype for part in args[1] if part is not None]
+            waits = torch.bool in kinds or torch.uint8 in kinds
+        elif name == "aten::repeat_interleave":
+            waits = kwargs.get("output_size") is None
+        else:
+            solves = name.startswith(("aten::linalg_", "aten::_linalg_"))
+            waits = solves and not name.endswith(("_norm", "_ex")) or name in HIDDEN
+            waits = waits or not TAGS.isdisjoint(func.tags)
+        if waits:
             self._waits.append(f"{name} inside another operation")
         return func(*args, **kwargs)
 
@@ -161,20 +254,8 @@ def _is_mine(value: object) -> bool:
     return isinstance(value, OnDevice)
 
 
-class _Event:
-    """Of a stream that is always done."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: "_Event") -> float:
-        return 1.0
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor)
 
 
 @contextmanager
@@ -182,7 +263,9 @@ def pretended(monkeypatch: Any) -> Iterator[Watch]:
     """``cuda:0`` exists, pinned memory and events too."""
     from vllm.utils import torch_utils
 
-    monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
     with Watch() as watch:
+        monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "Event", watch.stream.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", watch.stream.synchronize)
+        monkeypatch.setattr(torch.accelerator, "synchronize", watch.stream.synchronize)
         yield watch

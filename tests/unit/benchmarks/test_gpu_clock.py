@@ -35,12 +35,12 @@ class Event:
 
 def test_times_are_the_gpus(monkeypatch):
     asleep: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asleep.append(0))
     monkeypatch.setattr("benchmarks.gpu.clock.FLUSH_BYTES", 64)
     ran: list[int] = []
     with pretended(monkeypatch) as watch:
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: asleep.append(0))
         times = milliseconds(lambda: ran.append(1), torch.device("cuda"), 5)
         bandwidth = copy_bandwidth(torch.device("cuda"), 2000)
         assert not watch.waits
