@@ -243,7 +243,7 @@ class _Hidden(TorchDispatchMode):
             waits = kwargs.get("output_size") is None
         else:
             solves = name.startswith(("aten::linalg_", "aten::_linalg_"))
-            waits = solves and not name.endswith(("_norm", "_ex")) or name in HIDDEN
+            waits = (solves and not name.endswith(("_norm", "_ex"))) or name in HIDDEN
             waits = waits or not TAGS.isdisjoint(func.tags)
         if waits:
             self._waits.append(f"{name} inside another operation")

@@ -124,7 +124,7 @@ class Backend:
     ) -> torch.Tensor:
         module = SimpleNamespace(layer_name=f"layer.{layer}")
         for name, scale in zip("qkv", self.scales, strict=True):
-            setattr(module, f"_{name}_scale", torch.tensor(scale, device=query.device))
+            setattr(module, f"_{name}_scale", torch.full((), scale, device=query.device))
             setattr(module, f"_{name}_scale_float", scale)
         out = torch.full_like(query, float("nan"), dtype=self.dtype)
         return self.impl.forward(module, query, query, query, cache, metadata, out)

@@ -1,0 +1,98 @@
+"""The host never waits for a CUDA device in attention: the layout of a step, and its layers.
+
+The device is pretended and its kernels are not run.
+"""
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
+
+from tests.interpreted.fakes import Backend, common_of
+from tests.pretend_gpu import pretended
+from tests.pretend_launches import stub_launches
+from tests.ragged import random_ragged
+from vllm_kvevict.attention.triton import EvictingTritonImpl, EvictingTritonMetadataBuilder
+
+GROUP, SCALES = 2, (0.5, 0.25, 4.0)
+STEPS = {
+    "decode": [1] * 6,
+    "mixed": [1, 4, 1, 4, 1, 4],
+    "several tokens": [4] * 6,
+}
+
+
+class OverTriton(Backend):
+    """Over vLLM's Triton attention in the place of FlashAttention."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        flash, builder = vars(self.impl), vars(self.builder)
+        self.impl = EvictingTritonImpl.__new__(EvictingTritonImpl)
+        self.builder = EvictingTritonMetadataBuilder.__new__(EvictingTritonMetadataBuilder)
+        fp8 = self.scales != (1.0, 1.0, 1.0)
+        vars(self.impl).update(
+            flash,
+            _kv_quant_mode=get_kv_quant_mode("fp8" if fp8 else "auto"),
+            _is_per_token_head_quant=False,
+            fp8_dtype=torch.float8_e4m3fn,
+            use_alibi_sqrt=False,
+            chunk_lookback=-1,
+            use_td=False,
+        )
+        empty = torch.empty(0, device="cuda")
+        vars(self.builder).update(
+            builder, seq_threshold_3D=8, num_par_softmax_segments=16, max_seqs_64_segments=0,
+            softmax_segm_output=empty, softmax_segm_max=empty, softmax_segm_expsum=empty,
+        )  # fmt: skip
+
+
+MADE = {
+    "flash": (Backend, "flash"),
+    "our kernel": (Backend, "triton"),
+    "triton": (OverTriton, "triton"),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    return stub_launches(monkeypatch)
+
+
+def test_launches_take_no_tensor_of_the_host(launched, monkeypatch):
+    from vllm_kvevict.ops.triton.splits import _starts_kernel
+
+    with pretended(monkeypatch):
+        _starts_kernel[(1,)](torch.zeros(1, device="cuda"))
+        with pytest.raises(RuntimeError, match="host"):
+            _starts_kernel[(1,)](torch.zeros(1))
+    assert launched == ["_starts_kernel"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0], ids=["none evicted", "some", "all"])
+@pytest.mark.parametrize("options", ["", "sinks", "fp8"])
+@pytest.mark.parametrize("counts", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("kernel", MADE)
+def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monkeypatch):
+    host = random_ragged(3, requests=6, longest_tail=60, evicted_share=share)
+    evicted, single = host.tail_start[host.rows.long()] > 0, torch.tensor(counts) == 1
+    made, kind = MADE[kernel]
+    with pretended(monkeypatch) as watch:
+        scales = SCALES if options == "fp8" else None
+        batch = (host.quantised(*scales[1:])[0] if scales else host).to("cuda")
+        sinks = torch.zeros(4, device="cuda") if options == "sinks" else None
+        backend = made(kind, batch, GROUP, 6, torch.float32, scales=scales, sinks=sinks)
+        backend.step.update(rows=host.rows.long(), slots=torch.tensor([-1, 1, -1, 0, 2, -1]))
+        common = common_of(batch, counts)
+        query = torch.zeros(sum(counts), 4, 32, device="cuda")
+        query = query.to(torch.float8_e4m3fn) if scales else query
+        watch.waits.clear()
+        launched.clear()
+        metadata = backend.builder.build(0, common)
+        for layer in range(2):
+            backend.forward(layer, query, batch.cache, metadata)
+        assert not watch.waits and len(launched) > 2
+    alone = bool(single.all())
+    assert (metadata.decode is not None) == (alone or bool((evicted & single).any()))
+    assert (metadata.extend is not None) == bool((evicted & ~single).any())
+    assert (metadata.stock is not None) == (not alone and not evicted.all())
+    assert metadata.recording is not None
