@@ -104,7 +104,7 @@ class Watch(TorchFunctionMode):
         changes = (name[-1:] == "_" and name[-2:] != "__") or name.startswith("__i")
         targets = [args[0] if args and changes else None, kwargs.get("out")]
         if name in MOVERS:
-            self.waits.append(f"{name} of a host tensor")
+            self.waits.append(f"an upload by {name}")
         elif kernel or any(tensor.dim() for tensor in host):
             raise RuntimeError(f"{name} of tensors on cuda:0 and cpu")
         elif any(isinstance(one, torch.Tensor) and not _is_mine(one) for one in targets):
@@ -114,9 +114,9 @@ class Watch(TorchFunctionMode):
         """What a tensor is made of is copied where it lies elsewhere; numbers one by one."""
         if isinstance(data, torch.Tensor):
             if _is_mine(data) != cuda:
-                self.waits.append("a blocking copy between host and device")
+                self.waits.append("a blocking upload" if cuda else "a blocking download")
         elif cuda or any(_is_mine(leaf) for leaf in tree_leaves(data)):
-            self.waits.append("a tensor made of numbers")
+            self.waits.append("an upload of numbers" if cuda else "a download of numbers")
 
     def _run(
         self, func: Callable[..., Any], args: Any, kwargs: Any, reads: bool, cuda: bool
@@ -178,16 +178,16 @@ class Watch(TorchFunctionMode):
         if not host.numel():
             return
         if blocking:
-            self.waits.append("a blocking copy between host and device")
+            self.waits.append("a blocking upload")
         elif not (self._is_pinned(host) and host.is_contiguous() and host.shape == shape):
             # Torch repeats or gathers the elements in memory of its own.
-            self.waits.append("a copy from pageable memory")
+            self.waits.append("an upload from pageable memory")
 
     def _download(self, host: torch.Tensor, source: torch.Tensor, blocking: bool) -> None:
         if blocking:
-            self.waits.append("a blocking copy between host and device")
+            self.waits.append("a blocking download")
         elif not (self._is_pinned(host) and host.is_contiguous()):
-            self.waits.append("a copy into pageable memory")
+            self.waits.append("a download into pageable memory")
         if not blocking:
             self.stream.download(host, source)
         elif host is not source:
@@ -213,17 +213,17 @@ class Watch(TorchFunctionMode):
                 continue  # the number of a place, read
             by_tensor = True
             if not _is_mine(part):
-                self.waits.append("an index that lies on the host")
+                self.waits.append("an upload of an index")
             elif boolean:
                 self.waits.append("a boolean index")
         if name == "__getitem__" or _is_mine(value):
             return
         number = isinstance(value, Number) or (isinstance(value, torch.Tensor) and not value.dim())
         if not number:
-            self.waits.append("assignment of a host tensor")
+            self.waits.append("an upload by assignment")
         elif by_tensor or _plain(tensor)[tree_map_only(OnDevice, _plain, index)].dim() == 0:
             # The number becomes a CPU tensor, which is copied from pageable memory.
-            self.waits.append("assignment of a number")
+            self.waits.append("an upload of a number by assignment")
 
 
 class _Hidden(TorchDispatchMode):

@@ -1,0 +1,52 @@
+"""Evictions by the PyTorch operations upload from pinned memory alone, and wait for no upload.
+
+They read the device: only evictions by the kernels do not. The device is pretended.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.evict import GROUPS, HEADS, run, steps, worker
+from tests.pretend_gpu import pretended
+from tests.unit.worker.test_device import ON_CUDA
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+UPLOADS = {
+    "nacl": "its draws, made on the host, are copied from pageable memory",
+    "subgen": "a number is assigned to the chosen centers, one after another",
+}
+CASES = [
+    pytest.param(policy, marks=pytest.mark.xfail(reason=UPLOADS[policy], strict=True))
+    if policy in UPLOADS
+    else policy
+    for policy in ON_CUDA
+]
+
+
+def uploads(policy, monkeypatch, fp8=False, shares=False):
+    """What the host waited for to reach the device, in four evictions."""
+    with pretended(monkeypatch) as watch:
+        made = worker(policy, fused=False, device="cuda", fp8=fp8)
+        if made._prompts is not None:
+            made._prompts = SimpleNamespace(of=lambda name: 5, begin_step=lambda output: None)
+        if shares:
+            made._head_shares = {
+                group: torch.ones(len(names), HEADS, device="cuda")
+                for group, names in GROUPS.items()
+            }
+        watch.waits.clear()
+        run(made, steps(policy))
+    assert made.evictions == 4 and watch.launches
+    return [wait for wait in watch.waits if "upload" in wait]
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_no_upload_is_waited_for(policy, monkeypatch):
+    assert not uploads(policy, monkeypatch)
+
+
+@pytest.mark.parametrize("options", [dict(fp8=True), dict(shares=True)], ids=["fp8", "shares"])
+def test_nor_over_other_caches_and_shares(options, monkeypatch):
+    assert not uploads("snapkv", monkeypatch, **options)
