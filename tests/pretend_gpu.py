@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
 
 CUDA = torch.device("cuda", 0)
@@ -27,8 +27,6 @@ MOVERS = ("where", "index_put", "index_put_", "_index_put_impl_")
 """What moves host tensors among its arguments to the device."""
 VALUES = {"masked_fill": 2, "index_fill": 3}
 """Arguments that are numbers: what lies on the device is read."""
-HIDDEN = ("aten::_linalg_check_errors", "aten::isin", "aten::histc", "aten::multinomial")
-TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class OnDevice(torch.Tensor):
@@ -127,7 +125,7 @@ class Watch(TorchFunctionMode):
             result = func(*plain[0], **plain[1])
         else:
             self.launches += 1
-            with _Hidden(self.waits):
+            with Hidden(self.waits):
                 result = func(*plain[0], **plain[1])
         return tree_map_only(torch.Tensor, on_device, result) if cuda else result
 
@@ -224,30 +222,6 @@ class Watch(TorchFunctionMode):
         elif by_tensor or _plain(tensor)[tree_map_only(OnDevice, _plain, index)].dim() == 0:
             # The number becomes a CPU tensor, which is copied from pageable memory.
             self.waits.append("an upload of a number by assignment")
-
-
-class _Hidden(TorchDispatchMode):
-    """Names what waits inside other operations."""
-
-    def __init__(self, waits: list[str]) -> None:
-        super().__init__()
-        self._waits = waits
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.name().split(".")[0]
-        if "index" in name and len(args) > 1 and isinstance(args[1], list | tuple):
-            kinds = [part.dtype for part in args[1] if part is not None]
-            waits = torch.bool in kinds or torch.uint8 in kinds
-        elif name == "aten::repeat_interleave":
-            waits = kwargs.get("output_size") is None
-        else:
-            solves = name.startswith(("aten::linalg_", "aten::_linalg_"))
-            waits = (solves and not name.endswith(("_norm", "_ex"))) or name in HIDDEN
-            waits = waits or not TAGS.isdisjoint(func.tags)
-        if waits:
-            self._waits.append(f"{name} inside another operation")
-        return func(*args, **kwargs)
 
 
 def _is_mine(value: object) -> bool:

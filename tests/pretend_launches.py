@@ -1,4 +1,4 @@
-"""Kernels of a pretended device: Triton's and FlashAttention's run nothing, and read no host."""
+"""Kernels of a pretended device: they run nothing, and take no tensor of the host."""
 
 from typing import Any
 
@@ -31,12 +31,18 @@ def stub_launches(monkeypatch: Any) -> list[str]:
     def triton(kernel: Any, *args: Any, **kwargs: Any) -> None:
         launch(kernel.fn.__name__, args, kwargs)
 
+    def xformers(op: Any, inputs: Any) -> torch.Tensor:
+        bias = inputs.attn_bias
+        launch(op.__name__, *map(vars, (inputs, bias, bias.q_seqinfo, bias.k_seqinfo)))
+        return torch.zeros_like(inputs.query)
+
     def flash(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         launch("flash_attn", kwargs)
         query = kwargs["q"]
         return kwargs["out"], torch.zeros(query.shape[1], len(query), device=query.device)
 
     monkeypatch.setattr(JITFunction, "run", triton)
+    monkeypatch.setattr("vllm_kvevict.attention.xformers._run", xformers)
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", flash, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda: 3, raising=False)
     monkeypatch.setattr(

@@ -3,6 +3,8 @@
 The device is pretended and its kernels are not run.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
@@ -50,7 +52,12 @@ MADE = {
     "flash": (Backend, "flash"),
     "our kernel": (Backend, "triton"),
     "triton": (OverTriton, "triton"),
+    "xformers": (Backend, "xformers"),
 }
+CASES = [
+    *product(["flash", "our kernel", "triton"], ["", "sinks", "fp8"]),
+    *product(["xformers"], ["gathered", "paged"]),
+]
 
 
 @pytest.fixture
@@ -69,9 +76,8 @@ def test_launches_take_no_tensor_of_the_host(launched, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0], ids=["none evicted", "some", "all"])
-@pytest.mark.parametrize("options", ["", "sinks", "fp8"])
 @pytest.mark.parametrize("counts", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("kernel", MADE)
+@pytest.mark.parametrize("kernel, options", CASES)
 def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monkeypatch):
     host = random_ragged(3, requests=6, longest_tail=60, evicted_share=share)
     evicted, single = host.tail_start[host.rows.long()] > 0, torch.tensor(counts) == 1
@@ -81,6 +87,7 @@ def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monk
         batch = (host.quantised(*scales[1:])[0] if scales else host).to("cuda")
         sinks = torch.zeros(4, device="cuda") if options == "sinks" else None
         backend = made(kind, batch, GROUP, 6, torch.float32, scales=scales, sinks=sinks)
+        backend.builder.buffers.scratch.paged = options == "paged"
         backend.step.update(rows=host.rows.long(), slots=torch.tensor([-1, 1, -1, 0, 2, -1]))
         common = common_of(batch, counts)
         query = torch.zeros(sum(counts), 4, 32, device="cuda")
@@ -91,8 +98,10 @@ def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monk
         for layer in range(2):
             backend.forward(layer, query, batch.cache, metadata)
         assert not watch.waits and len(launched) > 2
-    alone = bool(single.all())
-    assert (metadata.decode is not None) == (alone or bool((evicted & single).any()))
+        assert any("FwOp" in name for name in launched) == (kernel == "xformers" and share > 0)
+    alone = bool(single.all()) and kernel != "xformers"
+    some = metadata.single if kernel == "xformers" else metadata.decode
+    assert (some is not None) == (alone or bool((evicted & single).any()))
     assert (metadata.extend is not None) == bool((evicted & ~single).any())
     assert (metadata.stock is not None) == (not alone and not evicted.all())
     assert metadata.recording is not None
