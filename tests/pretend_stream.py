@@ -19,6 +19,7 @@ class Stream:
         kind = target.dtype
         target.fill_(float("nan") if kind.is_floating_point else kind != torch.bool and -77)
 
+    @torch.inference_mode()
     def finish(self) -> None:
         """Reach the end of all that was asked."""
         for target, source in self._arriving:

@@ -35,6 +35,8 @@ class Runner(Worker):
 
     def execute_model(self, output):
         self.runner.input_batch.req_ids = list(output.counts)
+        rows = np.array([INDEX[name] for name in output.counts])
+        self.runner.model_state.prepare_attn(SimpleNamespace(idx_mapping_np=rows))
         query = torch.zeros(sum(output.counts.values()), HEADS * GROUP, SIZE, device="cuda")
         for backend, group in zip(self.backends, GROUPS.values(), strict=True):
             metadata = backend.builder.build(0, output.common)
@@ -55,8 +57,11 @@ def made(kernel, rows, eviction, fp8):
     """A worker on the device, whose model runner is ours."""
     made = Steps.__new__(Steps)
     made.kv_eviction, made.backends = eviction, []
-    states = SimpleNamespace(req_id_to_index=INDEX)
-    made.runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[]), req_states=states)
+    made.runner = SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=[]),
+        req_states=SimpleNamespace(req_id_to_index=INDEX),
+        model_state=SimpleNamespace(prepare_attn=lambda batch: None),
+    )
     eviction._rows = RowsV1(made.runner, ROWS) if rows == "V1" else RowsV2(made.runner)
     host = random_ragged(1, requests=ROWS, heads=HEADS, dim=SIZE, block_size=BLOCK)
     scales = (0.5, 0.25, 4.0) if fp8 else None
@@ -84,7 +89,6 @@ def outputs(policy, in_place):
         batch = Ragged(**vars(inputs))
         batch.seq_lens = batch.seq_lens[: len(tokens)]
         output.counts, output.common = tokens, common_of(batch, list(tokens.values()))
-        output.common.req_idx = np.array([INDEX[name] for name in tokens])
         setattr(output, PLAN, plan)
     return made
 

@@ -13,16 +13,6 @@ from tests.pretend_gpu import pretended
 from tests.unit.worker.test_device import ON_CUDA
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-UPLOADS = {
-    "nacl": "its draws, made on the host, are copied from pageable memory",
-    "subgen": "a number is assigned to the chosen centers, one after another",
-}
-CASES = [
-    pytest.param(policy, marks=pytest.mark.xfail(reason=UPLOADS[policy], strict=True))
-    if policy in UPLOADS
-    else policy
-    for policy in ON_CUDA
-]
 
 
 def uploads(policy, monkeypatch, fp8=False, shares=False):
@@ -42,7 +32,7 @@ def uploads(policy, monkeypatch, fp8=False, shares=False):
     return [wait for wait in watch.waits if "upload" in wait]
 
 
-@pytest.mark.parametrize("policy", CASES)
+@pytest.mark.parametrize("policy", ON_CUDA)
 def test_no_upload_is_waited_for(policy, monkeypatch):
     assert not uploads(policy, monkeypatch)
 
