@@ -93,8 +93,8 @@ def sweep(args: argparse.Namespace) -> Part:
     config = LLAMA_8B | (TINY if args.tiny else {})
     model = make_model(args.scratch / "model", config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    part = Part("serving", args, device, choice=("loads", "shares", "prefills"))
-    planned = services(args, config)
+    part = Part("serving", args, device, choice=("loads", "shares", "prefills", "only"))
+    planned = [one for one in services(args, config) if one.name in (args.only or [one.name])]
     for service in sorted(planned, key=lambda one: part.failed(job.key for job in one.jobs)):
         run(service, args, part, model, config["vocab_size"])
     return part
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--prefills", type=numbers, default=[32768])
     parser.add_argument("--few", type=int, default=16, help="requests where memory is no limit")
     parser.add_argument("--repeats", type=int, default=3, help="loads where memory is no limit")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="servers, by name")
     parser.add_argument("--policy", default="ada-snapkv")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=32)

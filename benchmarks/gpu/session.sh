@@ -29,7 +29,8 @@ print("CUDA extension:", extension.obstacle() or "loads")
 END
 cp .gpu/results/{attention,eviction,serving}*.json "$OUT/" 2>/dev/null || true
 if [[ ${STEPS:-} == smoke ]]; then
+    # shellcheck disable=SC2086
     exec "$PYTHON" -m benchmarks.gpu.serving --output "$OUT/smoke.json" --loads 2000/64/4/8 \
-        --prefills 2000 --few 2 --repeats 1 --until $((started + limit - 20))
+        --only 8x-2000 --until $((started + limit - 20)) ${SERVING_ARGS:-}
 fi
 DEADLINE=$((limit - ($(date +%s) - started))) exec benchmarks/gpu/run.sh "$OUT"

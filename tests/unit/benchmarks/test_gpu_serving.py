@@ -19,7 +19,7 @@ def arguments(folder: Path, **values: Any) -> Namespace:
     given: dict[str, Any] = dict(
         tiny=False, loads=serving.loads("6000/500/4/32,32000/4000/4/16"), shares=[12.5],
         prefills=[32768], few=16, repeats=3, policy="ada-snapkv", block_size=16, max_num_seqs=32,
-        serve_args="", scratch=folder, output=folder / "serving.json", until=0,
+        serve_args="", scratch=folder, output=folder / "serving.json", until=0, only=None,
     )  # fmt: skip
     return Namespace(**given | values)
 
@@ -127,6 +127,11 @@ def test_what_does_not_fit_starts_no_server(fake, tmp_path, monkeypatch):
     swept = serving.sweep(arguments(tmp_path, until=1000.0 + START_S + 100))
     assert "stock-32000" not in fake.started and len(fake.started) == 4
     assert len(swept.left) == 5 and len(swept.rows) == 6
+
+
+def test_servers_by_name(fake, tmp_path):
+    serving.sweep(arguments(tmp_path, only=["8x-6000", "nothing-to-evict"]))
+    assert fake.started == ["8x-6000", "nothing-to-evict"]
 
 
 def test_what_a_log_says():
