@@ -93,7 +93,7 @@ def seconds(args: argparse.Namespace, key: Key) -> float:
     """An estimate for a row: compiling and tensors, then the steps at a third of 3 TB/s."""
     tokens = key["requests"] * args.heads * (key["budget"] + args.tail)
     step = tokens * 2 * args.head_size * 2 * args.layers / 1e12
-    return 10 + 3 * args.repeats * (step + 0.015)
+    return 6 + 3 * args.repeats * (step + 0.015)
 
 
 def main() -> None:

@@ -9,11 +9,13 @@ from benchmarks.gpu.part import Key
 from benchmarks.load import Load
 from vllm_kvevict.settings.config import EvictionConfig
 
-START_S = 90
+START_S = 75
 """Weights, compilation, graphs; of a first server, later ones take less."""
 BENCH_S = 10
 PREFILL_TOKENS_PER_S = 16_000
-DECODE_STEP_S = 0.012
+WEIGHTS_S = 0.0055
+"""Of a decode step, without attention."""
+CACHE_BYTES_PER_S = 2.6e12
 SLACK = 64
 """Tokens that ``vllm bench serve`` may send beyond a prompt's length."""
 
@@ -41,11 +43,12 @@ class Service:
     jobs: list[Job] = field(default_factory=list)
 
 
-def seconds(load: Load, at_once: int) -> float:
-    """An estimate for a load of which so many prompts run at once."""
+def seconds(load: Load, at_once: int, kept_bytes: int) -> float:
+    """An estimate for a load of which so many prompts run at once, with a cache of so much."""
+    step = WEIGHTS_S + kept_bytes / CACHE_BYTES_PER_S
     prefill = load.num_prompts * load.input_len / PREFILL_TOKENS_PER_S
     waves = -(-load.num_prompts // at_once)
-    return BENCH_S + prefill + waves * load.output_len * DECODE_STEP_S
+    return BENCH_S + prefill + waves * load.output_len * step
 
 
 def services(args: argparse.Namespace, config: dict[str, Any]) -> list[Service]:
@@ -62,12 +65,13 @@ def services(args: argparse.Namespace, config: dict[str, Any]) -> list[Service]:
         memory, longest = held * (prompt + output) * per_token, prompt + output + SLACK
         load = Load(prompt, output, total, total)
         case = dict(case="memory-bound", input=prompt, output=output)
-        stock = Job(case | dict(setting="stock"), load, seconds(load, held))
+        stock = Job(case | dict(setting="stock"), load, seconds(load, held, memory))
         found.append(Service(f"stock-{prompt}", memory, longest, [], [stock]))
         for share in args.shares:
             ratio = 100 / share
             at_once = min(total, int(held * ratio))
-            job = Job(case | dict(setting=f"{ratio:g}x"), load, seconds(load, at_once))
+            kept = int(at_once * memory / held / ratio)
+            job = Job(case | dict(setting=f"{ratio:g}x"), load, seconds(load, at_once, kept))
             flags = [*policy, f"{share:g}%"]
             name = f"{ratio:g}x-{prompt}"
             found.append(Service(name, memory - rings, longest, flags, [job]))
@@ -82,7 +86,8 @@ def _room_for_all(
 ) -> None:
     """Prefills, and loads beside a budget that no prompt reaches: what the plugin itself costs."""
     prompt, output = min(args.loads)[:2]
-    needed = max(args.few * (prompt + output), *args.prefills) * per_token
+    kept = args.few * (prompt + output) * per_token
+    needed = max(kept, max(args.prefills) * per_token)
     longest = max(prompt + output, *args.prefills) + SLACK
     room = next((s for s in found if s.kv_bytes >= needed and s.longest >= longest), None)
     if room is None or room.eviction:
@@ -99,4 +104,4 @@ def _room_for_all(
             load = Load(prompt, output, args.few, args.few, seed=number + 1)
             key = dict(case="not memory-bound", input=prompt, output=output, setting=setting)
             key["load"] = number + 1
-            service.jobs.append(Job(key, load, seconds(load, args.few)))
+            service.jobs.append(Job(key, load, seconds(load, args.few, kept)))
