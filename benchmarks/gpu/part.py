@@ -91,9 +91,8 @@ class Part:
 
     def due(self, keys: Iterable[Key]) -> list[Key]:
         """Rows that are not measured yet; those that failed are last."""
-        return sorted(
-            (key for key in keys if not self.has(key)), key=lambda key: self.failed([key])
-        )
+        missing = [key for key in keys if not self.has(key)]
+        return sorted(missing, key=lambda key: self.failed([key]))
 
     def failed(self, keys: Iterable[Key]) -> bool:
         """Whether the row of any key is an error."""
