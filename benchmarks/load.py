@@ -54,7 +54,7 @@ def measure(server: Server, model: Path, load: BenchArguments) -> dict[str, floa
     with tempfile.TemporaryDirectory() as folder, Watch(server) as watch:
         result = Path(folder) / "result.json"
         command = [
-            str(VLLM), "bench", "serve", "--backend", "openai", "--base-url", server.url,
+            *VLLM, "bench", "serve", "--backend", "openai", "--base-url", server.url,
             "--model", str(model), "--endpoint", "/v1/completions", *load.args(),
             "--save-result", "--result-filename", str(result),
             "--percentile-metrics", "ttft,tpot,itl",

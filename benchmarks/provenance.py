@@ -8,6 +8,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+UNKNOWN = "unknown"
+
 
 def provenance() -> dict:
     """Fields that every result file carries."""
@@ -17,18 +19,28 @@ def provenance() -> dict:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True, text=True, cwd=Path(__file__).parent,
-    ).stdout.strip()  # fmt: skip
     return {
         "machine": f"{_cpu()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB, {_gpus()}",
         "python": platform.python_version(),
         "versions": versions,
-        "commit": commit,
+        "commit": commit(),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def commit() -> str:
+    """Of this checkout; ``KVEVICT_COMMIT`` where neither git nor its history is; else "unknown"."""
+    if given := os.environ.get("KVEVICT_COMMIT"):
+        return given
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True, text=True, cwd=Path(__file__).parent,
+        ).stdout.strip()  # fmt: skip
+    except FileNotFoundError:
+        described = ""
+    return described or UNKNOWN
 
 
 def _module() -> str:

@@ -22,7 +22,8 @@ from benchmarks.leash import Leash
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.prometheus import CAUSES, COUNTERS, PREFIX, REASONS
 
-VLLM = Path(sys.executable).with_name("vllm")
+# As a module: where vLLM was unpacked and not installed there is no command `vllm`.
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def free_port() -> int:
@@ -59,10 +60,11 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.model = str(model)
         self.log = log
         self._timeout_s = timeout_s
         self.command = [
-            str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port), *args,
+            *VLLM, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *args,
         ]  # fmt: skip
         self._totals = Counters()
         self._env = dict(os.environ, VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1") | (env or {})

@@ -1,152 +1,125 @@
-"""Part 1: decode attention with uneven heads, against FlashAttention with equal lengths.
+"""Part 1: decode attention with uneven heads, as the graphs of a server run it.
 
-``python -m benchmarks.gpu.attention --help``. On a CPU (``--device cpu``, tiny sizes, under
-TRITON_INTERPRET=1) it tries the script; FlashAttention is left out there.
+``python -m benchmarks.gpu.attention --help``. A CUDA graph holds a step: the plan of all layers,
+then in each layer its ring writes and its attention, over caches of its own. Times are those of a
+layer, a share of the whole. On a CPU (``--device cpu``, tiny sizes, under TRITON_INTERPRET=1) it
+tries the script, without a graph; FlashAttention is left out there.
 """
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.clock import copy_bandwidth, milliseconds, spread
+from benchmarks.gpu.calls import flash_equal, flash_per_head, memory_efficient
+from benchmarks.gpu.clock import captured, copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.heads import Step
-from benchmarks.gpu.part import Part
-from vllm_kvevict.attention.evicting import head_pages
-from vllm_kvevict.attention.scratch import Scratch, Shape
-from vllm_kvevict.attention.sequences import Extend
+from benchmarks.gpu.part import Key, Part, add_options
+from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.attention.xformers_ops import GATHERED
 
 RESULTS = Path("benchmarks/results/gpu")
-GRAPH_SPLITS = 32
-"""vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
+BATCHES = (1, 16, 64, 256)
+BUDGETS = (512, 1024, 4096)
+TRITON, FLASH = "triton", "flash per head"
 
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def flash(step: Step, per_head: bool) -> Any:
-    """A call of vLLM's FlashAttention on the step: one sequence per head, or stock."""
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+def served(step: Step) -> str:
+    """The kernel that a server runs under ``--kv-eviction-attention auto``."""
+    kernel: Kernel = "triton"
+    if step.device.type == "cuda":
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    heads = step.shape.num_heads
-    # As in a server's graphs, which are captured for its longest request and bound the splits.
-    version, longest = get_flash_attn_version(), step.shape.max_model_len
-    common = dict(
-        max_seqlen_q=1, softmax_scale=step.scale, causal=True, window_size=[-1, -1],
-        fa_version=version, num_splits=GRAPH_SPLITS if version == 3 else 0,
-        max_seqlen_k=longest,
-    )  # fmt: skip
-    if per_head:
-        sequences = step.requests * heads
-        size = step.shape.head_size
-        common |= dict(
-            q=step.query.view(sequences, -1, size), out=step.out.view(sequences, -1, size),
-            cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=step.device),
-            seqused_k=step.lengths[0],
-        )  # fmt: skip
-        common |= dict(zip("kv", head_pages(step.cache), strict=True))
-        return lambda: flash_attn_varlen_func(block_table=step.write_table(), **common)
-    length = step.budget + step.tail
-    keys, values = step.cache.transpose(1, 2).split(step.shape.head_size, dim=-1)
-    common |= dict(
-        q=step.query, out=step.out, k=keys, v=values, block_table=step.equal_table,
-        cu_seqlens_q=torch.arange(step.requests + 1, dtype=torch.int32, device=step.device),
-        seqused_k=torch.full_like(step.seq_lens, length),
-    )  # fmt: skip
-    return lambda: flash_attn_varlen_func(**common)
+        kernel = "flash" if get_flash_attn_version() in (3, 4) else "triton"
+    own = Scratch(kernel, step.shape, torch.device("meta")).by_splits(step.requests)
+    return TRITON if own else FLASH
 
 
-def memory_efficient(step: Step, paged: bool) -> Any:
-    """A call of xformers' attention on the step, on its pages or over gathered ones."""
-    from vllm_kvevict.attention.parts import cut
-    from vllm_kvevict.attention.xformers import attend
-
-    scratch = Scratch("xformers", step.shape, step.device)
-    scratch.paged = paged
-    sequences, size = step.requests * step.shape.num_heads, step.shape.head_size
-    table = scratch.pages(sequences, int(step.lengths.max()))
-    starts = torch.arange(sequences + 1, dtype=torch.int32, device=step.device)
-    plan = Extend(
-        rows=step.rows, places=step.rows, order=starts, block_table=step.block_table,
-        lengths=step.lengths, query_start_loc=starts, table=table, max_query_len=1,
-        max_seq_len=step.shape.max_model_len,
-        parts=cut(starts.tolist(), starts, scratch.gathered(table.shape[1])),
-    )  # fmt: skip
-    query, out = step.query.view(sequences, -1, size), step.out.view(sequences, -1, size)
-
-    def run() -> None:
-        step.write_table(table)
-        attend(query, step.cache, out, plan, step.lengths[0], step.scale, scratch)
-
-    return run
+def runs(step: Step) -> dict[str, Callable[[], object]]:
+    """Whole steps; the first is our kernel's."""
+    found: dict[str, Callable[[], object]] = {TRITON: step.run_triton}
+    if step.device.type == "cuda":
+        found[FLASH] = flash_per_head(step)
+        found["flash, equal lengths"] = flash_equal(step)
+        capability = torch.cuda.get_device_capability(step.device)
+        if capability <= GATHERED[1] and importlib.util.find_spec("xformers"):
+            found["xformers on pages"] = memory_efficient(step, True)
+            found["xformers, gathered"] = memory_efficient(step, False)
+    return found
 
 
-def measure(args: argparse.Namespace) -> None:
+def row(args: argparse.Namespace, requests: int, budget: int) -> dict[str, Any]:
+    """Times of a layer, and of reading its keys and values at the bandwidth of a copy."""
     device = torch.device(args.device)
-    dtype = getattr(torch, args.dtype)
     bandwidth = copy_bandwidth(device, args.copy_bytes)
-    part = Part("attention", args, device, copy_bytes_per_s=bandwidth)
-    for requests in args.batches:
-        for budget in args.budgets:
-            if part.has(requests=requests, budget=budget):
-                continue
-            longest = max(args.max_model_len, 8 * budget + args.tail)
-            shape = Shape(
-                args.heads, args.group, args.head_size, args.block_size, requests, longest
-            )
-            step = Step(
-                requests, budget, args.tail, shape, dtype, device, layers=args.layers
-            )  # fmt: skip
-            step.measure()
-            step.plan()
-            runs: dict[str, Any] = {
-                "triton": step.run_triton,
-                "lengths, all layers of a step": step.measure,
-                "plan of work, all layers of a step": step.plan,
-            }
-            if device.type == "cuda":
-                runs["flash per head"] = flash(step, True)
-                runs["flash, equal lengths"] = flash(step, False)
-                served = torch.cuda.get_device_capability(device) <= GATHERED[1]
-                if served and importlib.util.find_spec("xformers"):
-                    runs["xformers on pages"] = memory_efficient(step, True)
-                    runs["xformers, gathered"] = memory_efficient(step, False)
-            row: dict[str, Any] = {
-                "requests": requests,
-                "budget": budget,
-                "bytes": step.num_bytes,
-                "floor_ms": step.num_bytes / bandwidth * 1000,
-            }
-            for name, run in runs.items():
-                row[name] = spread(milliseconds(run, device, args.repeats))
-            part.add(row)
-            del step
+    longest = max(args.max_model_len, 8 * budget + args.tail)
+    shape = Shape(args.heads, args.group, args.head_size, args.block_size, requests, longest)
+    dtype = getattr(torch, args.dtype)
+    step = Step(requests, budget, args.tail, shape, dtype, device, layers=args.layers)
+    figures: dict[str, Any] = {
+        "copy_gb_per_s": bandwidth / 1e9,
+        "bytes": step.num_bytes,
+        "floor_ms": step.num_bytes / bandwidth * 1000,
+        "served by": served(step),
+    }
+
+    def plan() -> None:
+        step.measure()
+        step.plan()
+
+    def timed(run: Callable[[], object], parts: int) -> dict[str, float]:
+        return spread(milliseconds(run, device, args.repeats), parts)
+
+    figures["plan of a step"] = timed(captured(plan, device), 1)
+    for name, run in runs(step).items():
+        try:
+            graph = run if name.startswith("xformers") else captured(run, device)
+            figures[name] = timed(graph, step.layers)
+        except Exception as error:
+            if name == figures["served by"]:
+                raise
+            figures[f"{name}: error"] = f"{type(error).__name__}: {error}"[:500]
+    return figures
+
+
+def seconds(args: argparse.Namespace, key: Key) -> float:
+    """An estimate for a row: compiling and tensors, then the steps at a third of 3 TB/s."""
+    tokens = key["requests"] * args.heads * (key["budget"] + args.tail)
+    step = tokens * 2 * args.head_size * 2 * args.layers / 1e12
+    return 6 + 3 * args.repeats * (step + 0.015)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
-    parser.add_argument("--budgets", type=numbers, default=[512, 1024, 4096])
+    parser.add_argument("--batches", type=numbers, default=list(BATCHES))
+    parser.add_argument("--budgets", type=numbers, default=list(BUDGETS))
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--tail", type=int, default=96, help="tokens behind the tail start")
-    parser.add_argument("--layers", type=int, default=32, help="planned together, one timed")
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--copy-bytes", type=int, default=4 * 2**30)
-    parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
+    add_options(parser, RESULTS / "attention.json")
     args = parser.parse_args()
-    measure(args)
+    part = Part("attention", args, torch.device(args.device), choice=("batches", "budgets"))
+    # The verdicts' batches first: the time may be short.
+    batches = sorted(args.batches, key=lambda requests: -requests)
+    keys = [dict(requests=r, budget=budget) for r in batches for budget in args.budgets]
+    part.measure(keys, lambda key: seconds(args, key), lambda key: row(args, **key))
     print(args.output)
+    raise SystemExit(part.outcome())
 
 
 if __name__ == "__main__":

@@ -1,18 +1,26 @@
-"""A decode step of evicted requests with uneven heads, as tensors of one layer."""
+"""A decode step of evicted requests with uneven heads, as tensors of all its layers."""
 
 from dataclasses import dataclass
 
 import torch
 
 from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch, Shape
-from vllm_kvevict.ops.triton.decode import decode_attention
+from vllm_kvevict.ops.triton.decode import Ring, decode_attention
+from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
 from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
+
+CACHE_BYTES = 8 * 2**30
+"""Most bytes of the caches; layers share them in turn where they are more than fit."""
+WINDOW = 32
+"""Queries in a ring slot."""
 
 
 @dataclass
 class Step:
     """R requests, each with a store of S blocks and a tail; one query token each.
+
+    Every layer has other heads, and its queries are recorded for every request.
 
     Args:
         requests: R.
@@ -23,6 +31,7 @@ class Step:
         device: Where.
         equal: Give every head as many pages.
         layers: Of a model, whose lengths and plans of work are made together.
+        cache_bytes: As :data:`CACHE_BYTES`.
 
     """
 
@@ -34,6 +43,7 @@ class Step:
     device: torch.device
     equal: bool = False
     layers: int = 32
+    cache_bytes: int = CACHE_BYTES
 
     def __post_init__(self) -> None:
         heads, page = self.shape.num_heads, self.shape.block_size
@@ -44,7 +54,10 @@ class Step:
         per_request = self.store_blocks + self.tail_blocks
         blocks = self.requests * per_request + 1
         content = 2 * self.shape.head_size
-        self.cache = torch.randn(blocks, heads, page, content, dtype=self.dtype, device=self.device)
+        shape = (blocks, heads, page, content)
+        on = dict(dtype=self.dtype, device=self.device)
+        count = self.cache_bytes // (blocks * heads * page * content * self.dtype.itemsize)
+        self.caches = [torch.randn(shape, **on) for _ in range(min(self.layers, max(1, count)))]
         rand = torch.Generator().manual_seed(0)
         ids = torch.randperm(blocks - 1, generator=rand).view(self.requests, per_request) + 1
         numbers = dict(dtype=torch.int32, device=self.device)
@@ -55,15 +68,20 @@ class Step:
         first = tail_start // page
         self.block_table = torch.zeros(self.requests, first + self.tail_blocks, **numbers)
         self.block_table[:, first:] = ids[:, self.store_blocks :].to(**numbers)
-        split = page_split(self.requests, heads, self.store_blocks, rand, self.equal)
-        # As many layers are planned in a launch, all alike.
-        self.head_indptr = split.to(**numbers)[None].expand(self.layers, -1, -1)
+        splits = [
+            page_split(self.requests, heads, self.store_blocks, rand, self.equal)
+            for _ in range(self.layers)
+        ]
+        self.head_indptr = torch.stack(splits).to(**numbers)
         self.rows = torch.arange(self.requests, **numbers)
         self.lengths = torch.zeros(self.layers, self.requests * heads, **numbers)
         self.equal_table = ids.to(**numbers)
         query_heads = heads * self.shape.group
         query = (self.requests, query_heads, self.shape.head_size)
-        self.query = torch.randn(query, dtype=self.dtype, device=self.device)
+        self.query = torch.randn(query, **on)
+        entries = (self.requests * WINDOW, query_heads, self.shape.head_size)
+        self.rings = [torch.zeros(entries, **on) for _ in self.caches]
+        self.back = torch.ones_like(self.rows)
         self.out = torch.empty_like(self.query)
         self.flash = Scratch("flash", self.shape, self.device)
         self.triton = Scratch("triton", self.shape, self.device)
@@ -72,13 +90,17 @@ class Step:
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values that the step must read."""
+        """Keys and values that a layer must read."""
         tokens = self.requests * self.shape.num_heads * (self.budget + self.tail)
         return tokens * 2 * self.shape.head_size * self.dtype.itemsize
 
     @property
     def scale(self) -> float:
         return self.shape.head_size**-0.5
+
+    def cache(self, layer: int) -> torch.Tensor:
+        """[blocks, KV heads, block size, 2 * D] of a layer."""
+        return self.caches[layer % len(self.caches)]
 
     def measure(self) -> None:
         """Lengths of all heads, once a step for all layers."""
@@ -92,21 +114,37 @@ class Step:
         sequences = self.requests * self.shape.num_heads
         plan_splits(self.lengths, sequences, self.triton.target, SMALLEST_SPLIT, self.splits)
 
-    def run_triton(self) -> None:
-        """Our decode kernel, once a layer."""
+    def attend(self, layer: int) -> None:
+        """Our decode kernel, which records the queries too."""
+        ring = Ring(self.rings[layer % len(self.rings)], self.rows, self.seq_lens, WINDOW)
         decode_attention(
-            self.query, self.cache, self.out, self.rows, self.rows, self.rows, self.tail_start,
-            self.stores, self.head_indptr[0], self.block_table, self.lengths[0], self.splits, 0,
-            self.triton.partials, self.scale, 0.0, self.triton.programs, self.triton.stages,
+            self.query, self.cache(layer), self.out, self.rows, self.rows, self.rows,
+            self.tail_start, self.stores, self.head_indptr[layer], self.block_table,
+            self.lengths[layer], self.splits, layer, self.triton.partials, self.scale, 0.0,
+            self.triton.programs, self.triton.stages, ring=ring,
         )  # fmt: skip
 
-    def write_table(self, table: torch.Tensor | None = None) -> torch.Tensor:
+    def run_triton(self) -> None:
+        """A whole step of our kernel."""
+        self.measure()
+        self.plan()
+        for layer in range(self.layers):
+            self.attend(layer)
+
+    def observe(self, layer: int) -> None:
+        """The queries recorded by a launch of its own, as beside FlashAttention."""
+        observe_tokens(
+            self.rings[layer % len(self.rings)], self.query, self.seq_lens, self.rows, self.rows,
+            self.back, self.rows, WINDOW,
+        )  # fmt: skip
+
+    def write_table(self, layer: int, table: torch.Tensor | None = None) -> torch.Tensor:
         """The page table of a layer: ``table``, or FlashAttention's."""
         if table is None:
             table = self.flash.table[: self.requests * self.shape.num_heads]
         write_page_table(
-            self.rows, self.rows, self.tail_start, self.stores, self.head_indptr[0],
-            self.block_table, self.lengths[0], table, self.shape.block_size,
+            self.rows, self.rows, self.tail_start, self.stores, self.head_indptr[layer],
+            self.block_table, self.lengths[layer], table, self.shape.block_size,
         )  # fmt: skip
         return table
 

@@ -9,17 +9,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.attention import FLASH, TRITON
 from benchmarks.gpu.goals import verdicts
 
 PARTS = ("attention", "eviction", "serving")
+ERROR = 200
+NOTES = """
+- Milliseconds are medians with the middle half of the repetitions, from a flushed L2.
+- `attention`: a CUDA graph of a step, lengths, plan and ring writes included, by its layers. The
+  verdict is that of the kernel that `auto` serves with (`served by`), at the worst budget.
+- `eviction`: kernels one by one beside the whole pass. Among 8 ranks the pass has an eighth of the
+  heads and sums nothing over ranks; its prefill is an eighth of one GPU's, without all-reduces.
+- A prefill is what the engine's clock says, from its scheduling to its first token.
+- Weights are random, so in `serving` heads share a budget almost evenly, unlike in `attention`.
+- `kv_bytes` of an evicting server are stock's less its observation rings.
+"""
 
 
 def cell(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{value['median_ms']:.3f} ({value['low_ms']:.3f} to {value['high_ms']:.3f})"
+        return f"{value['median_ms']:.4f} ({value['low_ms']:.4f} to {value['high_ms']:.4f})"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "-" if value is None else str(value)
+    if value is None:
+        return "-"
+    return str(value).replace("\n", " ").replace("|", "/")[-ERROR:]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -35,19 +49,22 @@ def with_ratios(part: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [dict(row) for row in part["rows"]]
     stock: dict[tuple[Any, ...], float] = {}
     for row in rows:
-        for name in ("triton", "flash per head"):
+        if row.get("setting") == "stock" and "output_tokens_per_s" in row:
+            stock[load(row)] = row["output_tokens_per_s"]
+    for row in rows:
+        for name in (TRITON, FLASH):
             if name in row and "flash, equal lengths" in row:
                 equal = row["flash, equal lengths"]["median_ms"]
                 row[f"{name}: speed over flash, equal"] = equal / row[name]["median_ms"]
             if name in row:
                 row[f"{name}: share of copy bandwidth"] = row["floor_ms"] / row[name]["median_ms"]
-        if "setting" in row:
-            key = (row["case"], row["input"], row.get("output"))
-            if row["setting"] == "stock":
-                stock[key] = row["output_tokens_per_s"]
-            elif stock.get(key):
-                row["output over stock"] = row["output_tokens_per_s"] / stock[key]
+        if "output_tokens_per_s" in row and load(row) in stock and row["setting"] != "stock":
+            row["output over stock"] = row["output_tokens_per_s"] / stock[load(row)]
     return rows
+
+
+def load(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in ("case", "input", "output", "load"))
 
 
 def main(folder: Path) -> None:
@@ -56,20 +73,13 @@ def main(folder: Path) -> None:
         path = folder / f"{name}.json"
         if path.exists():
             parts[name] = json.loads(path.read_text())
-    if not parts:
-        raise SystemExit(f"error: {folder} holds none of {', '.join(PARTS)} as .json")
     (folder / "gpu.json").write_text(json.dumps(parts, indent=1) + "\n")
     lines = ["# GPU benchmarks", "", *verdicts(parts), ""]
     for name, part in parts.items():
         lines += [f"## {name}", "", f"{part['device']}; `{part['provenance']['command']}`, commit "
                   f"{part['provenance']['commit']}, {part['provenance']['date']}.", ""]  # fmt: skip
-        if "copy_bytes_per_s" in part:
-            lines += [f"Copy bandwidth {part['copy_bytes_per_s'] / 1e9:.0f} GB/s.", ""]
         lines += [*table(with_ratios(part)), ""]
-    lines += [
-        "Milliseconds are medians with the middle half of the repetitions, from a flushed L2."
-    ]
-    (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+    (folder / "gpu.md").write_text("\n".join(lines) + NOTES)
     print(*verdicts(parts), sep="\n")
     print(folder / "gpu.md")
 

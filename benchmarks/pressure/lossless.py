@@ -15,7 +15,7 @@ PROMPT, OUTPUT = 512, 128
 
 def tokens(server: Server, prompt: str) -> list[int]:
     """A greedy answer, alone in its batch: what else is served changes no rounding."""
-    body = {"model": server.command[2], "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0,
+    body = {"model": server.model, "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True}  # fmt: skip
     return server.post("/v1/completions", body)["choices"][0]["token_ids"]
 

@@ -27,7 +27,7 @@ def prompts(chat: LocalChat, samples: int) -> list[Prompt]:
 def ask(server: Server, chat: LocalChat, prompt: Prompt, scenario: str) -> float:
     """Send a prompt, whose context may be evicted before the question is seen; its score."""
     body: dict[str, Any] = {
-        "model": server.command[2], "prompt": list(prompt.ids), "max_tokens": OUTPUT,
+        "model": server.model, "prompt": list(prompt.ids), "max_tokens": OUTPUT,
         "temperature": 0, "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     if scenario == AGNOSTIC and "--kv-eviction" in server.command:

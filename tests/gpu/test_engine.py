@@ -2,9 +2,11 @@
 
 import pytest
 
-from tests.models import random_prompt
+from tests.models import cached_tiny_llama, random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
+from vllm_kvevict.ops.cuda.extension import is_built
+from vllm_kvevict.worker.fused import FusedEvictions
 
 pytestmark = pytest.mark.gpu
 SETTINGS = dict(policy="ada-snapkv", budget=96, interval=32)
@@ -52,6 +54,7 @@ def test_the_eviction_counter_rises_under_full_graphs(tiny_model):
 
 
 def test_xformers_runs_without_full_graphs(tiny_model):
+    pytest.importorskip("xformers", reason="needs pip install 'vllm-kvevict[xformers]'")
     settings = dict(SETTINGS, attention="xformers")
     with engine(tiny_model, settings, max_model_len=1024, max_num_seqs=8, **GRAPHS) as run:
         sizes = replays(run)
@@ -78,4 +81,35 @@ def test_graphs_and_eager_give_the_same_tokens(tiny_model, attention, cache):
             assert run.counters.evictions >= 4
     same = [a == b for one, two in zip(*tokens, strict=True) for a, b in zip(one, two, strict=True)]
     # Graphs fix the number of splits of a sequence, eager steps do not: bfloat16 may round apart.
+    assert sum(same) / len(same) > 0.9
+
+
+@pytest.mark.skipif(not is_built(), reason="needs the extension: docs/kernels.md, Building")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive"])
+def test_the_kernels_evict_between_replays(policy, head_dim, monkeypatch):
+    """As served: bfloat16, pages of 16, FULL graphs, and nobody who listens to evictions."""
+    launched: list[int] = []
+    launch = FusedEvictions.run
+
+    def counted(self, name, evictions, rows):
+        launched.append(len(evictions))
+        return launch(self, name, evictions, rows)
+
+    monkeypatch.setattr(FusedEvictions, "run", counted)
+    model = cached_tiny_llama(kv_heads=2, head_dim=head_dim, dtype="bfloat16")
+    options = dict(dtype="bfloat16", block_size=16, max_model_len=1024, max_num_seqs=8, **GRAPHS)
+    tokens = []
+    for listened in (False, True):
+        with engine(model, dict(SETTINGS, policy=policy), **options) as run:
+            if not listened:
+                # The recorder wants columns, which the kernels do not give.
+                run.worker.kv_eviction.listeners.clear()
+            sizes = replays(run)
+            tokens.append(run.generate(PROMPTS, 150))
+            assert len(sizes) > 100 and run.counters.evictions_decode >= 4
+            assert sum(launched) == (0 if listened else run.counters.evictions)
+            launched.clear()
+    same = [a == b for one, two in zip(*tokens, strict=True) for a, b in zip(one, two, strict=True)]
+    # PyTorch sums scores in another order: a near-tie may fall the other way.
     assert sum(same) / len(same) > 0.9

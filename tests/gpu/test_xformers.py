@@ -9,6 +9,7 @@ from tests.interpreted.test_backends import expected_at
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.attention.xformers_ops import GATHERED, PAGED_FROM
 
+pytest.importorskip("xformers", reason="needs pip install 'vllm-kvevict[xformers]'")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks.gpu import attention, part
+from benchmarks.gpu import attention, calls, part
 from benchmarks.gpu.heads import Step
 from tests.e2e.paged import flash_attn_varlen_func
 from tests.efficient import efficient_attention_forward
@@ -20,8 +22,6 @@ def step() -> Step:
         num_heads=2, group=2, head_size=32, block_size=16, max_requests=3, max_model_len=512
     )
     made = Step(3, 48, 20, shape, torch.float32, torch.device("cpu"), layers=2)
-    made.measure()
-    made.plan()
     made.run_triton()
     assert int(made.splits.starts[1, -1]) >= 6 and bool(made.out.abs().sum(-1).all())
     return made
@@ -35,6 +35,7 @@ def served(monkeypatch):
 
     module = ModuleType("vllm.vllm_flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setattr(fa_utils, "get_scheduler_metadata", lambda **_: None, raising=False)
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda: 3)
     monkeypatch.setattr(cutlass.FwOp, "OPERATOR", efficient_attention_forward)
@@ -42,19 +43,48 @@ def served(monkeypatch):
 
 @pytest.mark.parametrize("other", ["flash", "xformers"])
 def test_kernels_that_are_compared_compute_the_same(other, step, served):
-    ours = step.out.clone()
-    step.out.fill_(float("nan"))
+    """Of the last of two layers, whose heads and caches are others; both fill the rings."""
+    assert not torch.equal(step.head_indptr[0], step.head_indptr[1])
+    ours, rings = step.out.clone(), [ring.clone() for ring in step.rings]
+    assert len(rings) == 2 and all(bool(ring.any()) for ring in rings)
+    for tensor in (step.out, *step.rings):
+        tensor.fill_(float("nan"))
     call = (
-        attention.flash(step, True) if other == "flash" else attention.memory_efficient(step, False)
+        calls.flash_per_head if other == "flash" else partial(calls.memory_efficient, paged=False)
     )
-    call()
+    call(step)()
     torch.testing.assert_close(step.out, ours, atol=2e-5, rtol=2e-5)
+    for ring, expected in zip(step.rings, rings, strict=True):
+        assert torch.equal(ring.nan_to_num(0.0), expected)
 
 
 def test_flash_attention_with_equal_lengths(step, served):
     step.out.fill_(float("nan"))
-    attention.flash(step, False)()
+    calls.flash_equal(step)()
     assert not step.out.isnan().any()
+
+
+def test_layers_share_caches_where_memory_is_short(step):
+    size = step.caches[0].nbytes
+    for room, count in ((5 * size, 4), (3 * size, 3), (1, 1)):
+        made = replace(step, layers=4, cache_bytes=room)
+        assert len(made.caches) == len(made.rings) == count
+        assert made.cache(3) is made.caches[3 % count]
+
+
+def test_the_kernel_that_a_server_runs(step, monkeypatch):
+    from vllm.v1.attention.backends import fa_utils
+
+    assert attention.served(step) == "triton"
+    step.device = torch.device("cuda")
+    for version, requests, kernel in (
+        (3, 3, "flash per head"),
+        (3, 999, "triton"),
+        (2, 3, "triton"),
+    ):
+        monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda version=version: version)
+        step.requests = requests
+        assert attention.served(step) == kernel
 
 
 def test_a_trial_writes_its_rows(tmp_path, monkeypatch):
@@ -65,8 +95,10 @@ def test_a_trial_writes_its_rows(tmp_path, monkeypatch):
         f"--group 2 --head-size 32 --max-model-len 512 --copy-bytes 65536 --output {file}"
     )
     monkeypatch.setattr(sys, "argv", ["attention", *options.split()])
-    attention.main()
+    with pytest.raises(SystemExit) as ended:
+        attention.main()
+    assert ended.value.code is None
     rows = json.loads(file.read_text())["rows"]
-    assert [row["requests"] for row in rows] == [1, 2]
-    timed = {"triton", "lengths, all layers of a step", "plan of work, all layers of a step"}
+    assert [row["requests"] for row in rows] == [2, 1]
+    timed = {"triton", "plan of a step"}
     assert all(row[name]["median_ms"] > 0 for row in rows for name in timed)

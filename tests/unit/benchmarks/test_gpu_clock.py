@@ -1,6 +1,12 @@
 """What times a GPU, on a pretended one; and the kernels' calls of the eviction benchmark."""
 
+import os
+import sys
+import time
+import weakref
 from argparse import Namespace
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from subprocess import run
 
@@ -8,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import eviction
-from benchmarks.gpu.clock import copy_bandwidth, milliseconds, spread
+from benchmarks.gpu.clock import AHEAD_CYCLES, captured, copy_bandwidth, milliseconds, spread
+from benchmarks.gpu.goals import GOALS
 from tests.pretend_gpu import pretended
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
 from vllm_kvevict.worker import eviction as eviction_pass
@@ -45,9 +52,49 @@ def test_times_are_the_gpus(monkeypatch):
         bandwidth = copy_bandwidth(torch.device("cuda"), 2000)
         assert not watch.waits
     assert times == [1] * 5 and len(ran) == 3 + 5
-    assert asleep[5] == 0 and all(asleep[:5]), "each run is queued while the GPU idles"
+    assert asleep[0] == 0 and all(asleep[1:6]), "each run is queued while the GPU idles"
+    assert asleep[6] == 0
     assert bandwidth == 2000 / 1e-3
     assert spread([4.0, 1.0, 2.0, 3.0]) == dict(median_ms=2.5, low_ms=2.0, high_ms=3.0)
+    assert spread([8.0], parts=4)["median_ms"] == 2.0
+
+
+def test_the_gpu_idles_longer_than_the_host_queues(monkeypatch):
+    asleep: list[int] = []
+    for name, value in dict(Event=Event, _sleep=asleep.append, synchronize=lambda: None).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("benchmarks.gpu.clock.FLUSH_BYTES", 64)
+    with pretended(monkeypatch):
+        milliseconds(lambda: None, torch.device("cuda"), 1)
+        milliseconds(lambda: time.sleep(0.02), torch.device("cuda"), 1)
+    assert asleep[0] == AHEAD_CYCLES and asleep[1] > 3 * 0.02 * 2e9
+
+
+def test_a_step_is_captured_once_and_replayed(monkeypatch):
+    """``run`` lives as long as its graph, which reads the tensors that it holds."""
+    log: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: "Stream") -> None:
+            pass
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    for name, value in dict(
+        Stream=Stream, current_stream=Stream, synchronize=lambda: None, CUDAGraph=Graph,
+        stream=lambda stream: nullcontext(), graph=lambda graph: nullcontext(),
+    ).items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    run = partial(log.append, "run")
+    alive = weakref.ref(run)
+    replay = captured(run, torch.device("cuda"))
+    del run
+    assert alive() is not None and log == ["run"] * 3
+    replay()
+    assert log[3:] == ["replay"]
+    assert captured(replay, torch.device("cpu")) is replay
 
 
 @pytest.mark.slow
@@ -72,5 +119,15 @@ def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F
     assert all(map(torch.equal, case.caches, by_kernels))
 
 
-def test_the_script_parses():
-    assert run(["bash", "-n", ROOT / "benchmarks" / "gpu" / "run.sh"]).returncode == 0
+@pytest.mark.parametrize("name", ["run", "prepare", "session"])
+def test_the_scripts_parse(name):
+    assert run(["bash", "-n", ROOT / "benchmarks" / "gpu" / f"{name}.sh"]).returncode == 0
+
+
+def test_the_report_is_written_when_no_time_is_left(tmp_path):
+    """No part is begun, and the exit status says so."""
+    command = ["bash", ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path]
+    env = os.environ | dict(DEADLINE="20", PYTHON=sys.executable)
+    ended = run(command, env=env, capture_output=True, text=True)
+    assert ended.returncode == 1 and "with rows left: attention eviction serving" in ended.stderr
+    assert (tmp_path / "gpu.md").read_text().count("not measured") == len(GOALS)

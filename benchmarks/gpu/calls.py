@@ -1,0 +1,110 @@
+"""What our decode kernel is compared with: calls of FlashAttention and xformers on a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.heads import Step
+from vllm_kvevict.attention.evicting import head_pages
+from vllm_kvevict.attention.scratch import Scratch
+from vllm_kvevict.attention.sequences import Extend
+
+GRAPH_SPLITS = 32
+"""vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
+
+
+def _common(step: Step) -> dict[str, Any]:
+    """As in a server's graphs, which are captured for its longest request and bound the splits."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = get_flash_attn_version()
+    return dict(
+        max_seqlen_q=1, softmax_scale=step.scale, causal=True, window_size=[-1, -1],
+        fa_version=version, num_splits=GRAPH_SPLITS if version == 3 else 0,
+        max_seqlen_k=step.shape.max_model_len,
+    )  # fmt: skip
+
+
+def flash_per_head(step: Step) -> Callable[[], None]:
+    """A step of one sequence per head: lengths, and in each layer ring, page table, attention."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    sequences, size = step.requests * step.shape.num_heads, step.shape.head_size
+    common = _common(step) | dict(
+        q=step.query.view(sequences, -1, size), out=step.out.view(sequences, -1, size),
+        cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=step.device),
+    )  # fmt: skip
+
+    def run() -> None:
+        step.measure()
+        for layer in range(step.layers):
+            step.observe(layer)
+            table = step.write_table(layer)
+            keys, values = head_pages(step.cache(layer))
+            flash_attn_varlen_func(
+                block_table=table, k=keys, v=values, seqused_k=step.lengths[layer], **common
+            )
+
+    return run
+
+
+def flash_equal(step: Step) -> Callable[[], None]:
+    """A step of vLLM's own attention over as many tokens, the same for every head of a request."""
+    from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    lengths = torch.full_like(step.seq_lens, step.budget + step.tail)
+    starts = torch.arange(step.requests + 1, dtype=torch.int32, device=step.device)
+    common = _common(step) | dict(
+        q=step.query, out=step.out, block_table=step.equal_table, cu_seqlens_q=starts,
+        seqused_k=lengths,
+    )  # fmt: skip
+
+    def schedule() -> torch.Tensor | None:
+        if common["fa_version"] != 3:
+            return None
+        return get_scheduler_metadata(
+            batch_size=step.requests, max_seqlen_q=1, max_seqlen_k=common["max_seqlen_k"],
+            num_heads_q=step.query.shape[1], num_heads_kv=step.shape.num_heads,
+            headdim=step.shape.head_size, cache_seqlens=lengths, qkv_dtype=step.dtype,
+            cu_seqlens_q=starts, page_size=step.shape.block_size, causal=True,
+            window_size=(-1, -1), num_splits=common["num_splits"],
+        )  # fmt: skip
+
+    def run() -> None:
+        made = schedule()
+        for layer in range(step.layers):
+            cache = step.cache(layer).transpose(1, 2)
+            keys, values = cache.split(step.shape.head_size, dim=-1)
+            flash_attn_varlen_func(k=keys, v=values, scheduler_metadata=made, **common)
+
+    return run
+
+
+def memory_efficient(step: Step, paged: bool) -> Callable[[], None]:
+    """xformers' attention, a layer after another, on its pages or over gathered ones."""
+    from vllm_kvevict.attention.parts import cut
+    from vllm_kvevict.attention.xformers import attend
+
+    scratch = Scratch("xformers", step.shape, step.device)
+    scratch.paged = paged
+    sequences, size = step.requests * step.shape.num_heads, step.shape.head_size
+    table = scratch.pages(sequences, int(step.lengths.max()))
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=step.device)
+    plan = Extend(
+        rows=step.rows, places=step.rows, order=starts, block_table=step.block_table,
+        lengths=step.lengths, query_start_loc=starts, table=table, max_query_len=1,
+        max_seq_len=step.shape.max_model_len,
+        parts=cut(starts.tolist(), starts, scratch.gathered(table.shape[1])),
+    )  # fmt: skip
+    query, out = step.query.view(sequences, -1, size), step.out.view(sequences, -1, size)
+
+    def run() -> None:
+        for layer in range(step.layers):
+            step.observe(layer)
+            step.write_table(layer, table)
+            lengths = step.lengths[layer]
+            attend(query, step.cache(layer), out, plan, lengths, step.scale, scratch)
+
+    return run

@@ -1,0 +1,160 @@
+"""Part 3 of the GPU benchmark without a server: who is asked what, and what failures leave."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import part, serving
+from benchmarks.gpu.jobs import START_S, services
+from benchmarks.gpu.model import LLAMA_8B, TINY, ring_bytes, token_bytes
+from benchmarks.gpu.prefill import NAME, prefill_ms
+from benchmarks.server import ServerFailed
+
+SOURCE = dict(commit="c", command="python", date="d", versions={}, machine="m")
+
+
+def arguments(folder: Path, **values: Any) -> Namespace:
+    given: dict[str, Any] = dict(
+        tiny=False, loads=serving.loads("6000/500/4/32,32000/4000/4/16"), shares=[12.5],
+        prefills=[32768], few=16, repeats=3, policy="ada-snapkv", block_size=16, max_num_seqs=32,
+        serve_args="", scratch=folder, output=folder / "serving.json", until=0, only=None,
+    )  # fmt: skip
+    return Namespace(**given | values)
+
+
+def test_stock_and_evicting_servers_have_the_same_memory(tmp_path):
+    found = {one.name: one for one in services(arguments(tmp_path), LLAMA_8B)}
+    assert list(found) == ["stock-32000", "8x-32000", "stock-6000", "8x-6000", "nothing-to-evict"]
+    assert token_bytes(LLAMA_8B) == 131072
+    rings = ring_bytes(LLAMA_8B, 32, 32)
+    assert rings == 32 * 32 * 32 * 32 * 128 * 2
+    assert ring_bytes(LLAMA_8B, 100, 32) == 512 * 2**20
+    for length, memory in ((6000, 26000), (32000, 144000)):
+        stock, ours = found[f"stock-{length}"], found[f"8x-{length}"]
+        assert stock.kv_bytes == ours.kv_bytes + rings == memory * 131072
+        assert stock.longest == ours.longest and ours.eviction[-1] == "12.5%"
+    room, beside = found["stock-32000"], found["nothing-to-evict"]
+    assert (room.kv_bytes, room.longest) == (beside.kv_bytes, beside.longest)
+    assert beside.eviction[-1] == "13000"
+    asked = [(job.key["case"], job.key.get("load")) for job in room.jobs]
+    few = [("not memory-bound", number) for number in (1, 2, 3)]
+    assert asked == [("prefill", None), *few, ("memory-bound", None)]
+    seeds = [job.load.seed for job in room.jobs if job.load]
+    assert len(set(seeds)) == len(seeds), "the prefix cache answers no prompt"
+
+
+def test_each_server_fits_into_a_call_and_all_into_the_time(tmp_path):
+    found = services(arguments(tmp_path), LLAMA_8B)
+    assert all(START_S + sum(job.seconds for job in one.jobs) < 450 for one in found)
+    assert sum(START_S + sum(job.seconds for job in one.jobs) for one in found) < 20 * 60
+
+
+def test_a_server_of_its_own_where_no_stock_server_has_room(tmp_path):
+    args = arguments(tmp_path, loads=serving.loads("600/20/2/4"), prefills=[600], few=8)
+    found = {one.name: one for one in services(args, LLAMA_8B | TINY)}
+    assert [len(one.jobs) for one in found.values()] == [1, 1, 4, 3]
+    assert found["stock-room"].kv_bytes >= 8 * 620 * token_bytes(LLAMA_8B | TINY)
+
+
+class Fake:
+    """A server that answers, unless its name is in ``ill``."""
+
+    ill: tuple[str, ...] = ()
+    started: list[str] = []  # noqa: RUF012
+
+    def __init__(self, model: Path, args: list[str], log: Path, timeout_s: float) -> None:
+        self.log = log
+
+    def __enter__(self) -> "Fake":
+        self.started.append(self.log.stem)
+        self.log.write_text(f"INFO {serving.KERNELS} ada-snapkv")
+        if self.log.stem in self.ill:
+            raise ServerFailed("no memory")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(part, "provenance", lambda: SOURCE)
+    monkeypatch.setattr(serving, "make_model", lambda folder, config: folder)
+    monkeypatch.setattr(serving, "Server", Fake)
+    monkeypatch.setattr(serving, "ask", lambda *_, **__: None)
+    monkeypatch.setattr(serving, "figures", lambda server, job, vocab: dict(took=1))
+    monkeypatch.setattr(Fake, "started", [])
+    monkeypatch.setattr(Fake, "ill", ())
+    return Fake
+
+
+def test_a_failed_server_loses_its_rows_only(fake, tmp_path):
+    fake.ill = ("stock-32000",)
+    swept = serving.sweep(arguments(tmp_path))
+    assert len(swept.rows) == 11 and sum("error" in row for row in swept.rows) == 5
+    assert swept.rows[0]["error"] == "ServerFailed: no memory"
+    fake.ill = ()
+    fake.started.clear()
+    again = serving.sweep(arguments(tmp_path))
+    assert fake.started == ["stock-32000"] and again.outcome() is None
+    assert all(row["cuda_kernels"] and row["kv_bytes"] for row in again.rows)
+
+
+def test_a_failed_server_is_the_last_one_again(fake, tmp_path):
+    fake.ill = ("stock-32000", "stock-6000")
+    serving.sweep(arguments(tmp_path, loads=serving.loads("32000/4000/4/16")))
+    fake.started.clear()
+    serving.sweep(arguments(tmp_path))
+    assert fake.started == ["stock-6000", "8x-6000", "nothing-to-evict", "stock-32000"]
+
+
+def test_a_load_that_fails_keeps_the_other_rows(fake, tmp_path, monkeypatch):
+    def figures(server: Any, job: Any, vocab: int) -> dict[str, Any]:
+        if job.load is None:
+            raise RuntimeError("lost")
+        return dict(took=1)
+
+    monkeypatch.setattr(serving, "figures", figures)
+    swept = serving.sweep(arguments(tmp_path))
+    (row,) = (row for row in swept.rows if "error" in row)
+    assert row["case"] == "prefill" and serving.KERNELS in row["error"]
+
+
+def test_what_does_not_fit_starts_no_server(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(part.time, "time", lambda: 1000.0)
+    swept = serving.sweep(arguments(tmp_path, until=1000.0 + START_S + 100))
+    assert "stock-32000" not in fake.started and len(fake.started) == 4
+    assert len(swept.left) == 5 and len(swept.rows) == 6
+
+
+def test_servers_by_name(fake, tmp_path):
+    serving.sweep(arguments(tmp_path, only=["8x-6000", "nothing-to-evict"]))
+    assert fake.started == ["8x-6000", "nothing-to-evict"]
+
+
+def test_what_a_log_says():
+    log = "x KV eviction attention on this rank: flash kernel, 1 bytes\n" + serving.KERNELS
+    assert serving.logged(log) == dict(cuda_kernels=True, attention="flash")
+    assert serving.logged("") == dict(cuda_kernels=False)
+
+
+def test_a_prefill_by_the_engines_clock():
+    class Engine:
+        model = "m"
+        sum = count = 0.0
+        prompts: list[list[int]] = []  # noqa: RUF012
+
+        def metric(self, name: str) -> float:
+            return {f"{NAME}_sum": self.sum, f"{NAME}_count": self.count}[name]
+
+        def post(self, path: str, body: dict[str, Any]) -> None:
+            assert len(body["prompt"]) == 7 and min(body["prompt"]) >= 3
+            self.prompts.append(body["prompt"])
+            self.count += 1
+            self.sum += 9.0 if self.count == 1 else self.count / 1000
+
+    engine: Any = Engine()
+    assert prefill_ms(engine, 7, 100, 2) == pytest.approx([2.0, 3.0])
+    assert engine.prompts[0] != engine.prompts[1] != engine.prompts[2]
