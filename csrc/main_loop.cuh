@@ -141,7 +141,8 @@ __device__ int first_row_of_warp() {
 template <typename T, int D>
 __device__ int warps_with_rows(int rows) {
   constexpr int kRows = Tile<T, D>::kRowsPerWarp;
-  const int warps = blockDim.x / kWarp, left = (rows + kRows - 1) / kRows - static_cast<int>(blockIdx.y) * warps;
+  const int warps = blockDim.x / kWarp, before = static_cast<int>(blockIdx.y) * warps;
+  const int left = (rows + kRows - 1) / kRows - before;
   return left < warps ? left : warps;
 }
 

@@ -53,17 +53,19 @@ __device__ void clear_padding(unsigned char* tile) {
   }
 }
 
-// Starts to load the keys of columns `first` and following, up to the head's last, as the cache stores
-// them. Four lanes share a key, so that its page is looked up once for several pieces of 16 bytes.
-template <typename Shape>
-__device__ void load_rows(const Keys& keys, int first, int key_bytes, int row_bytes, unsigned char* rows) {
+// Starts to load the keys of columns `first` and following, up to the head's last, as the cache
+// stores them. Four lanes share a key, so that its page is looked up once for several pieces of 16
+// bytes.
+template <typename Shape, int kKeyBytes, int kRowBytes>
+__device__ void load_rows(const Keys& keys, int first, unsigned char* rows) {
   for (int i = threadIdx.x; i < Shape::kKeys * 4; i += blockDim.x) {
-    const int key = i / 4;
+    const int key = i / 4, lane = i % 4 * 16;
     if (first + key >= keys.head.columns) continue;
-    const unsigned char* source = keys.at(first + key);
+    const unsigned char* source = keys.at(first + key) + lane;
+    unsigned char* target = rows + key * kRowBytes + lane;
 #pragma unroll
-    for (int at = i % 4 * 16; at < key_bytes; at += 64) {
-      copy_async(rows + key * row_bytes + at, source + at);
+    for (int at = 0; at < kKeyBytes; at += 64) {
+      if (kKeyBytes % 64 == 0 || at + lane < kKeyBytes) copy_async(target + at, source + at);
     }
   }
   commit_copies();
@@ -75,9 +77,10 @@ __device__ void load_tile(const Keys& keys, int first, unsigned char* tiles, int
   using Shape = Tile<T, D>;
   if (keys.stored == Stored::kAsQueries) {
     constexpr int kKeyBytes = D * static_cast<int>(sizeof(T));
-    load_rows<Shape>(keys, first, kKeyBytes, Shape::kRowBytes, tiles + stage * Shape::kBytes);
+    load_rows<Shape, kKeyBytes, Shape::kRowBytes>(keys, first, tiles + stage * Shape::kBytes);
   } else {
-    load_rows<Shape>(keys, first, D, D, tiles + Shape::kBytes + stage * Shape::kRawBytes);
+    unsigned char* raw = tiles + Shape::kBytes + stage * Shape::kRawBytes;
+    load_rows<Shape, D, D>(keys, first, raw);
   }
 }
 

@@ -13,9 +13,15 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from vllm.utils import torch_utils
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
+from vllm_kvevict.attention import ragged
+from vllm_kvevict.cache import state
+from vllm_kvevict.policies import nacl
+from vllm_kvevict.worker import eviction
 
 CUDA = torch.device("cuda", 0)
 READS = (
@@ -235,9 +241,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def pretended(monkeypatch: Any) -> Iterator[Watch]:
     """``cuda:0`` exists, pinned memory and events too."""
-    from vllm.utils import torch_utils
-
     with Watch() as watch:
+        # vLLM's CPU runner, once imported, leaves another one to whoever imports it then.
+        for module in (ragged, state, eviction, nacl):
+            monkeypatch.setattr(module, "async_tensor_h2d", async_tensor_h2d)
         monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "Event", watch.stream.event)
         monkeypatch.setattr(torch.cuda, "synchronize", watch.stream.synchronize)
