@@ -118,13 +118,15 @@ class FusedEvictions:
     def warm_up(self) -> None:
         """Load every kernel that serves a policy, and its memory; nothing of it stays.
 
-        CUDA loads a kernel at its first launch, which may wait for the device. Blocks 1 to 4 of the
-        pool are written, so there must be no request.
+        CUDA loads a kernel at its first launch, which may wait for the device. Blocks 1 to 3 of the
+        pool are used, so there must be no request; nothing is loaded where it has fewer.
         """
         for name, policy in self._policies.items():
             if not self.takes(name):
                 continue
             for group in self._groups.values():
+                if len(group.caches[0]) < 4:
+                    continue
                 timeline = group.state.timeline
                 tokens = 2 * timeline.block_size
                 end = tokens + timeline.window

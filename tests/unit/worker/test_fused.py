@@ -70,6 +70,15 @@ def test_the_warm_up_runs_what_evictions_run(policy):
 
 
 @pytest.mark.usefixtures("emulated")
+def test_a_pool_too_small_to_warm_up_in_is_left_alone(monkeypatch):
+    monkeypatch.setattr(evict, "BLOCKS", 3)
+    made = worker("snapkv", fused=True)
+    with Operations() as warm:
+        made.warm_up()
+    assert not warm.names
+
+
+@pytest.mark.usefixtures("emulated")
 def test_one_head_has_all_pages_unsorted(monkeypatch):
     monkeypatch.setattr(evict, "HEADS", 1)
     made, plain = worker("ada-snapkv", fused=True), worker("ada-snapkv", fused=False)

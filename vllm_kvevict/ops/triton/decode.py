@@ -176,7 +176,7 @@ def _attend_kernel(
                 share.to(values.dtype), values, input_precision="ieee"
             )
             best = new_best
-        # Before the results are written, whose way to memory it shares.
+        # All threads wait for the answer; asked now, it is not behind the results that are written.
         item = tl.num_programs(0) + tl.atomic_add(taken, 1, sem="relaxed")
         out_at = token * out_token
         if alone:
