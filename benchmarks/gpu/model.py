@@ -4,27 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulate.model import MODELS
 from vllm_kvevict.settings.memory import RING_BYTES
 
-LLAMA_8B = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    dtype="bfloat16",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    rope_theta=500000.0,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    bos_token_id=0,
-    eos_token_id=1,
-)
+# The tokenizer's words are numbers from 0 on.
+LLAMA_8B = MODELS["llama-3.1-8b"] | dict(bos_token_id=0, eos_token_id=1)
 TINY = dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, vocab_size=512, max_position_embeddings=4096,
