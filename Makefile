@@ -5,7 +5,8 @@ PYTEST_ARGS ?=
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress setup-clients lint format check test architectures clients demo wheel dist vllm-source clean
+.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz architectures clients demo wheel dist sbom prometheus \
+	vllm-source clean
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
@@ -13,9 +14,13 @@ help:
 	@echo "make check    lint, types, units, one engine, one eviction: a minute or two"
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, drafts and images, token by token"
+	@echo "make fuzz     a million scheduler steps of random days, by a seed that is printed"
+	@echo "make nightly  fuzz, architectures and clients"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
-	@echo "make dist     what a package index takes, checked by twine, in dist/"
+	@echo "make dist     what a package index takes, checked by twine, in dist/; same commit, same bytes"
+	@echo "make sbom     after make dist: bill of materials with licences (CycloneDX), in dist/"
+	@echo "make prometheus  promtool and prometheus for the tests of deploy/grafana, in .cache/; no root"
 	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff fix what it can"
@@ -45,6 +50,16 @@ check: lint
 test: setup setup-kvpress
 	$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
+nightly: fuzz architectures clients
+
+# Another seed every night; one that failed: make fuzz KVEVICT_SEED=...
+KVEVICT_SEED ?= $(shell date +%Y%m%d)
+KVEVICT_STEPS ?= 1000000
+
+fuzz: setup
+	KVEVICT_SEED=$(KVEVICT_SEED) KVEVICT_STEPS=$(KVEVICT_STEPS) $(PYTHON_VENV) -m pytest -s --timeout 0 \
+		tests/engine/test_accounting.py $(PYTEST_ARGS)
+
 architectures: setup
 	@packaging/setup_torchvision.sh
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/e2e/test_architectures.py \
@@ -62,6 +77,12 @@ wheel: setup
 
 dist:
 	@packaging/dist.sh
+
+sbom:
+	@packaging/sbom.sh
+
+prometheus:
+	@packaging/setup_prometheus.sh
 
 vllm-source:
 	@packaging/fetch_vllm_source.sh

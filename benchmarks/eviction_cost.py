@@ -34,6 +34,7 @@ from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import eviction as eviction_pass
+from vllm_kvevict.worker import fallback
 from vllm_kvevict.worker.cpu import measure_layout
 from vllm_kvevict.worker.eviction import WorkerEviction
 
@@ -44,7 +45,7 @@ MORE = 128
 
 STAGES = {
     "read": [(LayerCache, "keys"), (LayerCache, "sequences")],
-    "value shares": [(WorkerEviction, "_value_shares"), (WorkerEviction, "_keep_value_shares")],
+    "value shares": [(WorkerEviction, "_value_shares"), (PageValues, "keep")],
     "allocate": [(Adaptive, "pages"), (Uniform, "pages")],
     "select": [(eviction_pass, "select_tokens")],
     "copy": [(eviction_pass, "compact_index"), (PageLayout, "copy")],
@@ -150,8 +151,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    for name in ("mean_of_ranks", "sum_of_ranks"):
-        setattr(eviction_pass, name, lambda tensor: tensor)
+    fallback.mean_of_ranks = eviction_pass.sum_of_ranks = lambda tensor: tensor
     eviction_pass.first_head = lambda num_heads: 0
     request = Request(args)
     best: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)

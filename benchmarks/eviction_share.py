@@ -4,7 +4,7 @@
 
 Every prompt of ``--tokens`` is new to the prefix cache, is prefilled in one step, evicts at its end
 and samples two tokens. Policies take turns, ``none`` among them; the least of all rounds counts, of
-the step of the prefill without its eviction and of the eviction.
+the step of the prefill without its eviction and of the eviction. With ``--profile`` also ``probe``.
 """
 
 import argparse
@@ -60,23 +60,29 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
     from benchmarks.smollm2 import real_model
 
+    policies, learned = list(args.policies), {}
+    if args.profile:
+        policies += ["probe"]
+        learned = dict(profile=str(args.profile), probe_window=args.probe_window)
     llm = LLM(
         str(args.model or real_model()),
-        dtype="bfloat16",
+        dtype=args.dtype,
         block_size=args.block_size,
         max_model_len=args.tokens + 32,
         max_num_batched_tokens=args.tokens + 32,
         max_num_seqs=2,
         kv_cache_memory_bytes=512 << 20,
         additional_config={
-            "kv_eviction": dict(policy="ada-snapkv", budget=args.budget, allow=[*POLICIES, "none"])
+            "kv_eviction": dict(
+                policy=policies[0], budget=args.budget, allow=[*policies, "none"], **learned
+            )
         },
         disable_log_stats=True,
     )
     watch, rng = Watch(llm), random.Random(0)
     best: dict[str, dict[str, float]] = defaultdict(dict)
     for _ in tqdm(range(args.rounds), desc="rounds"):
-        for policy in ("none", *POLICIES):
+        for policy in ("none", *policies):
             prompt = [rng.randrange(1000, 40000) for _ in range(args.tokens)]
             watch.steps.clear()
             llm.generate(
@@ -97,15 +103,21 @@ def main() -> None:
     for name, default in dict(tokens=2048, budget=512, block_size=32, rounds=5, threads=2).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--profile", type=Path, help="of the model: measure probe as well")
+    parser.add_argument("--probe-window", default="auto", choices=["auto", "none"])
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
     in_process(args.threads)
     best = measure(args)
     prefill = min(mine["prefill"] for mine in best.values())
-    for policy in POLICIES:
+    for policy in best.keys() - {"none"}:
         assert best[policy]["eviction"] > best["none"]["eviction"], f"{policy} did not evict"
         best[policy]["share"] = best[policy]["eviction"] / prefill
-        best[policy]["to_ada_snapkv"] = best[policy]["eviction"] / best[POLICIES[0]]["eviction"]
+        if "ada-snapkv" in best:
+            mine = best[policy]["eviction"] / best["ada-snapkv"]["eviction"]
+            best[policy]["to_ada_snapkv"] = mine
     result = {"provenance": provenance(), "milliseconds": best}
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     for policy, mine in best.items():

@@ -46,7 +46,10 @@ class Load:
         sampled = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=[[token] for _ in ids],
+            sampled_token_ids=[
+                [] if self.scheduler.requests[request_id].is_prefill_chunk else [token]
+                for request_id in ids
+            ],
         )
         start = time.thread_time()
         self.scheduler.update_from_output(output, sampled)
@@ -96,24 +99,28 @@ def schedulers(requests: int, max_tokens: int, asynchronous: bool) -> dict[str, 
     return {name: Load(made[name], setup, requests, max_tokens) for name in made}
 
 
-def measure(requests: int, steps: int, asynchronous: bool) -> dict[str, Any]:
-    """Microseconds a decode step of every scheduler, and the ratios to vLLM's."""
-    loads = schedulers(requests, steps + 2, asynchronous)
-    rng = random.Random(1)
-    for load in loads.values():
-        load.step(2)
-        assert len(load.scheduler.running) == requests, "the prefill takes one step"
-        load.seconds.clear()
+def in_lock_step(loads: dict[str, Load], steps: int) -> None:
+    """Run all schedulers a step each, in another order every step, without garbage collection."""
+    rng, names = random.Random(1), list(loads)
     gc.collect()
     gc.disable()
     try:
-        names = list(loads)
         for step in range(steps):
             rng.shuffle(names)
             for name in names:
                 loads[name].step(2 + step % 900)
     finally:
         gc.enable()
+
+
+def measure(requests: int, steps: int, asynchronous: bool) -> dict[str, Any]:
+    """Microseconds a decode step of every scheduler, and the ratios to vLLM's."""
+    loads = schedulers(requests, steps + 2, asynchronous)
+    for load in loads.values():
+        load.step(2)
+        assert len(load.scheduler.running) == requests, "the prefill takes one step"
+        load.seconds.clear()
+    in_lock_step(loads, steps)
     result: dict[str, Any] = {}
     for name, load in loads.items():
         result[name] = {

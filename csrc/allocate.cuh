@@ -12,6 +12,26 @@ constexpr int kGainThreads = 256;
 constexpr int kAllocateThreads = 1024;
 constexpr int kPagesPerLane = 4;  // that a thread asks for at once
 
+// Pages of a head that may be taken. By fixed shares no head goes beyond what its layer keeps.
+__device__ inline int pages_of(const Allocate& work, int64_t row) {
+  const int total = work.store_blocks[row / work.num_heads] * work.num_heads, cap = work.caps[row];
+  return work.shares != nullptr && cap > total ? total : cap;
+}
+
+// A block divides the share of one head.
+static __global__ void share_kernel(const __grid_constant__ Allocate work) {
+  const int head = blockIdx.x % work.num_heads;
+  const int layer = blockIdx.x / work.num_heads % work.num_layers;
+  const double share = work.shares[layer * work.num_heads + head];
+  const int pages = pages_of(work, blockIdx.x);
+  uint64_t* gains = work.gains + work.start[blockIdx.x] / work.block_size;
+  KVEVICT_ASSERT(share > 0 && pages >= 1);
+  KVEVICT_ASSERT(work.start[blockIdx.x] / work.block_size + pages <= work.num_gains);
+  for (int page = threadIdx.x; page < pages; page += blockDim.x) {
+    gains[page] = page == 0 ? ~uint64_t{0} : ordered(share / (page + 0.5));
+  }
+}
+
 // A block sums the pages of one head.
 static __global__ void gain_kernel(const __grid_constant__ Allocate work) {
   const int bs = work.block_size, pages = work.caps[blockIdx.x];
@@ -53,7 +73,7 @@ static __global__ void __launch_bounds__(kAllocateThreads) allocate_kernel(const
     int before = 0;
     for (int head = 0; head < heads; ++head) {
       shared.first[head] = before;
-      before += work.caps[row + head];
+      before += pages_of(work, row + head);
     }
     shared.first[heads] = before;
   }
@@ -95,7 +115,7 @@ static __global__ void __launch_bounds__(kAllocateThreads) allocate_kernel(const
 
 void launch_allocate(const Allocate& work, Stream stream) {
   const int64_t rows = static_cast<int64_t>(work.num_groups) * work.num_heads;
-  launch(gain_kernel, rows, 1, kGainThreads, 0, stream, work);
+  launch(work.shares != nullptr ? share_kernel : gain_kernel, rows, 1, kGainThreads, 0, stream, work);
   launch(allocate_kernel, work.num_groups, 1, kAllocateThreads, sizeof(AllocateShared), stream, work);
 }
 

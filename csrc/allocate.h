@@ -1,7 +1,9 @@
-// allocate: the S * H pages of each layer with the highest sums of scores, whichever head they are in.
+// allocate: the S * H pages of each layer that gain most, whichever head they are in.
 //
-// ops/reference/allocate.py, adaptive_pages (Ada-KV Theorem 3.3 in whole pages), on sorted scores.
-// Every head's first max(1, floor * S) pages are taken; ties go to the lower head, then the lower page.
+// ops/reference/allocate.py. A page gains the sum of its scores, which are sorted (adaptive_pages, Ada-KV
+// Theorem 3.3 in whole pages), and every head's first max(1, floor * S) pages are taken; or page k gains
+// its head's share over k + 1/2 (shared_pages, Webster's method), and every head's first page is taken.
+// Ties go to the lower head, then the lower page.
 #pragma once
 
 #include "cuda_types.h"
@@ -11,16 +13,19 @@ namespace kvevict {
 
 struct Allocate {
   int32_t* pages;               // [groups, H]
-  uint64_t* gains;              // flat, one a page of scores: ordered sums
-  const uint32_t* keys;         // flat: sorted scores (sort.cuh)
+  uint64_t* gains;              // flat, one a page of scores: ordered gains
+  const uint32_t* keys;         // flat: sorted scores (sort.cuh); unused where shares are fixed
+  const double* shares;         // [layers, H] fixed shares; null where scores decide
   const int64_t* start;         // [groups, H] first score, whole pages
   const int32_t* length;        // [groups, H] scores, whole pages
   const int32_t* caps;          // [groups, H] pages that a head may keep
   const int32_t* store_blocks;  // [groups] S
   double floor;
-  int num_groups, num_heads, block_size;
+  int64_t num_gains;
+  int num_groups, num_heads, num_layers, block_size;
 };
 
+// With shares, or with sorted keys.
 void launch_allocate(const Allocate& work, Stream stream);
 
 }  // namespace kvevict

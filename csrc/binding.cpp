@@ -26,6 +26,9 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "Tensor scores, Tensor start, Tensor length, Tensor caps, Tensor store_blocks, "
       "int block_size, float floor) -> ()");
   module.def(
+      "allocate_shares(Tensor(a!) pages, Tensor(b!) gains, Tensor shares, Tensor start, Tensor caps, "
+      "Tensor store_blocks, int block_size) -> ()");
+  module.def(
       "rows(Tensor(a!) start, Tensor(b!) length, Tensor(c!) caps, Tensor(d!) first_kept, "
       "Tensor(e!) store_blocks, Tensor requests, Tensor head_indptr, int block_size) -> ()");
   module.def(
@@ -51,7 +54,15 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "Tensor totals, Tensor[] kept, int window, int max_columns, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def(
-      "keep_shares(Tensor(a!)[] kept, Tensor shares, Tensor columns, Tensor pages, Tensor store, "
+      "keep_page_values(Tensor(a!)[] kept, Tensor numbers, Tensor columns, Tensor pages, "
+      "Tensor store, Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "probe_keys(Tensor(a!) parts, Tensor(b!) norms, Tensor(c!) totals, Tensor[] caches, "
+      "Tensor weights, Tensor[] rotary, bool interleaved, int width, Tensor requests, "
+      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+  module.def(
+      "probe_scores(Tensor(a!) scores, Tensor(b!) parts, Tensor(c!) means, Tensor peaks, Tensor norms, "
+      "Tensor totals, Tensor window_weights, Tensor[] kept, int window, int max_columns, "
       "Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def("cuda_built() -> int");
   module.def("cuda_driver() -> int");
@@ -68,6 +79,7 @@ KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
   module.impl("compact", TORCH_BOX(&kvevict::compact));
   module.impl("select", TORCH_BOX(&kvevict::select));
   module.impl("allocate", TORCH_BOX(&kvevict::allocate));
+  module.impl("allocate_shares", TORCH_BOX(&kvevict::allocate_shares));
   module.impl("rows", TORCH_BOX(&kvevict::rows));
   module.impl("window_lse", TORCH_BOX(&kvevict::window_lse));
   module.impl("column_sums", TORCH_BOX(&kvevict::column_sums));
@@ -75,5 +87,7 @@ KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
   module.impl("window_peaks", TORCH_BOX(&kvevict::window_peaks));
   module.impl("value_norms", TORCH_BOX(&kvevict::value_norms));
   module.impl("defend", TORCH_BOX(&kvevict::defend));
-  module.impl("keep_shares", TORCH_BOX(&kvevict::keep_shares));
+  module.impl("keep_page_values", TORCH_BOX(&kvevict::keep_page_values));
+  module.impl("probe_keys", TORCH_BOX(&kvevict::probe_keys));
+  module.impl("probe_scores", TORCH_BOX(&kvevict::probe_scores));
 }

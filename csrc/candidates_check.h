@@ -7,6 +7,7 @@
 #include "candidates.h"
 #include "checks.h"
 #include "layers.h"
+#include "numbers.h"
 
 namespace kvevict {
 
@@ -61,6 +62,19 @@ Layers<Byte> check_caches(const std::vector<Tensor>& caches, const Tensor& first
     }
   }
   return layers;
+}
+
+inline Element element_of(const Tensor& cache) {
+  switch (cache.scalar_type()) {
+    case ScalarType::Float: return Element::kFloat;
+    case ScalarType::Half: return Element::kHalf;
+    case ScalarType::BFloat16: return Element::kBFloat16;
+    case ScalarType::Float8_e4m3fn: return Element::kE4M3;
+    case ScalarType::Float8_e5m2: return Element::kE5M2;
+    default:
+      STD_TORCH_CHECK(false, "caches must be float32, float16, bfloat16, float8_e4m3fn or "
+                      "float8_e5m2, not ", torch::headeronly::toString(cache.scalar_type()));
+  }
 }
 
 }  // namespace kvevict

@@ -29,6 +29,11 @@ struct Head {
   }
 
   __device__ int candidates() const { return (store_pages + tail_pages) * block_size; }
+
+  // Columns with a sum over the window's queries: those before the window, and all candidates.
+  __device__ int summed(int window) const {
+    return columns - window > candidates() ? columns - window : candidates();
+  }
 };
 
 // `window` is 0 where column sums play no part.
@@ -58,7 +63,8 @@ __device__ inline Head find_head(const Candidates& tables, int request, int laye
   const int64_t layer_pages = (due.old_store_blocks + found.tail_pages) * heads;
   const int64_t pages_before = found.first_page + static_cast<int64_t>(head) * found.tail_pages;
   const int64_t columns_before = (layer * layer_pages + pages_before) * bs;
-  const int64_t rest = due.num_tokens - window - due.tail_start;
+  const int64_t before_window = due.num_tokens - window - due.tail_start;
+  const int64_t rest = before_window > 0 ? before_window : 0;
   found.first_column = due.first_column + columns_before;
   found.first_sum = due.first_sum + columns_before + (layer * static_cast<int64_t>(heads) + head) * rest;
   return found;

@@ -29,6 +29,10 @@ void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, cons
               const Tensor& scores, const Tensor& start, const Tensor& length, const Tensor& caps,
               const Tensor& store_blocks, int64_t block_size, double floor);
 
+void allocate_shares(const Tensor& pages, const Tensor& gains, const Tensor& shares,
+                     const Tensor& start, const Tensor& caps, const Tensor& store_blocks,
+                     int64_t block_size);
+
 void rows(const Tensor& start, const Tensor& length, const Tensor& caps, const Tensor& first_kept,
           const Tensor& store_blocks, const Tensor& requests, const Tensor& head_indptr,
           int64_t block_size);
@@ -61,8 +65,19 @@ void defend(const Tensor& scores, const Tensor& shares, const Tensor& means, con
             int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
             const Tensor& old_store, const Tensor& positional);
 
-void keep_shares(std::vector<Tensor> kept, const Tensor& shares, const Tensor& columns,
-                 const Tensor& pages, const Tensor& store, const Tensor& requests,
-                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+void keep_page_values(std::vector<Tensor> kept, const Tensor& numbers, const Tensor& columns,
+                      const Tensor& pages, const Tensor& store, const Tensor& requests,
+                      const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+
+void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
+                std::vector<Tensor> caches, const Tensor& weights, std::vector<Tensor> rotary,
+                bool interleaved, int64_t width, const Tensor& requests, const Tensor& head_indptr,
+                const Tensor& old_store, const Tensor& positional);
+
+void probe_scores(const Tensor& scores, const Tensor& parts, const Tensor& means,
+                  const Tensor& peaks, const Tensor& norms, const Tensor& totals,
+                  const Tensor& window_weights, std::vector<Tensor> kept, int64_t window,
+                  int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
+                  const Tensor& old_store, const Tensor& positional);
 
 }  // namespace kvevict

@@ -19,12 +19,13 @@ __device__ inline Pair shuffle(Pair pair, int lane) {
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(kScoreWarps* kWarp) peak_kernel(const __grid_constant__ Score work) {
+__global__ void __launch_bounds__(kScoreWarps* kWarp, 2) peak_kernel(const __grid_constant__ Score work) {
   using Shape = Tile<T, D>;
   const ChunkTile tile = chunk_tile(work, kPeakChunk, kStep);
-  const int wanted = tile.keys.head.columns - work.window, begin = tile.chunk * kPeakChunk;
+  const int wanted = tile.keys.head.summed(work.window), begin = tile.chunk * kPeakChunk;
   const int end = begin + kPeakChunk < wanted ? begin + kPeakChunk : wanted;
   if (begin >= end) return;
+  const int first_in_window = tile.keys.head.columns - work.window;
   const int first_row = first_row_of_warp<T, D>(), rows = tile.queries.rows();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int warps = warps_with_rows<T, D>(rows);
@@ -48,16 +49,27 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp) peak_kernel(const __grid_c
       work, tile, first_row,
       [&](int first, int key, const float(&logits)[Shape::kRowBlocks][4]) {
         const int column = first + key;
+        // A bit for each weight that counts; the others are zeros: neighbours without a sum, and
+        // what a query of the window does not see. A limit for every row would take 16 registers.
+        unsigned seen = (column < wanted ? 0x55555555u : 0u) | (column + 1 < wanted ? 0xaaaaaaaau : 0u);
+        if (column + 1 > first_in_window) {
+#pragma unroll 1
+          for (int bit = 0; bit < 4 * Shape::kRowBlocks; bit += 2) {
+            const int row = first_row + bit / 4 * 16 + bit / 2 % 2 * 8 + lane / 4;
+            const int own = first_in_window + row % work.window;
+            if (column > own) seen &= ~(1u << bit);
+            if (column + 1 > own) seen &= ~(2u << bit);
+          }
+        }
         float low = 0.0f, high = 0.0f;
 #pragma unroll
         for (int block = 0; block < Shape::kRowBlocks; ++block) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float base = lse[block][half];
-            // Neighbours in the window count as zeros.
-            const Pair next{
-                column < wanted ? exp2_fast(logits[block][half * 2] - base) : 0.0f,
-                column + 1 < wanted ? exp2_fast(logits[block][half * 2 + 1] - base) : 0.0f};
+            const unsigned mask = seen >> (4 * block + 2 * half);
+            const Pair next{mask & 1 ? exp2_fast(logits[block][half * 2] - base) : 0.0f,
+                            mask & 2 ? exp2_fast(logits[block][half * 2 + 1] - base) : 0.0f};
             const Pair mine = recent[block][half];
             const Pair lower = shuffle(quad == 3 ? before[block][half] : mine, left);
             const Pair upper = shuffle(quad == 0 ? next : mine, right);

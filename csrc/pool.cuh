@@ -15,7 +15,7 @@ static __global__ void pool_kernel(const __grid_constant__ Pool work) {
   const int64_t row = blockIdx.x / work.chunks;
   const int layer = row / heads % work.num_layers, request = row / heads / work.num_layers;
   const Head head = find_head(work.candidates, request, layer, row % heads, work.window);
-  const int columns = head.columns - work.window, candidates = head.candidates();
+  const int columns = head.summed(work.window), candidates = head.candidates();
   const int64_t protect = work.candidates.requests[request].protect_first;
   KVEVICT_ASSERT(head.first_sum + columns <= work.num_sums);
   KVEVICT_ASSERT(head.first_column + candidates <= work.num_scores);

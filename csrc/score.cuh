@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp) column_kernel(const __grid
       lse[block][half] = row < rows ? work.lse[tile.row * rows + row] * kLog2E : 0.0f;
     }
   }
-  const int wanted = tile.keys.head.columns - work.window;
+  const int wanted = tile.keys.head.summed(work.window);
   float* target = work.sums + blockIdx.y * work.num_sums + tile.keys.head.first_sum;
   KVEVICT_ASSERT(tile.keys.head.first_sum + wanted <= work.num_sums);
   main_loop<T, D>(

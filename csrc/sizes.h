@@ -22,6 +22,7 @@ constexpr int kLeastScoreWarps = 4;  // of a block of score: fewer load a tile t
 constexpr size_t kMaxParameters = 4096;  // bytes of arguments that every target takes
 constexpr size_t kMaxShared = 48 << 10;  // bytes that a block has on every target without asking
 constexpr float kProtected = 1e30f;  // the score of tokens that stay
+constexpr float kLeastShare = 1e-6f; // what stands below a logarithm at least
 
 // Query rows that see a key at once, and the blocks of 16 among them that one warp holds.
 constexpr int row_blocks(int head_size) { return head_size <= kWideHead ? 2 : 1; }

@@ -1,21 +1,15 @@
 #!/usr/bin/env bash
 # Makes dist/: an sdist and a wheel without compiled kernels, as a package index takes them, and
-# lets twine check both. The kernels are built from the sdist where nvcc is (docs/gpu.md).
+# lets twine check both. The same commit gives the same bytes (build_dist.py). The kernels are built
+# from the sdist where nvcc is, or by build_wheel.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$ROOT/packaging/dist_env.sh"
 cd "$ROOT"
 
-VENV="$ROOT/.venv-dist"
-one_at_a_time
-stamp="$(hash_of packaging/requirements-dist.txt)"
-if ! is_current "$VENV" "$stamp"; then
-    make_venv "$VENV"
-    "$VENV/bin/pip" install -qq --no-deps -r packaging/requirements-dist.txt
-    echo "$stamp" >"$VENV/.setup-stamp"
-fi
-rm -rf build dist
-# Its metadata would hide the installed one from Python started here, once it is out of date.
-trap 'rm -rf build vllm_kvevict.egg-info' EXIT
-KVEVICT_CUDA=0 "$VENV/bin/python" -m build --no-isolation --outdir dist . >/dev/null
+make_dist_env
+rm -rf dist
+"$VENV/bin/python" packaging/build_dist.py dist
 "$VENV/bin/twine" check --strict dist/*
+(cd dist && sha256sum -- *)
 say "publish it: $VENV/bin/twine upload dist/*"

@@ -26,8 +26,8 @@ from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
-from vllm_kvevict.policies.needs import page_channels
 from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.policies.requirements import page_channels
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import eviction as eviction_pass

@@ -104,7 +104,7 @@ class Simulation:
         """Who samples, and what the step costs."""
         requests, gone = self.scheduler.requests, self._gone
         plan = getattr(output, "kv_eviction_plan", None)
-        for request_id, groups in (plan.taken if plan is not None else {}).items():
+        for request_id, groups in (plan.reused if plan is not None else {}).items():
             saved = sum(one.tail_start - len(one.store) * self.block_size for one in groups)
             gone[request_id] = saved // len(self._evicting)
         ids, sampled = list(output.num_scheduled_tokens), []

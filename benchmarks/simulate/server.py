@@ -92,8 +92,8 @@ class Server:
                 log_stats=False,
             )
         if setting.alone and setting.eviction is not None:
-            scheduler._shared._enabled = False
-        rings = scheduler._ledger.rings if setting.eviction is not None else None
+            scheduler._stores.enabled = False
+        rings = scheduler._turns.slots if setting.eviction is not None else None
         return cls(
             scheduler,
             Sizes.of(vllm_config, weights),
@@ -133,13 +133,13 @@ def _vllm_config(machine: Machine, setting: Setting) -> "VllmConfig":
 def _ring_slots(vllm_config: "VllmConfig", setting: Setting) -> Any:
     if setting.rings is None or setting.eviction is None:
         return nullcontext()
-    from vllm_kvevict.policies import needs
+    from vllm_kvevict.policies import requirements
     from vllm_kvevict.settings.config import EvictionConfig
 
     config = EvictionConfig.parse(setting.eviction)
     assert config is not None
-    bytes_of_one = needs.ring_bytes(vllm_config, config)
-    return mock.patch.object(needs, "RING_BYTES", setting.rings * bytes_of_one)
+    bytes_of_one = requirements.ring_bytes(vllm_config, config)
+    return mock.patch.object(requirements, "RING_BYTES", setting.rings * bytes_of_one)
 
 
 def _kv_cache(

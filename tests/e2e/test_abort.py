@@ -90,6 +90,6 @@ def test_abort_at_any_step(tiny_model, caching):
                     assert scene.ids[1] not in run.scheduler.requests
                 assert scene.finish() == alone
                 assert run.free_blocks() == free
-                assert not run.scheduler._ledger.entries
-                rings = run.scheduler._ledger.rings
+                assert not run.scheduler._table.states
+                rings = run.scheduler._turns.slots
                 assert rings.num_free == rings.count

@@ -5,15 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.models import random_prompt, random_text
 from tests.oracles.engine import engine
+from vllm_kvevict.calibrate import lessons
 from vllm_kvevict.calibrate.__main__ import main
 from vllm_kvevict.calibrate.costs import Costs
+from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.rank import kept
-from vllm_kvevict.front.shares import read
+from vllm_kvevict.front.profile import read
 from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.settings import probe_weights
 from vllm_kvevict.settings.config import EvictionConfig
 
 
@@ -30,6 +33,7 @@ def test_the_shares_are_those_of_the_scores(tiny_model_kv4, tmp_path: Path, caps
     (tmp_path / "prompts.jsonl").write_text(json.dumps(text))
     options = ["--output", str(path), "--prompts", str(tmp_path / "prompts.jsonl")]
     flags = ["--kv-eviction", "ada-snapkv", "--dtype", "float32", "--block-size", "32"]
+    flags += ["--kv-eviction-budget", "25%"]
     assert main([str(tiny_model_kv4), *options, *flags]) == 0
     assert str(path) in capsys.readouterr().out
     found = json.loads(path.read_text())
@@ -78,16 +82,103 @@ def test_shares_by_answers_lean_to_where_answers_are_lost(tiny_model_kv4, tmp_pa
     assert more.flatten()[worth[-4:]].mean() > 2 * more.flatten()[worth[:4]].mean()
 
 
+class Watched:
+    """Keys before rotation, norms of values and attention of every layer, by transformers."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.seen: dict[str, list[torch.Tensor]] = {}
+        for layer in self.model.model.layers:
+            for name in ("k_proj", "v_proj"):
+                getattr(layer.self_attn, name).register_forward_hook(
+                    lambda module, args, output, name=name: self.seen[name].append(output[0])
+                )
+
+    @torch.inference_mode()
+    def of(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[L, H, n, D] keys and values, [L, H, G, n, n] attention."""
+        self.seen = {"k_proj": [], "v_proj": []}
+        out = self.model(torch.tensor([ids]), output_attentions=True)
+        heads = self.model.config.num_key_value_heads
+        keys, values = (
+            torch.stack(parts).unflatten(-1, (heads, -1)).transpose(1, 2).double()
+            for parts in self.seen.values()
+        )
+        attention = torch.stack([one[0] for one in out.attentions]).double()
+        return keys, values, attention.unflatten(1, (heads, -1))
+
+
+def expected_probes(model: Path, texts: list[Lesson]) -> torch.Tensor:
+    """[L, H, D + 2] the least squares of the definition, token by token."""
+    watched, rows, targets = Watched(model), [], []
+    for lesson in texts:
+        n = len(lesson.context)
+        most = None
+        for later in lesson.later:
+            keys, values, attention = watched.of([*lesson.context, *later.ids])
+            given = attention[..., n:, :n]
+            padded = torch.nn.functional.pad(given, (2, 2))
+            near = sum(padded[..., i : i + n] for i in range(5)) / 5
+            best = near.amax((2, 3))
+            most = best if most is None else most.maximum(best)
+        keys, norms = keys[:, :, :n], values[:, :, :n].norm(dim=-1)
+        worth = most * norms / norms.sum(1, keepdim=True)
+        reached = torch.stack(
+            [worth[..., max(0, i - 8) : i + 9].amax(-1) for i in range(n - 8)], -1
+        )
+        targets.append((reached + 1e-6).log())
+        keys = keys[:, :, : n - 8]
+        ones = torch.ones(*keys.shape[:3], 1)
+        rows.append(torch.cat([keys, keys.norm(dim=-1, keepdim=True), ones], -1))
+    x, y = torch.cat(rows, 2), torch.cat(targets, 2)
+    # A penalty is as good as rows of its root, with targets of 0.
+    root = (1e-4 * x.shape[2]) ** 0.5 * torch.eye(x.shape[3])
+    x = torch.cat([x, root.expand(*x.shape[:2], -1, -1)], 2)
+    y = torch.nn.functional.pad(y, (0, x.shape[3]))
+    return torch.linalg.lstsq(x, y[..., None]).solution[..., 0]
+
+
+def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    options = ["--output", str(path), "--samples", "2", "--answers", "1", "--length", "500"]
+    assert main([str(tiny_model_kv4), *options, "--dtype", "float32"]) == 0
+    said = capsys.readouterr().out
+    assert "KL, keys" in said and "KL, joined" in said and f"--kv-eviction-profile {path}" in said
+    profile = read(path)
+    assert profile.policy == "probe" and profile.heads is not None
+    rows = [profile.quality[name].values() for name in ("keys", "joined")]
+    assert all(len(row) == 4 and min(row) >= 0 for row in rows)
+    found = probe_weights.read(profile.probe, profile.model)
+    assert found.rotated == (True,) * 4 and (found.joined[..., -1] == 0.6).all()
+
+    tokenizer, paragraphs = AutoTokenizer.from_pretrained(tiny_model_kv4), lessons.prose()
+    cut = len(paragraphs) * 5 // 6
+    texts = lessons.lessons(tokenizer, paragraphs[:cut], 2, 500, "learn")
+    expected = expected_probes(tiny_model_kv4, texts)
+    torch.testing.assert_close(
+        torch.from_numpy(found.keys).double(), expected, rtol=2e-3, atol=2e-3
+    )
+    assert not list(tmp_path.glob("tmp*")), "a draft is left"
+
+
+QUARTER = ("--kv-eviction-budget", "25%")
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [
         (["--kv-eviction", "streaming-llm"], "a policy whose scores compare across layers"),
-        (["--kv-eviction", "snapkv", "--kv-eviction-layers", "auto"], "without --kv-eviction-l"),
-        (["--kv-eviction", "snapkv", "--samples", "0"], "--samples must be at least 1"),
-        (["--kv-eviction", "snapkv", "-tp", "2"], "calibrate runs on one rank"),
+        (["--kv-eviction", "snapkv", "--kv-eviction-layers", "auto"], "without --kv-eviction-p"),
+        (
+            ["--kv-eviction", "snapkv", "--samples", "0"],
+            "--samples and --answers must be at least 1",
+        ),
+        (["--kv-eviction", "snapkv", "-tp", "2"], "are measured on one rank"),
         (["--kv-eviction", "snapkv", "--output", "/no/folder/a.json"], "there is no folder"),
         (["--kv-eviction", "snapkv", "--prompts", "/no/file"], "No such file"),
-        (["--kv-eviction", "h2o", "--by", "answers", "--length", "300"], "not for h2o"),
+        (["--kv-eviction", "h2o", "--by", "answers", *QUARTER, "--length", "300"], "not for h2o"),
         (["--kv-eviction", "snapkv", "--by", "answers", "--length", "128"], "give longer prompts"),
     ],
 )

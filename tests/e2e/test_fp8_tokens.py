@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens, two_biases, two_biases_fp8
+
+pytestmark = FP8_CACHE
 
 LENGTHS = (700, 333, 150)
 NEW_TOKENS = 200

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
@@ -101,10 +102,11 @@ def test_a_turn_takes_what_the_one_before_computed(tiny_model, oracle, interval)
 
 def held(run):
     """Blocks of published stores, and those behind them."""
-    stores = run.scheduler._shared._published.values()
+    stores = run.scheduler._stores._published.values()
     return [block for store in stores for block, _ in store.hashes]
 
 
+@FP8_CACHE
 def test_an_fp8_cache_is_shared_as_it_is(tiny_model):
     options = OPTIONS | dict(kv_cache_dtype="fp8")
     asked = [POINT] * len(PROMPTS)

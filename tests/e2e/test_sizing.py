@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.architectures import architecture
+from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from vllm_kvevict.sizing.options import parse
@@ -50,6 +51,7 @@ def test_the_shipped_model(policy, budget, said):
     check_start_up(planned, said, MODEL, settings, **options)
 
 
+@FP8_CACHE
 def test_an_fp8_cache(said):
     load = ["--prompt", "1500", "--output", "100", "--budget", "256", "--max-model-len", "2048"]
     memory = ["--kv-cache-memory-bytes", "32M", "--kv-cache-dtype", "fp8"]
@@ -89,7 +91,7 @@ def check_start_up(planned, said, model, settings, **options) -> None:
         assert cache.kv_cache_size_tokens == memory["capacity_tokens"]
         assert cache.kv_cache_max_concurrency == memory["concurrency"]
         assert config.scheduler_config.max_num_seqs == planned["max_num_seqs"]
-        rings = run.scheduler._ledger.rings
+        rings = run.scheduler._turns.slots
         assert (rings.count if rings else 0) == memory["eviction_ring_slots"]
         caches = {
             storage.data_ptr(): storage.nbytes()

@@ -29,9 +29,9 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
         (
             ["--kv-eviction", "best"],
             "error: KV eviction: --kv-eviction: unknown policy 'best'; "
-            "choose from ada-snapkv, snapkv, ada-defensive, defensive, ada-h2o, h2o, ada-pyramid, "
-            "pyramidkv, streaming-llm, ada-scissorhands, scissorhands, ada-tova, tova, subgen, "
-            "subgen-stream, nacl",
+            "choose from ada-snapkv, snapkv, ada-defensive, defensive, ada-probe, probe, ada-h2o, "
+            "h2o, ada-pyramid, pyramidkv, streaming-llm, ada-scissorhands, scissorhands, ada-tova, "
+            "tova, subgen, subgen-stream, nacl",
         ),
         (
             ["--additional-config", '{"kv_eviction": {"policy": "snapkv", "budget": 32}}'],

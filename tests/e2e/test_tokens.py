@@ -6,9 +6,9 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
-from vllm_kvevict.front.shares import identity
-from vllm_kvevict.settings.names import POLICY_NAMES, PYRAMIDS
-from vllm_kvevict.settings.shares import LayerShares
+from vllm_kvevict.front.profile import identity
+from vllm_kvevict.settings.names import LEARNED, POLICY_NAMES, PYRAMIDS
+from vllm_kvevict.settings.profile import Profile
 
 EVICTION = dict(budget=128, interval=64)
 LENGTHS = (700, 333, 1200, 1, 60, 150)
@@ -79,7 +79,9 @@ def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
                 assert agreed < total * 0.9, "the oracle could not tell: full attention agrees"
 
 
-OTHERS = [n for n in POLICY_NAMES if n not in ("ada-snapkv", "snapkv", "streaming-llm")]
+# Learned policies need a profile of the model: test_probe.py has them.
+PLAIN = [name for name in POLICY_NAMES if name not in LEARNED]
+OTHERS = [n for n in PLAIN if n not in ("ada-snapkv", "snapkv", "streaming-llm")]
 
 
 @pytest.mark.parametrize("by_depth", [False, True], ids=["layers-alike", "layers-in-groups"])
@@ -109,7 +111,7 @@ def test_tokens_of_the_other_policies(tiny_model_kv4, oracle_kv4, by_depth):
 
 def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
     """Requests under different policies and budgets, and under none, as if each were alone."""
-    names = [*POLICY_NAMES, "none"]
+    names = [*PLAIN, "none"]
     prompts = [random_prompt(300 + 20 * i, seed=i) for i in range(len(names))]
     asked = [
         {"kv_eviction": name} | ({"kv_eviction_budget": 96 + 32 * i} if name != "none" else {})
@@ -242,7 +244,7 @@ def test_measured_shares_of_layers_that_are_not_neighbours(
     """Two groups of two layers, chunked prefill, preemption, re-eviction, prefix-cache hits."""
     prompts = [random_prompt(n, seed=n) for n in (150, 500, 480, 460, 440, 420, 150 + 17)]
     model = identity(EngineArgs(str(tiny_model_kv4), max_model_len=896).create_engine_config())
-    shares = LayerShares(
+    shares = Profile(
         model=model, policy=policy, budget="25%", layers=(0.4, 1.5, 0.5, 1.6), heads=heads
     )
     with engine(

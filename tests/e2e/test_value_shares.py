@@ -7,6 +7,7 @@ evicts them.
 import pytest
 import torch
 
+from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens, two_biases, two_biases_fp8
@@ -62,7 +63,7 @@ def watch(run):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8", marks=FP8_CACHE)])
 def test_shares_of_survivors_are_those_of_full_values(tiny_model_kv4, dtype):
     """First and later evictions, an eviction point, protected tokens, beside another policy."""
     attention = two_biases_fp8 if dtype == "fp8" else two_biases

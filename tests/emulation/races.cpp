@@ -11,7 +11,10 @@
 #include "allocate.cuh"
 #include "compact.cuh"
 #include "defend.cuh"
+#include "keep.cuh"
 #include "pool.cuh"
+#include "probe.cuh"
+#include "reach.cuh"
 #include "rows.cuh"
 #include "score.cuh"
 #include "select.cuh"
@@ -78,9 +81,28 @@ void choose(const std::vector<float>& scores, const RowsOf& rows, int heads, int
   launch_sort({keys.data(), other.data(), scores.data(), rows.start.data(), rows.length.data(),
                static_cast<int64_t>(scores.size()), count}, nullptr);
   pages->resize(count);
-  launch_allocate({pages->data(), gains.data(), keys.data(), rows.start.data(), rows.length.data(),
-                   rows.caps.data(), rows.store_blocks.data(), 0.2, count / heads, heads, block_size},
-                  nullptr);
+  Allocate work{};
+  work.pages = pages->data();
+  work.gains = gains.data();
+  work.start = rows.start.data();
+  work.length = rows.length.data();
+  work.caps = rows.caps.data();
+  work.store_blocks = rows.store_blocks.data();
+  work.num_gains = static_cast<int64_t>(gains.size());
+  work.num_groups = count / heads;
+  work.num_heads = heads;
+  work.num_layers = 1;
+  work.block_size = block_size;
+  // By fixed shares, some of which are equal.
+  std::vector<double> shares(heads, 0.75);
+  shares[0] = 1 + (heads - 1) * 0.25;
+  work.shares = shares.data();
+  launch_allocate(work, nullptr);
+  add(*pages);
+  work.shares = nullptr;
+  work.keys = keys.data();
+  work.floor = 0.2;
+  launch_allocate(work, nullptr);
   launch_select({columns->data(), scores.data(), rows.start.data(), rows.length.data(), pages->data(),
                  rows.first_kept.data(), static_cast<int64_t>(scores.size()),
                  static_cast<int64_t>(columns->size()), count / heads, heads, block_size}, nullptr);
@@ -216,30 +238,68 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   launch_norms(norming, static_cast<int>(due.size()), nullptr);
   work.chunks = static_cast<int>((most + kPeakChunk - 1) / kPeakChunk);
   score<T, D>(work, Pass::kPeaks, due_heads);
-  std::vector<std::vector<float>> kept_shares(layers, std::vector<float>(num_blocks * heads * bs, 0.5f));
+  const int channels = average ? 1 : 2, stride = 2;
+  std::vector<std::vector<float>> beside(layers, std::vector<float>(num_blocks * heads * bs * stride, 0.5f));
   std::vector<float> shares(columns);
   Defend defending{};
   Keep keeping{};
+  ProbeScores probing{};
   for (int layer = 0; layer < layers; ++layer) {
-    defending.kept.at[layer] = keeping.kept.at[layer] = kept_shares[layer].data();
+    defending.kept.at[layer] = probing.kept.at[layer] = keeping.kept.at[layer] = beside[layer].data();
   }
-  defending.candidates = work.candidates;
+  defending.reach = {work.candidates, means.data(), found.data(), sums, groups, layers, window};
   defending.scores = scores.data();
   defending.shares = shares.data();
-  defending.means = means.data();
-  defending.peaks = found.data();
   defending.norms = norms.data();
   defending.totals = totals.data();
   defending.num_scores = columns;
-  defending.num_peaks = sums;
-  defending.query_groups = groups;
-  defending.num_layers = layers;
-  defending.window = window;
+  defending.stride = stride;
   defending.chunks = pooling.chunks;
   defending.width = norming.width;
   launch_defend(defending, due_heads, nullptr);
   add(scores);
   add(shares);
+
+  // The first layer's keys are not rotated; one probe goes without a window.
+  ProbeKeys keying{};
+  const int pairs = D / 4;
+  std::vector<float> angles = random_numbers<float>((later + tail_pages * bs) * 2 * pairs);
+  std::vector<float> weights = random_numbers<float>(layers * heads * channels * (D + 2));
+  std::vector<float> parts(channels * columns), of_windows(layers * heads, 0.5f);
+  keying.caches = work.caches;
+  keying.rotary.at[layers - 1] = reinterpret_cast<const unsigned char*>(angles.data());
+  keying.candidates = work.candidates;
+  keying.weights = weights.data();
+  keying.parts = parts.data();
+  keying.norms = norms.data();
+  keying.totals = totals.data();
+  keying.num_parts = columns;
+  keying.num_positions = later + tail_pages * bs;
+  keying.element = element;
+  keying.angle = Element::kFloat;
+  keying.channels = channels;
+  keying.head_size = D;
+  keying.pairs = pairs;
+  keying.num_layers = layers;
+  keying.slot_bytes = work.slot_bytes;
+  keying.width = norming.width;
+  keying.interleaved = average;
+  launch_probe_keys(keying, static_cast<int>(due.size()), nullptr);
+  probing.reach = defending.reach;
+  if (channels == 1) probing.reach.peaks = nullptr;
+  probing.scores = scores.data();
+  probing.parts = parts.data();
+  probing.norms = norms.data();
+  probing.totals = totals.data();
+  probing.window_weights = of_windows.data();
+  probing.num_scores = columns;
+  probing.channels = channels;
+  probing.stride = stride;
+  probing.chunks = pooling.chunks;
+  probing.width = norming.width;
+  launch_probe_scores(probing, due_heads, nullptr);
+  add(scores);
+  add(parts);
 
   rows.start.resize(due_heads);
   rows.length.resize(due_heads);
@@ -271,15 +331,18 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   }
   launch_compact(moving, static_cast<int>(due.size()), nullptr);
   keeping.candidates = work.candidates;
-  keeping.shares = shares.data();
+  keeping.numbers = parts.data();
   keeping.columns = survivors.data();
   keeping.pages = pages.data();
   keeping.store = target.data();
+  keeping.num_numbers = columns;
   keeping.num_pages = moving.num_pages;
+  keeping.channels = channels;
+  keeping.stride = stride;
   keeping.num_layers = layers;
   keeping.store_width = store;
   launch_keep(keeping, static_cast<int>(due.size()), nullptr);
-  for (const auto& mine : kept_shares) add(mine);
+  for (const auto& mine : beside) add(mine);
   for (const auto& cache : caches) add(cache);
 }
 

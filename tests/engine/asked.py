@@ -20,9 +20,16 @@ class Asked:
         interval = given.get("kv_eviction_prefill_interval", prefill_interval)
         self.prefill_interval = int(interval) if self.policy != "none" else 0
         self.at = at + request.num_prompt_tokens if at < 0 else at
+        self.interval = given.get("kv_eviction_interval")
         self.prepare = tuple(given.get("kv_eviction_prepare", ()))
         self.context = sys.maxsize
         """Tokens of the context that an eviction may take at most."""
+
+    def interval_or(self, servers: int) -> int:
+        """Decode steps between evictions; one that prepares a context evicts once."""
+        if self.context < sys.maxsize:
+            return 0
+        return servers if self.interval is None else int(self.interval)
 
     def prepared(self, request: Any) -> "Asked":
         """What is asked of a request that prepares this one's context: all of its prompt."""

@@ -22,15 +22,16 @@ class Expected:
 
     Args:
         setup: The server's settings.
-        scheduler: vLLM's; it knows where prefill ends after a preemption.
         clients: The clients' requests so far, by id; grows.
 
     """
 
-    def __init__(self, setup: "Setup", scheduler: Any, clients: dict[str, Any]) -> None:
+    def __init__(self, setup: "Setup", clients: dict[str, Any]) -> None:
         self._setup = setup
-        self._scheduler = scheduler
         self._clients = clients
+        self._known: dict[tuple[Any, ...], int] = {}
+        self.prefill_ends: dict[str, int] = {}
+        """Tokens that each request had when it was admitted last: its prompt, or all to replay."""
 
     def asked(self, request: Any) -> Asked:
         """What the request, or the client that it prepares a context for, asked for."""
@@ -48,12 +49,8 @@ class Expected:
         asked, budget = self.asked(request), self._budget(group, self.asked(request))
         if not asked.prefill_interval:
             return [asked.at] if asked.at else []
-        return asked.points(
-            self._scheduler._ledger.entry(request.request_id).prefill_end,
-            int(budget),
-            self._setup.window,
-            self._setup.block_size,
-        )
+        end = self.prefill_ends[request.request_id]
+        return asked.points(end, int(budget), self._setup.window, self._setup.block_size)
 
     def gives(self, group: int, request: Any, n: int, tail: int) -> bool:
         """Whether an eviction at ``n`` gives blocks back after one with this tail start."""
@@ -71,7 +68,13 @@ class Expected:
         lengths = [first, n] if isinstance(budget, str) else [first]
         return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
 
-    def _blocks_of(self, budget: int | str, length: int, group: int, policy: str) -> int:
+    def _blocks_of(self, *asked: Any) -> int:
+        """Blocks of a budget at a length, in a group, under a policy; exact fractions are slow."""
+        if asked not in self._known:
+            self._known[asked] = self._count(*asked)
+        return self._known[asked]
+
+    def _count(self, budget: int | str, length: int, group: int, policy: str) -> int:
         if isinstance(budget, str):
             budget = int(length * (float(budget[:-1]) / 100))
         beside, most = budget - self._setup.window, length - self._setup.window
@@ -80,6 +83,29 @@ class Expected:
             shares = self._setup.fractions(max(beside, 1), most)
             return apportioned(blocks, most // self._setup.block_size, shares)[group]
         return max(1, int(blocks))
+
+    def most_blocks(self, group: int, request: Any, n: int) -> int:
+        """Most blocks a group may hold up to ``n`` scheduled tokens if no eviction is postponed.
+
+        An eviction holds both stores, and with a step in flight one block more. Exact for budgets
+        in tokens; where the store grows with the sequence, or prompts evict as they stream in, a
+        store beside all tokens.
+        """
+        asked, bs, window = self.asked(request), self._setup.block_size, self._setup.window
+        end = self.prefill_ends[request.request_id]
+        store = self.store_blocks(group, request, n)
+        if asked.pressure or asked.prefill_interval or isinstance(self._budget(group, asked), str):
+            return -(-n // bs) + store + 1
+        stride = -(-asked.interval_or(self._setup.interval) // bs) * bs
+        last = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
+        goal, tail, kept, peak = asked.at or end, 0, 0, 0
+        due = goal if self.gives(group, request, goal, 0) and goal + 1 < last else 0
+        due = due or (stride and max(store * bs + window + stride, end + 1))
+        while due and n >= due and due + 1 < last:
+            peak = max(peak, -(-due // bs) - tail + kept + store + 1)
+            tail, kept = (min(due, asked.context) - window) // bs, store
+            due = stride and max(due + stride, end)
+        return max(peak, -(-n // bs) - tail + kept)
 
     def made_of(self, request: Any, point: int) -> tuple[Any, ...]:
         """Everything that the store of an eviction at a request's point depends on."""

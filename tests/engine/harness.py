@@ -32,11 +32,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker
 from tests.models import cached_tiny_llama
-from vllm_kvevict.engine.registration import register_spec
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
-from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.shares import LayerShares, ModelIdentity
+from vllm_kvevict.settings.profile import ModelIdentity, Profile
 
 STOP_TOKEN = 1
 VOCABULARY = 1000
@@ -157,9 +157,9 @@ def vllm_config(setup: Setup) -> Any:
     return config
 
 
-def layer_shares(shares: tuple[float, ...]) -> LayerShares:
+def layer_shares(shares: tuple[float, ...]) -> Profile:
     model = ModelIdentity(architecture="any", layers=len(shares), kv_heads=2, config="any")
-    return LayerShares(model=model, policy="snapkv", budget="25%", layers=shares)
+    return Profile(model=model, policy="snapkv", budget="25%", layers=shares)
 
 
 def eviction_config(setup: Setup) -> EvictionConfig:
@@ -203,7 +203,7 @@ def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     kind = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
     layers = mock.patch(
-        "vllm_kvevict.engine.budgets.evictable_layers", lambda *_: setup.pyramid or 1
+        "vllm_kvevict.settings.budget_log.evictable_layers", lambda *_: setup.pyramid or 1
     )
     slots = mock.patch("vllm_kvevict.engine.scheduler.ring_slots", lambda *_: setup.ring_count)
     with slots, layers:
@@ -334,22 +334,28 @@ class Engine:
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.invariants.check()
 
-    def finish(self, limit: int = 20_000) -> None:
-        """Run until every request has finished, and assert that nothing is left behind."""
-        idle = 0
-        for _ in range(limit):
-            if not self.scheduler.has_unfinished_requests():
-                break
+    def finish(self, patience: int = 1500) -> None:
+        """Run until every request has finished, and assert that nothing is left behind.
+
+        A request that waits for ever, or is preempted for ever, is a failure: for ``patience``
+        steps nobody gets a token, or four steps have nothing to do.
+        """
+        idle = stuck = 0
+        known = self._tokens()
+        while self.scheduler.has_unfinished_requests():
             output = self.step()
-            idle = (
-                0
-                if output.total_num_scheduled_tokens
-                or any(pending.total_num_scheduled_tokens for pending in self.pending)
-                else idle + 1
-            )
-            assert idle < 4, f"livelock: {self.scheduler.get_request_counts()} (running, waiting)"
-        assert not self.scheduler.has_unfinished_requests(), f"not finished in {limit} steps"
+            busy = [output, *self.pending]
+            idle = 0 if any(one.total_num_scheduled_tokens for one in busy) else idle + 1
+            stuck, known = (stuck + 1 if self._tokens() == known else 0), self._tokens()
+            counts = f"{self.scheduler.get_request_counts()} (running, waiting)"
+            assert idle < 4, f"livelock: {counts}"
+            assert stuck < patience, f"no token in {patience} steps: {counts}"
         self.settle()
         self.step()
         self.settle()
         self.invariants.check_idle()
+
+    def _tokens(self) -> tuple[int, int]:
+        """Grows with every token that is sampled and every request that ends."""
+        alive = self.scheduler.requests
+        return sum(request.num_tokens for request in self.requests), -len(alive)

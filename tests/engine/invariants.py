@@ -9,7 +9,8 @@ from tests.engine.asked import Asked
 from tests.engine.expected import PREPARES, Expected, prepares
 from tests.engine.shadow import ShadowWorker, extend_chain, of_store
 from tests.engine.tally import Life, Tally
-from vllm_kvevict.engine.manager import EvictableAttentionManager
+from tests.engine.views import admitted, held_once, holdings, owned
+from vllm_kvevict.engine.blocks import EvictableAttentionManager
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Invariants:
         self._lives: dict[str, Life] = {}
         self._steps: dict[int, dict[str, int]] = {}
         self._clients: dict[str, Any] = {}
-        self.expected = Expected(setup, scheduler, self._clients)
+        self.expected = Expected(setup, self._clients)
         self._scheduled = self._executed = 0
         self._published: dict[int, tuple[Any, int]] = {}
         self._chains: dict[str, list[int]] = {}
@@ -53,9 +54,10 @@ class Invariants:
         for request_id, hit in admitted.items():
             former = self._lives.get(request_id)
             self._lives[request_id] = Life(former.number + 1 if former else 1)
+            self.expected.prefill_ends[request_id] = self.scheduler.requests[request_id].num_tokens
             self.tally.hits += hit > 0
             self.tally.hit_tokens += hit
-            taken = (getattr(output, PLAN, None) or StepPlan()).taken.get(request_id)
+            taken = (getattr(output, PLAN, None) or StepPlan()).reused.get(request_id)
             if taken is None:
                 self._expect_window_uncovered(request_id, hit)
             else:
@@ -75,9 +77,9 @@ class Invariants:
         """
         owners = {
             block
-            for owned in self._owned()
+            for group in owned(self.managers)
             for request_id in output.num_scheduled_tokens
-            for block in owned.get(request_id, ())
+            for block in group.get(request_id, ())
         }
         orphans = {
             block.block_id
@@ -106,7 +108,8 @@ class Invariants:
             self.tally.preparations += 1
 
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
-        if request_id not in self.scheduler._ledger.entries:
+        state = admitted(self.scheduler).get(request_id)
+        if state is None or not state.evicts:
             return
         request = self.scheduler.requests[request_id]
         asked = self.expected.asked(request)
@@ -138,14 +141,15 @@ class Invariants:
         can = {
             group: blocks
             for group in groups
-            if (blocks := self.expected.store_blocks(group, request, point))
+            if point in self.expected.points(group, request)
+            and (blocks := self.expected.store_blocks(group, request, point))
             < tail_start // self.setup.block_size
         }
         assert can == {one.group_id: len(one.store) for one in taken}
         assert {one.tail_start for one in taken} == {tail_start}
         for one in taken:
             made_of = self.expected.made_of(request, point)
-            assert self._stored[one.group_id, one.store[0]] == made_of
+            assert self._stored[one.group_id, one.store[0]] == made_of, "a store of other tokens"
             self._lives[request_id].tails[one.group_id] = one.tail_start
         self.tally.taken += 1
         self.tally.taken_behind += hit > point
@@ -158,9 +162,9 @@ class Invariants:
         evicted = {eviction.request_id: eviction for eviction in plan.evictions}
         assert len(evicted) == len(plan.evictions)
         for request_id in output.num_scheduled_tokens:
-            entry = self.scheduler._ledger.entries.get(request_id)
+            entry = admitted(self.scheduler).get(request_id)
             request = self.scheduler.requests[request_id]
-            if entry is None:
+            if entry is None or request.resumable:
                 assert request_id not in evicted and request_id not in plan.rings
                 continue
             end = request.num_computed_tokens
@@ -188,13 +192,16 @@ class Invariants:
                     stores = self._lives[request_id].stores
                     wanted = self.expected.store_blocks(part.group_id, request, end)
                     wanted = max(wanted, stores.get(part.group_id, 0))
-                    assert len(part.store) == wanted
+                    assert len(part.store) == wanted, "a store of another budget"
                     stores[part.group_id] = wanted
                     self._lives[request_id].tails[part.group_id] = part.tail_start
                     assert timeline.store_blocks == len(part.store)
-            elif still_due and not self.scheduler._ledger.last_step(request_id, end):
+            elif still_due and not entry.last_step(end):
                 self._lives[request_id].postponed = True
                 prefill = end <= next(iter(entry.timelines.values())).prefill_end
+                # What was put off as a loss has recorded no window; the next one is incomplete.
+                put_off = set().union(*self._lives[request_id].put_off.values())
+                prefill &= put_off.isdisjoint(range(end - self.setup.window + 1, end + 1))
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
                     stores = sum(entry.timelines[group].wanted(end) for group in still_due)
                     short = self.pool.get_num_free_blocks() < stores
@@ -217,6 +224,7 @@ class Invariants:
                 before = life.tails.get(group, 0) if life.took else 0
                 points = self.expected.points(group, request)
                 gives = [p for p in points if self.expected.gives(group, request, p, before)]
+                gives = [p for p in gives if p + 1 < request.num_prompt_tokens + request.max_tokens]
                 first = min(gives, default=first)
             due = life.due.get(group, first)
             life.due[group] = timeline.due
@@ -225,7 +233,7 @@ class Invariants:
                 mine = {*part.old_store, *part.positional[:replaced]}
                 reused = set(part.store[: part.reused])
                 assert mine >= reused and mine.isdisjoint(part.store[part.reused :])
-                gains = len(self._held_once(mine) | reused) > len(part.store)
+                gains = len(held_once(self.managers, mine) | reused) > len(part.store)
                 must = self.setup.shared == "evict" or prepares(request_id)
                 assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
@@ -235,19 +243,14 @@ class Invariants:
                 last = (max(end, due) - self.setup.window) // bs
                 first = timeline.tail_start // bs
                 table = manager.req_to_blocks[request_id][first:last]
-                shared = len(table) - len(self._held_once({b.block_id for b in table}))
-                holding = manager.holdings.get(request_id)
+                shared = len(table) - len(held_once(self.managers, {b.block_id for b in table}))
+                holding = holdings(manager).get(request_id)
                 store = {b.block_id for b in holding.store} if timeline.evicted else set()
-                own = len(self._held_once(store)) + last - first - shared
+                own = len(held_once(self.managers, store)) + last - first - shared
                 assert own <= timeline.wanted(max(end, due))
                 life.postponed = True
-                life.put_off[group] = due
+                life.put_off.setdefault(group, set()).add(due)
                 self.tally.put_off += 1
-
-    def _held_once(self, blocks: set[int]) -> set[int]:
-        """Those of ``blocks`` with one owner."""
-        owners = Counter(b for owned in self._owned() for mine in owned.values() for b in mine)
-        return {block for block in blocks if owners[block] == 1}
 
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""
@@ -256,7 +259,7 @@ class Invariants:
         life = self._lives[request.request_id]
         for group in (manager.kv_cache_group_id for manager in self.evicting):
             for point in self.expected.points(group, request):
-                if point == life.put_off.get(group) and asked.prefill_interval:
+                if point in life.put_off.get(group, ()) and asked.prefill_interval:
                     continue  # Its window was not recorded: it waits for the point behind it.
                 can = self.expected.gives(group, request, point, life.tails.get(group, 0))
                 crosses = can and start < point < end
@@ -265,13 +268,13 @@ class Invariants:
     def executed(self, output: Any) -> None:
         """Every block a step touched still belongs to its request when the step is processed."""
         self._executed += 1
-        owned = self._owned()
+        owners = owned(self.managers)
         running = {request.request_id for request in self.scheduler.running}
         for request_id, number in self._steps.pop(id(output)).items():
             if request_id not in running or self._lives[request_id].number != number:
                 continue
             for group, blocks in enumerate(self.worker.used[request_id]):
-                lost = blocks - owned[group].get(request_id, set())
+                lost = blocks - owners[group].get(request_id, set())
                 if self.setup.sliding_window is not None and group == self.setup.groups - 1:
                     lost = {b for b in lost if self._in_window(request_id, group, b)}
                 assert not lost, f"{request_id} uses blocks {lost} of group {group}, freed before"
@@ -281,15 +284,6 @@ class Invariants:
         assert self.setup.sliding_window is not None
         first = max(0, row.computed - self.setup.sliding_window)
         return block in row.tables[group][first // self.setup.block_size :]
-
-    def _owned(self) -> list[dict[str, set[int]]]:
-        owned: list[dict[str, set[int]]] = []
-        for manager in self.managers:
-            table = {r: {b.block_id for b in bs} for r, bs in manager.req_to_blocks.items()}
-            for request_id, holding in getattr(manager, "holdings", {}).items():
-                table.setdefault(request_id, set()).update(b.block_id for b in holding.blocks)
-            owned.append(table)
-        return owned
 
     def check(self) -> None:
         """All that must hold between any two moves."""
@@ -301,7 +295,7 @@ class Invariants:
             for blocks in manager.req_to_blocks.values():
                 references.update(b.block_id for b in blocks if not b.is_null)
                 positional.update(b.block_id for b in blocks if not b.is_null)
-            for holding in getattr(manager, "holdings", {}).values():
+            for holding in holdings(manager).values():
                 mine = tuple(b.block_id for b in holding.store)
                 for block_id in mine:
                     same = stores.setdefault(block_id, mine) == mine
@@ -309,10 +303,10 @@ class Invariants:
                     once = not references[block_id] or (group, mine[0]) in self._stored
                     assert once, f"store block {block_id} has another owner"
                 references.update(mine)
-                references.update(b.block_id for b in holding.granted)
-                granted = {b.block_id: (b.block_id,) for b in holding.granted}
-                assert stores.keys().isdisjoint(granted), "a granted block has another owner"
-                stores |= granted
+                references.update(b.block_id for b in holding.reserved)
+                reserved = {b.block_id: (b.block_id,) for b in holding.reserved}
+                assert stores.keys().isdisjoint(reserved), "a reserved block has another owner"
+                stores |= reserved
                 references.update(b.block_id for _, old in holding.retiring for b in old)
         for block_id in stores:
             assert block_id not in positional, f"store block {block_id} has another owner"
@@ -361,40 +355,42 @@ class Invariants:
             self._truth[block_hash] = chain[index * bs : (index + 1) * bs]
 
     def _check_entries(self) -> None:
-        ledger = self.scheduler._ledger
+        entries, turns = admitted(self.scheduler), self.scheduler._turns
         running = {request.request_id for request in self.scheduler.running}
-        assert set(ledger.entries) <= running
-        slots = [e.ring for e in ledger.entries.values() if e.ring is not None]
+        # A session of streaming input keeps its blocks while it waits.
+        assert {r for r, state in entries.items() if state.evicts} <= running
+        slots = [e.ring for e in self.scheduler._table.states.values() if e.ring is not None]
         assert len(set(slots)) == len(slots), "a ring slot has two owners"
-        if ledger.rings is not None:
-            assert ledger.rings.num_free + len(slots) == self.setup.ring_count
+        if turns.slots is not None:
+            assert turns.slots.num_free + len(slots) == self.setup.ring_count
         for manager in self.evicting:
             group = manager.kv_cache_group_id
-            assert set(manager.holdings) <= set(ledger.entries)
-            for request_id, entry in ledger.entries.items():
+            assert set(holdings(manager)) <= set(entries)
+            for request_id, entry in entries.items():
                 timeline, request = entry.timelines.get(group), self.scheduler.requests[request_id]
-                holding = manager.holdings.get(request_id)
+                holding = holdings(manager).get(request_id)
                 if timeline is None:
                     assert holding is None, "a store for a request that switched eviction off"
                     continue
                 if timeline.evicted:
-                    assert holding and len(holding.store) == timeline.store_blocks
+                    kept = len(holding.store) if holding else 0
+                    assert kept == timeline.store_blocks, "a store is not held"
                 life = self._lives.get(request_id)
                 if life is None or life.postponed:
                     continue
                 held = sum(not b.is_null for b in manager.req_to_blocks[request_id])
                 held += len(holding.blocks) if holding else 0
-                bound = timeline.peak_blocks(request.num_computed_tokens + 1)
+                bound = self.expected.most_blocks(group, request, request.num_computed_tokens + 1)
                 assert held <= bound, f"{request_id} holds {held} blocks, bound {bound}"
 
     def check_idle(self) -> None:
         """Nothing is left of anyone."""
         self.check()
         assert self.pool.get_num_free_blocks() == self.setup.blocks - 1
-        assert not self.scheduler._ledger.entries
-        if self.scheduler._ledger.rings is not None:
-            assert self.scheduler._ledger.rings.num_free == self.setup.ring_count
+        assert not self.scheduler._table.states
+        if self.scheduler._turns.slots is not None:
+            assert self.scheduler._turns.slots.num_free == self.setup.ring_count
         for manager in self.managers:
             assert not manager.req_to_blocks and not manager.num_cached_block
-            assert not getattr(manager, "holdings", None) and not getattr(manager, "_starts", None)
+            assert not holdings(manager) and not getattr(manager, "_starts", None)
         assert not self.worker.rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, StepPlan, TakenStore
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, ReusedStore, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
@@ -86,8 +86,8 @@ class ShadowWorker:
         for source, target in output.kv_cache_block_copies or ():
             self.memory[target] = list(self.memory[source])
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
-        for request_id, taken in plan.taken.items():
-            self._take(self.rows[request_id], taken)
+        for request_id, reused in plan.reused.items():
+            self._take(self.rows[request_id], reused)
         spans = {
             request_id: (self.rows[request_id].computed, self.rows[request_id].computed + count)
             for request_id, count in output.num_scheduled_tokens.items()
@@ -142,7 +142,7 @@ class ShadowWorker:
             chain,
         )
 
-    def _take(self, row: Row, taken: list[TakenStore]) -> None:
+    def _take(self, row: Row, taken: list[ReusedStore]) -> None:
         """Start from what another request's eviction left. What it writes now is its own."""
         assert taken and not row.evictions
         row.evictions, point = 1, 0
@@ -218,7 +218,7 @@ class ShadowWorker:
         bs, window = self.setup.block_size, self.setup.window
         assert spans[eviction.request_id][1] == n
         needs_window = self.setup.needs_window and eviction.policy not in ("streaming-llm", "h2o")
-        assert (eviction.ring is not None) == needs_window
+        assert (eviction.ring is not None) == needs_window, "evicts without its window"
         if eviction.policy == "h2o":
             assert row.counted == n, f"{row.life}: {row.counted} of {n} queries were counted"
         if eviction.ring is not None:

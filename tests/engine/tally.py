@@ -46,8 +46,8 @@ class Life:
     """Whether it began with the store of another request."""
     due: dict[int, int | None] = field(default_factory=dict)
     """When each group would evict, after the last step that was scheduled."""
-    put_off: dict[int, int] = field(default_factory=dict)
-    """Where each group's eviction that was put off last would have been."""
+    put_off: dict[int, set[int]] = field(default_factory=dict)
+    """Lengths at which each group's evictions would have been that were put off."""
     stores: dict[int, int] = field(default_factory=dict)
     """Blocks of each group's last store."""
     tails: dict[int, int] = field(default_factory=dict)

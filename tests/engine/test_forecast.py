@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.harness import Setup
 from tests.engine.test_scheduler import counters, engine, tokens, used_blocks
-from vllm_kvevict.engine import forecast
-from vllm_kvevict.engine.stores import Stores
+from vllm_kvevict.engine import memory
+from vllm_kvevict.engine.blocks import EvictionCore
 
 SYNC = Setup(interval=32, blocks=1200, max_num_seqs=12, max_batched=512)
 ASYNC = replace(SYNC, asynchronous=True)
@@ -18,15 +18,15 @@ BOTH = pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
 
 
 def headroom(core) -> int:
-    return core.scheduler._pressure._forecast.peak()
+    return core.scheduler._memory.forecast.peak()
 
 
 @BOTH
 @pytest.mark.parametrize("second_budget", [None, 72])
 def test_the_highest_point_is_forecast(setup, second_budget, monkeypatch):
-    monkeypatch.setattr(forecast, "REFRESH", 1)
+    monkeypatch.setattr(memory, "REFRESH", 1)
     # Survivors go into own blocks, as they do where the pool is short.
-    monkeypatch.setattr(Stores, "room", 0)
+    monkeypatch.setattr(EvictionCore, "free_after_step", 0)
     setup = replace(setup, second_budget=second_budget)
     core = engine(setup)
     for index in range(12):
@@ -54,7 +54,7 @@ def test_who_is_let_in_is_not_preempted_again(setup, monkeypatch):
     results = {}
     for room in (True, False):
         if not room:
-            monkeypatch.setattr(forecast.Forecast, "peak", lambda _: 0)
+            monkeypatch.setattr(memory.Forecast, "peak", lambda _: 0)
         core = engine(replace(setup, blocks=120, max_num_seqs=32, max_batched=64))
         for index in range(40):
             core.add(tokens(50 + index % 20, index), 180 + 3 * index)

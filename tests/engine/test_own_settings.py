@@ -190,7 +190,7 @@ def test_none_is_not_evicted_beside_others_that_are(setup):
     plain = core.add(tokens(100, 1), 70, asked={"kv_eviction": "none"})
     other = core.add(tokens(100, 2), 70)
     assert evictions(core.step()) == {other.request_id: 100}
-    seen = [*core.scheduler._ledger.entries[plain.request_id].timelines]
+    seen = [*core.scheduler._table.states[plain.request_id].timelines]
     assert seen == []
     core.finish()
     assert counters(core).evictions == 2

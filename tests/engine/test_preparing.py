@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, evictions, tokens, used_blocks
 from tests.engine.test_sharing import ask
+from vllm_kvevict.engine.preparing import MOST_UNDER_WAY
 
 PROXY = {"kv_eviction_prepare": tokens(12, seed=7)}
 LONG = {"kv_eviction_prepare": tokens(103, seed=8)}
@@ -66,16 +67,45 @@ def test_preparations_do_not_meet(setup):
 
 
 @BOTH
-def test_a_preparation_outlives_the_request_that_asked(setup):
+def test_a_preparation_ends_with_the_last_request_that_asked(setup):
     core = engine(replace(setup, max_batched=40))
-    first = ask(core, 1, asked=PROXY)
+    first, second = (ask(core, seed, asked=PROXY) for seed in (1, 2))
     core.step()
     core.abort(first)
-    run(core)
-    assert counters(core).stores_published == 1
-    ask(core, 2, asked=PROXY)
+    core.step()
+    assert len(core.scheduler.requests) == 2, "another request waits for it"
+    core.abort(second)
+    core.step()
+    assert not core.scheduler.requests and counters(core).stores_published == 0
     core.finish()
-    assert counters(core).preparations == 1 and counters(core).stores_taken == 1
+    third = ask(core, 3, asked=PROXY)
+    core.finish()
+    assert third.num_output_tokens == 20
+    assert counters(core).preparations == 2 and counters(core).stores_taken == 1
+
+
+@BOTH
+def test_a_preparation_larger_than_the_pool_is_not_begun(setup):
+    """Its context alone fits; with what reads it, it would head the queue for ever."""
+    core = engine(replace(setup, max_batched=512, blocks=24))
+    asked = ask(core, 1, 8, asked=LONG)
+    other = core.add(tokens(30, seed=6), 8)
+    core.finish()
+    assert asked.num_output_tokens == other.num_output_tokens == 8
+    assert counters(core).preparations == 0 and counters(core).preparations_failed == 1
+    assert counters(core).evictions_prefill == 1
+
+
+@BOTH
+def test_so_many_contexts_are_prepared_at_once(setup):
+    core = engine(replace(setup, blocks=1200, max_batched=512, max_num_seqs=64))
+    for seed in range(20):
+        core.add(tokens(130, 50 + seed), 4, asked=PROXY | {"kv_eviction_at": 100})
+    core.step()
+    assert counters(core).preparations == MOST_UNDER_WAY
+    core.finish()
+    assert counters(core).preparations == counters(core).stores_taken == 20
+    assert counters(core).tokens_prepared == 20 * 112
 
 
 @BOTH

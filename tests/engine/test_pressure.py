@@ -63,7 +63,7 @@ def test_below_the_low_mark_who_gives_most_evicts_until_the_high_one(setup):
     small, large, medium = (core.add(tokens(n, n), 300) for n in (44, 500, 300))
     for _ in range(3):
         core.step()
-    marks = core.scheduler._pressure.marks
+    marks = core.scheduler._memory.watermarks
     core.hold(marks.low - 1)
     seen: dict[str, int] = {}
     for step in range(setup.window + 3):
@@ -85,11 +85,11 @@ def test_only_those_that_are_called_hold_a_slot(setup):
     requests = [core.add(tokens(n, n), 300) for n in (100, 500, 300)]
     for _ in range(3):
         core.step()
-    core.hold(core.scheduler._pressure.marks.low - 1)
+    core.hold(core.scheduler._memory.watermarks.low - 1)
     slots = [recording(core.step()) for _ in range(setup.window)]
     assert slots == [{requests[1].request_id}] * setup.window
     core.settle()
-    assert core.scheduler._ledger.rings.num_free == setup.ring_count
+    assert core.scheduler._turns.slots.num_free == setup.ring_count
     core.release()
     core.finish()
 
@@ -101,7 +101,7 @@ def test_without_a_window_the_eviction_comes_with_the_step_that_finds_blocks_sho
     core.add(tokens(300, 1), 300)
     for _ in range(3):
         core.step()
-    core.hold(core.scheduler._pressure.marks.low - 1)
+    core.hold(core.scheduler._memory.watermarks.low - 1)
     assert list(evictions(core.step())) == [request.request_id]
     core.release()
     core.finish()
@@ -131,7 +131,7 @@ def test_requests_below_their_budgets_are_left_alone(setup):
     core.hold(2)
     for _ in range(3):
         assert not evictions(core.step())
-    assert core.scheduler._pressure.marks.pressing
+    assert core.scheduler._memory.watermarks.pressing
     core.release()
     core.finish()
     assert counters(core).evictions == 0
@@ -144,7 +144,7 @@ def test_the_least_important_go_first(setup):
     small = core.add(tokens(200, 1), 300, priority=7)
     for _ in range(3):
         core.step()
-    core.hold(core.scheduler._pressure.marks.low - 1)
+    core.hold(core.scheduler._memory.watermarks.low - 1)
     seen: list[str] = []
     while len(seen) < 2:
         seen += evictions(core.step())
@@ -162,7 +162,7 @@ def test_who_was_evicted_last_goes_last(setup):
     seen: list[str] = []
     for _ in range(250):
         core.settle()
-        core.hold(min(free(core), core.scheduler._pressure.marks.low - 1))
+        core.hold(min(free(core), core.scheduler._memory.watermarks.low - 1))
         seen += evictions(core.step())
     rounds = Counter(seen)
     assert set(rounds) == {r.request_id for r in requests}
@@ -267,9 +267,9 @@ def test_a_long_queue_is_promised_what_its_first_prompts_need(setup, monkeypatch
     core = engine(replace(setup, max_num_seqs=40))
     for n in range(1, 60):
         core.add(tokens(120, n), 10)
-    demand, room = core.scheduler._pressure._demand, core.scheduler.max_num_active_reqs
+    demand, room = core.scheduler._memory, core.scheduler.max_num_active_reqs
     assert demand.promised() == room * 15, "prompts of 15 blocks, as many as the batch has room for"
-    monkeypatch.setattr("vllm_kvevict.engine.demand.LOOK_AHEAD", 2)
+    monkeypatch.setattr("vllm_kvevict.engine.memory.LOOK_AHEAD", 2)
     assert demand.promised() == room * 15
     core.finish()
 

@@ -12,8 +12,9 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from tests.engine.harness import Engine, Setup, eviction_config, layer_shares, vllm_config
 from tests.engine.test_scheduler import counters, engine, evictions, tokens
 from tests.engine.test_spec import FULL
-from vllm_kvevict.engine.registration import register_spec
-from vllm_kvevict.engine.spec import EvictableAttentionSpec
+from tests.engine.views import holdings
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.schedule.layers import alike, padding, pyramid
 from vllm_kvevict.schedule.step_plan import PLAN
 from vllm_kvevict.schedule.timeline import Timeline
@@ -34,7 +35,7 @@ def held(core: Engine, request) -> list[int]:
     """Blocks of a request by group."""
     return [
         sum(not block.is_null for block in manager.req_to_blocks[request.request_id])
-        + len(manager.holdings[request.request_id].blocks)
+        + len(holdings(manager)[request.request_id].blocks)
         for manager in core.invariants.evicting
     ]
 

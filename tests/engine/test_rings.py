@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engine.harness import Setup, vllm_config
-from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.policies import needs
+from vllm_kvevict.policies import requirements
+from vllm_kvevict.schedule.ring_slots import RingSlots
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
@@ -14,16 +14,16 @@ from vllm_kvevict.settings.memory import ring_bytes
 
 def test_slots_are_handed_out_once():
     slots = RingSlots(3)
-    assert {slots.take(), slots.take(), slots.take()} == {0, 1, 2}
-    assert slots.num_free == 0 and slots.take() is None
+    assert {slots.pop(), slots.pop(), slots.pop()} == {0, 1, 2}
+    assert slots.num_free == 0 and slots.pop() is None
     slots.give_back(1)
-    assert slots.num_free == 1 and slots.take() == 1
+    assert slots.num_free == 1 and slots.pop() == 1
 
 
 @pytest.mark.parametrize("slot", [-1, 0, 2])
 def test_a_slot_that_nobody_holds_is_not_taken_back(slot):
     slots = RingSlots(2)
-    assert slots.take() == 0
+    assert slots.pop() == 0
     slots.give_back(0)
     with pytest.raises(AssertionError, match=f"ring slot {slot} is not held"):
         slots.give_back(slot)
@@ -46,12 +46,12 @@ def test_one_ring_holds_the_window_of_every_layer():
 )
 def test_one_slot_for_every_sequence_where_memory_allows(monkeypatch, policy, megabytes, slots):
     # 16 * 4096 bytes a ring: 16 rings fit into 1 MB.
-    monkeypatch.setattr(needs, "RING_BYTES", int(megabytes * 2**20))
-    assert needs.ring_slots(vllm_config(Setup(max_num_seqs=8)), config(policy)) == slots
+    monkeypatch.setattr(requirements, "RING_BYTES", int(megabytes * 2**20))
+    assert requirements.ring_slots(vllm_config(Setup(max_num_seqs=8)), config(policy)) == slots
 
 
-def test_no_slot_where_the_policy_needs_no_queries():
-    assert needs.ring_slots(vllm_config(Setup()), config("streaming-llm")) == 0
+def test_no_slot_where_the_policy_requirements_no_queries():
+    assert requirements.ring_slots(vllm_config(Setup()), config("streaming-llm")) == 0
 
 
 def test_rings_have_the_layers_that_evict_and_no_others(monkeypatch):
@@ -67,4 +67,4 @@ def test_rings_have_the_layers_that_evict_and_no_others(monkeypatch):
 )
 def test_how_many_sequences_slots_sustain(slots, interval, sequences):
     rule = Timeline(block_size=32, window=32, interval=interval, budget_tokens=1024)
-    assert needs.sustained(slots, rule) == sequences
+    assert requirements.sustained(slots, rule) == sequences

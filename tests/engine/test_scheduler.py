@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.harness import STOP_TOKEN, VOCABULARY, Engine, Setup
-from vllm_kvevict.engine import totals
+from vllm_kvevict.metrics import totals
 from vllm_kvevict.schedule.step_plan import PLAN
 
 SYNC = Setup(interval=64)
@@ -134,7 +134,7 @@ def test_a_slot_has_one_writer_in_a_step():
     early = core.add(tokens(100, 1), 80)
     while early.num_computed_tokens < 163:
         core.step()
-    core.scheduler._ledger.rings.take()
+    core.scheduler._turns.slots.pop()
     late = core.add(tokens(100, 2), 80)
     output = core.scheduler.schedule()
     plan = getattr(output, PLAN)
@@ -321,9 +321,11 @@ def test_a_step_with_nothing_due_looks_at_nobody(setup, monkeypatch):
     for index in range(4):
         core.add(tokens(100, index), 50)
     core.step()
-    ledger, seen = core.scheduler._ledger, []
-    settle = ledger.settle
-    monkeypatch.setattr(ledger, "settle", lambda *args: seen.append(args[0]) or settle(*args))
+    turns, seen = core.scheduler._turns, []
+    finish = turns.finish_step
+    monkeypatch.setattr(
+        turns, "finish_step", lambda state, end: seen.append(state.request_id) or finish(state, end)
+    )
     for _ in range(20):
         core.step()
     assert not seen and counters(core).evictions_prefill == 4

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_scheduler import no_stop, tokens
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.sizing.life import EvictingGroup, Group, SharingGroup, life
+from vllm_kvevict.sizing.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 
 PROMPT, OUTPUT = 200, 60
 SETUP = Setup(budget=64, interval=24, blocks=128, max_num_seqs=32, max_batched=256, caching=False)
@@ -18,7 +18,7 @@ def planned(setup: Setup):
         policy="snapkv", budget=setup.budget, window=setup.window, interval=setup.interval
     )
     group = EvictingGroup(config.timeline(setup.block_size), PROMPT)
-    return life([group], PROMPT, OUTPUT)
+    return request_footprint([group], PROMPT, OUTPUT)
 
 
 def run(setup: Setup, asked=None) -> tuple[int, int]:
@@ -57,7 +57,9 @@ def test_planned_sequences_over_one_context(asynchronous, rule, shared):
     )
     rule = config.timeline(setup.block_size)
     group = SharingGroup(rule, context + question, context, shared == "evict")
-    sequences = life([group], context + question, output).sequences(setup.blocks - 1 - group.shared)
+    sequences = request_footprint([group], context + question, output).sequences(
+        setup.blocks - 1 - group.shared
+    )
     own = shared == "evict" and setup.interval > 0  # Each ends with a store of its own.
     assert sequences > (3 if own else planned(setup).sequences(setup.blocks - 1))
     assert sequences <= setup.max_num_seqs
@@ -78,7 +80,9 @@ def test_planned_sequences_over_one_context(asynchronous, rule, shared):
 
 
 def test_planned_sequences_without_eviction():
-    sequences = life([Group(SETUP.block_size)], PROMPT, OUTPUT).sequences(SETUP.blocks - 1)
+    sequences = request_footprint([Group(SETUP.block_size)], PROMPT, OUTPUT).sequences(
+        SETUP.blocks - 1
+    )
     asked = {"kv_eviction": "none"}
     assert run(replace(SETUP, max_num_seqs=sequences), asked) == (sequences, 0)
     _, preemptions = run(replace(SETUP, max_num_seqs=sequences + 1), asked)

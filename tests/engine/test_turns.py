@@ -7,23 +7,9 @@ import pytest
 
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_scheduler import counters, engine, evictions, tokens
-from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.engine.turns import RingTurns
 
 SETUP = Setup(budget=40, window=8, interval=16, blocks=400, max_batched=512, rings=1)
 BOTH = pytest.mark.parametrize("setup", [SETUP, replace(SETUP, asynchronous=True)])
-
-
-def test_a_prompt_takes_the_slot_of_who_began_last():
-    turns = RingTurns(RingSlots(2))
-    for name in ("a", "b", "c"):
-        turns.wait(name)
-    assert dict(turns.next()) == {"a": 0, "b": 1}
-    assert turns.take_for_prompt() == (1, "b")
-    assert turns.take_for_prompt() == (0, "a")
-    assert not turns.open_to_prompts and turns.take_for_prompt() == (None, None)
-    turns.leave("prompt", 1)
-    assert dict(turns.next()) == {"a": 1}, "who lost a slot is first again"
 
 
 @BOTH

@@ -15,10 +15,11 @@ pytestmark = [
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
 @pytest.mark.parametrize("policy", FUSED)
-def test_same_caches_and_tables_without_waiting(policy, head_size, fp8):
+def test_same_caches_and_tables_without_waiting(policy, shares, head_size, fp8):
     """Bit by bit; sums run in another order there, so a near-tie would fall the other way."""
-    options = dict(head_size=head_size, fp8=fp8)
+    options = dict(head_size=head_size, fp8=fp8, shares=shares)
     plain = worker(policy, fused=False, **options)
     fused = worker(policy, fused=True, device="cuda", **options)
     plans = steps(policy)

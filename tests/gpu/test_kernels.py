@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.kernels import choose, defensive, opcheck, pages, score
+from tests.kernels import choose, defensive, keep, opcheck, pages, probe, score
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import batch_pages
@@ -51,6 +51,13 @@ def test_allocate_and_select(case):
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
 def test_allocate_and_select_a_batch(floor):
     choose.check_batch("cuda", choose.BATCH, floor)
+
+
+@pytest.mark.parametrize("kind", ["few", "steep"])
+@pytest.mark.parametrize("shape", [choose.BATCH, choose.LONG], ids=["short", "long"])
+def test_allocate_by_fixed_shares(shape, kind):
+    for seed in range(20):
+        choose.check_shares("cuda", shape, kind, seed)
 
 
 @pytest.mark.parametrize("kind", ["attention", "ties", "odd"])
@@ -104,8 +111,30 @@ def test_defensive_and_a_key_that_is_not_a_number():
     defensive.check_not_a_number("cuda", score.CASES[0])
 
 
-def test_shares_of_survivors():
-    defensive.check_keep("cuda", score.EVICTION)
+@pytest.mark.parametrize("made, channels", [(1, 1), (1, 3), (2, 2), (2, 3)])
+def test_numbers_of_survivors(made, channels):
+    keep.check_keep("cuda", score.EVICTION, made, channels)
+
+
+@pytest.mark.parametrize("case", probe.CASES, ids=range(len(probe.CASES)))
+def test_probe_scores(case):
+    probe.check_scores("cuda", *case)
+
+
+def test_probe_beside_another_rank():
+    probe.check_ranks("cuda", *probe.CASES[0])
+
+
+def test_probe_of_tokens_without_values():
+    probe.check_without_values("cuda", *probe.CASES[0])
+
+
+def test_probe_of_a_key_without_bounds():
+    probe.check_infinite("cuda", *probe.CASES[0])
+
+
+def test_probe_and_a_key_that_is_not_a_number():
+    probe.check_not_a_number("cuda", *probe.CASES[0])
 
 
 def test_opcheck():

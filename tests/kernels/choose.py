@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels.padded import adaptive_pages, select_tokens
 from tests.kernels.scene import Lengths, Scene, Shape
-from vllm_kvevict.ops.cuda.allocate import batch_pages
+from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.reference import allocate as reference_allocate
@@ -105,6 +105,24 @@ def check_batch(device: str, shape: Shape, floor: float) -> None:
     assert columns.tolist() == wanted
 
 
+def shares_of(layers: int, heads: int, kind: str, seed: int) -> torch.Tensor:
+    """[L, H] float64 shares of mean 1 in a layer; "few" values tie, "steep" ones lie far apart."""
+    drawn = torch.rand(layers, heads, generator=torch.Generator().manual_seed(seed))
+    shares = (drawn.mul(3).ceil() if kind == "few" else 10 ** (6 * drawn)).double()
+    return shares / shares.mean(-1, keepdim=True)
+
+
+def check_shares(device: str, shape: Shape, kind: str, seed: int = 0) -> None:
+    """Requests of different lengths and stores in one launch: the reference's pages, each."""
+    scene = Scene(shape, device, seed)
+    shares = shares_of(shape.layers, shape.heads, kind, seed)
+    rows = candidate_rows(scene.batch, scene.head_indptr)
+    pages = batch_shared_pages(scene.batch, shares.to(device), rows).cpu()
+    for due, found in zip(scene.due, pages, strict=True):
+        expected = reference_allocate.shared_pages(shares, scene.caps(due), len(due.store))
+        assert torch.equal(found.long(), expected)
+
+
 CASES = [
     # heads, pages, block size, store, floor, kind
     (1, 1, 16, 1, 0.2, "attention"),
@@ -123,3 +141,6 @@ BATCH = Shape(
     4,
     (Lengths(0, 0, 9, 9 * 16 + 11, 4), Lengths(4, 9, 12, 12 * 16 + 4, 5), Lengths(1, 3, 3, 55, 1)),
 )
+
+LONG = Shape(2, 32, 16, 16, 4, (Lengths(0, 0, 40, 40 * 16 + 8, 30), Lengths(9, 70, 80, 1300, 9)))
+"""Heads that are full while others have room, and shares of more pages than one pass takes."""

@@ -1,4 +1,4 @@
-"""Scores of ``defensive``, and shares beside survivors, against float64 attention spelled out."""
+"""Scores of ``defensive`` against float64 attention spelled out."""
 
 import torch
 from torch.nn import functional
@@ -6,15 +6,15 @@ from torch.nn import functional
 from tests.kernels.scene import Scene
 from tests.kernels.score import TOLERANCE, Case, candidates_of, layers_of
 from vllm_kvevict.ops.cuda.batch import Due
-from vllm_kvevict.ops.cuda.defensive import defensive_scores, keep_shares
+from vllm_kvevict.ops.cuda.defensive import defensive_scores
 from vllm_kvevict.ops.cuda.score import WindowLayers
 from vllm_kvevict.ops.reference.pages import candidate_grid
 
 
-def kept_of(scene: Scene) -> list[torch.Tensor]:
-    """A share for every slot of every layer; NaN where none was written."""
+def kept_of(scene: Scene, channels: int = 1) -> list[torch.Tensor]:
+    """Numbers beside every slot of every layer; NaN where none was written."""
     shape = scene.shape
-    sizes = (scene.num_blocks * shape.heads, shape.block_size)
+    sizes = (scene.num_blocks * shape.heads, shape.block_size, channels)
     kept = [torch.rand(sizes, generator=scene.generator) for _ in range(shape.layers)]
     stores = {block for due in scene.due for block in scene.store(due).tolist()}
     for layer in kept:
@@ -24,7 +24,7 @@ def kept_of(scene: Scene) -> list[torch.Tensor]:
 
 
 def peaks_of(scene: Scene, case: Case, layers: WindowLayers, due: Due, layer: int) -> torch.Tensor:
-    """[H, columns before the window] float64, floored; NaN where nothing is cached."""
+    """[H, candidates, or columns before the window] float64, floored; NaN on padding."""
     one = candidates_of(scene, case, layers, due, layer)
     keys = one.keys.double().masked_fill(~one.valid[..., None], 0.0)
     logits = one.queries.double().flatten(1, 2) @ keys.mT * one.scale
@@ -33,12 +33,23 @@ def peaks_of(scene: Scene, case: Case, layers: WindowLayers, due: Due, layer: in
     columns, window = keys.shape[1], one.window
     own = torch.arange(columns - window, columns).repeat(case.group)
     seen = one.valid[:, None] & (torch.arange(columns) <= own[:, None])
-    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., : columns - window]
+    scored = max(columns - window, one.num_candidates)
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., :scored]
     peaks = functional.avg_pool1d(weights, 5, 1, 2).amax(1)
-    peaks = peaks.masked_fill(~one.valid[:, : columns - window], 0.0)
+    peaks = peaks.masked_fill(~one.valid[:, :scored], 0.0)
     peaks = functional.max_pool1d(peaks, 17, 1, 8)
-    peaks = peaks.masked_fill(~one.valid[:, : columns - window], torch.nan)
+    peaks = peaks.masked_fill(~one.valid[:, :scored], torch.nan)
     return peaks.maximum(peaks.nanmean(-1, keepdim=True))
+
+
+def value_shares_of(scene: Scene, due: Due, layer: int, grid: torch.Tensor) -> torch.Tensor:
+    """[H, tail columns] float64: a head's part in the norms of a token's values."""
+    shape = scene.shape
+    tail = (due.tail_start - due.old_tail_start) // shape.block_size
+    width = grid.shape[-1] - len(due.positional)
+    values = scene.caches[layer].cpu().float().flatten(0, 1)[..., shape.head_size :]
+    norms = values[grid[layer, :, width : width + tail]].double().norm(dim=-1).flatten(1)
+    return (norms / norms.sum(0)).nan_to_num(nan=0.0)
 
 
 def expected(
@@ -52,12 +63,9 @@ def expected(
             grid, padding = candidate_grid(
                 scene.indptr(due), scene.store(due), torch.tensor(due.positional)
             )
-            tail = (due.tail_start - due.old_tail_start) // bs
             width = grid.shape[-1] - len(due.positional)
-            values = layers.caches[layer].cpu().float().flatten(0, 1)[..., shape.head_size :]
-            norms = values[grid[layer, :, width : width + tail]].double().norm(dim=-1).flatten(1)
-            share = (norms / norms.sum(0)).nan_to_num(nan=0.0)
-            stored = kept[layer].cpu().double()[grid[layer, :, :width]].flatten(1)
+            share = value_shares_of(scene, due, layer, grid)
+            stored = kept[layer][..., 0].cpu().double()[grid[layer, :, :width]].flatten(1)
             peaks = peaks_of(scene, case, layers, due, layer)
             both = torch.cat([stored, share], 1)
             product = peaks[:, : both.shape[1]] * both
@@ -95,40 +103,3 @@ def check_not_a_number(device: str, case: Case) -> None:
     scores, _ = defensive_scores(scene.batch, layers, kept, lambda totals: totals)
     cap = int(scene.caps(scene.due[0])[0, 0]) * case.shape.block_size
     assert scores[:cap].isnan().all() and torch.equal(scores[cap:], plain[cap:])
-
-
-def check_keep(device: str, case: Case) -> None:
-    """The first page of every head's candidates and no other share is written, in its place."""
-    scene = Scene(case.shape, device, seed=2)
-    shape, bs = case.shape, case.shape.block_size
-    kept = kept_of(scene)
-    before = [layer.cpu().clone() for layer in kept]
-    shares = torch.rand(scene.batch.columns, generator=scene.generator)
-    # Every head keeps as many pages as the store has blocks: the last that it has.
-    pages = torch.tensor([[[len(due.store)] * shape.heads] * shape.layers for due in scene.due])
-    columns, wanted, first = [], [layer.clone() for layer in before], 0
-    for due in scene.due:
-        for layer in range(shape.layers):
-            for head in range(shape.heads):
-                cap = int(scene.caps(due)[layer, head]) * bs
-                count = len(due.store) * bs
-                mine = list(range(cap - count, cap))
-                columns += mine
-                for index in range(len(due.store)):
-                    flat = head * len(due.store) + index
-                    page = due.store[flat // shape.heads] * shape.heads + flat % shape.heads
-                    at = first + cap - count + index * bs
-                    wanted[layer][page] = shares[at : at + bs]
-                first += cap
-    on_device = torch.tensor(columns, dtype=torch.int32, device=device)
-    keep_shares(
-        kept,
-        shares.to(device),
-        on_device,
-        pages.int().to(device),
-        scene.batch,
-        scene.head_indptr,
-        scene.stores,
-    )
-    for layer, right in zip(kept, wanted, strict=True):
-        assert torch.equal(layer.cpu().nan_to_num(-1.0), right.nan_to_num(-1.0))

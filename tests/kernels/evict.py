@@ -5,22 +5,29 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from tests.turned import Turned
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.policies.requirements import page_channels
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.probes import LayerProbe, Probes
+from vllm_kvevict.worker.rotary import Rotary
 
 BLOCK, HEADS, GROUP, SIZE, WINDOW, ROWS, BLOCKS = 16, 3, 2, 64, 8, 4, 120
 GROUPS = {0: ["layer.0", "layer.2"], 1: ["layer.1"]}
 NAMES = ["layer.0", "layer.1", "layer.2"]
-FUSED = ["snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid", "defensive", "ada-defensive"]
+PROBES = ["probe", "ada-probe"]
+FUSED = [
+    "snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid", "defensive", "ada-defensive", *PROBES
+]  # fmt: skip
 
 
 def worker(
@@ -31,14 +38,26 @@ def worker(
     device: str = "cpu",
     fp8: bool = False,
     slots: int = 0,
+    shares: bool = False,
+    probe_window: str = "auto",
+    dims: int = SIZE,
+    neox: bool = True,
+    allow: str = "",
 ) -> WorkerEviction:
     """A worker of three layers in two groups; the same numbers in each.
 
-    ``fp8`` makes the caches FP8 with scales other than 1.
+    ``fp8`` makes the caches FP8 with scales other than 1; ``shares`` gives heads fixed shares.
+    ``dims`` of the keys are rotated, except in layer.2, and ``neox`` says which belong together.
     """
     torch.manual_seed(0)
     where = torch.device(device)
-    config = EvictionConfig(policy=policy, window=WINDOW, budget=WINDOW + 4 * BLOCK)
+    config = EvictionConfig(
+        policy=policy,
+        window=WINDOW,
+        budget=WINDOW + 4 * BLOCK,
+        probe_window=probe_window,
+        **(dict(allow=allow) if allow else {}),
+    )
     timeline = Timeline(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)
     states = {
         id_: GroupState(id_, names, timeline, HEADS, ROWS, 512, where, slots)
@@ -62,12 +81,44 @@ def worker(
     rows = SimpleNamespace(
         rows=lambda ids: np.array([ROWS - 1 - "abc".index(i) for i in ids]),
         begin_step=lambda output: [],
+        positions=lambda request, start, stop: torch.arange(start, stop, device="cpu"),
     )
     policies = build_policies(config)
-    channels = policies[policy].scorer.page_channels
+    channels = page_channels(config)
     values = PageValues(caches, dict.fromkeys(NAMES, HEADS), channels) if channels else None
-    kernels = FusedEvictions(policies, states, caches, rings, values, longest) if fused else None
-    return WorkerEviction(policies, states, caches, rings, values, rows, kernels)
+    probes = None
+    if policy in PROBES:
+        assert values is not None
+        layers = layer_probes(policies[policy].scorer.page_channels, head_size, dims, neox, where)
+        probes = Probes(layers, caches, values)
+        rings = rings if probe_window == "auto" else None
+    kernels = None
+    if fused:
+        kernels = FusedEvictions(policies, states, caches, rings, values, longest, probes)
+    of_heads = {id_: head_shares(len(names), where) for id_, names in GROUPS.items()}
+    given = of_heads if shares else None
+    return WorkerEviction(policies, states, caches, rings, values, rows, kernels, given, probes)
+
+
+def layer_probes(
+    channels: int, size: int, dims: int, neox: bool, device: torch.device
+) -> dict[str, LayerProbe]:
+    """Random probes; layers of the same group with rotary modules of their own, or none."""
+    generator = torch.Generator().manual_seed(5)
+    made = {}
+    for index, name in enumerate(NAMES):
+        module = Turned(size, dims, neox, 50.0 + index, device) if name != "layer.2" else None
+        weights = torch.randn(HEADS, channels, size + 2, generator=generator)
+        window = torch.rand(HEADS, generator=generator)
+        rotary = None if module is None else Rotary(module)
+        made[name] = LayerProbe(weights.to(device), window.to(device), rotary)
+    return made
+
+
+def head_shares(layers: int, device: torch.device) -> torch.Tensor:
+    """[L, H] float64 shares of mean 1, other ones in each layer."""
+    drawn = torch.arange(1, 1 + layers * HEADS, dtype=torch.float64).view(layers, HEADS) ** 2
+    return (drawn / drawn.mean(-1, keepdim=True)).to(device)
 
 
 def pages(count: int, size: int, fp8: bool) -> torch.Tensor:
@@ -125,7 +176,9 @@ def assert_same(mine: WorkerEviction, other: WorkerEviction) -> None:
         if mine.page_values is not None:
             assert other.page_values is not None
             ours, theirs = mine.page_values.layer(name), other.page_values.layer(name)
-            torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-5, atol=1e-7)
+            # Shares are in [0, 1]; what probes say is a sum of 64 products.
+            close = 1e-7 if mine._probes is None else 1e-5
+            torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-5, atol=close)
             assert bool(ours.any())
     for id_, state in mine.states.items():
         for table in ("tail_start", "stores", "head_indptr", "evicted", "store"):

@@ -26,7 +26,7 @@ class Recorder:
 
     def taken(self, plan: Any) -> None:
         """Requests of a step that begin with what another one's eviction kept."""
-        for request_id, groups in plan.taken.items():
+        for request_id, groups in plan.reused.items():
             kept = self._published[groups[0].group_id, groups[0].store[0]]
             assert all(self._published[g.group_id, g.store[0]] is kept for g in groups)
             self.lives[request_id][-1].evictions.append(kept)
@@ -95,17 +95,14 @@ class Engine:
             begin(output)
 
         self.worker.kv_eviction.begin_step = begun
-        ledger = self.scheduler._ledger
-        admit = ledger.admit
+        table = self.scheduler._table
+        admit = table.admit
 
-        def recorded(request_id: str):
-            new = request_id not in ledger.entries
-            entry = admit(request_id)
-            if new and entry is not None:
-                self.recorder.admitted(request_id, ledger.requests[request_id].num_tokens)
-            return entry
+        def recorded(state: Any) -> None:
+            admit(state)
+            self.recorder.admitted(state.request_id, state.request.num_tokens)
 
-        ledger.admit = recorded
+        table.admit = recorded
 
     @property
     def counters(self) -> Any:

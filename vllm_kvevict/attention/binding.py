@@ -16,7 +16,7 @@ from vllm_kvevict.ops.reference.observe import observe_index
 Observation = tuple[torch.Tensor, torch.Tensor]
 
 
-class Step(Protocol):
+class WorkerView(Protocol):
     """What a backend asks the worker about the step that runs."""
 
     rings: ObservationRings | None
@@ -41,7 +41,7 @@ class GroupBinding:
     Outside a scheduled step (profiling, warm-up) every row counts as not evicted.
     """
 
-    def __init__(self, worker: Step, state: GroupState) -> None:
+    def __init__(self, worker: WorkerView, state: GroupState) -> None:
         self._worker = worker
         self.state = state
 

@@ -80,3 +80,28 @@ class PageValues:
         values = self._layers[layer_name]
         moved = values[source_page, source_slot]
         values[target_page] = moved.view(-1, *values.shape[1:])
+
+    def keep(
+        self,
+        layer_name: str,
+        made: torch.Tensor,
+        columns: torch.Tensor,
+        pages: torch.Tensor,
+        target_page: torch.Tensor,
+    ) -> None:
+        """Write what was made of a layer's tokens beside those that an eviction keeps.
+
+        Args:
+            layer_name: The layer.
+            made: [H, N, C] numbers of every candidate.
+            columns: [S * H * block_size] int64: the candidates that stay, heads concatenated.
+            pages: [H] int64 pages of each head.
+            target_page: [S * H] int64 head pages that they go to.
+
+        """
+        values = self.layer(layer_name)
+        block_size, channels = values.shape[1], made.shape[-1]
+        heads = torch.arange(len(pages), device=pages.device).repeat_interleave(
+            pages * block_size, output_size=columns.numel()
+        )
+        values[target_page, :, :channels] = made[heads, columns].view(-1, block_size, channels)

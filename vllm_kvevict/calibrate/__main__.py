@@ -1,7 +1,11 @@
 """``python -m vllm_kvevict.calibrate MODEL``: see docs/layers.md."""
 
+import json
 import os
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 
 def main(argv: list[str]) -> int:
@@ -18,15 +22,35 @@ def main(argv: list[str]) -> int:
         options, engine_args = parse(argv)
         from vllm_kvevict.calibrate.engine import run
 
-        shares = run(options, engine_args)
+        profile, weights = run(options, engine_args)
     except (CalibrateError, PromptsError, InspectError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    options.output.write_text(shares.model_dump_json() + "\n")
-    print("shares by layer  " + " ".join(f"{share:.2f}" for share in shares.layers))
-    print(f"between prompts a layer's share differs by {shares.made['spread']:.2f} on average")
-    print(f"written          {options.output}; serve with --kv-eviction-layers {options.output}")
+    from vllm_kvevict.front.profile import AUTO, cache_folder, cached_name, to_json
+
+    path = options.output or cache_folder() / cached_name(profile.model)
+    write(path, to_json(profile, weights))
+    print("shares by layer  " + " ".join(f"{share:.2f}" for share in profile.layers))
+    print(f"between prompts a layer's share differs by {profile.made['spread']:.2f} on average")
+    for name, rows in profile.quality.items():
+        if isinstance(rows, dict):
+            print(f"KL, {name:<12} " + "  ".join(f"{at}: {kl:.3f}" for at, kl in rows.items()))
+    use = AUTO if options.output is None else path
+    print(f"written          {path}; serve with --kv-eviction-profile {use}")
     return 0
+
+
+def write(path: Path, value: Any) -> None:
+    """Write JSON under a name of its own first, so that nobody ever reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
+        json.dump(value, draft)
+        draft.write("\n")
+    # As any new file: a temporary one is its owner's alone.
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(draft.name, 0o666 & ~mask)
+    os.replace(draft.name, path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Runs the prompts and makes shares: vLLM ranks scores, or transformers measures answers."""
 
+import hashlib
+import json
 import os
 from collections.abc import Sequence
 from statistics import fmean
@@ -12,22 +14,26 @@ from vllm_kvevict.calibrate import rank
 from vllm_kvevict.calibrate.divide import LEVELS, divide
 from vllm_kvevict.calibrate.options import CalibrateError, Options
 from vllm_kvevict.calibrate.prompts import builtin, from_file, token_ids
-from vllm_kvevict.front.shares import identity
+from vllm_kvevict.front.profile import identity
 from vllm_kvevict.inspect.engine import load_tokenizer, sized, start
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.shares import LayerShares, ModelIdentity
+from vllm_kvevict.settings.names import KEY, LEARNED
+from vllm_kvevict.settings.probe_weights import ProbeWeights
+from vllm_kvevict.settings.profile import ModelIdentity, Profile
 
 if TYPE_CHECKING:
     from vllm_kvevict.worker.eviction import EvictionRecord
+
+HELD_OUT = 4
+"""Built-in contexts of which quality is measured, and nothing learned."""
 
 QUESTION_TOKENS = 96
 """Kept free in a built-in prompt for facts, question and chat template."""
 
 
-def run(options: Options, engine_args: Any) -> LayerShares:
-    """Measure the shares of a model.
+def run(options: Options, engine_args: Any) -> tuple[Profile, ProbeWeights | None]:
+    """Make the profile of a model; its probes too under a policy that reads them.
 
     Args:
         options: The prompts.
@@ -41,6 +47,8 @@ def run(options: Options, engine_args: Any) -> LayerShares:
     """
     config = EvictionConfig.parse(engine_args.additional_config[KEY])
     assert config is not None
+    if config.policy in LEARNED:
+        return probed(options, engine_args, config)
     by_answers = options.by == "answers"
     prompts = (answered if by_answers else prompts_of)(options, load_tokenizer(engine_args))
     if by_answers:
@@ -51,22 +59,91 @@ def run(options: Options, engine_args: Any) -> LayerShares:
     lengths = [len(ids) for ids, _ in prompts]
     import vllm
 
-    return LayerShares(
+    made = {
+        "model": os.path.basename(str(engine_args.model).rstrip("/")),
+        "prompts": len(prompts) if options.prompts else f"{options.samples} built-in",
+        "by": options.by,
+        "tokens": [min(lengths), max(lengths)],
+        "spread": rank.spread(counts),
+        "vllm": vllm.__version__,
+        "vllm_kvevict": __version__,
+    }
+    return _profile(model, config, made, shares), None
+
+
+def _profile(
+    model: ModelIdentity,
+    config: EvictionConfig,
+    made: dict[str, Any],
+    shares: torch.Tensor,
+    quality: dict[str, Any] | None = None,
+) -> Profile:
+    return Profile(
         model=model,
         policy=config.policy,
         budget=config.budget,
-        made={
-            "model": os.path.basename(str(engine_args.model).rstrip("/")),
-            "prompts": len(prompts) if options.prompts else f"{options.samples} built-in",
-            "by": options.by,
-            "tokens": [min(lengths), max(lengths)],
-            "spread": rank.spread(counts),
-            "vllm": vllm.__version__,
-            "vllm_kvevict": __version__,
-        },
+        made=made,
         layers=tuple(rank.by_layer(shares)),
         heads=tuple(map(tuple, rank.by_head(shares))),
+        quality=quality or {},
     )
+
+
+def probed(
+    options: Options, engine_args: Any, config: EvictionConfig
+) -> tuple[Profile, ProbeWeights]:
+    """Learn the probes, in vLLM's workers; shares and quality under them."""
+    import vllm
+
+    from vllm_kvevict.calibrate import learn, lessons
+
+    tokenizer = load_tokenizer(engine_args)
+    if options.prompts is not None:
+        texts = lessons.of_prompts(options.prompts, tokenizer)
+        held_out = texts[-max(1, len(texts) // 6) :]
+        texts = texts[: -len(held_out)] or held_out
+    else:
+        paragraphs = lessons.documents(options.documents) if options.documents else lessons.prose()
+        # Prose of the contexts that judge is not learned from.
+        cut = len(paragraphs) * 5 // 6
+        made_of = (paragraphs[:cut], options.samples, "learn"), (paragraphs[cut:], HELD_OUT, "held")
+        texts, held_out = (
+            lessons.lessons(tokenizer, prose, count, options.length, seed)
+            for prose, count, seed in made_of
+        )
+    longest = max(
+        len(lesson.context) + len(later.ids)
+        for lesson in (*texts, *held_out)
+        for later in lesson.later
+    )
+    llm = start(sized(learn.extended(engine_args), longest + 1))
+    try:
+        mine = identity(llm.llm_engine.vllm_config)
+        found = learn.learned(
+            llm, config, mine.kv_heads, texts, options.answers, held_out, progress
+        )
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    lengths = [len(lesson.context) for lesson in texts]
+    made = {
+        "model": os.path.basename(str(engine_args.model).rstrip("/")),
+        "prompts": len(texts) if options.prompts else f"{len(texts)} built-in",
+        "digest": _digest(texts),
+        "tokens": [min(lengths), max(lengths)],
+        "spread": rank.spread(found.each) if len(found.each) > 1 else 0.0,
+        "seconds": found.seconds,
+        "vllm": vllm.__version__,
+        "vllm_kvevict": __version__,
+    }
+    return _profile(mine, config, made, found.shares, found.quality), found.weights
+
+
+def _digest(texts: Sequence[Any]) -> str:
+    """What tells the prompts from others; nothing of them can be had from it."""
+    digest = hashlib.sha256()
+    for lesson in texts:
+        digest.update(json.dumps([lesson.context, [x.ids for x in lesson.later]]).encode())
+    return digest.hexdigest()
 
 
 def ranked(
@@ -182,8 +259,8 @@ def scores_of(llm: Any, prompt: Sequence[int]) -> torch.Tensor:
     return torch.stack([found[layer] for layer in sorted(found)])
 
 
-def progress(prompts: Sequence[Any]) -> Any:
+def progress(prompts: Sequence[Any], name: str = "prompts") -> Any:
     """The prompts, with a bar on stderr."""
     from tqdm import tqdm
 
-    return tqdm(prompts, desc="prompts", unit="prompt")
+    return tqdm(prompts, desc=name, unit="prompt")

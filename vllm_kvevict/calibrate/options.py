@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.front.command import evict_by_default, first_line
-from vllm_kvevict.settings.names import COMPARABLE
+from vllm_kvevict.settings.names import COMPARABLE, LEARNED
 
-DEFAULT_POLICY = "ada-defensive"
-DEFAULT_BUDGET = "25%"
+DEFAULT_POLICY = "probe"
+DEFAULT_BUDGET = "12.5%"
 BY = ("scores", "answers")
 
 
@@ -19,17 +19,21 @@ class CalibrateError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and where to write the shares.
+    """What to measure, and where to write the profile.
 
-    ``by`` is one of :data:`BY`.
-    ``prompts`` is the operator's file, None for ``samples`` built-in texts of ``length`` tokens.
+    ``output`` is None for the place where ``--kv-eviction-profile auto`` finds it. ``by`` is one of
+    :data:`BY`. ``prompts`` is the operator's file, None for ``samples`` built-in texts of
+    ``length`` tokens, whose prose is that of ``documents`` where there are some.
+    ``answers`` of them say how much of what is asked later each head holds.
     """
 
-    output: Path
+    output: Path | None
     by: str
     prompts: Path | None
     samples: int
     length: int
+    documents: tuple[Path, ...] = ()
+    answers: int = 6
 
 
 def parse(argv: list[str]) -> tuple[Options, Any]:
@@ -53,12 +57,17 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     from vllm_kvevict.settings.names import KEY
 
     args = _parser().parse_args(argv)
-    options = Options(args.output, args.by, args.prompts, args.samples, args.length)
-    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
-        raise CalibrateError("calibrate runs on one rank, and its shares serve any number of them")
-    if options.samples < 1 or options.length < 64:
-        raise CalibrateError("--samples must be at least 1, and --length at least 64 tokens")
-    if not options.output.absolute().parent.is_dir():
+    options = Options(
+        args.output, args.by, args.prompts, args.samples, args.length, tuple(args.documents),
+        args.answers,
+    )  # fmt: skip
+    if args.pipeline_parallel_size > 1:
+        raise CalibrateError("calibrate runs on one pipeline stage: drop --pipeline-parallel-size")
+    if min(options.samples, options.answers) < 1 or options.length < 64:
+        raise CalibrateError(
+            "--samples and --answers must be at least 1, and --length at least 64 tokens"
+        )
+    if options.output is not None and not options.output.absolute().parent.is_dir():
         raise CalibrateError(f"--output: there is no folder {options.output.parent}")
     args.model = args.model_tag
     evict_by_default(args, DEFAULT_POLICY, DEFAULT_BUDGET)
@@ -70,8 +79,15 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     if config is None or config.policy not in COMPARABLE or config.has_groups:
         raise CalibrateError(
             f"--kv-eviction: give a policy whose scores compare across layers "
-            f"({', '.join(COMPARABLE)}), without --kv-eviction-layers"
+            f"({', '.join(COMPARABLE)}), without --kv-eviction-profile"
         )
+    learned = config.policy in LEARNED
+    if not learned and args.tensor_parallel_size > 1:
+        raise CalibrateError(
+            f"shares under {config.policy} are measured on one rank, and serve any number of them"
+        )
+    if learned and options.by != BY[0]:
+        raise CalibrateError(f"--by: not for {config.policy}, which is measured by answers anyway")
     return options, engine_args
 
 
@@ -82,20 +98,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = FlexibleArgumentParser(
         prog="python -m vllm_kvevict.calibrate",
         usage="%(prog)s MODEL [--output FILE] [--prompts FILE] [options of vllm serve]",
-        description="Measure which share of the budget each layer and KV head of a model needs, "
-        f"under a policy (default: {DEFAULT_POLICY}) and a budget (default: {DEFAULT_BUDGET}).",
+        description="Make the model's profile: the scores of probe, and which share of the budget "
+        f"each layer and KV head needs under a policy (default: {DEFAULT_POLICY}) and a budget "
+        f"(default: {DEFAULT_BUDGET}).",
     )
     group = parser.add_argument_group(title="Calibrate", description="Prompts and result.")
     group.add_argument("model_tag", metavar="MODEL", help="Folder or name of the model.")
     group.add_argument(
-        "--output", type=Path, default=Path("shares.json"), help="The file of shares."
+        "--output",
+        type=Path,
+        help="The profile's file (default: where --kv-eviction-profile auto looks for it, below "
+        "vLLM's cache root).",
     )
     group.add_argument(
         "--by",
         choices=BY,
         default=BY[0],
-        help="scores: rank the tokens of all heads by the policy's scores, in vLLM; answers: "
-        "measure what each head's evicted tokens cost the answer, in transformers.",
+        help="Shares under other policies than probe. scores: rank the tokens of all heads by "
+        "the policy's scores, in vLLM; answers: measure what each head's evicted tokens cost the "
+        "answer, in transformers.",
     )
     group.add_argument(
         "--prompts",
@@ -103,7 +124,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON lines, each a text or a list of chat messages (default: a built-in set).",
     )
-    group.add_argument("--samples", type=int, default=8, help="Texts of the built-in set.")
+    group.add_argument(
+        "--documents",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="Texts, or folders of them, whose prose is used in the place of Python's docstrings.",
+    )
+    group.add_argument(
+        "--samples", type=int, default=12, help="Texts of the built-in set (8 do without probe)."
+    )
+    group.add_argument(
+        "--answers", type=int, default=6, help="Texts by which heads are measured under probe."
+    )
     group.add_argument("--length", type=int, default=1400, help="Their length in tokens.")
     EngineArgs.add_cli_args(parser)
     # One prompt at a time: nothing to share, nothing worth compiling for.

@@ -1,156 +1,167 @@
 """The plan of each step: which requests record their queries, and which evict."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
-from vllm_kvevict.engine.entry import Entry
-from vllm_kvevict.engine.ledger import EvictionLedger
-from vllm_kvevict.engine.manager import EvictableAttentionManager
-from vllm_kvevict.engine.sharing import SharedStores
-from vllm_kvevict.engine.stores import Stores
-from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.engine.stores import PublishedStores
+from vllm_kvevict.engine.turns import Turns
+from vllm_kvevict.metrics.report import Reporter
+from vllm_kvevict.schedule.quote import Quote
 from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-EVICTED = "_kv_eviction_evicted"
-"""Attribute of vLLM's ``Request`` that was evicted at least once."""
+from vllm_kvevict.schedule.timeline import decode_evictions
 
 
 class StepPlanner:
     """Plans evictions for steps that vLLM has scheduled.
 
     Args:
-        requests: vLLM's requests by id.
-        ledger: Timelines and ring slots of all admitted requests.
-        managers: The block managers that evict, by KV-cache group.
-        stores: Where survivors go.
-        shared: Stores that requests take from one another.
-        counters: Totals, counted here.
+        core: What the engine works on.
+        turns: Who is looked at and records.
+        stores: Stores that requests reuse.
+        reporter: Told of every eviction; None where no front end asks.
 
     """
 
     def __init__(
-        self,
-        requests: "Mapping[str, Request]",
-        ledger: EvictionLedger,
-        managers: Mapping[int, EvictableAttentionManager],
-        stores: Stores,
-        shared: SharedStores,
-        counters: Counters,
+        self, core: EvictionCore, turns: Turns, stores: PublishedStores, reporter: Reporter | None
     ) -> None:
-        self._requests = requests
-        self._ledger = ledger
-        self._managers = managers
+        self._core = core
+        self._table = core.table
+        self._turns = turns
         self._stores = stores
-        self._shared = shared
-        self._counters = counters
+        self._reporter = reporter
+        self._counters = core.counters
         self._left = 0
         """Decode evictions that the step may still take."""
+        self.short = 0
+        """Blocks that evictions of the last step lacked; admissions leave them free."""
 
     def plan(self, num_scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """The plan of a step, by the tokens that each request computes in it."""
         plan = StepPlan()
-        self._take(plan, num_scheduled_tokens)
-        self._shared.behind.publish(self._ledger.entries)
-        self._left = self._stores.most_decode_evictions()
-        observed: list[tuple[str, Entry, int]] = []
-        ledger, counters = self._ledger, self._counters
-        turns = ledger.turns
-        for request_id in self._by_turns():
-            entry, num_tokens = ledger.entries.get(request_id), num_scheduled_tokens.get(request_id)
-            if entry is None or num_tokens is None:
+        self._admit(plan)
+        self._stores.suffixes.publish()
+        self._left, self.short = self.most_decode_evictions(), 0
+        observed: list[tuple[RequestState, int]] = []
+        for state in self._in_order():
+            num_tokens = num_scheduled_tokens.get(state.request_id)
+            if num_tokens is None or not state.holds_blocks:
                 continue
-            start = self._requests[request_id].num_computed_tokens
-            end = start + num_tokens
-            if entry.accumulates:
-                plan.accumulating.append(request_id)
-            if turns is not None and turns.waits(request_id):
-                counters.postponed_ring += end >= entry.due
+            end = (start := state.request.num_computed_tokens) + num_tokens
+            if state.accumulates:
+                plan.accumulating.append(state.request_id)
+            if state.request_id in self._turns.waiting:
                 continue
-            observed.append((request_id, entry, end))
-            if not entry.observes(end):
-                continue
-            if entry.in_prefill(end) and ledger.wants_slot(entry):
-                coming = entry.coming_groups(end)
-                if not self._stores.worthwhile(request_id, entry, coming, end):
-                    continue
-                ledger.observe(entry, start, end)
-            if entry.ring is not None:
-                plan.rings[request_id] = entry.ring
-            self._plan_eviction(plan, request_id, entry, start, end)
+            observed.append((state, end))
+            if state.observes(end):
+                self._plan_observed(plan, state, start, end)
+        for state in self._turns.waiting.values():
+            if (num_tokens := num_scheduled_tokens.get(state.request_id)) is not None:
+                end = state.request.num_computed_tokens + num_tokens
+                self._counters.postponed_ring += end >= state.due
         # Not before: a slot given back within the step would have two writers.
-        for request_id, entry, end in observed:
-            if entry.in_prefill(end):
-                self._shared.passed(self._requests[request_id], end)
-            ledger.settle(request_id, entry, end)
+        for state, end in observed:
+            if state.in_prefill(end):
+                self._stores.passed(state, end)
+            self._turns.finish_step(state, end)
         return plan
 
-    def _take(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """Tell the worker which stores were taken with the first blocks of requests."""
-        for request_id in [r for r in self._ledger.taking if r in num_scheduled_tokens]:
-            plan.taken[request_id] = self._shared.taken(request_id)
-            self._counters.stores_taken += 1
-            self._counters.tokens_taken += self._requests[request_id].num_computed_tokens
+    def _admit(self, plan: StepPlan) -> None:
+        """Tell the workers which stores newly admitted requests reuse."""
+        for state in self._table.admitted:
+            state.admitted_at = None
+            if state.reuse is not None:
+                plan.reused[state.request_id] = self._stores.plan(state)
+                state.reuse = None
+                self._counters.stores_taken += 1
+                self._counters.tokens_taken += state.request.num_computed_tokens
+        self._table.admitted.clear()
 
-    def _by_turns(self) -> Iterator[str]:
+    def most_decode_evictions(self) -> int:
+        """How many decode evictions a step may carry: all where tokens depend on no neighbour."""
+        running = len(self._core.scheduler.running)
+        if self._table.evicts_shared:
+            return running
+        return decode_evictions(running, self._table.rules.values())
+
+    def _in_order(self) -> Iterator[RequestState]:
         """Requests that a plan may concern: prompts first, which take ring slots from others."""
-        prefilling = dict(self._ledger.prefilling)
+        prefilling = list(self._table.prefilling.values())
         yield from prefilling
-        self._stores.take_turns()
-        yield from list(self._ledger.near)
-        for request_id in list(self._ledger.counting):
-            if request_id not in prefilling and request_id not in self._ledger.near:
-                yield request_id
+        self._turns.wake_due()
+        self._turns.share_out(self._worth_recording)
+        yield from list(self._turns.near.values())
+        seen = {state.request_id for state in prefilling} | self._turns.near.keys()
+        yield from [s for r, s in self._table.accumulating.items() if r not in seen]
 
-    def _plan_eviction(
-        self, plan: StepPlan, request_id: str, entry: Entry, start: int, end: int
-    ) -> None:
-        if not entry.due_groups(end) or self._ledger.last_step(request_id, end):
+    def _worth_recording(self, state: RequestState) -> bool:
+        end = state.request.num_computed_tokens + 1
+        return bool(self._profitable(state, state.coming_groups(end), end).parts)
+
+    def _profitable(self, state: RequestState, groups: list[int], end: int) -> Quote:
+        """Quote those of ``groups`` whose next eviction gives back more blocks than it takes.
+
+        The others share too much with other requests, and are put off to their next interval.
+        Where evictions run whatever is shared: all. So do those that others will reuse.
+        """
+        quote = self._core.quote(state, groups, end)
+        if self._table.evicts_shared or state.context is not None:
+            return quote
+        for group in quote.unprofitable:
+            state.defer(group, end)
+            self._counters.skipped_shared += 1
+        return quote.profitable
+
+    def _plan_observed(self, plan: StepPlan, state: RequestState, start: int, end: int) -> None:
+        """A step that computes queries of a coming window, and may end with the eviction."""
+        if state.in_prefill(end) and state.ring is None and state.needs.window != "none":
+            if not self._profitable(state, state.coming_groups(end), end).parts:
+                return
+            self._turns.record_prefill(state, start, end)
+        if state.ring is not None:
+            plan.rings[state.request_id] = state.ring
+        groups = state.due_groups(end)
+        if not groups or state.last_step(end):
             return
-        counters = self._counters
-        if not self._ledger.window_ready(entry, start, end):
-            counters.postponed_ring += 1
-            return
-        if not entry.in_prefill(end) and self._left < 1:
-            counters.postponed_turn += 1
-            return
-        groups = self._stores.worthwhile(request_id, entry, entry.due_groups(end), end)
-        if not groups:
-            return
-        if self._stores.short(request_id, entry, groups, end):
-            counters.postponed_blocks += 1
-            return
-        if entry.in_prefill(end):
-            counters.evictions_prefill += 1
-        else:
-            counters.evictions_decode += 1
-            self._left -= 1
-        counters.evictions_pressure += entry.on_demand
-        setattr(self._requests[request_id], EVICTED, True)
-        evictions = [
-            self._managers[g].evict(request_id, entry, end, self._stores.room) for g in groups
-        ]
-        published = self._shared.publish(self._requests[request_id], entry, end, evictions)
-        counters.stores_published += published
+        if not self._turns.window_ready(state, start, end):
+            self._counters.postponed_ring += 1
+        elif not state.in_prefill(end) and self._left < 1:
+            self._counters.postponed_turn += 1
+        elif (quote := self._profitable(state, groups, end)).parts:
+            if quote.fresh > self._core.free:
+                self._counters.postponed_blocks += 1
+                self.short += quote.fresh
+            else:
+                plan.evictions.append(self._evict(state, quote, end))
+
+    def _evict(self, state: RequestState, quote: Quote, end: int) -> Eviction:
+        in_prefill = state.in_prefill(end)
+        ring = state.ring if self._turns.recorded(state, end) else None
+        evictions = self._core.evict(state, quote, end)
+        store = self._stores.publish(state, end, evictions)
         for eviction in evictions:
-            eviction.published = published
-            bs = self._managers[eviction.group_id].block_size
-            counters.store_blocks_allocated += len(eviction.store) - eviction.reused
-            counters.evictions_in_place += eviction.reused > 0
-            counters.tokens_evicted += (
-                eviction.tail_start
-                - eviction.old_tail_start
-                + (len(eviction.old_store) - len(eviction.store)) * bs
-            )
-        plan.evictions.append(
-            Eviction(request_id, end, entry.ring, evictions, entry.policy, entry.protect_first)
+            eviction.published = store is not None
+        if store is not None and state.context is None:
+            state.compute_over(store)
+        self._left -= not in_prefill
+        if self._reporter is not None:
+            self._reporter.evicted(state.options.policy, in_prefill)
+        sizes = [self._core.managers[one.group_id].block_size for one in evictions]
+        self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
+        return Eviction(
+            state.request_id,
+            end,
+            ring,
+            evictions,
+            state.options.policy,
+            state.options.protect_first,
         )
 
     def retire(self, plan: StepPlan) -> None:
         """Free what the evictions of a processed step replaced."""
         for eviction in plan.evictions:
+            state = self._table.states.get(eviction.request_id)
             for group in eviction.groups:
-                freed = self._managers[group.group_id].retire(eviction.request_id, group)
-                self._counters.blocks_freed += freed
+                manager = self._core.managers[group.group_id]
+                self._counters.blocks_freed += manager.retire(state, group)

@@ -4,103 +4,109 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.engine.ledger import EvictionLedger
-from vllm_kvevict.engine.sharing import SharedStores
-from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.request import Phase, RequestState
+from vllm_kvevict.engine.stores import PublishedStores
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
     Hit = tuple[KVCacheBlocks, int, int, bool]
 
-CAPPED = "_kv_eviction_hit_capped"
-"""Attribute of vLLM's ``Request`` whose hit was shortened."""
-
 
 class PrefixCaps:
-    """Caps prefix-cache hits, and what is published by hash.
+    """Caps prefix-cache hits, and what is published by hash. Only here a coordinator is wrapped.
+
+    A waiting request is admitted with its first blocks. From here on all groups publish only what
+    :meth:`RequestState.cacheable` allows, also those that do not evict.
 
     Args:
-        manager: vLLM's, whose coordinator publishes only what :class:`EvictionLedger` allows
-            from here on. All groups publish through it, also those that do not evict.
-        ledger: Timelines of all admitted requests.
-        shared: Published stores, which go before any hit.
-        counters: Totals, counted here.
+        core: What the engine works on.
+        stores: Published stores, which go before any hit.
 
     """
 
-    def __init__(
-        self,
-        manager: "KVCacheManager",
-        ledger: EvictionLedger,
-        shared: SharedStores,
-        counters: Counters,
-    ) -> None:
-        self._manager = manager
-        self._shared = shared
-        self._ledger = ledger
-        self._counters = counters
+    def __init__(self, core: EvictionCore, stores: PublishedStores) -> None:
+        self._manager = manager = core.cache
+        self._table = table = core.table
+        self._stores = stores
+        self._counters = core.counters
         self._cap = sys.maxsize
         publish = manager.coordinator.cache_blocks
         find = manager.coordinator.find_longest_cache_hit
+        allocate = manager.coordinator.allocate_new_blocks
 
-        entries, taking = ledger.entries, ledger.taking
-        size = manager.block_pool.hash_block_size
+        states, size = table.states, manager.block_pool.hash_block_size
+        waiting = Phase.WAITING
 
+        # Called for every request in every step, after its blocks are allocated.
         def cache_blocks(request: "Request", num_computed_tokens: int) -> None:
-            entry = entries.get(request.request_id)
-            if entry is None and request.request_id in taking:
-                # What follows a store is computed over it from the first step on.
-                entry = ledger.admit(request.request_id)
-            if entry is None:
+            state = states.get(request.request_id)
+            if state is not None and num_computed_tokens < state.publish_at:
+                return
+            if state is not None and state.phase is waiting:
+                core.admit(state, num_computed_tokens)
+            if state is None or not state.timelines:
                 publish(request, num_computed_tokens)
                 return
-            tokens = entry.cacheable(num_computed_tokens)
-            # Nothing new can be published before a hash's tokens are complete.
-            if tokens // size > entry.published // size:
-                publish(request, tokens)
-                entry.published = tokens
-            shared.behind.note(request, entry, num_computed_tokens)
+            tokens = state.cacheable(num_computed_tokens)
+            publish(request, tokens)
+            if state.store is not None:
+                stores.suffixes.note(state, num_computed_tokens)
+            elif tokens < num_computed_tokens:
+                state.publish_at = sys.maxsize
+            else:
+                # Nothing new can be published before a hash's tokens are complete.
+                state.publish_at = (tokens // size + 1) * size
 
         def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
             return find(block_hashes, min(max_cache_hit_length, self._cap))
 
+        def allocate_new_blocks(request_id: str, num_tokens: int, *args: Any) -> Any:
+            allocated = allocate(request_id, num_tokens, *args)
+            state = states.get(request_id)
+            if state is not None and state.phase is Phase.WAITING:
+                core.admit(state, num_tokens)
+            return allocated
+
+        if not manager.enable_caching:
+            manager.coordinator.allocate_new_blocks = allocate_new_blocks
         manager.coordinator.cache_blocks = cache_blocks
         manager.coordinator.find_longest_cache_hit = find_longest_cache_hit
 
-    def capped(self, request: "Request", look_up: "Callable[[Request], Hit]") -> "Hit":
+    def look_up(self, request: "Request", look_up: "Callable[[Request], Hit]") -> "Hit":
         """A published store, or a hit without the observation window and what follows a point.
 
         Args:
-            request: The request.
+            request: The request, which waits.
             look_up: ``Scheduler._get_local_prefix_cache_hit``, which looks no further than that.
 
         """
-        taken = self._shared.find(request)
-        if taken is not None:
-            return (*taken, 0, False)
-        self._cap = self._ledger.hit_cap(request)
+        state = self._table.states.get(request.request_id)
+        if state is None:
+            return look_up(request)
+        state.begin(self._stores.find(state))
+        self._table.consider(state)
+        if state.reuse is not None:
+            return (*self._stores.hit(state), 0, False)
+        cap = state.hit_cap
+        self._cap = cap
         try:
             hit = look_up(request)
         finally:
-            self._cap, cap = sys.maxsize, self._cap
-        if cap < request.num_tokens - 1 and self._goes_on(request, hit[1]):
-            self._count(request)
+            self._cap = sys.maxsize
+        if cap < request.num_tokens - 1 and not state.hit_capped:
+            # Once for a request, however often it is looked up before it is admitted.
+            state.hit_capped = self._goes_on(state, hit[1])
+            self._counters.prefix_hits_capped += state.hit_capped
         return hit
 
-    def _goes_on(self, request: "Request", num_tokens: int) -> bool:
-        """Whether the block behind a hit is in the cache, too."""
-        manager = self._manager
+    def _goes_on(self, state: RequestState, num_tokens: int) -> bool:
+        """Whether the block after a hit is in the cache, too."""
+        manager, request = self._manager, state.request
         index = num_tokens // manager.block_pool.hash_block_size
         if not manager.prefix_cache_lookup_enabled(request) or index >= len(request.block_hashes):
             return False
-        groups = list(self._ledger.rules)
-        found = manager.block_pool.get_cached_block(request.block_hashes[index], groups)
-        return found is not None
-
-    def _count(self, request: "Request") -> None:
-        """Once for a request, however often it is looked up before it is admitted."""
-        if not getattr(request, CAPPED, False):
-            setattr(request, CAPPED, True)
-            self._counters.prefix_hits_capped += 1
+        block_hash, groups = request.block_hashes[index], list(self._table.rules)
+        return manager.block_pool.get_cached_block(block_hash, groups) is not None

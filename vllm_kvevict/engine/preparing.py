@@ -1,113 +1,115 @@
-"""Requests of the engine's own, which read a context that others will take compressed."""
+"""Requests of the engine's own, which read a context that others will reuse compressed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.engine.ledger import EvictionLedger
-from vllm_kvevict.engine.options import OPTIONS
-from vllm_kvevict.engine.shared_store import ShareKey
-from vllm_kvevict.engine.sharing import KEY, SharedStores
-from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.published import ShareKey
+from vllm_kvevict.engine.request import Preparation, RequestState
+from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.settings.requests import PREPARING_ANSWERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 MOST = 2
 """Preparations that a request waits for; then it goes on without."""
 
+MOST_UNDER_WAY = 8
+"""Preparations that run at once; other contexts wait for their turn."""
+
 
 class Preparations:
-    """Has stores prepared that waiting requests ask for.
+    """Has stores prepared that waiting requests ask for, one for each key.
 
     A preparing request is one of vLLM's: its prompt is the context and what reads it, it evicts at
-    its prompt's end what an eviction at the context's end would, publishes that, and ends. Nobody
-    waits for its tokens, so the front end drops them.
+    its prompt's end what an eviction at the context's end would, publishes that, and ends. No
+    client waits for its tokens, so the front end drops them. It ends early when those that asked
+    for it are gone.
 
     Args:
-        requests: vLLM's requests by id.
-        add: Adds a request to vLLM's scheduler.
-        ledger: Timelines of all admitted requests.
-        shared: Published stores.
-        counters: Totals, counted here.
+        core: What the engine works on, to whose scheduler preparing requests are added.
+        stores: Published stores.
+        watermark: Blocks that admissions leave free by vLLM's own flag.
 
     """
 
-    def __init__(
-        self,
-        requests: "Mapping[str, Request]",
-        add: "Callable[[Request], None]",
-        ledger: EvictionLedger,
-        shared: SharedStores,
-        counters: Counters,
-    ) -> None:
-        self._requests = requests
-        self._add = add
-        self._ledger = ledger
-        self._shared = shared
-        self._counters = counters
-        self._asking: dict[str, int] = {}
-        """Preparations that each request has waited for."""
-        self._under_way: dict[ShareKey, str] = {}
+    def __init__(self, core: EvictionCore, stores: PublishedStores, watermark: int) -> None:
+        self._core = core
+        self._scheduler = core.scheduler
+        self._table = core.table
+        self._stores = stores
+        self._watermark = watermark
+        self._counters = core.counters
+        self._by_key: dict[ShareKey, Preparation] = {}
+        self.blocked = 0
+        """Requests that the coming step cannot admit: what they wait for is not ready."""
 
-    def ask(self, request: Request) -> None:
-        """Note a new request, whose context may have to be prepared."""
-        if self._ledger.options(request).prepare is not None:
-            self._asking[request.request_id] = 0
-
-    def begin(self) -> None:
-        """Before a step is scheduled, start what waiting requests need."""
-        if not self._asking:
+    def ask(self, state: RequestState) -> None:
+        """Note a request that waits, whose context may have to be prepared."""
+        if state.options.prepare is None or state.preparations_awaited > MOST:
             return
-        self._asking = {r: n for r, n in self._asking.items() if r in self._requests}
-        self._under_way = {k: r for k, r in self._under_way.items() if r in self._requests}
-        for request_id, waited in list(self._asking.items()):
-            request = self._requests[request_id]
-            if request.num_computed_tokens:
-                continue
-            key = self._shared.key(request)
-            if key is None:
-                self._give_up(request_id, self._evicts(request))
-            elif not key.prepare or key in self._under_way or self._shared.has(key):
-                continue
-            elif waited == MOST or not self._fits(key):
-                self._give_up(request_id, failed=True)
-            else:
-                self._start(request, key)
+        if state.key is None:
+            self._give_up(state, failed=bool(state.due_groups(state.options.at or 0)))
+        elif state.key.prepare:
+            state.preparation = self._by_key.setdefault(state.key, Preparation(state.key))
+            state.preparation.askers[state.request_id] = state
 
-    def waits(self, request: Request) -> bool:
-        """Whether somebody is about to prepare what a waiting request asks for."""
-        if request.request_id not in self._asking:
-            return False
-        key = self._shared.key(request)
-        return key in self._under_way and not self._shared.has(key)
+    def leave(self, states: Sequence[RequestState]) -> None:
+        """Note requests that wait no more: they are admitted, or gone."""
+        for state in states:
+            if state.preparation is not None:
+                del state.preparation.askers[state.request_id]
+                state.preparation = None
 
-    def _fits(self, key: ShareKey) -> bool:
-        """Whether a preparation and the two tokens that end it are no longer than the model's."""
-        return key.point + len(key.prepare) + PREPARING_ANSWERS <= self._ledger.max_model_len
+    def begin_step(self) -> None:
+        """Before a step is scheduled: end what nobody waits for, and start what requests need."""
+        requests = self._scheduler.requests
+        running = 0
+        for key, asked in list(self._by_key.items()):
+            if asked.made_by is not None and asked.made_by not in requests:
+                asked.made_by = None
+            if not asked.askers:
+                del self._by_key[key]
+                if asked.made_by is not None:
+                    self._scheduler.finish_requests(asked.made_by, RequestStatus.FINISHED_ABORTED)
+            running += asked.made_by is not None
+        for key, asked in self._by_key.items():
+            asked.ready = self._stores.has(key)
+            if asked.made_by is None and not asked.ready and running < MOST_UNDER_WAY:
+                self._try(key, asked)
+                running += asked.made_by is not None
+        self.blocked = sum(len(one.askers) for one in self._by_key.values() if not one.ready)
 
-    def _evicts(self, request: Request) -> bool:
-        """Whether a request evicts anything at its point."""
-        entry, point = self._ledger.fresh_entry(request), self._ledger.options(request).at
-        return entry is not None and point is not None and bool(entry.due_groups(point))
-
-    def _give_up(self, request_id: str, failed: bool) -> None:
-        """Let a request go on without; ``failed`` unless there is nothing to prepare."""
-        del self._asking[request_id]
-        self._counters.preparations_failed += failed
-
-    def _start(self, request: Request, key: ShareKey) -> None:
-        for other in self._asking:
-            if self._shared.key(self._requests[other]) == key:
-                self._asking[other] += 1
-        prompt = [*request.all_token_ids[: key.point], *key.prepare]
+    def _try(self, key: ShareKey, asked: Preparation) -> None:
+        """Prepare once more, for the requests that have not waited often enough."""
+        for state in list(asked.askers.values()):
+            state.preparations_awaited += 1
+            if state.preparations_awaited > MOST:
+                self._give_up(state, failed=True)
+        asker = next(iter(asked.askers.values()), None)
+        if asker is None:
+            return
+        preparing = self._request(asker, key)
+        end = preparing.num_prompt_tokens
+        options = replace(asker.options, at=end, interval=0, prepare=None, context=key.point)
+        state = self._table.add(preparing, options)
+        state.key = key
+        if not self._core.fits(state, self._watermark):
+            self._table.remove(state.request_id)
+            for state in list(asked.askers.values()):
+                self._give_up(state, failed=True)
+            return
+        asked.made_by = preparing.request_id
         self._counters.preparations += 1
-        preparing = Request(
-            request_id=f"{request.request_id}-prepare-{self._counters.preparations}",
-            prompt_token_ids=prompt,
+        self._counters.tokens_prepared += end
+        self._scheduler.add_request(preparing)
+
+    def _request(self, asker: RequestState, key: ShareKey) -> Request:
+        request = asker.request
+        return Request(
+            request_id=f"{request.request_id}-prepare-{self._counters.preparations + 1}",
+            prompt_token_ids=[*request.all_token_ids[: key.point], *key.prepare],
             sampling_params=SamplingParams(
                 temperature=0, max_tokens=PREPARING_ANSWERS, ignore_eos=True
             ),
@@ -119,14 +121,9 @@ class Preparations:
             priority=request.priority,
             block_hasher=request._block_hasher,
         )
-        options = replace(
-            self._ledger.options(request),
-            at=len(prompt),
-            interval=0,
-            prepare=None,
-            context=key.point,
-        )
-        setattr(preparing, OPTIONS, options)
-        setattr(preparing, KEY, key)
-        self._under_way[key] = preparing.request_id
-        self._add(preparing)
+
+    def _give_up(self, state: RequestState, failed: bool) -> None:
+        """Let a request go on without; ``failed`` unless there is nothing to prepare."""
+        self.leave([state])
+        state.preparations_awaited = MOST + 1
+        self._counters.preparations_failed += failed

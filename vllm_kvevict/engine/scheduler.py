@@ -1,33 +1,31 @@
-"""vLLM's schedulers with eviction: where planning, prefix caps, reports and totals hook in."""
+"""vLLM's schedulers with eviction: each hook is one call into the engine."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
-from vllm_kvevict.engine.budgets import report_budgets
-from vllm_kvevict.engine.grants import StoreGrants
-from vllm_kvevict.engine.ledger import EvictionLedger
-from vllm_kvevict.engine.manager import EvictableAttentionManager
-from vllm_kvevict.engine.options import options_of
-from vllm_kvevict.engine.planner import EVICTED, StepPlanner
-from vllm_kvevict.engine.points import EvictionPoints
+from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore, register_spec
+from vllm_kvevict.engine.memory import Memory
+from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.prefix import PrefixCaps
 from vllm_kvevict.engine.preparing import Preparations
-from vllm_kvevict.engine.pressure import Pressure
-from vllm_kvevict.engine.registration import register_spec
-from vllm_kvevict.engine.reports import StepReports
-from vllm_kvevict.engine.rings import RingSlots
-from vllm_kvevict.engine.sharing import SharedStores
-from vllm_kvevict.engine.stores import Stores
-from vllm_kvevict.engine.totals import TotalsLog
+from vllm_kvevict.engine.stores import PublishedStores
+from vllm_kvevict.engine.table import RequestTable
+from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
-from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.policies.needs import ring_slots, shares_stores
-from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.metrics.kept import kept_share
+from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
+from vllm_kvevict.metrics.totals import TotalsLog
+from vllm_kvevict.policies.requirements import policy_requirements, ring_slots
+from vllm_kvevict.schedule.ring_slots import RingSlots
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
+from vllm_kvevict.settings.budget_log import report_budgets
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.core_options import read_options
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.requests import RequestOptions
 
@@ -41,9 +39,7 @@ if TYPE_CHECKING:
 class EvictionMixin(Scheduler):
     """Plans evictions around vLLM's own scheduling, which it leaves as it is.
 
-    Who evicts is settled when a step is scheduled as a whole: who shares blocks with whom is
-    known then. The survivors get fresh blocks where running requests still find their next ones,
-    and go into blocks of their own request elsewhere.
+    A step's evictions are planned when it is scheduled as a whole: block sharing is known then.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,77 +58,61 @@ class EvictionMixin(Scheduler):
             )
         report_budgets(self.vllm_config, config, max(m.block_size for m in managers.values()))
         self.eviction_counters = counters = Counters()
-        self._config = config
         self._evicting = managers
-        self._ledger = ledger = self._make_ledger()
+        slots = ring_slots(self.vllm_config, config)
+        self._table = table = self._make_table(config, slots)
         for manager in managers.values():
-            manager.ledger = ledger
-            if ledger.evicts_shared:
-                StoreGrants(manager, ledger)
-        self._points = EvictionPoints(ledger, managers)
-        stores = Stores(self, ledger, managers, counters)
-        self._pressure = Pressure(
-            self, ledger, managers, stores, counters, config.low_mark, config.high_mark
-        )
-        self._shared = shared = self._make_shared()
-        self._preparations = Preparations(self.requests, self.add_request, ledger, shared, counters)
-        self._planner = StepPlanner(self.requests, ledger, managers, stores, shared, counters)
-        self._prefix = PrefixCaps(self.kv_cache_manager, ledger, shared, counters)
-        self._reports: StepReports | None = None
-        if self.log_stats:
-            groups = self.kv_cache_config.kv_cache_groups
-            layers = {group: len(groups[group].layer_names) for group in managers}
-            self._reports = StepReports(
-                Reporter(counters), ledger, managers, layers, shared, self._pressure.marks
-            )
-        # Else the front end's periodic line says it.
+            manager.table = table
+            table.on_candidate.append(manager.consider)
+        core = EvictionCore(self, table, managers, counters)
+        self._reporter = Reporter(counters) if self.log_stats else None
+        self._turns = Turns(table, RingSlots(slots) if slots else None, 1 + self.num_spec_tokens)
+        may_share = not (self.connector or self.use_eagle or self.prefix_replay_tokens)
+        self._stores = PublishedStores(core, enabled=may_share)
+        self._planner = StepPlanner(core, self._turns, self._stores, self._reporter)
+        self._memory = Memory(core, self._turns, self._planner)
+        self._preparations = Preparations(core, self._stores, self._memory.watermark)
+        self._prefix = PrefixCaps(core, self._stores)
+        groups = self.kv_cache_config.kv_cache_groups
+        self._layers = {group: len(groups[group].layer_names) for group in managers}
+        # Else the front end writes them in its periodic line.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
         self._aligns_mamba: bool = self.need_mamba_block_aligned_split
 
-    def _make_ledger(self) -> EvictionLedger:
-        slots = ring_slots(self.vllm_config, self._config)
-        policies = build_policies(self._config).items()
-        rules = {group: manager.timeline for group, manager in self._evicting.items()}
-        return EvictionLedger(
-            self.requests,
-            {group: rule for group, rule in rules.items() if rule is not None},
-            RingSlots(slots) if slots else None,
-            self.max_model_len,
-            self._options,
-            windowless=frozenset(n for n, p in policies if not p.needs_window),
-            accumulating=frozenset(n for n, p in policies if p.needs_accumulated),
-            evicts_shared=self._config.shared_blocks == "evict",
-            tokens_a_step=1 + self.num_spec_tokens,
-        )
-
-    def _make_shared(self) -> SharedStores:
-        policies = build_policies(self._config)
-        return SharedStores(
-            self.kv_cache_manager,
-            self._ledger,
-            self._evicting,
-            unshared=frozenset(n for n, p in policies.items() if not shares_stores(p)),
-            enabled=not (self.connector or self.use_eagle or self.prefix_replay_tokens),
-        )
+    def _make_table(self, config: EvictionConfig, slots: int) -> RequestTable:
+        rules = {group: m.timeline for group, m in self._evicting.items() if m.timeline is not None}
+        needs = policy_requirements(config)
+        if not slots:
+            needs = {name: replace(one, window="none") for name, one in needs.items()}
+        return RequestTable(rules, needs, config, self.max_model_len)
 
     def _options(self, request: "Request") -> RequestOptions:
-        return options_of(request, self._config, list(self._ledger.rules.values()))
+        """What a request asks for; the server's settings where it could not run under its own."""
+        config, rules = self._table.config, list(self._table.rules.values())
+        vocabulary = self.vllm_config.model_config.get_vocab_size()
+        drafts = self.vllm_config.speculative_config is not None
+        blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        return read_options(request, config, rules, vocabulary, drafts, self.max_model_len, blocks)
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
-        options = self._options(request)
-        if options.at is not None or any(
-            options.timeline(rule).prefill_stride for rule in self._ledger.rules.values()
-        ):
-            self._points.add(request.request_id)
-            self._preparations.ask(request)
+        if request.request_id in self._table.states:
+            # A session that goes on, or a request of the engine's own.
+            return
+        state = self._table.add(request, self._options(request))
+        self._stores.read_key(state)
+        self._preparations.ask(state)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._preparations.begin()
-        self._pressure.prepare()
-        pointed = self._points.any_alive(self.requests)
-        self.need_mamba_block_aligned_split = self._aligns_mamba or pointed
+        self._table.consider(None)
+        self._preparations.begin_step()
+        self._memory.begin_step()
+        self.need_mamba_block_aligned_split = bool(
+            self._aligns_mamba
+            or len(self._table.stopping) > self._preparations.blocked
+            or self.num_spec_tokens
+        )
         return super().schedule(*args, **kwargs)
 
     def _mamba_block_aligned_split(
@@ -144,36 +124,42 @@ class EvictionMixin(Scheduler):
     ) -> int:
         """Clip a chunk of prefill so that it ends at the request's eviction point.
 
-        vLLM asks here, where it has chosen a chunk, while ``need_mamba_block_aligned_split``.
+        vLLM asks here, where it has chosen a chunk, while ``need_mamba_block_aligned_split``. It
+        pads the one token of a request whose prompt was found in the cache with drafts: they
+        are left out where they would spoil queries that are needed.
         """
         if self._aligns_mamba:
             num_new_tokens = super()._mamba_block_aligned_split(
                 request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
             )
+        state = self._table.stopping.get(request.request_id)
+        if self.num_spec_tokens:
+            state = self._table.states.get(request.request_id)
+        if state is None or not state.evicts:
+            return num_new_tokens
         start = (
             request.num_computed_tokens
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        return self._points.clip(request.request_id, start, start + num_new_tokens) - start
+        if request.status != RequestStatus.RUNNING and start + num_new_tokens > request.num_tokens:
+            drafts = start + num_new_tokens - request.num_tokens
+            if drafts > state.most_drafts(request.num_tokens):
+                return request.num_tokens - start
+        return state.clip_chunk(start, start + num_new_tokens) - start
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
         """Drop drafts from the steps whose queries they would spoil, and that evict."""
         super().update_draft_token_ids(draft_token_ids)
         for request_id in draft_token_ids.req_ids:
-            request, entry = self.requests.get(request_id), self._ledger.entries.get(request_id)
-            if request is not None and entry is not None:
-                del request.spec_token_ids[entry.most_drafts(request.num_tokens) :]
+            request, state = self.requests.get(request_id), self._table.states.get(request_id)
+            if request is not None and state is not None and state.holds_blocks:
+                del request.spec_token_ids[state.most_drafts(request.num_tokens) :]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        for new in scheduler_output.scheduled_new_reqs:
-            self._ledger.admit(new.req_id)
-        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            self._ledger.admit(request_id)
-        self._pressure.call(scheduler_output.num_scheduled_tokens)
+        self._preparations.leave(self._table.admitted)
+        self._memory.relieve(scheduler_output.num_scheduled_tokens)
         plan = self._planner.plan(scheduler_output.num_scheduled_tokens)
-        if self._reports is not None:
-            self._reports.planned(plan)
         super()._update_after_schedule(scheduler_output)
         if plan:
             setattr(scheduler_output, PLAN, plan)
@@ -185,32 +171,65 @@ class EvictionMixin(Scheduler):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         if plan is not None:
             self._planner.retire(plan)
-        if self._reports is not None:
-            self._reports.send(model_runner_output, outputs)
+        if self._reporter is not None:
+            self._report(self._reporter, model_runner_output, outputs)
         self._totals.tick(idle=not self.requests)
         return outputs
 
+    def _report(
+        self,
+        reporter: Reporter,
+        model_runner_output: "ModelRunnerOutput",
+        outputs: "dict[int, EngineCoreOutputs]",
+    ) -> None:
+        """Send what happened since the last report to a front end, with vLLM's statistics."""
+        measured = getattr(model_runner_output, MEASURED, None)
+        if measured is not None:
+            reporter.measured(**measured)
+        self._stores.sweep()
+        marks = self._memory.watermarks
+        saved = sum(m.blocks_saved for m in self._evicting.values())
+        report = reporter.take(saved, marks.pressing, (marks.low, marks.high))
+        if report is not None:
+            report.idle_stores = self._stores.idle
+            attach(report, outputs)
+
+    def _preempt_request(self, request: "Request", *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._preparations.ask(self._table.states[request.request_id])
+
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+        state = self._table.states[request.request_id]
         if request.num_computed_tokens:
-            self.eviction_counters.ended(getattr(request, EVICTED, False))
-        if self._reports is not None:
-            self._reports.ended(request)
-        entry = self._ledger.entries.get(request.request_id)
+            self.eviction_counters.ended(state.evicted)
+        # The last sampled token was never fed back, so it is not in the cache.
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if self._reporter is not None and tokens > 0:
+            timelines = state.timelines if state.holds_blocks else {}
+            self._reporter.kept(kept_share(timelines, self._layers, tokens))
+        self._preparations.leave([state])
+        store = state.store
         freed = super()._free_request(request, *args, **kwargs)
-        if entry is not None and entry.shared is not None:
-            self._shared.renew(entry.shared)
+        if store is not None:
+            self._stores.renew(store)
         return freed
+
+    def _free_blocks(self, request: "Request") -> None:
+        super()._free_blocks(request)
+        self._table.remove(request.request_id)
 
     def _get_local_prefix_cache_hit(
         self, request: "Request"
     ) -> tuple["KVCacheBlocks", int, int, bool]:
-        return self._prefix.capped(request, super()._get_local_prefix_cache_hit)
+        return self._prefix.look_up(request, super()._get_local_prefix_cache_hit)
 
     def _handle_blocked_waiting_request(self, request: "Request") -> bool:
-        ready = super()._handle_blocked_waiting_request(request)
-        if not ready or self._preparations.waits(request):
+        state = self._table.states[request.request_id]
+        asked = state.preparation
+        # A thousand requests may wait for one store: not one call more for each.
+        if asked is not None and (not asked.ready or not self._stores.has(asked.key)):
             return False
-        return not self._shared.waits(request, self.running)
+        return super()._handle_blocked_waiting_request(request) and not self._stores.waits(state)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
         finished = super().finish_requests(request_ids, finished_status)

@@ -1,70 +1,179 @@
-"""Whose turn it is to record queries: prompts at once, decoding requests one after the other."""
+"""Who is looked at in a step, and who records its queries."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable
 
-from vllm_kvevict.engine.rings import RingSlots
+from vllm_kvevict.engine.request import Phase, RequestState
+from vllm_kvevict.engine.table import RequestTable
+from vllm_kvevict.schedule.ring_slots import RingSlots
+from vllm_kvevict.schedule.wakeups import WakeupQueue
 
 
-class RingTurns:
-    """Hands ring slots out where there are fewer than requests.
+class Turns:
+    """Wakes decoding requests that come near an eviction, and hands out ring slots.
 
     A prompt needs its slot in the very step that ends it, or it stays whole; so it takes one from
-    the decoding request that began last, where none is free. A decoding request can wait: it
-    holds a few blocks more meanwhile. Those that wait are served in the order in which they
-    came, so that everybody evicts, less often than the interval says.
+    the decoding request that began last, where none is free. Decoding requests wait in a queue,
+    so that all evict, less often than the interval says. A policy that can do without a window
+    records where a slot is left over.
 
     Args:
-        slots: All slots.
+        table: All requests.
+        slots: Ring slots, or None where no policy needs queries.
+        tokens_a_step: Most tokens that a decoding request computes in a step.
 
     """
 
-    def __init__(self, slots: RingSlots) -> None:
-        self._slots = slots
-        self._waiting: dict[str, None] = {}
-        self._recording: dict[str, int] = {}
-        """Slot of each decoding request that has one, by request id; the latest comes last."""
+    def __init__(self, table: RequestTable, slots: RingSlots | None, tokens_a_step: int) -> None:
+        self.slots = slots
+        self.near: dict[str, RequestState] = {}
+        """Those in NEAR that are not in the queue for a slot, in the order in which they came."""
+        self._table = table
+        self._wakeups: WakeupQueue[RequestState] = WakeupQueue(tokens_a_step)
+        self._called: list[RequestState] = []
+        self._asking: dict[str, RequestState] = {}
+        """Those in NEAR that lack a slot and are not in the queue."""
+        self.waiting: dict[str, RequestState] = {}
+        """Decoding requests in the queue for a slot."""
+        self._recording: dict[str, RequestState] = {}
+        """Decoding requests with a slot; the latest comes last."""
+        table.on_release = self._leave
 
     @property
-    def free(self) -> int:
-        """Slots that are left when everybody who waits has one."""
-        return max(0, self._slots.num_free - len(self._waiting))
+    def free_slots(self) -> int:
+        """Slots that are left when all requests in the queue have one."""
+        return max(0, self.slots.num_free - len(self.waiting)) if self.slots is not None else 0
 
-    @property
-    def open_to_prompts(self) -> bool:
-        return bool(self._slots.num_free or self._recording)
+    def window_ready(self, state: RequestState, start: int, end: int) -> bool:
+        """Whether a step over [start, end) completes the window that ends at ``end``.
 
-    def take_for_prompt(self) -> tuple[int | None, str | None]:
-        """A slot for a step of prefill, and the decoding request that loses it; None for none."""
-        slot = self._slots.take()
-        if slot is not None or not self._recording:
-            return slot, None
-        request_id, slot = self._recording.popitem()
-        self._waiting = {request_id: None, **self._waiting}
-        return slot, request_id
+        Counts a slot that a step of prefill could still take. True for policies that can do
+        without a window.
+        """
+        if state.needs.window != "required":
+            return True
+        if state.ring is not None:
+            return self.recorded(state, end)
+        assert self.slots is not None
+        available = bool(self.slots.num_free or self._recording)
+        return state.in_prefill(end) and available and start <= end - self._table.window
 
-    def waits(self, request_id: str) -> bool:
-        """Whether a decoding request is in the queue."""
-        return request_id in self._waiting
+    def recorded(self, state: RequestState, end: int) -> bool:
+        """Whether the ring of a request holds the whole window that ends at ``end``."""
+        return state.ring is not None and state.recorded_from <= end - self._table.window
 
-    def wait(self, request_id: str) -> None:
-        """Queue a decoding request."""
-        self._waiting[request_id] = None
+    def record_prefill(self, state: RequestState, start: int, end: int) -> None:
+        """Give a request a ring slot for a step of prefill over [start, end) that it observes.
 
-    def next(self) -> Iterator[tuple[str, int]]:
-        """Decoding requests whose turn has come, with their slots."""
-        while self._waiting and (slot := self._slots.take()) is not None:
-            request_id = next(iter(self._waiting))
-            del self._waiting[request_id]
-            self._recording[request_id] = slot
-            yield request_id, slot
+        Decoding requests get theirs in :meth:`share_out`.
+        """
+        if self.slots is None or state.ring is not None or state.needs.window == "none":
+            return
+        if state.needs.window == "required":
+            state.ring = self._slot_for_prompt()
+        elif self.free_slots and start <= end - self._table.window:
+            state.ring = self.slots.pop()
+        # A step records its last w queries only.
+        state.recorded_from = max(start, end - self._table.window)
 
-    def keep(self, request_id: str, slot: int) -> None:
-        """Let a request that decodes by now keep the slot of its prompt."""
-        self._recording.setdefault(request_id, slot)
+    def _slot_for_prompt(self) -> int | None:
+        """A free slot, or that of the decoding request that began last; None for none."""
+        assert self.slots is not None
+        slot = self.slots.pop()
+        if slot is None and self._recording:
+            request_id, loser = self._recording.popitem()
+            slot, loser.ring = loser.ring, None
+            if loser.needs.window == "required":
+                self.waiting = {request_id: loser, **self.waiting}
+                self.near.pop(request_id, None)
+        return slot
 
-    def leave(self, request_id: str, slot: int | None) -> None:
-        """Forget a request, and take its slot back; None for none."""
-        self._waiting.pop(request_id, None)
-        self._recording.pop(request_id, None)
-        if slot is not None:
-            self._slots.give_back(slot)
+    def wake_due(self) -> None:
+        """Begin a step: requests whose length may have come near an eviction become NEAR."""
+        called, self._called = self._called, []
+        for state in called + self._wakeups.next_step():
+            if state.phase is not Phase.QUIET:
+                continue
+            quiet = state.quiet_until - state.request.num_computed_tokens
+            if quiet > 0:
+                self._sleep(state, quiet)
+            else:
+                state.phase = Phase.NEAR
+                if state.request_id not in self.waiting:
+                    self.near[state.request_id] = self._asking[state.request_id] = state
+
+    def look_soon(self, state: RequestState) -> None:
+        """Look at a request in the step that is about to be planned."""
+        self._called.append(state)
+
+    def share_out(self, may_record: Callable[[RequestState], bool]) -> None:
+        """Queue requests that lack a slot, and give free slots to the queue.
+
+        Args:
+            may_record: Whether the coming eviction of a request is worth a slot.
+
+        """
+        asking, self._asking = self._asking, {}
+        if self.slots is None:
+            return
+        for state in asking.values():
+            if state.phase is not Phase.NEAR or state.ring is not None:
+                continue
+            if state.needs.window == "required":
+                if may_record(state):
+                    self.waiting[state.request_id] = state
+                    self.near.pop(state.request_id, None)
+                else:
+                    self._asking[state.request_id] = state
+            elif state.needs.window == "optional" and self.free_slots:
+                self._record(state)
+        while self.waiting and self.slots.num_free:
+            state = self.waiting.pop(next(iter(self.waiting)))
+            if state.phase is Phase.NEAR:
+                self.near[state.request_id] = state
+            self._record(state)
+
+    def _record(self, state: RequestState) -> None:
+        assert self.slots is not None
+        state.ring = self.slots.pop()
+        state.recorded_from = state.request.num_computed_tokens
+        self._recording[state.request_id] = state
+
+    def finish_step(self, state: RequestState, end: int) -> None:
+        """Note that a step ends at ``end``; a slot goes back where no group needs it on.
+
+        A request whose windows follow one another gives its slot to the queue between them: it
+        would hold it to its end.
+        """
+        quiet = not state.observes(end + 1)
+        if quiet or (state.evicted_at == end and self.waiting and not state.in_prefill(end + 1)):
+            self._give_back(state)
+        if state.phase is Phase.PREFILL and end >= state.prefill_end:
+            self._table.end_prefill(state)
+            if state.ring is not None:
+                self._recording[state.request_id] = state
+            self._sleep(state, state.quiet_until - end + 1)
+        elif state.phase is Phase.NEAR:
+            if quiet:
+                del self.near[state.request_id]
+                state.phase = Phase.QUIET
+                self._sleep(state, state.quiet_until - end + 1)
+            elif state.evicted_at == end and state.ring is None:
+                self._asking[state.request_id] = state
+
+    def _sleep(self, state: RequestState, tokens: int) -> None:
+        if state.quiet_until < sys.maxsize:
+            self._wakeups.sleep(state, tokens)
+
+    def _give_back(self, state: RequestState) -> None:
+        self.waiting.pop(state.request_id, None)
+        self._recording.pop(state.request_id, None)
+        if state.ring is not None and self.slots is not None:
+            self.slots.give_back(state.ring)
+            state.ring = None
+
+    def _leave(self, state: RequestState) -> None:
+        """A request's blocks are freed."""
+        self.near.pop(state.request_id, None)
+        self._asking.pop(state.request_id, None)
+        self._give_back(state)

@@ -6,10 +6,10 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.front import admission
-from vllm_kvevict.front.shares import load
+from vllm_kvevict.front.profile import check_learned, load
 from vllm_kvevict.front.support import check
 from vllm_kvevict.metrics import logger as stat_logger
-from vllm_kvevict.policies.needs import ring_slots, sustained
+from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
 from vllm_kvevict.settings.names import KEY
@@ -47,8 +47,9 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
 
     """
     check(vllm_config, config)
-    if config.layers is not None:
-        config = config.model_copy(update={"layers": load(config.layers, vllm_config)})
+    if config.profile is not None:
+        config = config.model_copy(update={"profile": load(config.profile, vllm_config)})
+    check_learned(config, vllm_config.model_config.model)
     arrange(vllm_config, config)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     worker_cls = _worker(parallel.worker_cls)

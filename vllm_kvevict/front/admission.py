@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from vllm_kvevict.front import context
+from vllm_kvevict.front import context, preparation
+from vllm_kvevict.front.capacity import capacity, check_capacity
 from vllm_kvevict.front.preparation import check_preparation, fill_in_tokens
-from vllm_kvevict.front.room import check_room, room
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.limits import check_limits
 from vllm_kvevict.settings.memory import evictable_layers
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.requests import (
@@ -62,9 +63,11 @@ def check_request(
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
     rules = _rules(vllm_config, config)
     options = parse_options(config, extra_args, length, rules)
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    check_limits(options, vocab_size, drafts=vllm_config.speculative_config is not None)
     if options.prepare is not None:
         check_preparation(vllm_config, config, options, params)
-    check_room(vllm_config, rules, options, length, getattr(params, "max_tokens", None))
+    check_capacity(vllm_config, rules, options, length, getattr(params, "max_tokens", None))
 
     # Not at import: this module is loaded while vLLM still looks for its platform.
     from vllm.platforms import current_platform
@@ -125,7 +128,7 @@ def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
         raise ValueError(
             f"KV eviction: a session of streaming input is never evicted; leave {KEY}* away"
         )
-    if room(vllm_config, _rules(vllm_config, config)) is not None:
+    if capacity(vllm_config, _rules(vllm_config, config)) is not None:
         raise ValueError(
             "KV eviction: a session of streaming input is never evicted, and the KV cache of this "
             "server need not hold one of the longest length; serve it without "
@@ -152,6 +155,7 @@ def install() -> None:
         AsyncLLM.generate = generate
     if _API_SERVER in sys.modules:
         context.install()
+        preparation.install()
         _install_responses()
 
 
@@ -171,14 +175,12 @@ def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         request = original(self, *args, **kwargs)
         if request.resumable:
             refuse_session(self.vllm_config, request.sampling_params)
-        options = check_request(
-            self.vllm_config,
-            request.sampling_params,
-            request.prompt_token_ids,
-            request.prompt_embeds,
-        )
+        given = request.prompt_token_ids, request.prompt_embeds
+        options = check_request(self.vllm_config, request.sampling_params, *given)
         if options is not None and options.prepare is not None:
-            fill_in_tokens(self, request, options)
+            fill_in_tokens(self, request)
+            if isinstance(options.prepare, str):
+                check_request(self.vllm_config, request.sampling_params, *given)
         return request
 
     setattr(process_inputs, _WRAPPED, True)

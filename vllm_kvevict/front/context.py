@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_kvevict.settings.requests import AT, AT_MESSAGE, AT_TEXT, message_index
+from vllm_kvevict.settings.sentences import shown
 
 _WRAPPED = "_kv_eviction_wrapped"
 CLOSING = 4
@@ -105,21 +106,21 @@ async def _point_of_completion(renderer: Any, request: Any, rendered: Any, rende
     """
     text, prompt = request.vllm_xargs[AT_TEXT], request.prompt
     if not isinstance(text, str) or not text:
-        raise ValueError(f"KV eviction: {AT_TEXT} must be a text, not {text!r}")
+        raise ValueError(f"KV eviction: {AT_TEXT} must be a text, not {shown(text)}")
     if not isinstance(prompt, str) or request.suffix is not None or request.prompt_embeds:
         raise ValueError(
             f"KV eviction: {AT_TEXT} needs a prompt that is one text; give {AT} in tokens"
         )
-    place = prompt.rfind(text)
+    place = last_place(prompt, text)
     if place < 1:
         where = "at the start of" if place == 0 else "nowhere in"
-        raise ValueError(f"KV eviction: {AT_TEXT} {text!r} stands {where} the prompt")
+        raise ValueError(f"KV eviction: {AT_TEXT} {shown(text)} stands {where} the prompt")
     part = await render(renderer, request.model_copy(update=dict(prompt=prompt[:place])))
     if _failed(part):
         raise ValueError(part.error.message)
     point = common_prefix(_tokens(rendered), _tokens(part))
     if not point:
-        raise ValueError(f"KV eviction: no token lies in front of {AT_TEXT} {text!r}")
+        raise ValueError(f"KV eviction: no token lies in front of {AT_TEXT} {shown(text)}")
     return point
 
 
@@ -134,6 +135,16 @@ def _tokens(engine_inputs: Sequence[Any]) -> Sequence[int]:
     if tokens is None:
         raise ValueError(f"KV eviction: a prompt of embeddings takes {AT} in tokens")
     return list(tokens)
+
+
+def last_place(text: str, part: str) -> int:
+    """Where ``part`` begins for the last time in ``text``; -1 for nowhere.
+
+    Takes time in proportion to ``text`` for any two strings. ``str.rfind`` does not: CPython's
+    search is linear forwards alone.
+    """
+    found = text[::-1].find(part[::-1])
+    return found if found < 0 else len(text) - found - len(part)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -16,6 +16,8 @@ from typing import Any, get_args
 TITLE = "KV-Eviction"
 """Title of the flags' group; ``vllm serve --help=kv-eviction`` prints it."""
 
+OLDER_PROFILE = "--kv-eviction-layers"
+
 _WRAPPED = "_kv_eviction_wrapped"
 _FROM_FLAGS = "_kv_eviction_from_flags"
 
@@ -43,6 +45,22 @@ def register() -> None:
         _warn(f"vllm-kvevict does not fit this vLLM ({error!r})")
 
 
+class _OlderName(argparse.Action):
+    """Takes the value of a flag that has a new name, and says so."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        logging.getLogger("vllm.kv_eviction").warning(
+            "%s is now called --kv-eviction-profile.", OLDER_PROFILE
+        )
+        setattr(namespace, self.dest, values)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field of :class:`~vllm_kvevict.settings.config.EvictionConfig`.
 
@@ -68,6 +86,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=f"{field.description} (default: {default}){choices}".replace("%", "%%"),
         )
+    group.add_argument(
+        OLDER_PROFILE,
+        action=_OlderName,
+        dest=_dest("profile"),
+        metavar="PROFILE",
+        default=argparse.SUPPRESS,
+        help="Older name of --kv-eviction-profile.",
+    )
 
 
 def fold_flags(args: argparse.Namespace) -> argparse.Namespace:

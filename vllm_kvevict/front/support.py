@@ -251,13 +251,14 @@ REFUSALS = (
 
 GROUP_REFUSALS = (
     Refusal(
-        "budgets by layer (--kv-eviction-layers, pyramidkv, ada-pyramid) with pipeline parallelism",
+        "budgets by layer (--kv-eviction-profile, pyramidkv, ada-pyramid) with pipeline "
+        "parallelism",
         "a stage holds some layers of a group and none of another, whose blocks would stay empty",
         "set --pipeline-parallel-size to 1 or keep layers alike",
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
     ),
     Refusal(
-        "budgets by layer (--kv-eviction-layers, pyramidkv, ada-pyramid) for this model",
+        "budgets by layer (--kv-eviction-profile, pyramidkv, ada-pyramid) for this model",
         "it has fewer than two layers with full attention",
         "choose another policy",
         lambda c: evictable_layers(c) < 2,

@@ -45,17 +45,35 @@ HOOKS = {
             OpenAIServingResponses._generate_with_builtin_tools
         """,
         "vllm.v1.engine": "EngineCoreRequest.resumable",
-        "vllm.config": "CacheConfig.effective_attention_block_size CacheConfig.block_size",
+        "vllm.config": """
+            CacheConfig.effective_attention_block_size CacheConfig.block_size
+            ModelConfig.get_vocab_size VllmConfig.speculative_config
+        """,
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },
     "front/preparation.py": {
-        "vllm.v1.engine.input_processor": "InputProcessor.tokenizer InputProcessor.model_config",
+        "vllm.v1.engine.input_processor": "InputProcessor.renderer",
+        "vllm.renderers.online_renderer": """
+            OnlineRenderer.render_chat(request) OnlineRenderer.render_completion(request)
+            OnlineRenderer.render_responses(request) OnlineRenderer.renderer
+            OnlineRenderer.create_error_response(message,param)
+        """,
+        "vllm.renderers.base": """
+            BaseRenderer.tokenize_prompt(prompt,params)
+            BaseRenderer.tokenize_prompt_async(prompt,params) BaseRenderer.tokenizer
+            BaseRenderer.model_config
+        """,
+        "vllm.renderers.params": """
+            TokenizeParams.max_total_tokens TokenizeParams.add_special_tokens
+        """,
+        "vllm.exceptions": "VLLMValidationError",
+        "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest.vllm_xargs",
         "vllm.v1.engine": """
             EngineCoreRequest.mm_features EngineCoreRequest.prompt_embeds
             EngineCoreRequest.prompt_token_ids EngineCoreRequest.sampling_params
         """,
     },
-    "front/room.py": {
+    "front/capacity.py": {
         "vllm.config": """
             CacheConfig.kv_cache_max_concurrency CacheConfig.num_gpu_blocks
             ModelConfig.max_model_len
@@ -86,13 +104,13 @@ HOOKS = {
             ModelConfig.get_num_attention_heads(parallel_config)
         """,
     },
-    "front/shares.py": {
+    "front/profile.py": {
         "vllm.config": """
             ModelConfig.architecture ModelConfig.get_total_num_kv_heads ModelConfig.model
             ModelConfig.hf_text_config
         """,
     },
-    "engine/spec.py": {
+    "cache/spec.py": {
         "vllm.v1.kv_cache_interface": """
             FullAttentionSpec.merge(specs) KVCacheSpec replace_as
             FullAttentionSpec.is_uniform_with_collection FullAttentionSpec.sliding_window
@@ -100,45 +118,38 @@ HOOKS = {
             AttentionSpec.head_size FullAttentionSpec.max_memory_usage_bytes(vllm_config)
         """,
     },
-    "engine/registration.py": {
+    "engine/blocks.py": {
         "vllm.v1.kv_cache_spec_registry": """
             KVCacheSpecRegistry.register(uniform_type_base_spec)
             KVCacheSpecRegistry._ensure_registered
         """,
-    },
-    "engine/manager.py": {
         "vllm.v1.core.single_type_kv_cache_manager": """
             FullAttentionManager.req_to_blocks
             FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
-                apply_admission_cap)
+              new_computed_blocks,total_computed_tokens,apply_admission_cap)
             FullAttentionManager.pop_blocks_for_free(request_id)
             FullAttentionManager.add_local_computed_blocks(request_id)
             FullAttentionManager.kv_cache_group_id FullAttentionManager._null_block
         """,
-        "vllm.v1.core.kv_cache_utils": """
-            KVCacheBlock.block_id KVCacheBlock.ref_cnt KVCacheBlock.block_hash
-            KVCacheBlock.is_null
-        """,
+        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_id KVCacheBlock.ref_cnt",
         "vllm.v1.core.block_pool": """
             BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
             BlockPool.evict_blocks(block_ids) BlockPool.touch(blocks)
+            BlockPool.get_num_free_blocks BlockPool.num_gpu_blocks
         """,
-    },
-    "engine/grants.py": {
-        "vllm.v1.core.single_type_kv_cache_manager": """
-            FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
-              new_computed_blocks,total_computed_tokens)
-            FullAttentionManager.allocate_new_blocks(request_id,num_tokens,num_tokens_main_model)
+        "vllm.v1.core.sched.scheduler": """
+            Scheduler.running Scheduler.max_num_scheduled_tokens Scheduler._inflight_prefills
         """,
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
+        "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.group_block_sizes",
     },
-    "engine/shared_store.py": {
-        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_hash KVCacheBlock.ref_cnt",
-    },
-    "engine/share_key.py": {
-        "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys",
+    "engine/published.py": {
+        "vllm.v1.core.kv_cache_utils": """
+            KVCacheBlock.block_hash KVCacheBlock.ref_cnt generate_block_hash_extra_keys
+        """,
         "vllm.v1.request": "Request.block_hashes Request.all_token_ids Request.num_tokens",
     },
-    "engine/sharing.py": {
+    "engine/stores.py": {
         "vllm.v1.core.kv_cache_manager": """
             KVCacheManager.create_kv_cache_blocks(blocks) KVCacheManager.enable_caching
             KVCacheManager.prefix_cache_lookup_enabled(request) KVCacheManager.block_pool
@@ -152,14 +163,7 @@ HOOKS = {
             KVCacheBlock.set_block_hash(block_hash) make_block_hash_with_group_id BlockHash
         """,
         "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager.req_to_blocks",
-        "vllm.v1.request": "Request.num_computed_tokens",
-    },
-    "engine/behind.py": {
-        "vllm.v1.core.kv_cache_utils": """
-            KVCacheBlock.set_block_hash(block_hash) make_block_hash_with_group_id BlockHash
-        """,
-        "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager.req_to_blocks",
-        "vllm.v1.request": "Request.block_hashes",
+        "vllm.v1.request": "Request.num_computed_tokens Request.block_hashes",
     },
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
@@ -167,7 +171,8 @@ HOOKS = {
             Scheduler.update_from_output(scheduler_output,model_runner_output)
             Scheduler.shutdown() Scheduler.add_request(request)
             Scheduler.finish_requests(request_ids,finished_status)
-            Scheduler._free_request(request) Scheduler._get_local_prefix_cache_hit(request)
+            Scheduler._free_request(request) Scheduler._free_blocks(request)
+            Scheduler._preempt_request(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
             Scheduler.update_draft_token_ids(draft_token_ids)
@@ -180,6 +185,8 @@ HOOKS = {
         """,
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.coordinator",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
+        "vllm.v1.request": "RequestStatus.RUNNING",
+        "vllm.config": "ModelConfig.get_vocab_size",
     },
     "engine/prefix.py": {
         "vllm.v1.core.kv_cache_manager": """
@@ -189,66 +196,48 @@ HOOKS = {
         "vllm.v1.core.kv_cache_coordinator": """
             KVCacheCoordinator.cache_blocks(request,num_computed_tokens)
             KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
+            KVCacheCoordinator.allocate_new_blocks(request_id,num_tokens)
         """,
         "vllm.v1.core.block_pool": """
             BlockPool.get_cached_block(block_hash,kv_cache_group_ids) BlockPool.hash_block_size
         """,
         "vllm.v1.request": "Request.block_hashes",
     },
-    "engine/demand.py": {
+    "engine/memory.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.running Scheduler.waiting Scheduler.requests Scheduler.max_num_active_reqs
-        """,
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
-        "vllm.v1.core.kv_cache_coordinator": """
-            KVCacheCoordinator.group_block_sizes
-            KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
-        """,
-        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
-        "vllm.v1.request": "Request.num_tokens Request.block_hashes",
-    },
-    "engine/forecast.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.running Scheduler.waiting Scheduler.kv_cache_manager
-        """,
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
-        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
-        "vllm.v1.request": "Request.num_computed_tokens",
-    },
-    "engine/pressure.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.running Scheduler.policy Scheduler.kv_cache_manager
+            Scheduler.policy Scheduler.kv_cache_manager
         """,
         "vllm.v1.core.sched.request_queue": "SchedulingPolicy.PRIORITY",
         "vllm.v1.core.kv_cache_manager": """
             KVCacheManager.watermark_blocks KVCacheManager.block_pool
         """,
-        "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks BlockPool.num_gpu_blocks",
-        "vllm.v1.request": "Request.num_computed_tokens Request.priority",
-    },
-    "engine/stores.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.running Scheduler.max_num_scheduled_tokens Scheduler._inflight_prefills
+        "vllm.v1.core.kv_cache_coordinator": """
+            KVCacheCoordinator.group_block_sizes
+            KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
         """,
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.block_pool",
-        "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.group_block_sizes",
-        "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks",
+        "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
+        "vllm.v1.request": """
+            Request.num_tokens Request.num_computed_tokens Request.block_hashes Request.priority
+        """,
     },
     "engine/preparing.py": {
         "vllm.v1.request": """
             Request.__init__(request_id,prompt_token_ids,sampling_params,pooling_params,
               client_index,arrival_time,lora_request,cache_salt,priority,block_hasher)
-            Request._block_hasher
+            Request._block_hasher RequestStatus.FINISHED_ABORTED
         """,
     },
-    "engine/options.py": {
-        "vllm.v1.request": "Request.sampling_params",
-    },
-    "engine/ledger.py": {
+    "engine/table.py": {
         "vllm.v1.request": """
-            Request.num_computed_tokens Request.num_tokens Request.num_prompt_tokens
-            Request.max_tokens Request.resumable Request.pooling_params
+            Request.num_prompt_tokens Request.max_tokens Request.resumable Request.pooling_params
         """,
+    },
+    "engine/request.py": {
+        "vllm.v1.request": "Request.num_computed_tokens Request.num_tokens",
+    },
+    "settings/core_options.py": {
+        "vllm.v1.request": "Request.sampling_params",
     },
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
@@ -304,8 +293,11 @@ HOOKS = {
         "vllm.model_executor.layers.attention.attention": "Attention.query_quant",
     },
     "worker/runners.py": {
-        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.input_batch",
-        "vllm.v1.worker.gpu_input_batch": "InputBatch.req_ids",
+        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.input_batch GPUModelRunner.requests",
+        "vllm.v1.worker.gpu_input_batch": """
+            InputBatch.req_ids CachedRequestState.mrope_positions
+            CachedRequestState.mrope_position_delta
+        """,
         "vllm.v1.worker.gpu.model_runner": "GPUModelRunner.req_states GPUModelRunner.model_state",
         "vllm.v1.worker.gpu.model_states.interface": "ModelState.prepare_attn(input_batch)",
         "vllm.v1.worker.gpu.input_batch": "InputBatch.idx_mapping_np",
@@ -314,6 +306,18 @@ HOOKS = {
             SchedulerOutput.finished_req_ids SchedulerOutput.preempted_req_ids
             CachedRequestData.resumed_req_ids
         """,
+    },
+    "worker/rotary.py": {
+        "vllm.model_executor.layers.rotary_embedding.base": """
+            RotaryEmbedding.rotary_dim RotaryEmbedding.is_neox_style RotaryEmbedding.head_size
+            RotaryEmbedding.forward(positions,query,key)
+        """,
+    },
+    "calibrate/extension.py": {
+        "vllm.forward_context": "set_forward_context",
+        "vllm.model_executor.layers.attention": "Attention",
+        "vllm.model_executor.models.utils": "extract_layer_index",
+        "vllm.config": "ParallelConfig.worker_extension_cls",
     },
     "worker/prompts.py": {
         "vllm.v1.core.sched.output": """

@@ -104,7 +104,7 @@ def _check_budget(options: Options, config: EvictionConfig, prompt: Prompt) -> N
 
 def _too_short(config: EvictionConfig, end: int, context: int, block_size: int = 1) -> str:
     rule = config.timeline(block_size)
-    needed = (rule.store_blocks(context) + 1) * block_size + config.window
+    needed = (rule.store_blocks(context) + 1) * block_size + rule.protected
     blocks = f" in blocks of {block_size}" if block_size > 1 else ""
     return (
         f"nothing was evicted, because {end} tokens fit the budget of {rule.budget(context)} "

@@ -1,6 +1,11 @@
 """Counters of what eviction did. "Eviction never ran" must be visible at a glance."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_kvevict.schedule.step_plan import GroupEviction
 
 
 @dataclass
@@ -15,7 +20,9 @@ class Counters:
     ``stores_taken`` counts admissions of requests that took the store of another one's eviction,
     ``tokens_taken`` the tokens that they did not compute, ``stores_published`` the stores that
     others may take, ``preparations`` the requests of the engine's own that read a context to make
-    one, ``preparations_failed`` the requests that went on without what they asked to be prepared.
+    one, ``tokens_prepared`` the tokens of their prompts, ``preparations_failed`` the requests that
+    went on without what they asked to be prepared.
+    ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
     ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
     that ended, ``requests_whole`` were never evicted.
     """
@@ -37,6 +44,8 @@ class Counters:
     tokens_taken: int = 0
     preparations: int = 0
     preparations_failed: int = 0
+    tokens_prepared: int = 0
+    evictions_unscored: int = 0
     requests_whole: int = 0
     requests_evicted: int = 0
 
@@ -47,6 +56,24 @@ class Counters:
     @property
     def postponed(self) -> int:
         return self.postponed_blocks + self.postponed_ring + self.postponed_turn
+
+    def evicted(
+        self,
+        in_prefill: bool,
+        on_demand: bool,
+        groups: "Sequence[GroupEviction]",
+        sizes: Sequence[int],
+    ) -> None:
+        """Count one eviction of a request: its part in each group, and that one's block size."""
+        self.evictions_prefill += in_prefill
+        self.evictions_decode += not in_prefill
+        self.evictions_pressure += on_demand
+        self.stores_published += groups[0].published
+        for one, size in zip(groups, sizes, strict=True):
+            self.store_blocks_allocated += len(one.store) - one.reused
+            self.evictions_in_place += one.reused > 0
+            self.tokens_evicted += one.tail_start - one.old_tail_start
+            self.tokens_evicted += (len(one.old_store) - len(one.store)) * size
 
     def ended(self, evicted: bool) -> None:
         """Count a request that ended, and whether it was evicted in any of its lives."""

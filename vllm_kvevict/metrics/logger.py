@@ -48,6 +48,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             engine_indexes,
             config,
             vllm_config.cache_config.block_size,
+            vllm_config.model_config.max_model_len,
             self.kinds,
         )
         # One of several API servers sees only a part; then the engine core logs its totals.

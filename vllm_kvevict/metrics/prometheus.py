@@ -1,5 +1,8 @@
 """The metrics of eviction, as Prometheus reads them."""
 
+import hashlib
+import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +61,14 @@ COUNTERS = {
         "failed_preparations",
         "Requests that went on without the preparation that they asked for.",
     ),
+    "tokens_prepared": (
+        "prepared_tokens",
+        "Prompt tokens that the engine computed to prepare contexts; in no request's usage.",
+    ),
+    "evictions_unscored": (
+        "unscored_evictions",
+        "Evictions whose policy failed, once per KV-cache group; the most recent tokens stayed.",
+    ),
     "evictions_pressure": (
         "pressure_evictions",
         "Evictions of requests that keep everything while memory lasts.",
@@ -85,6 +96,7 @@ class EvictionMetrics:
         engines: Indexes of the engines that report here.
         config: The settings of eviction.
         block_size: Tokens in a block.
+        longest: The longest sequence that is served, in tokens.
         kinds: Whose classes of metrics to use: vLLM's, or the logger that replaces it under Ray.
 
     """
@@ -95,6 +107,7 @@ class EvictionMetrics:
         engines: Sequence[int],
         config: EvictionConfig,
         block_size: int,
+        longest: int,
         kinds: "type[PrometheusStatLogger]",
     ) -> None:
         while _registered:
@@ -158,6 +171,12 @@ class EvictionMetrics:
         self._pressing = children(
             self._make("gauge", "pressing", "1 while free blocks are short, by the marks.")
         )
+        shortest = config.timeline(block_size).shortest_evicted(longest)
+        evicts_from = self._make(
+            "gauge", "evicts_from_tokens", "The shortest prompt that is evicted at its end."
+        )
+        for gauge in children(evicts_from).values():
+            gauge.set(math.inf if shortest is None else shortest)
         settings = info(config, block_size)
         about = self._make("gauge", "config_info", "Settings of KV eviction.", *settings)
         for gauge in children(about, *settings.values()).values():
@@ -196,9 +215,15 @@ class EvictionMetrics:
 
 
 def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
-    """Labels of the configuration: its fields, the block size, and the version of this package."""
+    """Labels of the configuration: its fields, the block size, and the version of this package.
+
+    Shares by layer are told apart by a digest, the first 16 digits of SHA-256 over their JSON.
+    """
 
     def text(value: Any) -> str:
+        if isinstance(value, dict):
+            # Some stores drop labels of some kilobytes.
+            return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
         if isinstance(value, (list, tuple)):
             return ",".join(map(str, value))
         return "" if value is None else str(value)

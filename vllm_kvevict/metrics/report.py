@@ -4,6 +4,7 @@ The engine core sends it inside vLLM's ``SchedulerStats``, in the ``dict`` that 
 statistics of KV connectors. Eviction refuses those, so the field is free.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ TOTALS = (
     "tokens_taken",
     "preparations",
     "preparations_failed",
+    "tokens_prepared",
+    "evictions_unscored",
     "evictions_pressure",
     "requests_whole",
     "requests_evicted",
@@ -67,6 +70,8 @@ class Report:
     tokens_taken: int = 0
     preparations: int = 0
     preparations_failed: int = 0
+    tokens_prepared: int = 0
+    evictions_unscored: int = 0
     evictions_pressure: int = 0
     requests_whole: int = 0
     requests_evicted: int = 0
@@ -114,8 +119,11 @@ class Reporter:
         self._next.kept_share.append(share)
         self._news = True
 
-    def measured(self, seconds: list[float], head_spread: list[float]) -> None:
-        """Note what a worker measured."""
+    def measured(
+        self, seconds: list[float], head_spread: list[float], failed: Sequence[float] = ()
+    ) -> None:
+        """Note what a worker measured; ``failed`` has an entry for each failure of a policy."""
+        self._counters.evictions_unscored += len(failed)
         self._next.seconds += seconds
         self._next.head_spread += head_spread
         self._news = True

@@ -19,10 +19,11 @@ class Candidates:
         keys: [H, N + w + r, D] in the cache's dtype, float32 of an FP8 cache: keys of all cached
             tokens, or [H, 0, D] for a policy with ``needs_keys = False``. The last w columns are
             the observation window; the first ``num_candidates`` columns may be evicted, the r
-            columns between stay (they fill the last block before the window).
+            columns between stay (they fill the last block before the window). Under a policy that
+            protects fewer tokens than w, candidates reach into the window.
         valid: [H, N + w + r] bool: False on the padding at the left.
         queries: [H, G, w, D] float32: queries of the last w tokens, or None for a policy with
-            ``needs_window = False``.
+            ``needs_window = False``, unless it ``wants_window`` and they were recorded.
         num_candidates: Columns that may be evicted; a multiple of the block size.
         scale: Softmax scale of the model's attention.
         softcap: Logit soft cap of the model's attention, 0 for none.
@@ -41,6 +42,12 @@ class Candidates:
         value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values
             had in all heads of the layer (``ops/reference/value_shares.py``); anything where
             ``valid`` is False. None for a policy with ``needs_value_shares = False``.
+        key_scores: [H, num_candidates, C] float32: what probes of the model's profile say of each
+            token's key: alone, and (C = 2) joined with the head's share of the token's value
+            norms; made once for each token (``ops/reference/probe.py``), anything where ``valid``
+            is False. None for a policy with ``needs_key_scores = False``.
+        window_weights: [H] float32: what the logarithm of the window's attention counts for
+            beside the second of the ``key_scores``; None without a second.
         protected: The first tokens that are kept whatever the scores.
         sinks: [H, G] float32: attention sinks of the query heads, None where the layer has none.
 
@@ -61,6 +68,8 @@ class Candidates:
     accumulated: torch.Tensor | None = None
     values: torch.Tensor | None = None
     value_shares: torch.Tensor | None = None
+    key_scores: torch.Tensor | None = None
+    window_weights: torch.Tensor | None = None
     protected: int = 0
     sinks: torch.Tensor | None = None
 

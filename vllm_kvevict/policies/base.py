@@ -41,9 +41,17 @@ class Scorer(ABC):
 
     needs_window: ClassVar[bool] = True
 
+    wants_window: ClassVar[bool] = False
+    """Whether the window's queries are read where they were recorded, and done without elsewhere.
+
+    Of a scorer whose ``needs_window`` is False."""
+
     needs_keys: ClassVar[bool] = True
 
     random: ClassVar[bool] = False
+
+    crosses_ranks: ClassVar[bool] = False
+    """Whether :meth:`scores` calls ``mean_of_ranks``, which no rank can leave alone."""
 
     needs_accumulated: ClassVar[bool] = False
     """Whether the attention of every query is added up, in channel 0 of the page values."""
@@ -52,6 +60,10 @@ class Scorer(ABC):
 
     needs_value_shares: ClassVar[bool] = False
     """Whether a kept token's share of the value norms stands in channel 0 of the page values."""
+
+    needs_key_scores: ClassVar[bool] = False
+    """Whether what the model's profile says of each token's key stands in the page values, from
+    the first eviction on whose candidate the token is; of a learned policy."""
 
     page_channels: ClassVar[int] = 0
     """float32 numbers beside every cached token of every head; the worker moves them with it."""
@@ -172,6 +184,10 @@ class Policy:
     @property
     def needs_window(self) -> bool:
         return self.scorer.needs_window
+
+    @property
+    def wants_window(self) -> bool:
+        return self.scorer.wants_window
 
     @property
     def needs_accumulated(self) -> bool:

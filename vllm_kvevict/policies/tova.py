@@ -1,7 +1,7 @@
 """TOVA: attention of the last query alone."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 
@@ -27,6 +27,7 @@ class TOVA(Scorer):
     """
 
     heads: Literal["layer", "group"] = "layer"
+    crosses_ranks: ClassVar[bool] = True
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         columns = candidates.num_candidates

@@ -45,7 +45,7 @@ class Eviction:
 
 
 @dataclass
-class TakenStore:
+class ReusedStore:
     """A published store that a request has in one KV-cache group from its first step on."""
 
     group_id: int
@@ -58,13 +58,13 @@ class StepPlan:
     """``rings``: slot that records the step's last queries, by request id.
 
     ``accumulating``: requests whose policy counts the attention of every query, as long as an
-    eviction is to come. ``taken``: stores of requests that this step admits, by request id.
+    eviction is to come. ``reused``: stores of requests that this step admits, by request id.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
     evictions: list[Eviction] = field(default_factory=list)
     accumulating: list[str] = field(default_factory=list)
-    taken: dict[str, list[TakenStore]] = field(default_factory=dict)
+    reused: dict[str, list[ReusedStore]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.rings or self.evictions or self.accumulating or self.taken)
+        return bool(self.rings or self.evictions or self.accumulating or self.reused)

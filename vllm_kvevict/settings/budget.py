@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm_kvevict.settings.sentences import shown
+
 
 def parse_budget(value: Any) -> int | str:
     """Read a budget.
@@ -16,7 +18,8 @@ def parse_budget(value: Any) -> int | str:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise ValueError("must be at least 1 token")
-        return value
+        if value < 10**18:
+            return value
     if isinstance(value, str):
         text = value.strip()
         if text.isascii() and text.isdigit() and len(text) <= 18:
@@ -28,7 +31,7 @@ def parse_budget(value: Any) -> int | str:
                 share = -1.0
             if 0 < share <= 100:
                 return f"{share:g}%"
-    raise ValueError(f"give tokens (1024) or a share (25%), not {value!r}")
+    raise ValueError(f"give tokens (1024) or a share (25%), not {shown(value)}")
 
 
 def budget_tokens(budget: int | str) -> int | None:

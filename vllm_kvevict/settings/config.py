@@ -11,8 +11,8 @@ from vllm_kvevict.settings.budget import parse_budget
 from vllm_kvevict.settings.knobs import Knobs
 from vllm_kvevict.settings.names import COMPARABLE, KEY, NONE, PYRAMIDS, keeps_by_layer
 from vllm_kvevict.settings.plugins import policy_names, unknown
+from vllm_kvevict.settings.profile import Profile, parse
 from vllm_kvevict.settings.sentences import one_sentence
-from vllm_kvevict.settings.shares import LayerShares, parse
 
 PYRAMID_GROUPS = 4
 
@@ -30,15 +30,16 @@ class EvictionConfig(Knobs):
         strict=True,
         description=(
             "Groups of layers with budgets of their own, at most one a layer. Without it 4 under "
-            "pyramidkv and ada-pyramid, and under --kv-eviction-layers as few, of 8 at most, as "
+            "pyramidkv and ada-pyramid, and under --kv-eviction-profile as few, of 8 at most, as "
             "keep layers of like share together."
         ),
     )
-    layers: str | LayerShares | None = Field(
+    profile: str | Profile | None = Field(
         default=None,
         description=(
-            "Shares of the budget by layer, measured by python -m vllm_kvevict.calibrate: a file, "
-            "or auto for one that ships for this model."
+            "The model's profile, made by python -m vllm_kvevict.calibrate: shares of the budget "
+            "by layer and head, and the scores of probe. A file, or auto for one that ships for "
+            "this model or that calibrate left under vLLM's cache root."
         ),
     )
     beta: float = Field(
@@ -89,14 +90,31 @@ class EvictionConfig(Knobs):
     def _parse_max_budget(cls, value: Any) -> int | str | None:
         return None if value is None else parse_budget(value)
 
-    @field_validator("layers", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _parse_layers(cls, value: Any) -> str | LayerShares | None:
-        if value is None or isinstance(value, LayerShares) or (isinstance(value, str) and value):
+    def _older_name(cls, value: Any) -> Any:
+        """``layers`` is what ``profile`` was called."""
+        if not isinstance(value, dict) or "layers" not in value:
+            return value
+        value = dict(value)
+        older = value.pop("layers")
+        if older is None:
+            return value
+        if value.get("profile") is not None:
+            raise ValueError(
+                "--kv-eviction-layers is an older name of --kv-eviction-profile; give one of the "
+                "two"
+            )
+        return value | {"profile": older}
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _parse_profile(cls, value: Any) -> str | Profile | None:
+        if value is None or isinstance(value, Profile) or (isinstance(value, str) and value):
             return value
         if isinstance(value, dict):
             return parse(value)
-        raise ValueError(f"give a file of shares, or auto, not {value!r}")
+        raise ValueError(f"give a file of calibrate's, or auto, not {value!r}")
 
     @field_validator("allow", mode="before")
     @classmethod
@@ -114,17 +132,17 @@ class EvictionConfig(Knobs):
 
     @model_validator(mode="after")
     def _one_source_of_shares(self) -> Self:
-        if self.layers is None:
+        if self.profile is None:
             return self
         for name in self.policies:
             if name in PYRAMIDS:
                 raise ValueError(
-                    f"--kv-eviction-layers and {name} both give layers budgets of their own; "
+                    f"--kv-eviction-profile and {name} both give layers budgets of their own; "
                     "choose one of the two"
                 )
         if self.policy not in COMPARABLE:
             raise ValueError(
-                "--kv-eviction-layers needs a policy whose scores compare across layers "
+                "--kv-eviction-profile needs a policy whose scores compare across layers "
                 f"({', '.join(COMPARABLE)}), not {self.policy}"
             )
         return self
@@ -163,26 +181,36 @@ class EvictionConfig(Knobs):
     @property
     def has_groups(self) -> bool:
         """Whether layers have budgets of their own under a policy that may be chosen."""
-        return self.layers is not None or any(name in PYRAMIDS for name in self.policies)
+        return self.profile is not None or any(name in PYRAMIDS for name in self.policies)
+
+    @property
+    def least_prefill_interval(self) -> int:
+        """Fewest prompt tokens between evictions inside the prompt that a request may ask for.
+
+        An eviction reads the window's queries once more, so that four windows bound what clients
+        add to the attention of a prompt to a quarter; less where the server itself has less.
+        """
+        bound = 4 * self.window
+        return min(bound, self.prefill_interval) if self.prefill_interval else bound
 
     def keeps_by_layer(self, policy: str) -> bool:
         """Whether layers have budgets of their own under ``policy``."""
-        return self.has_groups and keeps_by_layer(policy, self.layers is not None)
+        return self.has_groups and keeps_by_layer(policy, self.profile is not None)
 
     def timelines(self, block_size: int, layers: int) -> tuple[Timeline, ...]:
         """The eviction schedule of each layer that evicts, by depth; equal inside a group.
 
-        Where shares are measured, :attr:`layers` must hold them, not the file's name.
+        Where shares are measured, :attr:`profile` must hold them, not the file's name.
         """
         rule = self.timeline(block_size)
         if not self.has_groups:
             return (rule,) * layers
-        if self.layers is None:
+        if self.profile is None:
             falling = pyramid(layers, self.beta)
             shares = by_layer(falling, self.groups or PYRAMID_GROUPS, steepest=falling[0])
         else:
-            assert isinstance(self.layers, LayerShares) and len(self.layers.layers) == layers
-            shares = by_layer(self.layers.layers, self.groups)
+            assert isinstance(self.profile, Profile) and len(self.profile.layers) == layers
+            shares = by_layer(self.profile.layers, self.groups)
         return tuple(replace(rule, share=share) for share in shares)
 
     @classmethod

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from vllm_kvevict.settings.names import LEARNED
 from vllm_kvevict.settings.rule import Rule
 
 
@@ -97,12 +98,34 @@ class Knobs(Rule):
         ),
     )
 
+    probe_window: Literal["auto", "none"] = Field(
+        default="auto",
+        description=(
+            "Whether probe joins its scores with the last queries: auto does where a ring slot was "
+            "free to record them, none never does and takes no memory for them."
+        ),
+    )
+
+    probe_recent: int = Field(
+        default=8,
+        ge=1,
+        strict=True,
+        description=(
+            "Last tokens that probe never evicts. It scores the others of the window as well, so "
+            "that few are enough."
+        ),
+    )
+
     @field_validator("pool_kernel")
     @classmethod
     def _odd(cls, value: int) -> int:
         if value % 2 == 0:
             raise ValueError(f"must be odd, not {value}")
         return value
+
+    def recent_tokens(self, policy: str) -> int:
+        """As :meth:`Rule.recent_tokens`."""
+        return self.probe_recent if policy in LEARNED else self.window
 
     def least_slots(self, policy: str) -> int:
         """Tokens that a head must keep beside protected ones under ``policy``."""

@@ -26,6 +26,7 @@ class Entry(NamedTuple):
         pyramid: Whether budgets fall with the depth of a layer.
         ada: Name with the heads of a layer sharing the budget, where the paper has another one
             than :data:`ADA` and the name.
+        learned: Whether its scores were learned for the model, whose profile holds them.
 
     """
 
@@ -34,6 +35,7 @@ class Entry(NamedTuple):
     adaptive: bool
     pyramid: bool = False
     ada: str = ""
+    learned: bool = False
 
 
 TABLE = {
@@ -42,6 +44,9 @@ TABLE = {
     ),
     "defensive": Entry(
         "defensive", "highest attention of the last queries, times the share of the values", True
+    ),
+    "probe": Entry(
+        "probe", "what the model's profile says of a key, and the last queries", True, learned=True
     ),
     "h2o": Entry("h2o", "attention of all queries so far (heavy hitters), and recent tokens", True),
     "pyramidkv": Entry(
@@ -88,6 +93,14 @@ PYRAMIDS = frozenset(
     for name in (plain, entry.ada or ADA + plain)
 )
 """Policies whose budgets fall with the depth of a layer."""
+
+LEARNED = frozenset(
+    name
+    for plain, entry in TABLE.items()
+    if entry.learned
+    for name in (plain, entry.ada or ADA + plain)
+)
+"""Policies whose scores are in the model's profile."""
 
 COMPARABLE = tuple(
     name

@@ -1,5 +1,6 @@
 """What a request may ask for in ``vllm_xargs``: one reading for API servers and engine core."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,6 +9,7 @@ from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.budget import budget_share, budget_tokens, parse_budget
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY, NONE, keeps_by_layer
+from vllm_kvevict.settings.sentences import shown
 
 POLICY = KEY
 BUDGET = f"{KEY}_budget"
@@ -46,6 +48,7 @@ class RequestOptions:
         context: Tokens of the context that this request prepares for others; None for requests of
             clients.
         prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
+        recent: Last tokens that its policy never evicts.
 
     """
 
@@ -59,6 +62,7 @@ class RequestOptions:
     prepare: tuple[int, ...] | str | None = None
     context: int | None = None
     prefill_interval: int | None = None
+    recent: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -80,6 +84,8 @@ class RequestOptions:
             asked["prefill_interval"] = self.prefill_interval
         if self.context is not None:
             asked["context"] = self.context
+        if self.recent is not None:
+            asked["recent"] = self.recent
         return replace(rule, **asked) if asked else rule
 
 
@@ -109,10 +115,12 @@ def parse_options(
     given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(KEY)}
     for key in given:
         if key not in KEYS:
-            raise ValueError(f"KV eviction: unknown key {key!r} (known: {', '.join(KEYS)})")
+            raise ValueError(f"KV eviction: unknown key {shown(key)} (known: {', '.join(KEYS)})")
+    policy = _policy(config, given)
+    recent = config.recent_tokens(policy)
     options = RequestOptions(
-        policy=_policy(config, given),
-        budget=_budget(config, given),
+        policy=policy,
+        budget=_budget(config, given, recent),
         interval=_interval(config, given, INTERVAL, config.interval, "decode steps"),
         protect_first=_number(given, PROTECT, least=0, what="tokens") if PROTECT in given else 0,
         at=_at(given, prompt_len),
@@ -122,12 +130,15 @@ def parse_options(
         prefill_interval=_interval(
             config, given, PREFILL_INTERVAL, config.prefill_interval, "prompt tokens"
         ),
+        recent=None if recent == config.recent_tokens(config.policy) else recent,
     )
     if options.prepare is not None:
         _check_prepare(config, options, prompt_len)
-    if options.evicts:
-        _check_prefill(config, options)
-        _check_store(config, options, prompt_len, rules)
+    if not options.evicts:
+        # Settings that do not go together have no timeline, not even an unused one.
+        return replace(options, budget=None, interval=None, prefill_interval=None)
+    _check_prefill(config, options)
+    _check_store(config, options, prompt_len, rules)
     return options
 
 
@@ -136,12 +147,12 @@ def _policy(config: EvictionConfig, given: Mapping[str, Any]) -> str:
     if name not in config.choices:
         raise ValueError(
             f"KV eviction: {POLICY} must be one of the policies that this server allows "
-            f"({', '.join(config.choices)}), not {name!r}"
+            f"({', '.join(config.choices)}), not {shown(name)}"
         )
     return str(name)
 
 
-def _budget(config: EvictionConfig, given: Mapping[str, Any]) -> int | str | None:
+def _budget(config: EvictionConfig, given: Mapping[str, Any], recent: int) -> int | str | None:
     if BUDGET not in given:
         return None
     value = given[BUDGET]
@@ -152,10 +163,11 @@ def _budget(config: EvictionConfig, given: Mapping[str, Any]) -> int | str | Non
     except ValueError as error:
         raise ValueError(f"KV eviction: {BUDGET}: {error}") from None
     tokens = budget_tokens(budget)
-    if tokens is not None and tokens <= config.window:
+    if tokens is not None and tokens <= recent:
+        what = "observation window of" if recent == config.window else "most recent"
         raise ValueError(
-            f"KV eviction: {BUDGET} {tokens} leaves no room beside the observation window of "
-            f"{config.window} tokens; give at least {config.window + 1}"
+            f"KV eviction: {BUDGET} {tokens} leaves no room beside the {what} {recent} tokens; "
+            f"give at least {recent + 1}"
         )
     return budget
 
@@ -167,11 +179,17 @@ def _interval(
     if key not in given:
         return None
     interval = _number(given, key, least=0, what=what)
+    least = config.least_prefill_interval if key == PREFILL_INTERVAL else 1
     capped = config.max_budget is not None and longest > 0
-    if capped and not 0 < interval <= longest:
+    if capped and not least <= interval <= longest:
         raise ValueError(
-            f"KV eviction: {key} must be between 1 and {longest} {what} on this server, which caps "
-            f"budgets, not {interval}"
+            f"KV eviction: {key} must be between {least} and {longest} {what} on this server, "
+            f"which caps budgets, not {interval}"
+        )
+    if 0 < interval < least:
+        raise ValueError(
+            f"KV eviction: {key} must be 0, or at least {least} {what} on this server, not "
+            f"{interval}"
         )
     return interval
 
@@ -201,7 +219,7 @@ def _when(config: EvictionConfig, given: Mapping[str, Any]) -> str:
     allowed = WHENS[: 1 + (config.when == "pressure" or config.max_budget is None)]
     if when not in allowed:
         raise ValueError(
-            f"KV eviction: {WHEN} must be {' or '.join(allowed)} on this server, not {when!r}"
+            f"KV eviction: {WHEN} must be {' or '.join(allowed)} on this server, not {shown(when)}"
         )
     return str(when)
 
@@ -244,14 +262,15 @@ def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
 
 
 def _prepare(value: Any) -> tuple[int, ...] | str:
-    if isinstance(value, str) and value.strip():
+    # A tokenizer takes no halves of surrogate pairs, which JSON may spell.
+    if isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value):
         return value
     listed = isinstance(value, (list, tuple)) and len(value) > 0
     if listed and all(type(token) is int and token >= 0 for token in value):
         return tuple(value)
     raise ValueError(
         f"KV eviction: {PREPARE} must be a text or a list of token ids to read behind the context, "
-        f"not {value!r}"
+        f"not {shown(value)}"
     )
 
 
@@ -286,7 +305,7 @@ def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) ->
         if digits.isascii() and digits.isdigit() and len(digits) <= 15:
             number = int(text)
     if number is None:
-        raise ValueError(f"KV eviction: {key} must be a whole number of {what}, not {value!r}")
+        raise ValueError(f"KV eviction: {key} must be a whole number of {what}, not {shown(value)}")
     if least is not None and number < least:
         raise ValueError(f"KV eviction: {key} must be at least {least} {what}, not {number}")
     return number

@@ -19,7 +19,7 @@ class Rule(BaseModel):
     budget: int | str = Field(
         default=1024,
         description=(
-            "Tokens kept per KV head (average over the heads of a layer, window included), "
+            "Tokens kept per KV head (average over the heads of a layer, the last ones included), "
             "or a share such as 25% of the tokens so far, prompt and answer."
         ),
     )
@@ -95,10 +95,15 @@ class Rule(BaseModel):
 
     @model_validator(mode="after")
     def _room_beside_window(self) -> Self:
-        if self.budget_tokens is not None and self.budget_tokens <= self.window:
+        # A policy that a request chooses has the server's budget, too.
+        recent = max(map(self.recent_tokens, self.policies))
+        if self.budget_tokens is not None and self.budget_tokens <= recent:
+            what, flag = f"the window of {recent} tokens", "window"
+            if recent != self.window:
+                what, flag = f"the last {recent} tokens, which stay", "probe-recent"
             raise ValueError(
-                f"budget {self.budget_tokens} leaves no room beside the window of "
-                f"{self.window} tokens; raise --kv-eviction-budget or lower --kv-eviction-window"
+                f"budget {self.budget_tokens} leaves no room beside {what}; raise "
+                f"--kv-eviction-budget or lower --kv-eviction-{flag}"
             )
         return self
 
@@ -126,6 +131,11 @@ class Rule(BaseModel):
         return self
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        """Those that a request may run under."""
+        return (self.policy,)
+
+    @property
     def budget_tokens(self) -> int | None:
         """Budget in tokens, or None where it is a share."""
         return budget_tokens(self.budget)
@@ -137,6 +147,7 @@ class Rule(BaseModel):
 
     def timeline(self, block_size: int) -> Timeline:
         """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""
+        recent = self.recent_tokens(self.policy)
         return Timeline(
             block_size=block_size,
             window=self.window,
@@ -145,4 +156,9 @@ class Rule(BaseModel):
             budget_share=self.budget_share,
             least=self.min_budget,
             prefill_interval=self.prefill_interval,
+            recent=None if recent == self.window else recent,
         )
+
+    def recent_tokens(self, policy: str) -> int:
+        """The last tokens that ``policy`` never evicts: the window, where it has no say."""
+        return self.window

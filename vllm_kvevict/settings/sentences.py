@@ -1,16 +1,30 @@
 """What is wrong with a configuration, in one sentence that names the flag."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from pydantic import ValidationError
 
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.plugins import policy_names
 
+SHOWN = 100
+"""Most characters of a value that a sentence quotes."""
+
 
 def flag(name: str) -> str:
     """The command-line spelling of a field."""
     return "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence quotes it: its ``repr``, cut where it is longer than 100 characters."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no number of more than some thousand digits.
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} and so on, {len(text)} characters"
 
 
 def one_sentence(error: ValidationError, fields: Iterable[str]) -> str:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.engine.registration import register_spec
-from vllm_kvevict.engine.spec import EvictableAttentionSpec
+from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
-from vllm_kvevict.policies.needs import page_channels, ring_slots
+from vllm_kvevict.policies.requirements import page_channels, ring_slots
 from vllm_kvevict.settings.memory import beside_page_values
 from vllm_kvevict.sizing.options import Options, SizingError
 from vllm_kvevict.sizing.weights import assumed_activations, rank_weights
@@ -102,7 +102,8 @@ def share_out(
     rings = max(_rings(vllm_config, config, slots, specs) for specs in ranks)
     scratches = [_scratch(vllm_config, config, specs) for specs in ranks]
     attention = max(one.num_bytes + one.op_bytes if one else 0 for one in scratches)
-    workspace = max(_workspace(vllm_config, config, specs) for specs in ranks) if slots else 0
+    needed = slots or page_channels(config)
+    workspace = max(_workspace(vllm_config, config, specs) for specs in ranks) if needed else 0
     weights = activations = None
     weights_from = ""
     available = vllm_config.cache_config.kv_cache_memory_bytes
@@ -213,11 +214,11 @@ def _workspace(
     return workspace_bytes(
         len(evictable),
         heads,
-        query_heads // heads * config.window,
+        query_heads // heads * config.window if ring_slots(vllm_config, config) else 0,
         evictable[0].block_size,
         vllm_config.model_config.max_model_len,
         evictable[0].page_size_bytes // (heads * evictable[0].block_size),
-        page_channels(config) > 0,
+        page_channels(config),
     )
 
 

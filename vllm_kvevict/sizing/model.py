@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from vllm_kvevict.engine.spec import EvictableAttentionSpec
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.sizing.options import SizingError
 
 if TYPE_CHECKING:

@@ -3,10 +3,15 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.policies.needs import shares_stores, sustained
 from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.policies.requirements import shares_stores, sustained
 from vllm_kvevict.settings.names import NONE
-from vllm_kvevict.sizing.life import Life, groups_of, life, sharing_groups
+from vllm_kvevict.sizing.footprint import (
+    RequestFootprint,
+    groups_of,
+    request_footprint,
+    sharing_groups,
+)
 from vllm_kvevict.sizing.memory import Memory, share_out
 from vllm_kvevict.sizing.model import rank_specs
 from vllm_kvevict.sizing.options import Options, SizingError
@@ -25,9 +30,9 @@ class Sizing:
     vllm_config: "VllmConfig"
     config: "EvictionConfig"
     memory: Memory
-    without: Life
-    evicting: Life
-    sharing: Life | None = None
+    without: RequestFootprint
+    evicting: RequestFootprint
+    sharing: RequestFootprint | None = None
     """A request's own blocks where all take one context's store."""
     shared: int = 0
     """Blocks of that store, and the full ones behind it."""
@@ -44,7 +49,7 @@ class Sizing:
         memory = share_out(options, vllm_config, config, rank_specs(vllm_config, config))
         load = options.prompt, options.output
         without, evicting = (
-            life(groups_of(vllm_config, memory.specs, options.prompt, policy), *load)
+            request_footprint(groups_of(vllm_config, memory.specs, options.prompt, policy), *load)
             for policy in (NONE, config.policy)
         )
         if options.context is None:
@@ -63,7 +68,14 @@ class Sizing:
             )
         shared = sum(group.shared for group in groups)
         return cls(
-            options, vllm_config, config, memory, without, evicting, life(groups, *load), shared
+            options,
+            vllm_config,
+            config,
+            memory,
+            without,
+            evicting,
+            request_footprint(groups, *load),
+            shared,
         )
 
     @property
@@ -71,15 +83,15 @@ class Sizing:
         """Blocks for requests; one is vLLM's null block."""
         return self.memory.blocks - 1
 
-    def sequences(self, one: Life) -> int:
+    def sequences(self, one: RequestFootprint) -> int:
         """Requests at once of which none is preempted."""
         return min(one.sequences(self._blocks(one)), self._most)
 
-    def mean_sequences(self, one: Life) -> int:
+    def mean_sequences(self, one: RequestFootprint) -> int:
         """Requests at once that are spread over their lives."""
         return min(one.mean_sequences(self._blocks(one)), self._most)
 
-    def _blocks(self, one: Life) -> int:
+    def _blocks(self, one: RequestFootprint) -> int:
         return self.usable_blocks - (self.shared if one is self.sharing else 0)
 
     @property
@@ -92,7 +104,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
     memory, cache = sizing.memory, sizing.vllm_config.cache_config
     model, parallel = sizing.vllm_config.model_config, sizing.vllm_config.parallel_config
 
-    def request(one: Life) -> dict[str, Any]:
+    def request(one: RequestFootprint) -> dict[str, Any]:
         return asdict(one) | dict(
             sequences=sizing.sequences(one), mean_sequences=sizing.mean_sequences(one)
         )

@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.engine.spec import EvictableAttentionSpec
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
 

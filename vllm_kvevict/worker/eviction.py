@@ -1,7 +1,7 @@
 """The worker's side of eviction: follows the scheduler's plan and moves the survivors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from zlib import crc32
 
@@ -21,34 +21,16 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan, TakenStore
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, ReusedStore, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
+from vllm_kvevict.worker.fallback import Failures, checked, mean_for, recent, replaceable
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
+from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
-from vllm_kvevict.worker.ranks import first_head, mean_of_ranks, sum_of_ranks
+from vllm_kvevict.worker.ranks import first_head, sum_of_ranks
+from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
-
-
-@dataclass(frozen=True)
-class EvictionRecord:
-    """What one eviction kept, for tests and pictures.
-
-    ``columns`` [L, S * H * block_size] index each head's candidates, heads concatenated;
-    candidates are the head's former store and then the tail, behind ``padding`` [L, H]
-    padding columns. ``pages`` [L, H] are the pages each head kept. ``scores`` [L, H, N] are those
-    of the candidates, -inf on padding. ``log_weights``
-    [L, S * H * block_size, 2] are what each kept token counts for in the numerator and the
-    denominator of attention, None where it counts for itself.
-    """
-
-    eviction: Eviction
-    group: GroupEviction
-    columns: torch.Tensor
-    pages: torch.Tensor
-    padding: torch.Tensor
-    scores: torch.Tensor
-    log_weights: torch.Tensor | None = None
 
 
 class WorkerEviction:
@@ -62,10 +44,11 @@ class WorkerEviction:
         page_values: Numbers beside the cached tokens, or None where no policy needs them.
         rows: Adapter of the model runner.
         fused: What runs the evictions of some policies in the place of the PyTorch operations;
-            not while somebody listens, nor where heads keep fixed shares.
-        head_shares: [L, H] measured shares of the heads of every group, by group id; None where
-            heads have none. Policies follow them whose scores compare and whose heads do not
-            share a layer's budget by score.
+            not while somebody listens.
+        head_shares: [L, H] float64 measured shares of the heads of every group, by group id; None
+            where heads have none. Policies follow them whose scores compare and whose heads do
+            not share a layer's budget by score.
+        probes: Score the keys for policies with ``needs_key_scores``; None where there is none.
 
     """
 
@@ -79,6 +62,7 @@ class WorkerEviction:
         rows: RunnerRows,
         fused: FusedEvictions | None = None,
         head_shares: Mapping[int, torch.Tensor] | None = None,
+        probes: Probes | None = None,
     ) -> None:
         self.policies = policies
         self.states = states
@@ -88,13 +72,15 @@ class WorkerEviction:
         self.evictions = 0
         self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
         self.memories = Memories()
+        self._failures = Failures()
         self._caches = caches
         self._rows = rows
         self._fused = fused
         self._head_shares = head_shares
+        self._probes = probes
         self._plan: StepPlan | None = None
         self._due: Sequence[Eviction] = ()
-        self._taken: dict[str, list[TakenStore]] = {}
+        self._reused: dict[str, list[ReusedStore]] = {}
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
@@ -102,7 +88,7 @@ class WorkerEviction:
     def warm_up(self) -> None:
         """Load what evictions run, before there is a request."""
         if self._fused is not None:
-            self._fused.warm_up()
+            self._fused.warm_up(self._shares_of)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
@@ -115,7 +101,7 @@ class WorkerEviction:
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
         self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
-        self._taken = self._plan.taken
+        self._reused = self._plan.reused
         self._batch = None
 
     def end_step(self, run: bool = True) -> None:
@@ -148,13 +134,13 @@ class WorkerEviction:
             for group in published:
                 self.states[group.group_id].keep(row, group.store[0])
 
-    def _take(self) -> None:
+    def _enter_reused(self) -> None:
         """Enter the stores of requests that begin with this step.
 
         Model Runner V2 gives them their rows within the step, so not before its batch is known.
         """
-        taken, self._taken = self._taken, {}
-        for request_id, groups in taken.items():
+        reused, self._reused = self._reused, {}
+        for request_id, groups in reused.items():
             row = int(self._rows.rows([request_id])[0])
             for group in groups:
                 state = self.states[group.group_id]
@@ -164,21 +150,20 @@ class WorkerEviction:
                 state.take(row, group.store[0], group.tail_start, store)
 
     def _takes_fused(self, policy: str) -> bool:
-        """Whether the kernels run evictions under a policy; they know no shares of heads."""
-        if self._fused is None or self.listeners or self._follows_head_shares(policy):
-            return False
-        return self._fused.takes(policy)
+        """Whether the kernels run evictions under a policy."""
+        return self._fused is not None and not self.listeners and self._fused.takes(policy)
 
-    def _follows_head_shares(self, policy: str) -> bool:
+    def _shares_of(self, policy: str) -> Mapping[int, torch.Tensor] | None:
+        """Measured shares of the heads, where a policy follows them."""
         follows = self.policies[policy].allocator.follows_shares
-        return follows and self._head_shares is not None and keeps_by_layer(policy, measured=True)
+        return self._head_shares if follows and keeps_by_layer(policy, measured=True) else None
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """[R] int64 rows of the batch under way; None outside a scheduled step."""
         if self._plan is None:
             return None
         if self._batch is None:
-            self._take()
+            self._enter_reused()
             self._batch = torch.from_numpy(self._rows.batch_rows(common))
         return self._batch
 
@@ -211,7 +196,7 @@ class WorkerEviction:
         assert self._fused is not None
         rows = self._rows.rows([eviction.request_id for eviction in evictions])
         with self.meter.evictions(len(evictions)):
-            for pages in self._fused.run(policy, evictions, rows):
+            for pages in self._fused.run(policy, evictions, rows, self._shares_of(policy)):
                 self.meter.pages(pages)
         self.evictions += len(evictions)
 
@@ -233,40 +218,57 @@ class WorkerEviction:
         tail_blocks = (group.tail_start - group.old_tail_start) // bs
         candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
         scorer = self.policies[eviction.policy].scorer
-        of_values = None
+        # What is made of a token once, and kept beside it: [H, N, C] of each layer.
+        made: Sequence[torch.Tensor] = ()
         if scorer.needs_value_shares:
-            of_values = self._value_shares(state, grid, group)
-        found, summaries = [], []
-        for index, name in enumerate(state.layer_names):
-            candidates = self._candidates(
-                name, grid[index], padding[index], candidate_pages, eviction, group
-            )
-            if of_values is not None:
-                mine = of_values[index, :, : candidates.valid.shape[1]]
-                candidates = replace(candidates, value_shares=mine)
-            if isinstance(scorer, WeightedScorer):
-                summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
-                raw = summaries[-1].scores
-            else:
-                raw = scorer.scores(candidates)
-            found.append(protect(raw, candidates.valid, eviction.protect_first))
-        scores = torch.stack(found)
-        allocator = self.policies[eviction.policy].allocator
-        of_heads = None
-        if self._follows_head_shares(eviction.policy):
-            assert self._head_shares is not None
-            of_heads = self._head_shares[group.group_id]
-        caps = candidate_pages - padding
-        pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
-        columns = select_tokens(scores, pages, bs)
-        source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
+            made = self._value_shares(state, grid, group)[..., None].unbind()
+        elif scorer.needs_key_scores:
+            made = self._key_scores(state, grid[..., :candidate_pages], eviction, group)
+        summaries: list[Summary] = []
+
+        def choose() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            found = []
+            for index, name in enumerate(state.layer_names):
+                candidates = self._candidates(
+                    name, grid[index], padding[index], candidate_pages, eviction, group
+                )
+                if scorer.needs_value_shares:
+                    mine = made[index][:, : candidates.valid.shape[1], 0]
+                    candidates = replace(candidates, value_shares=mine)
+                elif scorer.needs_key_scores:
+                    weights = self._window_weights(name)
+                    candidates = replace(candidates, key_scores=made[index], window_weights=weights)
+                if isinstance(scorer, WeightedScorer):
+                    summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
+                    raw = summaries[-1].scores
+                else:
+                    raw = checked(scorer.scores(candidates), candidates)
+                found.append(protect(raw, candidates.valid, eviction.protect_first))
+            scores = torch.stack(found)
+            shares = self._shares_of(eviction.policy)
+            of_heads = None if shares is None else shares[group.group_id]
+            allocator, caps = self.policies[eviction.policy].allocator, candidate_pages - padding
+            pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
+            return scores, pages, select_tokens(scores, pages, bs)
+
+        try:
+            scores, pages, columns = choose()
+            source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
+        except Exception as error:
+            if not replaceable(scorer):
+                raise
+            self._failures.note(self.policies[eviction.policy], error)
+            self.meter.failed()
+            size = candidate_pages, len(group.store), bs
+            scores, pages, columns = recent(padding, *size, eviction.protect_first)
+            source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
         for index, name in enumerate(state.layer_names):
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
             cache.layout.copy(cache.pages, *source, target_page)
-            if of_values is not None:
-                kept = columns[index], pages[index], target_page
-                self._keep_value_shares(name, of_values[index], *kept)
+            if made:
+                assert self.page_values is not None
+                self.page_values.keep(name, made[index], columns[index], pages[index], target_page)
             elif scorer.page_channels:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
@@ -285,8 +287,7 @@ class WorkerEviction:
     ) -> torch.Tensor:
         """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
 
-        Of a token of the store it is what :meth:`_keep_value_shares` wrote; all heads hold the
-        others.
+        Of a token of the store it is what :meth:`PageValues.keep` wrote; all heads hold the others.
         """
         assert self.page_values is not None
         stored, norms = [], []
@@ -298,22 +299,23 @@ class WorkerEviction:
         found = value_shares(torch.stack(norms).flatten(2), sum_of_ranks)
         return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
 
-    def _keep_value_shares(
-        self,
-        layer_name: str,
-        shares: torch.Tensor,
-        columns: torch.Tensor,
-        pages: torch.Tensor,
-        target_page: torch.Tensor,
-    ) -> None:
-        """Write the shares of a layer's survivors beside them."""
-        assert self.page_values is not None
-        values = self.page_values.layer(layer_name)
-        block_size = values.shape[1]
-        heads = torch.arange(len(pages), device=pages.device).repeat_interleave(
-            pages * block_size, output_size=columns.numel()
+    def _key_scores(
+        self, state: GroupState, grid: torch.Tensor, eviction: Eviction, group: GroupEviction
+    ) -> list[torch.Tensor]:
+        """What the probes say of every candidate of each layer [H, P * block_size, C]."""
+        assert self._probes is not None
+        new = group.tail_start - group.old_tail_start
+        positions = self._rows.positions(
+            eviction.request_id, group.old_tail_start, group.tail_start
         )
-        values[target_page, :, 0] = shares[heads, columns].view(-1, block_size)
+        on_device = async_tensor_h2d(positions, device=grid.device)
+        return self._probes.scores(
+            state, grid, grid.shape[-1] - new // state.timeline.block_size, on_device
+        )
+
+    def _window_weights(self, layer_name: str) -> torch.Tensor:
+        assert self._probes is not None
+        return self._probes.layers[layer_name].window
 
     def _weigh(
         self,
@@ -354,9 +356,10 @@ class WorkerEviction:
         columns = store_pages * bs + eviction.num_tokens - group.old_tail_start
         policy = self.policies[eviction.policy]
         queries = None
-        read = grid if policy.scorer.needs_keys else grid[:, :0]
+        recorded_window = policy.wants_window and eviction.ring is not None
+        read = grid if policy.scorer.needs_keys or recorded_window else grid[:, :0]
         keys = cache.sequences(cache.keys(read))[:, :columns]
-        if policy.needs_window:
+        if policy.needs_window or recorded_window:
             assert self.rings is not None and eviction.ring is not None
             recorded = window_queries(
                 self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, window
@@ -379,7 +382,7 @@ class WorkerEviction:
             num_candidates=candidate_pages * bs,
             scale=cache.scale,
             softcap=cache.softcap,
-            mean_of_ranks=mean_of_ranks,
+            mean_of_ranks=partial(mean_for, policy.scorer),
             keep=len(group.store) * bs,
             seed=self._seed(eviction),
             layer=crc32(layer_name.encode()),

@@ -1,6 +1,6 @@
 """The due evictions of a step in a few launches of the CUDA operations: the host never waits."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,9 +9,9 @@ import torch
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.cuda.allocate import batch_pages
+from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
-from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH, defensive_scores, keep_shares
+from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH, defensive_scores
 from vllm_kvevict.ops.cuda.limits import (
     BLOCK_SIZES,
     CHUNK,
@@ -20,7 +20,9 @@ from vllm_kvevict.ops.cuda.limits import (
     MOST_LAYERS,
     rows_at_once,
 )
+from vllm_kvevict.ops.cuda.page_values import keep_page_values
 from vllm_kvevict.ops.cuda.pages import STAGING_BYTES, compact
+from vllm_kvevict.ops.cuda.probe import probe_scores
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
@@ -28,13 +30,20 @@ from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
 from vllm_kvevict.policies.defensive import Defensive
+from vllm_kvevict.policies.probe import Probe
 from vllm_kvevict.policies.snapkv import SnapKV
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.worker.fused_probes import GroupProbes
+from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.ranks import sum_of_ranks
 
 if TYPE_CHECKING:
     from vllm_kvevict.cache.layer_cache import LayerCache
+
+
+HeadShares = Mapping[int, torch.Tensor]
+"""[L, H] float64 shares of the heads of every group, by group id."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +54,11 @@ class _Group:
     scales: list[float]
     softcap: float
     kept: list[torch.Tensor]
+    probes: GroupProbes | None
 
 
 class FusedEvictions:
-    """Evictions of policies that score by the window's attention: SnapKV, PyramidKV, defensive.
+    """Evictions of policies that score by the window's attention, or by probes of the keys.
 
     Scores, allocation, selection and compaction take one launch each for all layers of a group
     and as many due requests as fit its workspace.
@@ -57,10 +67,11 @@ class FusedEvictions:
         policies: Scorer and allocator of every policy that an eviction may name.
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
-        rings: Observation rings.
+        rings: Observation rings, or None where no policy reads queries.
         page_values: Numbers beside the cached tokens, or None where no policy needs them.
         longest: Longest sequence in tokens. Requests share a launch while each, counted as long
             as the longest of them, adds up to no more.
+        probes: The model's, or None where no policy reads them.
 
     Raises:
         ValueError: What :func:`obstacle` says.
@@ -72,9 +83,10 @@ class FusedEvictions:
         policies: Mapping[str, Policy],
         states: Mapping[int, GroupState],
         caches: "Mapping[str, LayerCache]",
-        rings: ObservationRings,
+        rings: ObservationRings | None,
         page_values: PageValues | None,
         longest: int,
+        probes: Probes | None = None,
     ) -> None:
         problem = obstacle(states, caches, rings)
         if problem is not None:
@@ -82,49 +94,69 @@ class FusedEvictions:
         self._policies = policies
         self._longest = longest
         self._groups = {
-            id_: _group(state, caches, rings, page_values) for id_, state in states.items()
+            id_: _group(state, caches, rings, page_values, probes, longest)
+            for id_, state in states.items()
         }
 
     def takes(self, policy: str) -> bool:
         """Whether the kernels know a policy's scores."""
-        scorer = self._policies[policy].scorer
-        if isinstance(scorer, Defensive):
-            kept = [one for group in self._groups.values() for one in group.kept]
-            return (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH) and bool(kept)
+        scorer, groups = self._policies[policy].scorer, self._groups.values()
+        if isinstance(scorer, Defensive | Probe):
+            known = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
+            needed = [one.probes if isinstance(scorer, Probe) else one.kept for one in groups]
+            return known and all(needed)
         return isinstance(scorer, SnapKV)
 
     def run(
-        self, policy: str, evictions: Sequence[Eviction], rows: Iterable[int]
+        self,
+        policy: str,
+        evictions: Sequence[Eviction],
+        rows: Iterable[int],
+        shares: HeadShares | None = None,
     ) -> list[torch.Tensor]:
         """Run evictions under one policy, each of another request, in the row given for it.
+
+        Args:
+            policy: One that it takes.
+            evictions: Due ones.
+            rows: Of the state tables.
+            shares: What heads keep, where the policy follows measured shares.
 
         Returns:
             [L, H] int32 pages that every head kept of one of the requests, of each group.
 
         """
-        by_group: dict[int, list[Due]] = {}
+        by_group: dict[tuple[int, bool], list[Due]] = {}
         for eviction, row in zip(evictions, rows, strict=True):
             for group in eviction.groups:
-                by_group.setdefault(group.group_id, []).append(_due(eviction, group, int(row)))
-        kept: list[torch.Tensor] = []
-        for group_id, due in by_group.items():
+                key = group.group_id, eviction.ring is not None
+                by_group.setdefault(key, []).append(_due(eviction, group, int(row)))
+        kept: dict[int, torch.Tensor] = {}
+        for (group_id, recorded), due in by_group.items():
             due.sort(key=lambda one: one.in_place)
             scored, where = self._policies[policy], self._groups[group_id]
-            parts = launches(due, self._longest)
-            pages = [self._launch(scored, where, part) for part in parts]
-            kept.append(pages[0][0])
-        return kept
+            of_heads = None if shares is None else shares[group_id]
+            for part in launches(due, self._longest):
+                pages = self._launch(scored, where, part, of_heads, recorded)
+                kept.setdefault(group_id, pages[0])
+        return list(kept.values())
 
-    def warm_up(self) -> None:
+    def warm_up(self, shares_of: Callable[[str], HeadShares | None]) -> None:
         """Load every kernel that serves a policy, and its memory; nothing of it stays.
 
         CUDA loads a kernel at its first launch, which may wait for the device. Blocks 1 to 3 of the
         pool are used, so there must be no request; nothing is loaded where it has fewer.
+
+        Args:
+            shares_of: The shares that :meth:`run` gets for a policy.
+
         """
         for name, policy in self._policies.items():
             if not self.takes(name):
                 continue
-            for group in self._groups.values():
+            shares = shares_of(name)
+            for group_id, group in self._groups.items():
+                of_heads = None if shares is None else shares[group_id]
                 if len(group.caches[0]) < 4:
                     continue
                 timeline = group.state.timeline
@@ -133,37 +165,53 @@ class FusedEvictions:
                 blocks = [1 + index % 2 for index in range(blocks_for(end, timeline.block_size))]
                 for store, in_place in (([3], False), ([1], True)):
                     one = Due(0, 0, end, 0, tokens, 0, blocks, store, in_place=in_place)
-                    self._launch(policy, group, [one])
+                    self._launch(policy, group, [one], of_heads, bool(group.rings))
                 group.state.clear([0])
 
-    def _launch(self, policy: Policy, group: _Group, due: Sequence[Due]) -> torch.Tensor:
+    def _launch(
+        self,
+        policy: Policy,
+        group: _Group,
+        due: Sequence[Due],
+        of_heads: torch.Tensor | None,
+        recorded: bool,
+    ) -> torch.Tensor:
         """[E, L, H] int32 pages that every head kept."""
         state, scorer = group.state, policy.scorer
-        assert isinstance(scorer, SnapKV | Defensive)
-        bs, window, split = state.timeline.block_size, state.timeline.window, state.head_indptr
+        bs, split = state.timeline.block_size, state.head_indptr
         layers = WindowLayers(
             group.caches, group.rings, group.scales, split, state.stores, group.softcap
         )
         batch = EvictionBatch.build(
-            due, len(group.caches), state.num_heads, bs, window, split.device
+            due, len(group.caches), state.num_heads, bs, state.timeline.window, split.device
         )
-        shares = None
-        if isinstance(scorer, Defensive):
+        # What is kept of each candidate beside the cache [C, candidates].
+        made = None
+        if isinstance(scorer, Probe):
+            assert group.probes is not None
+            probes = group.probes.layers(group.caches, group.kept, split, state.stores)
+            window = layers if recorded and scorer.wants_window else None
+            scores, made = probe_scores(batch, probes, window, sum_of_ranks)
+        elif isinstance(scorer, Defensive):
             scores, shares = defensive_scores(batch, layers, group.kept, sum_of_ranks)
+            made = shares[None]
         else:
+            assert isinstance(scorer, SnapKV)
             scores = window_scores(batch, layers, scorer.kernel, scorer.kind)
         rows = candidate_rows(batch, split)
         # One head takes all pages of its layer.
         if isinstance(policy.allocator, Adaptive) and state.num_heads > 1:
             pages = batch_pages(batch, scores, rows, policy.allocator.floor)
+        elif of_heads is not None and state.num_heads > 1:
+            pages = batch_shared_pages(batch, of_heads, rows)
         else:
             equal = rows.store_blocks.view(len(due), -1, 1)
             pages = equal.expand(-1, -1, state.num_heads).contiguous()
         columns = batch_columns(batch, scores, pages, rows)
         del scores
         compact(group.caches, columns, pages, batch, split, state.stores)
-        if shares is not None:
-            keep_shares(group.kept, shares, columns, pages, batch, split, state.stores)
+        if made is not None:
+            keep_page_values(group.kept, made, columns, pages, batch, split, state.stores)
         entered = [(one.row, one.tail_start, len(one.store)) for one in due]
         state.record_all(entered, batch.rows, batch.tail_starts, batch.store, pages)
         return pages
@@ -172,13 +220,14 @@ class FusedEvictions:
 def obstacle(
     states: Mapping[int, GroupState],
     caches: "Mapping[str, LayerCache]",
-    rings: ObservationRings,
+    rings: ObservationRings | None,
 ) -> str | None:
     """Why the kernels cannot serve these layers, in one sentence; None where they can."""
     for state in states.values():
         names = state.layer_names
-        ring = rings.layer(names[0])
         stored = {caches[name].stored.dtype for name in names}
+        sizes = {caches[name].layout.keys.shape[-1] for name in names}
+        dtype = next(iter(stored)) if rings is None else rings.layer(names[0]).dtype
         found = {
             f"{len(names)} layers in a group, and not up to {MOST_LAYERS}": (
                 len(names) > MOST_LAYERS
@@ -186,13 +235,13 @@ def obstacle(
             f"blocks of {state.timeline.block_size} tokens, and not {BLOCK_SIZES}": (
                 state.timeline.block_size not in BLOCK_SIZES
             ),
-            f"head size {ring.shape[-1]}, and not {HEAD_SIZES}": ring.shape[-1] not in HEAD_SIZES,
-            f"{ring.dtype}, and not float16, bfloat16 or float32": ring.dtype not in DTYPES,
+            f"head size {min(sizes)}, and not {HEAD_SIZES}": min(sizes) not in HEAD_SIZES,
+            f"{dtype}, and not float16, bfloat16 or float32": dtype not in {*DTYPES, FP8},
             "a KV cache neither FP8 nor of the model's dtype in every layer": (
-                len(stored) > 1 or not stored <= {ring.dtype, FP8}
+                len(stored) > 1 or not stored <= {dtype, FP8}
             ),
             "values of another size than keys": (
-                any(caches[name].layout.values.shape[-1] != ring.shape[-1] for name in names)
+                sizes != {caches[name].layout.values.shape[-1] for name in names}
             ),
             "attention sinks": any(caches[name].sinks is not None for name in names),
             "logit soft caps that differ between layers": (
@@ -212,7 +261,7 @@ def workspace_bytes(
     block_size: int,
     longest: int,
     slot_bytes: int,
-    value_shares: bool = False,
+    made: int = 0,
 ) -> int:
     """Most bytes that a launch works in.
 
@@ -221,22 +270,22 @@ def workspace_bytes(
     Args:
         layers: Evictable layers on this rank.
         heads: KV heads on this rank.
-        query_rows: Query heads of a KV head, times the window.
+        query_rows: Query heads of a KV head, times the window; 0 where no policy reads queries.
         block_size: Tokens in a page.
         longest: Longest sequence in tokens.
         slot_bytes: Bytes of a cached token of a head: key, value, and scales if any.
-        value_shares: Whether a policy weighs tokens by their values.
+        made: Numbers that a policy makes of each token, to keep them beside the cache.
 
     """
     groups = blocks_for(query_rows, min(map(rows_at_once, HEAD_SIZES)))
     scores_and_sort = 4 * groups + 4 + 2 * 4 + blocks_for(8, block_size)
     kept_columns = 4
     lse = 4 * query_rows * (1 + 2 * blocks_for(longest, CHUNK))
-    # A norm for each candidate, a sum for each token, a mean for each head; then the shares.
-    norms = value_shares * 4 * layers * (longest * (heads + 1) + heads)
+    # A norm for each candidate, a sum for each token, a mean for each head; then what is kept.
+    norms = (made > 0) * 4 * layers * (longest * (heads + 1) + heads)
     scoring = layers * heads * (longest * scores_and_sort + lse) + norms
     moving = max(STAGING_BYTES, heads * longest * slot_bytes)
-    kept = layers * heads * longest * (kept_columns + value_shares * 4)
+    kept = layers * heads * longest * (kept_columns + made * 4)
     return kept + max(scoring, moving)
 
 
@@ -256,8 +305,10 @@ def launches(due: Sequence[Due], longest: int) -> Iterator[list[Due]]:
 def _group(
     state: GroupState,
     caches: "Mapping[str, LayerCache]",
-    rings: ObservationRings,
+    rings: ObservationRings | None,
     page_values: PageValues | None,
+    probes: Probes | None,
+    longest: int,
 ) -> _Group:
     names = state.layer_names
     kept = [page_values.layer(name) for name in names] if page_values is not None else []
@@ -265,14 +316,16 @@ def _group(
     return _Group(
         state=state,
         caches=[
-            caches[name].stored.view(*shape, 2 * rings.layer(name).shape[-1]) for name in names
+            caches[name].stored.view(*shape, 2 * caches[name].layout.keys.shape[-1])
+            for name in names
         ],
-        rings=[rings.layer(name) for name in names],
+        rings=[] if rings is None else [rings.layer(name) for name in names],
         scales=[
             caches[name].scale * caches[name].query_scale * caches[name].key_scale for name in names
         ],
         softcap=caches[names[0]].softcap,
-        kept=[layer.squeeze(-1) for layer in kept if layer.shape[-1] == 1],
+        kept=kept,
+        probes=None if probes is None else GroupProbes.of(probes, caches, names, longest),
     )
 
 

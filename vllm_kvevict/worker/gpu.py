@@ -16,15 +16,16 @@ from vllm_kvevict.attention.warm_up import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
-from vllm_kvevict.policies.needs import page_channels
 from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.policies.requirements import page_channels
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
+from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.tables import table_bytes
 
 logger = init_logger("vllm.kv_eviction.worker")
@@ -67,17 +68,19 @@ class EvictingWorker(EvictionWorkerMixin):
         return available - tables - self._workspace_bytes() - scratch.op_bytes
 
     def _workspace_bytes(self) -> int:
-        if self._rings is None or not extension.is_built():
+        made = page_channels(self.eviction_config)
+        if (self._rings is None and not made) or not extension.is_built():
             return 0
         impl, spec = self._layer(self._evictable_layers[0]).impl, self._evictable_specs[0]
+        rows = impl.num_heads // impl.num_kv_heads * self.eviction_config.window
         return workspace_bytes(
             layers=len(self._evictable_layers),
             heads=impl.num_kv_heads,
-            query_rows=impl.num_heads // impl.num_kv_heads * self.eviction_config.window,
+            query_rows=rows if self._rings is not None else 0,
             block_size=spec.block_size,
             longest=self.model_config.max_model_len,
             slot_bytes=spec.page_size_bytes // (spec.num_kv_heads * spec.block_size),
-            value_shares=page_channels(self.eviction_config) > 0,
+            made=made,
         )
 
     def _fused(
@@ -85,16 +88,20 @@ class EvictingWorker(EvictionWorkerMixin):
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
         values: PageValues | None,
+        probes: Probes | None,
     ) -> FusedEvictions | None:
-        if self._rings is None:
+        if self._rings is None and probes is None:
             return None
         problem = extension.obstacle() or obstacle(states, caches, self._rings)
         if problem is not None:
-            logger.warning("KV eviction runs its PyTorch operations, which are slower: %s", problem)
+            # One line a machine, not one a rank.
+            logger.warning_once(
+                "KV eviction runs its PyTorch operations, which are slower: %s", problem
+            )
             return None
         longest = self.model_config.max_model_len
         policies = build_policies(self.eviction_config)
-        fused = FusedEvictions(policies, states, caches, self._rings, values, longest)
+        fused = FusedEvictions(policies, states, caches, self._rings, values, longest, probes)
         logger.info(
             "KV eviction runs CUDA kernels for %s; at most %d bytes of workspace on this rank",
             ", ".join(filter(fused.takes, policies)) or "none of the policies",

@@ -45,7 +45,7 @@ class EvictionMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._evictions = 0
+        self._evictions = self._failed = 0
         self._sampled: list[torch.Tensor] | None = None
         self._pending: deque[tuple[Callable[[], float | None], int, list[torch.Tensor]]] = deque()
 
@@ -57,6 +57,10 @@ class EvictionMeter:
         stop = _device_watch() if self._cuda else _host_watch()
         yield
         self._pending.append((stop(), count, self._sampled or []))
+
+    def failed(self) -> None:
+        """Count a failure of a policy, once per KV-cache group."""
+        self._failed += 1
 
     def pages(self, pages: torch.Tensor) -> None:
         """Look at the split of one group's eviction, [L, H] int, if it is one of the sample."""
@@ -80,7 +84,10 @@ class EvictionMeter:
             # Groups of one eviction, and evictions of one launch, count as one: their mean.
             if sampled:
                 spreads.append(sum(map(float, sampled)) / len(sampled))
-        return {"seconds": seconds, "head_spread": spreads} if seconds else None
+        if not seconds:
+            return None
+        failed, self._failed = [1.0] * self._failed, 0
+        return {"seconds": seconds, "head_spread": spreads} | ({"failed": failed} if failed else {})
 
 
 def _host_watch() -> Callable[[], Callable[[], float | None]]:

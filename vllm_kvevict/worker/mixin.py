@@ -22,20 +22,23 @@ from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
+from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.engine.registration import register_spec
-from vllm_kvevict.engine.spec import EvictableAttentionSpec, is_evictable
-from vllm_kvevict.policies.needs import page_channels, ring_slots
+from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.policies.requirements import page_channels, ring_slots
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import beside_page_values, evictable_layers
 from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.shares import LayerShares
+from vllm_kvevict.settings.probe_weights import read
+from vllm_kvevict.settings.profile import Profile
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.head_shares import by_group
 from vllm_kvevict.worker.meter import attach
+from vllm_kvevict.worker.probes import LayerProbe, Probes
 from vllm_kvevict.worker.ranks import first_head
+from vllm_kvevict.worker.rotary import Rotary, find
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
 
 logger = init_logger("vllm.kv_eviction.worker")
@@ -102,7 +105,7 @@ class EvictionWorkerMixin(Worker, ABC):
                 raise ValueError(
                     "KV eviction cannot give this model's layers budgets of their own, because "
                     f"{len(evictable)} of them evict and its configuration counts {expected}; "
-                    "serve it without --kv-eviction-layers, pyramidkv and ada-pyramid."
+                    "serve it without --kv-eviction-profile, pyramidkv and ada-pyramid."
                 )
         block_size = specs[by_depth[0]].block_size
         timelines = self.eviction_config.timelines(block_size, len(by_depth))
@@ -171,6 +174,7 @@ class EvictionWorkerMixin(Worker, ABC):
                 heads[name] = spec.num_kv_heads
         channels = page_channels(self.eviction_config)
         values = PageValues(caches, heads, channels) if channels else None
+        probes = self._probes(states, caches, values)
         self.kv_eviction = WorkerEviction(
             build_policies(self.eviction_config),
             states,
@@ -178,8 +182,9 @@ class EvictionWorkerMixin(Worker, ABC):
             self._rings,
             values,
             self._rows(),
-            self._fused(states, caches, values),
+            self._fused(states, caches, values, probes),
             self._head_shares(states),
+            probes,
         )
         self._bind(self.kv_eviction)
         logger.info(
@@ -195,19 +200,76 @@ class EvictionWorkerMixin(Worker, ABC):
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
         values: PageValues | None,
+        probes: Probes | None,
     ) -> FusedEvictions | None:
         """What runs evictions in the place of the PyTorch operations, where there is something."""
         return None
 
     def _head_shares(self, states: dict[int, GroupState]) -> dict[int, torch.Tensor] | None:
         """Measured shares of this rank's heads, where there are any."""
-        shares = self.eviction_config.layers
-        if not isinstance(shares, LayerShares) or shares.heads is None:
+        shares = self.eviction_config.profile
+        if not isinstance(shares, Profile) or shares.heads is None:
             return None
         by_depth = sorted(self._evictable_layers, key=extract_layer_index)
         first = first_head(next(iter(states.values())).num_heads)
         ranks = self.parallel_config.tensor_parallel_size
         return by_group(shares.heads, by_depth, states, first, ranks)
+
+    def _probes(
+        self,
+        states: dict[int, GroupState],
+        caches: dict[str, LayerCache],
+        values: PageValues | None,
+    ) -> Probes | None:
+        """The probes of the model's profile, where a policy reads them.
+
+        Raises:
+            ValueError: In one sentence, why this rank cannot.
+
+        """
+        scorers = [policy.scorer for policy in build_policies(self.eviction_config).values()]
+        channels = [one.page_channels for one in scorers if one.needs_key_scores]
+        if not channels:
+            return None
+        if self.use_v2_model_runner and self.model_config.uses_mrope:
+            raise ValueError(
+                "KV eviction: the policy probe does not know the positions of images (M-RoPE) "
+                "under vLLM's model runner V2: serve this model under ada-defensive."
+            )
+        profile = self.eviction_config.profile
+        assert isinstance(profile, Profile) and profile.probe is not None and values is not None
+        weights = read(profile.probe, profile.model)
+        by_depth = sorted(self._evictable_layers, key=extract_layer_index)
+        heads = next(iter(states.values())).num_heads
+        copies = self.parallel_config.tensor_parallel_size * heads // profile.model.kv_heads
+        first = first_head(heads)
+        mine = [(first + head) // copies for head in range(heads)]
+        found = {}
+        for depth, name in enumerate(by_depth):
+            size = self._layer(name).head_size
+            if weights.head_size != size:
+                raise ValueError(
+                    f"KV eviction: --kv-eviction-profile: its probes are for keys of "
+                    f"{weights.head_size} dimensions, and those of layer {name} have {size}."
+                )
+            rotated = weights.rotated is None or weights.rotated[depth]
+            rotary = self._rotary(name) if rotated else None
+            found[name] = LayerProbe.of(weights, depth, mine, max(channels), rotary, self.device)
+        return Probes(found, caches, values)
+
+    def _rotary(self, name: str) -> Rotary | None:
+        """What rotates a layer's keys; None for nothing."""
+        try:
+            rotary = find(self.model_runner.get_model(), self._layer(name))
+            if rotary is None or rotary.is_exact(self.model_config.max_model_len, self.device):
+                return rotary
+            problem = f"{type(rotary.module).__name__} does not turn pairs of dimensions"
+        except ValueError as error:
+            problem = str(error)
+        raise ValueError(
+            f"KV eviction: the policy probe cannot take the rotation out of the keys of layer "
+            f"{name}, because {problem}: serve this model under ada-defensive."
+        )
 
     def _rows(self) -> RunnerRows:
         if self.use_v2_model_runner:

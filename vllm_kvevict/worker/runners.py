@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -27,6 +28,9 @@ class RunnerRows(Protocol):
 
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
         """[R] int64 rows of the batch under way, in batch order."""
+
+    def positions(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+        """[N] or [3, N] int64: what the model's rotary module is given for tokens of a request."""
 
 
 class RowsV1:
@@ -60,6 +64,16 @@ class RowsV1:
     def rows(self, request_ids: Iterable[str]) -> np.ndarray:
         return np.fromiter(map(self._row.__getitem__, request_ids), dtype=np.int64)
 
+    def positions(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+        index = torch.arange(start, stop, device="cpu")
+        request = self._runner.requests[request_id]
+        if request.mrope_positions is None:
+            return index
+        prompt = request.mrope_positions.shape[1]
+        told = request.mrope_positions[:, start : min(stop, prompt)].cpu()
+        later = index[max(0, prompt - start) :] + (request.mrope_position_delta or 0)
+        return torch.cat([told, later.expand(len(told), -1)], dim=1)
+
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
         request_ids = self._runner.input_batch.req_ids
         rows = itemgetter(*request_ids)(self._row)
@@ -92,6 +106,9 @@ class RowsV2:
 
     def rows(self, request_ids: Iterable[str]) -> np.ndarray:
         return np.fromiter(map(self._index.__getitem__, request_ids), dtype=np.int64)
+
+    def positions(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+        return torch.arange(start, stop, device="cpu")
 
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
         assert self._batch is not None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.attention.scratch import Scratch
-    from vllm_kvevict.engine.spec import EvictableAttentionSpec
+    from vllm_kvevict.cache.spec import EvictableAttentionSpec
 
 
 def table_bytes(

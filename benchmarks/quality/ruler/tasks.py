@@ -1,13 +1,15 @@
-"""RULER's tasks by name, and samples of a length in tokens."""
+"""RULER's tasks by name, and two of our own; samples of a length in tokens."""
 
 import random
 from collections.abc import Callable
 
 from benchmarks.quality.ruler.counting import common_words, frequent_words
+from benchmarks.quality.ruler.facts import fact
 from benchmarks.quality.ruler.needles import needles
 from benchmarks.quality.ruler.questions import question
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tracking import tracking
+from benchmarks.quality.ruler.unseen import unseen
 
 Make = Callable[[random.Random, str, int], RulerSample]
 
@@ -25,6 +27,8 @@ MAKE: dict[str, Make] = {
     "cwe": common_words,
     "fwe": frequent_words,
     "qa": question,
+    "facts": fact,
+    "unseen": unseen,
 }
 TASKS = tuple(MAKE)
 

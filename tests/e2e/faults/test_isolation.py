@@ -22,7 +22,7 @@ TENANTS = [
     asks(budget=64), asks(budget=256), asks("none"), asks("streaming-llm", budget=96),
     asks("nacl", budget="30%", interval=64), asks(at=300, interval=0),
 ]  # fmt: skip
-QUESTIONS = [PREFIX, PREFIX + random_prompt(20, seed=41), PREFIX + random_prompt(90, seed=42)]
+QUESTIONS = [PREFIX, PREFIX + random_prompt(20, seed=41), PREFIX + random_prompt(90, seed=43)]
 LOAD = [(prompt, asked) for prompt in QUESTIONS for asked in TENANTS]
 OPTIONS = dict(max_model_len=2048, max_num_batched_tokens=512)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
+from tests.hardware import FP8_CACHE
 from vllm_kvevict.attention.cpu import EvictingCPUImpl
 from vllm_kvevict.attention.per_head import PerHeadBatch
 
@@ -38,7 +39,7 @@ def reference(query, keys, values, scale, softcap, sinks):
     ids=["float32", "bfloat16"],
 )
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 3], [40]])
-@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=FP8_CACHE)], ids=["", "fp8"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_uneven_heads(dtype, tolerance, softcap, counts, fp8, sinks):
     torch.manual_seed(0)

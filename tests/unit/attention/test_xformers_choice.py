@@ -106,6 +106,7 @@ def test_a_layer_with_attention_sinks():
 def test_memory_of_the_op_is_left_free(monkeypatch):
     monkeypatch.setattr(EvictionWorkerMixin, "determine_available_memory", lambda self: 10**9)
     monkeypatch.setattr(gpu_worker, "table_bytes", lambda *arguments: 0)
+    monkeypatch.setattr(gpu_worker.EvictingWorker, "_workspace_bytes", lambda self: 0)
     one = worker(soft_cap=0.0)
     one.vllm_config = None
     assert one.determine_available_memory() == 10**9

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from tests.hardware import FP8_CACHE
 from tests.unit.cache.test_page_layout import write_cache
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.worker.cpu import measure_layout
 
 
+@FP8_CACHE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_fp8_cache_through_vllms_kernel(dtype):
     blocks, heads, block_size, size = 3, 2, 32, 64

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.hardware import AMX
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.worker.cpu import measure_layout
 
@@ -19,7 +20,7 @@ def write_cache(keys, values, cache, isa, **quantisation):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+@pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=AMX)])
 @pytest.mark.parametrize(("block_size", "size"), [(32, 32), (64, 128), (128, 64)])
 def test_keys_and_copies_through_vllms_kernel(dtype, block_size, size, isa):
     if isa == "amx" and dtype == torch.float32:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvevict.calibrate import rank
-from vllm_kvevict.settings.shares import LayerShares, ModelIdentity
+from vllm_kvevict.settings.profile import ModelIdentity, Profile
 
 
 @given(seed=st.integers(0, 99), tokens=st.integers(2, 12))
@@ -32,7 +32,7 @@ def test_every_prompt_counts_as_much():
 
 def test_what_is_rounded_is_still_a_file_of_shares():
     shares = rank.mean_shares([torch.randint(1, 50, (61, 7))])
-    LayerShares(
+    Profile(
         model=ModelIdentity(architecture="any", layers=61, kv_heads=7, config="any"),
         policy="snapkv",
         budget=256,

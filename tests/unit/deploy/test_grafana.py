@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 from benchmarks.server import free_port
 from vllm_kvevict.metrics import prometheus
@@ -32,16 +33,27 @@ FOLDER = ROOT / "deploy" / "grafana"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())
-RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+RECORDED = [rule for group in ALERTS["groups"] for rule in group["rules"] if "record" in rule]
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"] if "alert" in rule]
 VARIABLES = [v["definition"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 SCRAPED = {"instance", "job"}
 """Labels that Prometheus adds to what it scrapes."""
 
 
+TESTS = ["alerts_test.yml", "objectives_test.yml"]
+
+
+def found(program: str) -> str | None:
+    """Of the PATH, or what packaging/setup_prometheus.sh unpacked."""
+    own = ROOT / ".cache" / "prometheus" / "usr" / "bin" / program
+    return str(own) if own.is_file() else shutil.which(program)
+
+
 def needs(program: str) -> Any:
     return pytest.mark.skipif(
-        shutil.which(program) is None, reason=f"{program} is not installed (Debian: prometheus)"
+        found(program) is None,
+        reason=f"{program} is not here; packaging/setup_prometheus.sh unpacks Debian's",
     )
 
 
@@ -57,13 +69,16 @@ def work(manager: StatLoggerManager) -> None:
     report = Report(
         {"ada-snapkv": [1, 2]}, tokens_evicted=9, blocks_freed=9, store_blocks_allocated=3,
         postponed_ring=1, prefix_hits_capped=1, kept_share=[0.3], seconds=[0.02], head_spread=[1.4],
-        blocks_saved=6,
+        blocks_saved=6, requests_whole=1, requests_evicted=2,
     )  # fmt: skip
     stats = SchedulerStats(1, 1, kv_cache_usage=0.5, kv_connector_stats={KEY: vars(report)})
     stats.prefix_cache_stats.requests = stats.prefix_cache_stats.queries = 4
     iteration = IterationStats()
     iteration.num_generation_tokens = 5
     iteration.time_to_first_tokens_iter, iteration.inter_token_latencies_iter = [0.1], [0.02]
+    iteration.finished_requests = [
+        FinishedRequestStats(finish_reason=FinishReason.STOP, num_prompt_tokens=900)
+    ]
     manager.record(stats, iteration)
 
 
@@ -84,7 +99,8 @@ def asked(expression: str) -> Iterator[tuple[str, set[str]]]:
 def test_metrics_and_labels_exist(manager):
     work(manager)
     names, grouped = published(), 0
-    for expression in [*QUERIES, *VARIABLES, *(rule["expr"] for rule in RULES)]:
+    rules = [rule["expr"] for rule in (*RECORDED, *RULES)]
+    for expression in [*QUERIES, *VARIABLES, *rules]:
         metrics = list(asked(expression))
         assert metrics, expression
         for name, labels in metrics:
@@ -102,7 +118,7 @@ def test_every_metric_of_ours_is_shown_and_documented(manager):
     table = (ROOT / "docs" / "metrics.md").read_text()
     shown = " ".join(QUERIES)
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in ours}
-    assert len(families) == 24
+    assert len(families) == 27
     for family in families:
         assert family in shown, f"no panel shows {family}"
         assert f"`{family}`" in table, f"docs/metrics.md leaves out {family}"
@@ -122,15 +138,33 @@ def test_panels_lie_side_by_side():
         assert panel["description"] and panel["datasource"]["uid"] == "${datasource}"
 
 
+def test_alerts_name_records_and_lead_to_the_runbook():
+    names = {rule["record"] for rule in RECORDED}
+    used = {name for rule in RULES for name in re.findall(r"\bmodel:[\w:]+", rule["expr"])}
+    assert used == names
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(rule["alert"] for rule in RULES)
+    for rule in RULES:
+        page, anchor = rule["annotations"]["runbook_url"].split("#")
+        assert page.endswith("/runbook.md") and anchor == rule["alert"].lower()
+
+
+def test_every_alert_has_a_test_that_it_fires():
+    fires = set()
+    for file in TESTS:
+        for scenario in yaml.safe_load((FOLDER / file).read_text())["tests"]:
+            asked = scenario["alert_rule_test"]
+            fires |= {case["alertname"] for case in asked if case["exp_alerts"]}
+    assert fires == {rule["alert"] for rule in RULES}
+
+
 @needs("promtool")
 def test_alerts_fire_when_they_should():
-    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", *TESTS]):
         done = subprocess.run(
-            ["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=60
+            [found("promtool"), *command], cwd=FOLDER, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    tested = (FOLDER / "alerts_test.yml").read_text()
-    assert all(f"alertname: {rule['alert']}" in tested for rule in RULES)
 
 
 class Metrics(BaseHTTPRequestHandler):
@@ -155,7 +189,7 @@ def test_prometheus_answers_every_query(manager, tmp_path):
     target = {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{metrics}"]}]}
     config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [target]}))
     process = subprocess.Popen(
-        ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}",
+        [found("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}",
          f"--web.listen-address=127.0.0.1:{port}"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
@@ -186,7 +220,7 @@ def test_prometheus_answers_every_query(manager, tmp_path):
             result = ask(expression)
             assert result, f"no answer to {expression}"
             assert all(point["value"][1] != "NaN" for point in result), expression
-        for rule in RULES:
+        for rule in (*RECORDED, *RULES):
             ask(rule["expr"])
     finally:
         process.terminate()

@@ -25,9 +25,16 @@ RAY = sorted((DEPLOY / "ray").glob("*.yaml"))
 
 def test_the_image_is_of_a_supported_vllm():
     text = (DEPLOY / "Dockerfile").read_text()
-    (version,) = re.findall(r"vllm/vllm-openai:v([\d.]+)", text)
+    (version,) = re.findall(r"^ARG VLLM_IMAGE=vllm/vllm-openai:v([\d.]+)$", text, re.MULTILINE)
     assert check_vllm(version) is None
     assert "ENTRYPOINT" not in text and "CMD" not in text
+    # A digest goes where the tag is: the name is an argument, and both stages take it.
+    assert text.count("FROM ${VLLM_IMAGE}") == 2 and "@sha256:" in text
+
+
+def test_the_image_runs_as_somebody():
+    (user,) = re.findall(r"^USER (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert int(user.split(":")[0]) > 0
 
 
 def test_what_the_image_copies_is_enough_for_a_wheel(tmp_path):
@@ -62,25 +69,18 @@ def test_what_the_image_copies_is_enough_for_a_wheel(tmp_path):
     assert ours <= set(names)
 
 
-def test_helm_values_give_vllm_flags_that_it_takes(parser):
-    values = yaml.safe_load((DEPLOY / "helm" / "values.yaml").read_text())
-    for model in values["servingEngineSpec"]["modelSpec"]:
-        # What the chart puts behind `vllm serve`, in its order.
-        config = model["vllmConfig"]
-        argv = [model["modelURL"], "--host", "0.0.0.0", "--port", "8000"]
-        argv += ["--enable-prefix-caching", "--max-model-len", str(config["maxModelLen"])]
-        argv += ["--gpu_memory_utilization", str(config["gpuMemoryUtilization"])]
-        assert all(isinstance(word, str) for word in config["extraArgs"])
-        args = parser.parse_args(["serve", *argv, *config["extraArgs"]][1:])
-        from vllm_kvevict.front.plugin import fold_flags
-
-        folded = fold_flags(args).additional_config[KEY]
-        assert EvictionConfig.parse(folded).policy == "ada-snapkv" and folded["budget"] == 1024
-        assert not model["lmcacheConfig"]["enabled"]
-
-
 def settings(file: Path) -> dict[str, Any]:
     return yaml.safe_load(file.read_text())
+
+
+@pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
+def test_ray_replicas_finish_their_streams(file):
+    """Replicas with a model, and those in front of them."""
+    for application in settings(file)["applications"]:
+        args = application["args"]
+        models = [model["deployment_config"] for model in args["llm_configs"]]
+        for deployment in (*models, args["ingress_deployment_config"]):
+            assert deployment["graceful_shutdown_timeout_s"] >= 120
 
 
 @pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
@@ -89,13 +89,14 @@ def test_ray_files_ask_for_eviction_that_is_valid(file):
         assert application["import_path"] == "vllm_kvevict.ray_serve:app"
         for model in application["args"]["llm_configs"]:
             asked = model["engine_kwargs"]["additional_config"][KEY]
-            assert EvictionConfig.parse(asked).policy == "ada-snapkv"
+            assert EvictionConfig.parse(asked).policy == "ada-defensive"
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
 @pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
 def test_ray_takes_the_files(file):
     """Ray's own schema, and the application that it would deploy; no cluster is started."""
+    from ray.serve import Application
     from ray.serve.llm import LLMServingArgs
     from ray.serve.schema import ServeDeploySchema
 
@@ -104,7 +105,14 @@ def test_ray_takes_the_files(file):
     (application,) = ServeDeploySchema.model_validate(settings(file)).applications
     serving = LLMServingArgs.model_validate(application.args)
     built = app(application.args)
-    assert built is not None
+    deployments = [built._bound_deployment]
+    for deployment in deployments:
+        inner = [*deployment.init_args, *deployment.init_kwargs.values()]
+        values = [v for one in inner for v in (one.values() if isinstance(one, dict) else [one])]
+        values = [v for one in values for v in (one if isinstance(one, list) else [one])]
+        deployments += [v._bound_deployment for v in values if isinstance(v, Application)]
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 120, deployment.name
+    assert len(deployments) == 2
     assert EvictingLLMServer.__mro__[1].__name__ == "LLMServer"
     engine = serving.llm_configs[0].get_engine_config()
     workers = engine.tensor_parallel_degree * engine.pipeline_parallel_degree

@@ -12,8 +12,6 @@ from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 
 from vllm_kvevict.front.admission import check_request, install, refuse_session
-from vllm_kvevict.front.preparation import fill_in_tokens
-from vllm_kvevict.settings.requests import RequestOptions
 
 
 def engine(eviction: Any = "snapkv") -> SimpleNamespace:
@@ -21,9 +19,13 @@ def engine(eviction: Any = "snapkv") -> SimpleNamespace:
     additional = {"kv_eviction": eviction} if eviction else {}
     return SimpleNamespace(
         additional_config=additional,
+        speculative_config=None,
         cache_config=SimpleNamespace(block_size=32, effective_attention_block_size=None),
         model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(), get_total_num_hidden_layers=lambda: 8
+            hf_text_config=SimpleNamespace(),
+            get_total_num_hidden_layers=lambda: 8,
+            get_vocab_size=lambda: 1000,
+            max_model_len=1000,
         ),
     )
 
@@ -147,22 +149,3 @@ def test_a_context_is_not_prepared_where_its_store_cannot_be_taken(given, need):
     preparing()
     with pytest.raises(ValueError, match=f"KV eviction: kv_eviction_prepare needs .*{need}"):
         preparing(**given)
-
-
-def test_a_text_is_read_by_its_tokens():
-    def fill(text: Any, length: int = 10, **request: Any) -> Any:
-        tokenizer = SimpleNamespace(encode=lambda given, add_special_tokens: [7] * len(given))
-        model = SimpleNamespace(max_model_len=1000)
-        processor = SimpleNamespace(tokenizer=tokenizer, model_config=model)
-        params = asking(kv_eviction_prepare=text, other=1)
-        given = SimpleNamespace(
-            sampling_params=params, prompt_embeds=None, mm_features=None, **request
-        )
-        fill_in_tokens(processor, given, RequestOptions("snapkv", at=length, prepare=text))
-        return params.extra_args
-
-    assert fill("abc") == {"kv_eviction_prepare": [7, 7, 7], "other": 1}
-    assert fill((3, 4))["kv_eviction_prepare"] == [3, 4]
-    assert fill("a" * 98, length=900)
-    with pytest.raises(ValueError, match=r"99 tokens long.* room for 1 to 98"):
-        fill("a" * 99, length=900)

@@ -1,12 +1,20 @@
 """Messages and text as eviction points, with a template and a tokenizer made of words."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_kvevict.front.context import _point_of_chat, _point_of_completion, _replacing
+from vllm_kvevict.front.context import (
+    _point_of_chat,
+    _point_of_completion,
+    _replacing,
+    last_place,
+)
 from vllm_kvevict.settings.requests import AT, AT_MESSAGE, AT_TEXT
 
 WORDS: dict[str, int] = {}
@@ -121,6 +129,28 @@ def test_a_text_ends_the_context_in_front_of_its_last_place():
     request = completion("x Q: y z Q: w", **{AT_TEXT: "Q:"})
     render_completion(request)
     assert request.vllm_xargs == {AT: 5}
+
+
+@given(st.text("ab\u5b57", max_size=30), st.text("ab\u5b57", max_size=6))
+def test_the_last_place_is_the_one_that_counting_finds(text, part):
+    places = [i for i in range(len(text) - len(part) + 1) if text[i : i + len(part)] == part]
+    assert last_place(text, part) == (places[-1] if places else -1)
+
+
+def test_the_last_place_takes_time_in_proportion():
+    """A repeated character, and one that differs in the middle: the worst that searches know."""
+
+    def seconds(n: int) -> float:
+        prompt, part = "c" * n, "c" + "b" + "c" * (n // 2)
+        found = []
+        for _ in range(5):
+            begin = time.process_time()
+            assert last_place(prompt, part) == -1
+            found.append(time.process_time() - begin)
+        return min(found)
+
+    # Eight times the length: 8 in proportion, 64 where each place is compared anew.
+    assert seconds(640_000) < 24 * max(seconds(80_000), 1e-4)
 
 
 def test_a_token_that_runs_across_the_place_stays_behind_the_point():

@@ -1,4 +1,4 @@
-"""``--kv-eviction-layers`` at start-up: whose shares, what is said, what is refused."""
+"""``--kv-eviction-profile`` at start-up: whose shares, what is said, what is refused."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engine.test_budgets import report
-from vllm_kvevict.front import shares as module
-from vllm_kvevict.front.shares import identity, load
+from tests.unit.settings.test_budget_log import report
+from vllm_kvevict.front import profile as module
+from vllm_kvevict.front.profile import identity, load
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.shares import LayerShares
+from vllm_kvevict.settings.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -32,14 +32,14 @@ def test_whose_shares(build: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -
     other = build(hf_overrides={"vocab_size": 1000})
     assert identity(other) != mine
     assert load(str(file), config).layers == (0.2, 1.8)
-    with pytest.raises(ValueError, match=r"are those of LlamaForCausalLM \(2 layers.* and this"):
+    with pytest.raises(ValueError, match=r"is that of LlamaForCausalLM \(2 layers.* and this"):
         load(str(file), other)
-    with pytest.raises(ValueError, match="are those of"):
-        load(LayerShares.model_validate_json(file.read_text()), other)
+    with pytest.raises(ValueError, match="is that of"):
+        load(Profile.model_validate_json(file.read_text()), other)
 
     monkeypatch.setattr(module, "SHIPPED", file.parent)
     assert load("auto", config).model == mine
-    with pytest.raises(ValueError, match=r"no file of shares ships for Llama.*vllm_kvevict.calibr"):
+    with pytest.raises(ValueError, match=r"no profile ships for Llama.*vllm_kvevict.calibr"):
         load("auto", other)
 
 
@@ -71,11 +71,17 @@ def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
     "eviction, says",
     [
         (dict(policy="streaming-llm"), "needs a policy whose scores compare across layers"),
-        (dict(policy="ada-pyramid"), "--kv-eviction-layers and ada-pyramid both give layers"),
-        (dict(policy="snapkv", allow="pyramidkv"), "--kv-eviction-layers and pyramidkv both"),
-        (dict(policy="snapkv", layers=3), "--kv-eviction-layers: give a file of shares, or auto"),
-        (dict(policy="snapkv", layers=""), "--kv-eviction-layers: give a file of shares, or auto"),
-        (dict(policy="snapkv", layers={}), "--kv-eviction-layers: model: Field required"),
+        (dict(policy="ada-pyramid"), "--kv-eviction-profile and ada-pyramid both give layers"),
+        (dict(policy="snapkv", allow="pyramidkv"), "--kv-eviction-profile and pyramidkv both"),
+        (
+            dict(policy="snapkv", layers=3),
+            "--kv-eviction-profile: give a file of calibrate's, or auto",
+        ),
+        (
+            dict(policy="snapkv", layers=""),
+            "--kv-eviction-profile: give a file of calibrate's, or auto",
+        ),
+        (dict(policy="snapkv", layers={}), "--kv-eviction-profile: model: Field required"),
     ],
 )
 def test_refusals(build: Any, file: Path, eviction: dict[str, Any], says: str) -> None:

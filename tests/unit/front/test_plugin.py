@@ -35,8 +35,10 @@ DEFAULTS = {
     "radius": 0.0,
     "cluster_samples": 4,
     "value_share": 0.25,
+    "probe_window": "auto",
+    "probe_recent": 8,
     "groups": None,
-    "layers": None,
+    "profile": None,
     "beta": 20.0,
     "allow": [],
     "max_budget": None,
@@ -146,8 +148,10 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-radius": "1.5",
         "--kv-eviction-cluster-samples": "2",
         "--kv-eviction-value-share": "0.5",
+        "--kv-eviction-probe-window": "none",
+        "--kv-eviction-probe-recent": "4",
         "--kv-eviction-groups": "2",
-        "--kv-eviction-layers": "auto",
+        "--kv-eviction-profile": "auto",
         "--kv-eviction-beta": "8",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
         "--kv-eviction-max-budget": "50%",
@@ -174,8 +178,10 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "radius": 1.5,
         "cluster_samples": 2,
         "value_share": 0.5,
+        "probe_window": "none",
+        "probe_recent": 4,
         "groups": 2,
-        "layers": "auto",
+        "profile": "auto",
         "beta": 8.0,
         "allow": ["ada-snapkv", "streaming-llm"],
         "max_budget": "50%",
@@ -289,6 +295,15 @@ def test_bench_throughput() -> None:
 )  # fmt: skip
 def test_wrong_flags_exit_with_one_sentence(parser: Any, flags: list[str], says: str) -> None:
     assert says in complaint(parser, *flags)
+
+
+def test_the_older_name_of_the_profile(parser: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found = settings(parser, "--kv-eviction", "snapkv", "--kv-eviction-layers", "auto")
+    assert found["profile"] == "auto" and "layers" not in found
+    assert "--kv-eviction-layers is now called --kv-eviction-profile." in caplog.text
+    assert EvictionConfig.parse({"policy": "snapkv", "layers": "x.json"}).profile == "x.json"
+    with pytest.raises(ValueError, match="is an older name of --kv-eviction-profile"):
+        EvictionConfig.parse({"policy": "snapkv", "layers": "x.json", "profile": "y.json"})
 
 
 def test_help_shows_the_group(

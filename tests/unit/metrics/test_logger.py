@@ -1,6 +1,7 @@
 """What vLLM's managers of stat loggers do with reports, and what Prometheus then reads."""
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.logger import EvictionStatLogger
+from vllm_kvevict.metrics.prometheus import info
 from vllm_kvevict.metrics.report import KEY, Report
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.profile import ModelIdentity, Profile
 
 SETTINGS = dict(policy="ada-snapkv", budget="25%", allow="tova,none")
 
@@ -94,6 +98,31 @@ def test_settings_as_labels(build):
                 allow="tova,none", max_budget="", block_size="128", model_name="served",
                 engine="0")  # fmt: skip
     assert told.items() <= sample.labels.items()
+
+
+def test_shares_by_layer_are_a_digest():
+    """Two files differ, one file is itself, and no label is longer than stores take."""
+    model = ModelIdentity(architecture="any", layers=80, kv_heads=8, config="any")
+
+    def shares(first: float) -> EvictionConfig:
+        layers = (first, 2 - first, *[1.0] * 78)
+        heads = tuple((1.0,) * 8 for _ in layers)
+        found = Profile(model=model, policy="snapkv", budget=96, layers=layers, heads=heads)
+        return EvictionConfig(policy="ada-snapkv", profile=found)
+
+    told = info(shares(0.5), 16)
+    assert max(map(len, told.values())) < 100
+    assert told == info(shares(0.5), 16)
+    assert told["profile"] != info(shares(0.6), 16)["profile"]
+    assert len(told["profile"]) == 16 and set(told["profile"]) <= set("0123456789abcdef")
+
+
+@pytest.mark.parametrize("budget, shortest", [(1024, 1024 + 128), ("100%", math.inf)])
+def test_where_eviction_begins(build, budget, shortest):
+    """A store of 7 blocks of 128 tokens, one that goes, and the window; or nothing ever."""
+    manager = dict(policy="ada-snapkv", budget=budget, window=128)
+    StatLoggerManager(build(manager, served_model_name="served", max_model_len=4096))
+    assert value("evicts_from_tokens") == shortest
 
 
 def test_without_eviction_there_is_nothing(build):

@@ -16,8 +16,8 @@ from vllm_kvevict.policies.base import Candidates
 
 
 def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[int, float]]:
-    """[H] for each cached token before the window: the highest average near it, floored."""
-    last = candidates.valid.shape[1] - candidates.window
+    """[H] by token, a candidate or before the window: the highest average near it, floored."""
+    last = max(candidates.valid.shape[1] - candidates.window, candidates.num_candidates)
     found = []
     for head in range(candidates.num_heads):
         mine = [c for c in range(last) if candidates.valid[head, c]]
@@ -52,6 +52,21 @@ def test_window_peaks(case, kernel, reach, rows_at_once):
     assert peaks.dtype == torch.float32
     assert peaks.shape[1] == case.candidates.valid.shape[1] - case.candidates.window
     for mine, expected in zip(peaks, spelled_out(case.candidates, kernel, reach), strict=True):
+        torch.testing.assert_close(
+            mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
+        )
+
+
+@settings(deadline=None)
+@given(cases(), st.integers(0, 40))
+def test_candidates_inside_the_window(case, protected):
+    """Queries in front of one give it nothing."""
+    columns = case.candidates.valid.shape[1]
+    most = max(case.candidates.num_candidates, columns - protected)
+    inside = replace(case.candidates, num_candidates=most)
+    peaks = window_peaks(inside, 5, 17)
+    assert peaks.shape[1] == max(most, columns - inside.window)
+    for mine, expected in zip(peaks, spelled_out(inside, 5, 17), strict=True):
         torch.testing.assert_close(
             mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
         )

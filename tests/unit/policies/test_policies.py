@@ -30,6 +30,8 @@ def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.
         values=torch.randn(len(padding), columns, 8, generator=generator),
         value_shares=torch.rand(len(padding), columns, generator=generator),
         accumulated=torch.rand(len(padding), columns, generator=generator),
+        key_scores=torch.randn(len(padding), evictable, 2, generator=generator),
+        window_weights=torch.rand(len(padding), generator=generator),
     )
 
 

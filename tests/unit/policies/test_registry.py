@@ -54,7 +54,7 @@ def test_a_policy_is_one_file_and_one_line(monkeypatch):
     """Every file beside the contract is a line of the table, and a new line is all it takes."""
     folder = Path(vllm_kvevict.policies.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert modules - {"base", "allocators", "needs", "registry"} == {
+    assert modules - {"base", "allocators", "registry", "requirements"} == {
         e.module for e in TABLE.values()
     }
     monkeypatch.setitem(TABLE, "mine", names.Entry("snapkv", "mine", True))

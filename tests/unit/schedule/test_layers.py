@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_kvevict.front.shares import SHIPPED, read
+from vllm_kvevict.front.profile import SHIPPED, read
 from vllm_kvevict.schedule.layers import Share, alike, by_layer, padding, pyramid
-from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline
+from vllm_kvevict.schedule.request_timeline import RequestTimeline
+from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 
 WINDOW, BLOCK = 32, 16

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.unit.schedule.test_timeline import PROFILE, Walk, timelines
 from vllm_kvevict.schedule.layers import by_layer
-from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline, blocks_for
+from vllm_kvevict.schedule.request_timeline import RequestTimeline
+from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 
 
 @st.composite

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvevict.schedule.layers import by_layer
-from vllm_kvevict.schedule.timeline import RequestTimeline, Timeline, blocks_for
+from vllm_kvevict.schedule.request_timeline import RequestTimeline
+from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 from vllm_kvevict.settings.budget import budget_share
 
 PROFILE = settings(deadline=None, derandomize=True)
@@ -32,6 +33,15 @@ def timelines(draw, share: bool = True) -> Timeline:
         budget_share=portion,
         least=least,
     )
+
+
+@PROFILE
+@given(timelines(), st.integers(0, 900))
+def test_the_shortest_prompt_that_is_evicted(rule: Timeline, longest: int) -> None:
+    """Every length is tried, and asked for what a request would do with it."""
+    lengths = range(1, longest + 1)
+    evicts = (n for n in lengths if RequestTimeline(rule, n, n).point is not None)
+    assert rule.shortest_evicted(longest) == next(evicts, None)
 
 
 @dataclass
@@ -371,3 +381,15 @@ def test_an_eviction_behind_a_prepared_context_is_that_of_its_end(budget):
     assert request.due == 1300 and request.hit_cap == plain.tail_start(1000)
     assert request.evict(1300) == (0, plain.tail_start(1000))
     assert request.store_blocks == plain.store_blocks(1000) and request.due is None
+
+
+def test_fewer_recent_tokens_than_the_window_observes():
+    rule = Timeline(16, 32, 64, budget_tokens=200, recent=8)
+    assert (rule.store_blocks(500), rule.tail_start(500)) == (12, 480)
+    request = RequestTimeline(rule, 500, 500)
+    assert request.due == 500 and request.gain(500) == 18
+    assert [request.observes(n) for n in (468, 469)] == [False, True], "32 queries, not 8"
+    assert request.evict(500) == (0, 480)
+    assert request.due == 564 and request.gain(564) == 4
+    with pytest.raises(ValueError, match="recent must be at least 1"):
+        Timeline(16, 32, 0, budget_tokens=200, recent=0)

@@ -17,7 +17,8 @@ FIELDS = ["policy", "budget", "min_budget", "window", "interval", "prefill_inter
 FIELDS += ["when", "low_mark", "high_mark"]
 FIELDS += ["floor", "pool_kernel", "pool", "sinks"]
 FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
-FIELDS += ["groups", "layers", "beta", "allow", "max_budget", "shared_blocks", "attention"]
+FIELDS += ["probe_window", "probe_recent"]
+FIELDS += ["groups", "profile", "beta", "allow", "max_budget", "shared_blocks", "attention"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -55,8 +56,10 @@ def test_defaults() -> None:
         "radius": 0.0,
         "cluster_samples": 4,
         "value_share": 0.25,
+        "probe_window": "auto",
+        "probe_recent": 8,
         "groups": None,
-        "layers": None,
+        "profile": None,
         "beta": 20.0,
         "allow": (),
         "max_budget": None,
@@ -243,7 +246,10 @@ def test_max_budget() -> None:
 def test_unknown_policy_names_the_valid_ones(policy: Any) -> None:
     message = complaint({"policy": policy})
     assert f"--kv-eviction: unknown policy {policy!r}" in message
-    assert "choose from ada-snapkv, snapkv, ada-defensive, defensive, ada-h2o, h2o" in message
+    assert (
+        "choose from ada-snapkv, snapkv, ada-defensive, defensive, ada-probe, probe, ada-h2o, h2o"
+        in message
+    )
 
 
 def test_missing_policy() -> None:
@@ -311,3 +317,12 @@ def test_parse_accepts_or_complains_in_one_line(value: Any) -> None:
     assert config.timeline(16).store_blocks(3000) >= 1
     # What travels to the workers is plain JSON and means the same there.
     assert EvictionConfig.parse(json.loads(json.dumps(config.model_dump()))) == config
+
+
+def test_the_budget_has_room_beside_the_window_of_every_policy_that_a_request_may_choose():
+    """A client that chose snapkv on such a server got a budget of less than nothing."""
+    assert EvictionConfig(policy="probe", budget=20).timeline(16).store_blocks(0) == 1
+    with pytest.raises(ValueError, match="budget 20 leaves no room beside the window of 32"):
+        EvictionConfig(policy="probe", budget=20, allow=("snapkv",))
+    with pytest.raises(ValueError, match=r"last 8 tokens, which stay; .*probe-recent"):
+        EvictionConfig(policy="probe", budget=8)

@@ -300,7 +300,9 @@ def test_a_context_is_read_by_a_text_or_by_token_ids(text):
     assert options.context is None
 
 
-@pytest.mark.parametrize("value", ["", " ", [], [1, -2], [True], [1.0], 7, None, {"a": 1}])
+@pytest.mark.parametrize(
+    "value", ["", " ", "a \ud800", [], [1, -2], [True], [1.0], ["1"], 7, None, {"a": 1}]
+)
 def test_nothing_else_reads_a_context(value):
     assert "must be a text or a list of token ids" in complaint(at=500, prepare=value)
 
@@ -312,7 +314,7 @@ def test_nothing_else_reads_a_context(value):
         (dict(at=1000), "an eviction point before the prompt's end"),
         (dict(at=500, when="pressure"), "kv_eviction_when always"),
         (dict(at=500, interval=8), "at least the window of 32"),
-        (dict(at=500, prefill_interval=64), "needs kv_eviction_prefill_interval 0"),
+        (dict(at=500, prefill_interval=128), "needs kv_eviction_prefill_interval 0"),
         (policy("none") | dict(at=500), "a policy, not none"),
     ],
 )
@@ -324,17 +326,65 @@ def test_a_preparation_needs_a_store_that_can_be_taken(given, need):
 def test_evictions_inside_the_prompt_need_a_budget_in_tokens_and_no_pressure():
     inside = server(prefill_interval=256)
     assert parse(config=inside, budget="25%", prefill_interval=0).prefill_interval == 0
-    assert parse(config=server(budget="25%"), budget=200, prefill_interval=64).budget == 200
+    assert parse(config=server(budget="25%"), budget=200, prefill_interval=128).budget == 200
     for config, asked in (
         (inside, {"budget": "25%"}),
         (inside, {"when": "pressure"}),
-        (server(when="pressure"), {"prefill_interval": 64}),
-        (server(budget="25%"), {"prefill_interval": 64}),
+        (server(when="pressure"), {"prefill_interval": 128}),
+        (server(budget="25%"), {"prefill_interval": 128}),
     ):
         with pytest.raises(ValueError, match="cannot be combined with evictions inside") as caught:
             parse(config=config, **asked)
         assert "kv_eviction_prefill_interval 0" in str(caught.value)
     capped = server(allow="", max_budget="50%", prefill_interval=256)
-    for value in (0, 257):
-        assert "between 1 and 256" in complaint(config=capped, prefill_interval=value)
-    assert parse(config=capped, prefill_interval=100).prefill_interval == 100
+    for value in (0, 127, 257):
+        assert "between 128 and 256" in complaint(config=capped, prefill_interval=value)
+    assert parse(config=capped, prefill_interval=128).prefill_interval == 128
+
+
+@pytest.mark.parametrize("given", [dict(budget="25%"), dict(when="always", prefill_interval=128)])
+def test_a_request_that_never_evicts_has_a_timeline_all_the_same(given):
+    """The scheduler asks every request for it."""
+    for config in (server(prefill_interval=256), server(budget="25%")):
+        for rule in rules(config):
+            options = parse(config=config, **policy("none"), **given)
+            assert options.timeline(rule) == RequestOptions("none").timeline(rule) == rule
+    assert "must be at least 0" in complaint(**policy("none"), interval=-1)
+
+
+def test_clients_do_not_make_a_prompt_evict_without_end():
+    """Four windows at least, or what the server does itself."""
+    for value in (1, 31, 127):
+        assert "must be 0, or at least 128 prompt tokens" in complaint(prefill_interval=value)
+    assert parse(prefill_interval=128).prefill_interval == 128
+    own = server(prefill_interval=64)
+    assert "at least 64 " in complaint(config=own, prefill_interval=63)
+    assert parse(config=own, prefill_interval=64).prefill_interval == 64
+    assert parse(config=own, prefill_interval=0).prefill_interval == 0
+
+
+def test_a_sentence_stays_short_whatever_it_quotes():
+    long = "x" * 3_000_000
+    for asked in (
+        policy(long), dict(budget=long), dict(interval=long), dict(at=long), dict(when=long),
+        dict(protect_first=[1] * 1_000_000), dict(at=500, prepare=[-1] * 1_000_000),
+        dict(budget=10**30), dict(budget=10**5000), dict(interval=10**5000),
+    ):  # fmt: skip
+        assert len(complaint(**asked)) < 600
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        parse(**{long: 1})
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("server, other", [("probe", "snapkv"), ("snapkv", "probe")])
+def test_each_policy_protects_as_many_recent_tokens_as_it_needs(server, other):
+    config = EvictionConfig(policy=server, allow=(other,), budget=96)
+    rules = [config.timeline(16)]
+    for policy, recent in (("probe", 8), ("snapkv", 32)):
+        options = parse_options(config, {"kv_eviction": policy}, 1000, rules)
+        assert options.timeline(rules[0]).protected == recent
+        asked = {"kv_eviction": policy, "kv_eviction_budget": recent}
+        with pytest.raises(ValueError, match=rf"{recent} tokens; give at least {recent + 1}"):
+            parse_options(config, asked, 1000, rules)
+        asked["kv_eviction_budget"] = recent + 1
+        assert parse_options(config, asked, 1000, rules).timeline(rules[0]).store_blocks(1000) == 1

@@ -4,6 +4,7 @@ import pytest
 
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
 from vllm_kvevict.worker import eviction as eviction_pass
+from vllm_kvevict.worker import fallback, probes
 from vllm_kvevict.worker import fused as fused_pass
 
 
@@ -11,6 +12,7 @@ from vllm_kvevict.worker import fused as fused_pass
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor parallelism, and nothing of vLLM's that would say so."""
     monkeypatch.setattr(eviction_pass, "first_head", lambda num_heads: 0)
-    for name in ("mean_of_ranks", "sum_of_ranks"):
-        monkeypatch.setattr(eviction_pass, name, lambda tensor: tensor)
-    monkeypatch.setattr(fused_pass, "sum_of_ranks", lambda tensor: tensor)
+    monkeypatch.setattr(fallback, "mean_of_ranks", lambda tensor: tensor)
+    monkeypatch.setattr(fallback, "get_tensor_model_parallel_world_size", lambda: 1)
+    for module in (eviction_pass, fused_pass, probes):
+        monkeypatch.setattr(module, "sum_of_ranks", lambda tensor: tensor)

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
-from vllm_kvevict.engine.spec import is_evictable
+from vllm_kvevict.cache.spec import is_evictable
 from vllm_kvevict.worker.mixin import _check_layer, _check_specs
 
 FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)

@@ -21,6 +21,7 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.probes import LayerProbe, Probes
 
 BLOCK, HEADS, GROUP, SIZE, WINDOW = 16, 2, 3, 8, 4
 NAMES = ["layer.0", "layer.1"]
@@ -41,9 +42,16 @@ def worker(policy: str) -> WorkerEviction:
     }
     rings = ObservationRings(NAMES, 2, WINDOW, HEADS * GROUP, SIZE, torch.float32, CPU)
     rings._queries.normal_()
-    rows = SimpleNamespace(rows=lambda ids: np.array([1]))
-    values = PageValues(caches, dict.fromkeys(NAMES, HEADS), 1)
-    made = WorkerEviction(build_policies(config), {0: state}, caches, rings, values, rows)
+    rows = SimpleNamespace(
+        rows=lambda ids: np.array([1]),
+        positions=lambda request_id, start, stop: torch.arange(start, stop, device=CPU),
+    )
+    values = PageValues(caches, dict.fromkeys(NAMES, HEADS), 2)
+    probe = LayerProbe(torch.randn(HEADS, 2, SIZE + 2), torch.rand(HEADS), None)
+    made = WorkerEviction(
+        build_policies(config), {0: state}, caches, rings, values, rows,
+        probes=Probes(dict.fromkeys(NAMES, probe), caches, values),
+    )  # fmt: skip
     if made._prompts is not None:
         made._prompts = SimpleNamespace(of=lambda request_id: 5)
     return made
@@ -86,7 +94,7 @@ def test_no_tensor_is_made_elsewhere(policy):
     for name in NAMES:
         assert torch.equal(watched._caches[name].pages, plain._caches[name].pages)
         assert torch.equal(watched.page_values.layer(name), plain.page_values.layer(name))
-        assert bool(plain.page_values.layer(name).any()) == policy.endswith("defensive")
+        assert bool(plain.page_values.layer(name).any()) == policy.endswith(("defensive", "probe"))
     assert torch.equal(watched.states[0].head_indptr, plain.states[0].head_indptr)
     assert int(watched.states[0].tail_start[1]) == 144
 

@@ -9,12 +9,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.emulation.build import NAMESPACE
 from tests.kernels import evict
-from tests.kernels.evict import BLOCK, FUSED, GROUP, HEADS, WINDOW, assert_same, run, steps, worker
+from tests.kernels.evict import (
+    BLOCK,
+    FUSED,
+    GROUP,
+    HEADS,
+    ROWS,
+    WINDOW,
+    assert_same,
+    run,
+    steps,
+    worker,
+)
+from tests.turned import Turned
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes
+from vllm_kvevict.worker.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -44,6 +57,77 @@ def test_same_caches_and_tables_as_the_reference(policy, longest, fp8, in_place,
     assert len(measured["seconds"]) == 4 and len(measured["head_spread"]) == 1
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("longest", [512, 1], ids=["together", "one by one"])
+@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", "defensive", "pyramidkv"])
+def test_heads_keep_fixed_shares(policy, longest, monkeypatch):
+    """Where their policy follows them: by the kernels, and as by the PyTorch operations."""
+    plain = worker(policy, fused=False, shares=True)
+    fused = worker(policy, fused=True, longest=longest, shares=True)
+    monkeypatch.setattr(fused, "_evict", None)
+    with Operations() as used:
+        run(fused, steps(policy, in_place=True))
+    run(plain, steps(policy, in_place=True))
+    assert fused.evictions == 4
+    assert_same(fused, plain)
+    follows = policy in ("snapkv", "defensive")
+    assert (f"{NAMESPACE}::allocate_shares" in used.names) == follows
+    if follows:
+        steep = fused.states[1].head_indptr[0, ROWS - 1].diff().tolist()
+        assert steep[0] < steep[1] < steep[2]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize("dims, neox", [(64, False), (32, True), (16, False)])
+@pytest.mark.parametrize("window", ["auto", "none", "now and then"])
+def test_probes_take_rotations_out(window, dims, neox, fp8, monkeypatch):
+    """All dimensions or some, in halves or neighbours; with a window, without, or where it is."""
+    options = dict(dims=dims, neox=neox, fp8=fp8, shares=True)
+    options |= dict(probe_window="none" if window == "none" else "auto")
+    plain, fused = (worker("probe", fused=one, **options) for one in (False, True))
+    monkeypatch.setattr(fused, "_evict", None)
+    plans = steps("probe", in_place=True)
+    if window == "now and then":
+        # The first of one request, and the second of another, which was scored with a window.
+        plans[0].evictions[1].ring = plans[1].evictions[0].ring = None
+    run(plain, plans)
+    run(fused, plans)
+    assert fused.evictions == 4
+    assert_same(fused, plain)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("policy", ["probe", "defensive"])
+def test_two_policies_keep_numbers_in_the_same_place(policy, monkeypatch):
+    plain, fused = (worker("probe", fused=one, allow="defensive") for one in (False, True))
+    monkeypatch.setattr(fused, "_evict", None)
+    run(plain, steps(policy))
+    run(fused, steps(policy))
+    assert fused.evictions == 4
+    assert_same(fused, plain)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("problem", ["sections", "no table", "other angles", "pairs"])
+def test_rotations_that_the_kernels_do_not_know(problem, monkeypatch):
+    """The PyTorch operations take these evictions, and the module's own code the rotation."""
+    if problem == "sections":
+        monkeypatch.setattr(Turned, "mrope_section", [16, 8, 8], raising=False)
+    if problem == "no table":
+        monkeypatch.setattr(Rotary, "table", lambda rotary, longest: None)
+    if problem == "other angles":
+        turn = Turned.forward_native
+        monkeypatch.setattr(
+            Turned, "forward_native", lambda self, at, q, k: turn(self, at // 2, q, k)
+        )
+    dims = 12 if problem == "pairs" else 64
+    made = worker("probe", fused=True, allow="snapkv", dims=dims, fp8=problem == "pairs")
+    assert not made._fused.takes("probe") and made._fused.takes("snapkv")
+    run(made, steps("probe"))
+    assert made.evictions == 4
+
+
 class Operations(TorchDispatchMode):
     """Names of our operations that run inside."""
 
@@ -58,8 +142,9 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("policy", FUSED)
-def test_the_warm_up_runs_what_evictions_run(policy):
-    made = worker(policy, fused=True)
+@pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
+def test_the_warm_up_runs_what_evictions_run(policy, shares):
+    made = worker(policy, fused=True, shares=shares)
     with Operations() as warm:
         made.warm_up()
     for state in made.states.values():

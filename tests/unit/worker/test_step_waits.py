@@ -22,7 +22,7 @@ from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.ops.cuda import extension
-from vllm_kvevict.schedule.step_plan import PLAN, StepPlan, TakenStore
+from vllm_kvevict.schedule.step_plan import PLAN, ReusedStore, StepPlan
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 from vllm_kvevict.worker.runners import RowsV1, RowsV2
 
@@ -80,7 +80,7 @@ def outputs(policy, in_place):
     for group in first.evictions[1].groups:
         group.published = True
     first.rings, second.rings = {"a": 1, "b": 0}, {"c": 0, "a": 2}
-    second.taken = {"d": [TakenStore(0, 208, [63, 64, 65]), TakenStore(1, 208, [66, 67])]}
+    second.reused = {"d": [ReusedStore(0, 208, [63, 64, 65]), ReusedStore(1, 208, [66, 67])]}
     made = [step(new="ab"), step(new="cd", finished="b"), step(), step(preempted="d")]
     counts = [{"b": 4, "a": 1}, {"a": 1, "c": 3, "d": 2}, {"a": 1, "c": 1, "d": 1}, {"c": 2}]
     plans = [first, second, StepPlan(rings={"d": 1}), StepPlan(rings={"c": 0})]
@@ -96,7 +96,7 @@ def outputs(policy, in_place):
 @pytest.mark.parametrize("kernel, rows", [("flash", "V1"), ("triton", "V2")])
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
-@pytest.mark.parametrize("policy", ["snapkv", "ada-defensive"])
+@pytest.mark.parametrize("policy", ["snapkv", "ada-defensive", "probe"])
 def test_steps_wait_for_nothing(policy, in_place, fp8, kernel, rows, monkeypatch):
     monkeypatch.setitem(extension._namespaces, "cuda", extension._namespaces["cpu"])
     monkeypatch.setattr(extension, "_load_installed", lambda: None)

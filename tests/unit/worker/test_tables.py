@@ -9,8 +9,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.engine.spec import EvictableAttentionSpec
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker.gpu import EvictingWorker

@@ -6,9 +6,8 @@ They read the device: only evictions by the kernels do not. The device is preten
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from tests.kernels.evict import GROUPS, HEADS, run, steps, worker
+from tests.kernels.evict import run, steps, worker
 from tests.pretend_gpu import pretended
 from tests.unit.worker.test_device import ON_CUDA
 
@@ -18,14 +17,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def uploads(policy, monkeypatch, fp8=False, shares=False):
     """What the host waited for to reach the device, in four evictions."""
     with pretended(monkeypatch) as watch:
-        made = worker(policy, fused=False, device="cuda", fp8=fp8)
+        made = worker(policy, fused=False, device="cuda", fp8=fp8, shares=shares)
         if made._prompts is not None:
             made._prompts = SimpleNamespace(of=lambda name: 5, begin_step=lambda output: None)
-        if shares:
-            made._head_shares = {
-                group: torch.ones(len(names), HEADS, device="cuda")
-                for group, names in GROUPS.items()
-            }
         watch.waits.clear()
         run(made, steps(policy))
     assert made.evictions == 4 and watch.launches

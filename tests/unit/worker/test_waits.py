@@ -16,7 +16,7 @@ from vllm_kvevict.attention import ragged
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.ops.cuda import extension
-from vllm_kvevict.schedule.step_plan import PLAN, StepPlan, TakenStore
+from vllm_kvevict.schedule.step_plan import PLAN, ReusedStore, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -128,15 +128,17 @@ def test_tensors_of_two_devices_do_not_meet(watch):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
 @pytest.mark.parametrize("policy", FUSED)
-def test_evictions_wait_for_nothing(policy, monkeypatch):
-    plain, plans = worker(policy, fused=False), steps(policy)
+def test_evictions_wait_for_nothing(policy, shares, monkeypatch):
+    plain, plans = worker(policy, fused=False, shares=shares), steps(policy)
     plain._rows.begin_step = lambda output: [0, 2]
     run(plain, plans)
     monkeypatch.setitem(extension._namespaces, "cuda", extension._namespaces["cpu"])
     monkeypatch.setattr(extension, "_load_installed", lambda: None)
     with pretended(monkeypatch) as watch:
-        fused = worker(policy, fused=True, device="cuda")
+        fused = worker(policy, fused=True, device="cuda", shares=shares)
+        monkeypatch.setattr(fused, "_evict", None)
         # Two requests have finished before every step.
         fused._rows.begin_step = lambda output: [0, 2]
         watch.waits.clear()
@@ -191,8 +193,8 @@ def test_taking_a_store_waits_for_nothing(monkeypatch):
         watch.waits.clear()
         state.keep(1, 66)
         made._rows.batch_rows = lambda common: np.array([0, 3])
-        taken = {"a": [TakenStore(1, 208, [66, 67])]}
-        made.begin_step(SimpleNamespace(**{PLAN: StepPlan(taken=taken)}))
+        reused = {"a": [ReusedStore(1, 208, [66, 67])]}
+        made.begin_step(SimpleNamespace(**{PLAN: StepPlan(reused=reused)}))
         made.batch_rows(SimpleNamespace())
         assert watch.launches and not watch.waits
         assert bool(state.evicted[3]) and state.shorter[3] == state.shorter[1] > 0

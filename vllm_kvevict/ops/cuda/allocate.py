@@ -43,3 +43,28 @@ def batch_pages(
         floor,
     )
     return pages.view(len(batch.due), batch.num_layers, batch.num_heads)
+
+
+def batch_shared_pages(batch: EvictionBatch, shares: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Pages of every head of due evictions, by fixed shares: the reference's ``shared_pages``.
+
+    Equal bit by bit: both divide in float64. Only the caps are on the device alone.
+
+    Args:
+        batch: The due evictions.
+        shares: [L, H] float64, above 0, contiguous.
+        rows: Of the batch, before this eviction.
+
+    Returns:
+        [E, L, H] int32; the pages of a layer sum to ``S * H`` of its request.
+
+    Raises:
+        RuntimeError: A shape, dtype or device is not as above.
+
+    """
+    pages = torch.empty_like(rows.caps)
+    gains = torch.empty(batch.columns // batch.block_size, dtype=torch.int64, device=shares.device)
+    operations(shares).allocate_shares(
+        pages, gains, shares, rows.start, rows.caps, rows.store_blocks, batch.block_size
+    )
+    return pages.view(len(batch.due), batch.num_layers, batch.num_heads)

@@ -43,8 +43,9 @@ class Due:
             "tail starts must be multiples of the block size": (
                 self.tail_start % block_size == self.old_tail_start % block_size == 0
             ),
-            "tail starts must not fall, and the window lies behind them": (
-                0 <= self.old_tail_start <= self.tail_start <= self.num_tokens - window
+            "tail starts must not fall, nor pass the window's end": (
+                0 <= self.old_tail_start <= self.tail_start <= self.num_tokens
+                and window <= self.num_tokens
             ),
             "a request has a store if it has a tail start": (
                 (self.old_store_blocks > 0) == (self.old_tail_start > 0)
@@ -136,7 +137,7 @@ class EvictionBatch:
             heads * (one.old_store_blocks * block_size + one.tail_start - one.old_tail_start)
             for one in due
         ]
-        rest = [heads * (one.num_tokens - window - one.tail_start) for one in due]
+        rest = [heads * max(0, one.num_tokens - window - one.tail_start) for one in due]
         sums = [c + r for c, r in zip(columns, rest, strict=True)]
         kept = [heads * len(one.store) * block_size for one in due]
         first = zip(*(accumulate(sizes, initial=0) for sizes in (columns, sums, kept)), strict=True)

@@ -72,7 +72,8 @@ def defensive_scores(
     Args:
         batch: The due evictions.
         layers: Caches, rings and tables.
-        kept: [pages, block_size] float32 each, contiguous: shares of the stores' tokens.
+        kept: [pages, block_size, C] float32 each, contiguous: shares of the stores' tokens lie in
+            channel 0.
         sum_of_ranks: Sums a tensor over the tensor-parallel ranks.
 
     Returns:
@@ -103,31 +104,3 @@ def defensive_scores(
         batch.positional,
     )
     return scores, shares
-
-
-def keep_shares(
-    kept: Sequence[torch.Tensor],
-    shares: torch.Tensor,
-    columns: torch.Tensor,
-    pages: torch.Tensor,
-    batch: EvictionBatch,
-    head_indptr: torch.Tensor,
-    old_store: torch.Tensor,
-) -> None:
-    """Write the shares of survivors beside where :func:`.pages.compact` puts them.
-
-    Args:
-        kept: [pages, block_size] float32 each, contiguous, written in place.
-        shares: [batch.columns] float32.
-        columns: As ``compact`` takes them; ``pages``, ``head_indptr``, ``old_store`` likewise.
-        pages: As said.
-        batch: The due evictions.
-        head_indptr: As said.
-        old_store: As said.
-
-    Raises:
-        RuntimeError: A shape, dtype or device is not as above.
-
-    """
-    tables = (batch.store, batch.requests, head_indptr, old_store, batch.positional)
-    operations(shares).keep_shares(list(kept), shares, columns, pages, *tables)

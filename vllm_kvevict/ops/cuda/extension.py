@@ -22,7 +22,10 @@ def is_built() -> bool:
 def obstacle() -> str | None:
     """Why the extension does not serve this machine, in one sentence; None where it does."""
     if not is_built():
-        return "this installation has no CUDA extension (docs/kernels.md, Building)"
+        return (
+            "this installation has no CUDA kernels; install the wheel that make wheel builds where "
+            "nvcc 13 is (deploy/README.md, CUDA kernels)"
+        )
     try:
         _load_installed()
     except OSError as error:

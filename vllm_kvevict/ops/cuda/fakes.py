@@ -8,12 +8,15 @@ OPERATIONS = (
     "pool",
     "rows",
     "allocate",
+    "allocate_shares",
     "select",
     "compact",
     "window_peaks",
     "value_norms",
     "defend",
-    "keep_shares",
+    "keep_page_values",
+    "probe_keys",
+    "probe_scores",
 )
 
 

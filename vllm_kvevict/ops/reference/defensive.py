@@ -8,11 +8,13 @@ from vllm_kvevict.ops.reference.score import window_rows
 
 
 def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tensor:
-    """Highest attention that a query of the window gives each token before the window.
+    """Highest attention that a query of the window gives each candidate, or each token before it.
 
     Defensive aggregation (DefensiveKV, arXiv:2510.13334) in the place of a mean. Each row of
     weights, one per query head and window query, is averaged over ``kernel`` neighbours along
     the sequence; neighbours in the padding, in the window and beyond the ends count as zeros.
+    Candidates in the window, where there are such, are no neighbours in the window: queries that
+    come before one give it nothing.
     Then the maximum over the rows of a KV head, and over ``reach`` neighbours, so that what is
     looked at stays whole: a query looks at the first words of a fact, and at the next when it has
     said those. No token of a head is below the mean of that head's tokens.
@@ -23,13 +25,15 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
         reach: Width of the maximum in tokens, odd; 1 for none.
 
     Returns:
-        [H, num_candidates + r] float32; means nothing where ``valid`` is False.
+        [H, max(num_candidates, columns before the window)] float32; means nothing where ``valid``
+        is False.
 
     Raises:
         ValueError: The candidates carry no queries, or not ``window`` of them.
 
     """
-    columns = candidates.valid.shape[1] - candidates.window
+    before_window = candidates.valid.shape[1] - candidates.window
+    columns = max(before_window, candidates.num_candidates)
     peaks = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
     for head in range(candidates.num_heads):
         for weights in window_rows(candidates, head):

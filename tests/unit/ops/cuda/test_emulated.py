@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels import choose, defensive, pages, score
+from tests.kernels import choose, defensive, keep, pages, probe, score
 from vllm_kvevict.ops.cuda import pages as operations_on_pages
 
 pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.slow]
@@ -30,6 +30,13 @@ def test_allocate_and_select(case):
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
 def test_allocate_and_select_a_batch(floor):
     choose.check_batch("cpu", choose.BATCH, floor)
+
+
+@pytest.mark.parametrize("kind", ["few", "steep"])
+@pytest.mark.parametrize("shape", [choose.BATCH, choose.LONG], ids=["short", "long"])
+def test_allocate_by_fixed_shares(shape, kind):
+    for seed in range(3):
+        choose.check_shares("cpu", shape, kind, seed)
 
 
 def test_select_among_131072_tokens():
@@ -64,5 +71,27 @@ def test_defensive_and_a_key_that_is_not_a_number():
     defensive.check_not_a_number("cpu", score.CASES[0])
 
 
-def test_shares_of_survivors():
-    defensive.check_keep("cpu", score.EVICTION)
+@pytest.mark.parametrize("made, channels", [(1, 1), (1, 3), (2, 2), (2, 3)])
+def test_numbers_of_survivors(made, channels):
+    keep.check_keep("cpu", score.EVICTION, made, channels)
+
+
+@pytest.mark.parametrize("case", probe.CASES, ids=range(len(probe.CASES)))
+def test_probe_scores(case):
+    probe.check_scores("cpu", *case)
+
+
+def test_probe_beside_another_rank():
+    probe.check_ranks("cpu", *probe.CASES[0])
+
+
+def test_probe_of_tokens_without_values():
+    probe.check_without_values("cpu", *probe.CASES[0])
+
+
+def test_probe_of_a_key_without_bounds():
+    probe.check_infinite("cpu", *probe.CASES[0])
+
+
+def test_probe_and_a_key_that_is_not_a_number():
+    probe.check_not_a_number("cpu", *probe.CASES[0])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vllm_kvevict.ops.cuda import limits
 from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH
+from vllm_kvevict.policies.probe import LEAST
 
 HEADER = (Path(__file__).parents[4] / "csrc" / "sizes.h").read_text()
 
@@ -21,6 +22,7 @@ def constant(name: str) -> int:
 
 
 def test_limits():
+    assert float(re.search(r"kLeastShare = (\S+)f;", HEADER)[1]) == LEAST
     assert listed("KVEVICT_HEAD_SIZES") == limits.HEAD_SIZES
     assert listed("KVEVICT_BLOCK_SIZES") == limits.BLOCK_SIZES
     assert constant("kMaxLayers") == limits.MOST_LAYERS

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from tests.emulation.build import NAMESPACE
-from tests.kernels import score
+from tests.kernels import probe, score
 from tests.kernels.padded import adaptive_pages, select_tokens
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda import extension
-from vllm_kvevict.ops.cuda.allocate import batch_pages
+from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
+from vllm_kvevict.ops.cuda.probe import probe_scores
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import pool, window_scores
 
@@ -100,11 +101,59 @@ def test_floor(scene, floor):
 
 
 @pytest.mark.parametrize(
+    "shares, message",
+    [
+        (torch.ones(2, 2), "shares must be Double, not Float"),
+        (torch.ones(2, 3).double(), r"shares must have shape \[any, 2\], not \[2, 3\]"),
+        (torch.ones(4, 2).double(), "of the layers of each request, not of 4 for 6 of all"),
+        (torch.zeros(2, 2).double(), "assertion share > 0"),
+    ],
+)
+def test_fixed_shares(scene, shares, message):
+    rows = candidate_rows(scene.batch, scene.head_indptr)
+    with pytest.raises(RuntimeError, match=message):
+        batch_shared_pages(scene.batch, shares, rows)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(weights=torch.ones(2, 3, 2, 65)), r"weights must have shape \[2, 3, any, 66\]"),
+        (dict(weights=torch.ones(2, 3, 3, 66)), "must be one of 1, 2, not 3"),
+        (dict(window_weights=torch.ones(2, 2)), r"window_weights must have shape \[2, 3\]"),
+        (dict(rotary=[torch.ones(99, 64)]), "rotary must be of 2 layers, not 1"),
+        (dict(rotary=[torch.ones(99, 62)] * 2), "a multiple of 4 dimensions, at most 64, not 62"),
+        (dict(rotary=[torch.ones(99, 68)] * 2), "a multiple of 4 dimensions, at most 64, not 68"),
+        (dict(rotary=[torch.ones(99, 64), torch.ones(98, 64)]), r"rotary must have shape \[99, 64"),
+        (dict(rotary=[torch.ones(99, 64), torch.ones(99, 64).half()]), "rotary must be Float"),
+        (dict(rotary=[torch.ones(99, 64).double()] * 2), "must be float32, float16, bfloat16"),
+        (dict(rotary=[torch.ones(3, 64)] * 2), "assertion position"),
+        (dict(kept=[torch.ones(9, 16, 1)] * 2), "2 numbers a token or more, not 1"),
+        (dict(kept=[torch.ones(9, 16, 2)]), "numbers must be kept of 2 layers, not 1"),
+    ],
+)
+def test_probe(change, message):
+    case, rotated = probe.CASES[0]
+    scene = Scene(case.shape, "cpu")
+    layers = probe.probes_of(scene, rotated, 2)
+    with pytest.raises(RuntimeError, match=message):
+        probe_scores(scene.batch, replace(layers, **change), None, lambda totals: totals)
+
+
+def test_one_probe_does_not_join_a_window():
+    case, rotated = probe.CASES[0]
+    scene = Scene(case.shape, "cpu")
+    window, layers = score.layers_of(scene, case), probe.probes_of(scene, rotated, 1)
+    with pytest.raises(RuntimeError, match="joins the second of two parts, and there is 1"):
+        probe_scores(scene.batch, layers, window, lambda totals: totals)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         dict(tail_start=40),
         dict(tail_start=16, old_tail_start=48),
-        dict(num_tokens=50),
+        dict(num_tokens=47),
         dict(old_store_blocks=1),
         dict(positional=[1, 2, 3]),
         dict(store=[]),
@@ -140,7 +189,7 @@ def test_a_driver_older_than_the_runtime_is_named(monkeypatch, tmp_path):
     assert "driver for CUDA 13.0 or newer" in said and "up to CUDA 12.8" in said
     assert "CUDA none" in extension.driver_obstacle(13000, 0)
     monkeypatch.setattr(extension, "LIBRARY", tmp_path / "_C.abi3.so")
-    assert "has no CUDA extension" in extension.obstacle()
+    assert "has no CUDA kernels; install the wheel" in extension.obstacle()
 
 
 @pytest.mark.usefixtures("emulation")

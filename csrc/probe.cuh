@@ -1,0 +1,267 @@
+// The kernels of probe.h.
+#pragma once
+
+#include <type_traits>
+
+#include "defend.cuh"
+#include "device.h"
+#include "fp8.cuh"
+#include "head.cuh"
+#include "probe.h"
+#include "reach.cuh"
+
+namespace kvevict {
+
+constexpr int kProbeThreads = 256;
+constexpr int kProbeWarps = kProbeThreads / kWarp;
+constexpr int kProbeTokens = 4;  // of a warp
+constexpr int kProbeBlock = kProbeWarps * kProbeTokens;
+
+#define KVEVICT_FITS(size) static_assert(kProbeBlock * (size) / 2 * sizeof(float2) <= kMaxShared);
+KVEVICT_HEAD_SIZES(KVEVICT_FITS)
+#undef KVEVICT_FITS
+
+// The numbers of a word.
+template <Element kElement>
+__device__ inline void widen(uint32_t word, float* numbers) {
+#pragma unroll
+  for (int i = 0; i < kInWord<kElement>; ++i) {
+    if constexpr (kElement == Element::kFloat) {
+      numbers[i] = __uint_as_float(word);
+    } else if constexpr (kElement == Element::kHalf) {
+      numbers[i] = half_to_float(static_cast<uint16_t>(word >> 16 * i));
+    } else if constexpr (kElement == Element::kBFloat16) {
+      numbers[i] = __uint_as_float(word >> 16 * i << 16);
+    } else if constexpr (kElement == Element::kE4M3) {
+      numbers[i] = from_e4m3(word >> 8 * i & 0xffu);
+    } else {
+      numbers[i] = from_e5m2(word >> 8 * i & 0xffu);
+    }
+  }
+}
+
+// One number of a table.
+__device__ inline float number_at(const unsigned char* table, int64_t index, Element element) {
+  if (element == Element::kFloat) return reinterpret_cast<const float*>(table)[index];
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(table)[index];
+  return element == Element::kHalf ? half_to_float(bits)
+                                   : __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+// Cosines and sines that turn the keys of a warp's tokens back, over the square of what the model's
+// rotary module scales lengths by.
+__device__ inline void find_turns(const ProbeKeys& work, const unsigned char* rotary, int64_t position,
+                                  int tokens, float2* turns) {
+  KVEVICT_ASSERT(position + tokens <= work.num_positions);
+  for (int i = threadIdx.x % kWarp; i < tokens * work.pairs; i += kWarp) {
+    const int64_t at = (position + i / work.pairs) * 2 * work.pairs + i % work.pairs;
+    const float cosine = number_at(rotary, at, work.angle);
+    const float sine = number_at(rotary, at + work.pairs, work.angle);
+    const float length = cosine * cosine + sine * sine;
+    turns[i] = make_float2(cosine / length, sine / length);
+  }
+}
+
+// Sums over the dimensions of a token's key, and with two probes of its value.
+template <int kChannels>
+struct ProbeSums {
+  float dots[kChannels], key, value;
+};
+
+// What a lane adds to the sums of a warp's tokens of a head. It takes as many pairs as a word has
+// numbers: two words where pairs lie side by side, or one of each half of the rotated part.
+template <Element kElement, int kChannels>
+__device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* const* slots,
+                                 const float* weights, const float2* turns, int unit,
+                                 ProbeSums<kChannels>* sums) {
+  constexpr int kPairs = kInWord<kElement>, kBytes = 4 / kPairs;
+  const bool turned = turns != nullptr && unit * kPairs < work.pairs;
+  const bool split = turned && !work.interleaved;
+  const int low = split ? unit * 4 : unit * 8;
+  const int high = split ? low + work.pairs * kBytes : low + 4;
+  uint32_t words[kProbeTokens][2];
+  uint2 values[kProbeTokens];
+#pragma unroll
+  for (int j = 0; j < kProbeTokens; ++j) {
+    words[j][0] = *reinterpret_cast<const uint32_t*>(slots[j] + low);
+    words[j][1] = *reinterpret_cast<const uint32_t*>(slots[j] + high);
+  }
+  if constexpr (kChannels > 1) {
+#pragma unroll
+    for (int j = 0; j < kProbeTokens; ++j) {
+      values[j] = *reinterpret_cast<const uint2*>(slots[j] + work.slot_bytes / 2 + unit * 8);
+    }
+  }
+  float of_first[kChannels][kPairs], of_second[kChannels][kPairs];
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = unit * kPairs + i, first = split ? pair : 2 * pair;
+      const float* mine = weights + c * (work.head_size + 2);
+      of_first[c][i] = mine[first];
+      of_second[c][i] = mine[split ? first + work.pairs : first + 1];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kProbeTokens; ++j) {
+    float numbers[2 * kPairs];
+    widen<kElement>(words[j][0], numbers);
+    widen<kElement>(words[j][1], numbers + kPairs);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float x = split ? numbers[i] : numbers[2 * i];
+      const float y = split ? numbers[kPairs + i] : numbers[2 * i + 1];
+      const float2 turn = turned ? turns[j * work.pairs + unit * kPairs + i] : make_float2(1, 0);
+      // As it is where it is not turned: infinity times 0 would be no number.
+      const float first = turned ? x * turn.x + y * turn.y : x;
+      const float second = turned ? y * turn.x - x * turn.y : y;
+      sums[j].key += first * first + second * second;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        sums[j].dots[c] += first * of_first[c][i] + second * of_second[c][i];
+      }
+    }
+    if constexpr (kChannels > 1) {
+      sums[j].value += squares(values[j].x, kElement) + squares(values[j].y, kElement);
+    }
+  }
+}
+
+// A warp takes kProbeTokens tokens of a layer, one head after another: cosines are read once, and a
+// total has one order.
+template <Element kElement, int kChannels>
+static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const __grid_constant__ ProbeKeys work) {
+  const int blocks = (work.width + kProbeBlock - 1) / kProbeBlock;
+  const int layer = blockIdx.x / blocks % work.num_layers;
+  const int request = blockIdx.x / blocks / work.num_layers;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int first = blockIdx.x % blocks * kProbeBlock + warp * kProbeTokens;
+  const int heads = work.candidates.num_heads;
+  const Request& due = work.candidates.requests[request];
+  const int tokens = static_cast<int>(due.tail_start - due.old_tail_start);
+  KVEVICT_ASSERT(tokens <= work.width);
+  const int mine = tokens - first < kProbeTokens ? tokens - first : kProbeTokens;
+  float2* turns = nullptr;
+  if (work.rotary.at[layer] != nullptr && mine > 0) {
+    turns = reinterpret_cast<float2*>(shared_memory()) + warp * kProbeTokens * work.pairs;
+    find_turns(work, work.rotary.at[layer], due.old_tail_start + first, mine, turns);
+  }
+  __syncwarp();
+  float totals[kProbeTokens] = {};
+  for (int index = 0; index < heads && mine > 0; ++index) {
+    const Head head = find_head(work.candidates, request, layer, index);
+    KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_parts);
+    const int store_columns = head.store_pages * head.block_size;
+    const unsigned char* slots[kProbeTokens];
+    ProbeSums<kChannels> sums[kProbeTokens] = {};
+#pragma unroll
+    for (int j = 0; j < kProbeTokens; ++j) {
+      const int column = store_columns + first + (j < mine ? j : mine - 1);
+      slots[j] = work.caches.at[layer] + head.slot(column) * work.slot_bytes;
+    }
+    const int stride = work.head_size + 2;
+    const float* weights =
+        work.weights + static_cast<int64_t>(layer * heads + index) * kChannels * stride;
+    for (int unit = lane; unit < work.head_size / (2 * kInWord<kElement>); unit += kWarp) {
+      add_pairs<kElement, kChannels>(work, slots, weights, turns, unit, sums);
+    }
+#pragma unroll
+    for (int j = 0; j < kProbeTokens; ++j) {
+      for (int step = 1; step < kWarp; step *= 2) {
+        sums[j].key += __shfl_xor_sync(kAllLanes, sums[j].key, step);
+        if constexpr (kChannels > 1) sums[j].value += __shfl_xor_sync(kAllLanes, sums[j].value, step);
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          sums[j].dots[c] += __shfl_xor_sync(kAllLanes, sums[j].dots[c], step);
+        }
+      }
+      const float norm = sqrtf(sums[j].value), key = sqrtf(sums[j].key);
+      totals[j] += norm;
+      if (lane > 0 || j >= mine) continue;
+      const int64_t at = head.first_column + store_columns + first + j;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const float* rest = weights + c * stride + work.head_size;
+        work.parts[c * work.num_parts + at] = sums[j].dots[c] + rest[0] * key + rest[1];
+      }
+      if constexpr (kChannels > 1) work.norms[at] = norm;
+    }
+  }
+  if constexpr (kChannels == 1) return;
+  float* target = work.totals + (static_cast<int64_t>(request) * work.num_layers + layer) * work.width;
+#pragma unroll
+  for (int j = 0; j < kProbeTokens; ++j) {
+    if (lane == 0 && first + j < work.width) target[first + j] = j < mine ? totals[j] : 0.0f;
+  }
+}
+
+static __global__ void probe_score_kernel(const __grid_constant__ ProbeScores work) {
+  const Candidates& candidates = work.reach.candidates;
+  const int heads = candidates.num_heads, layers = work.reach.num_layers;
+  const int chunk = blockIdx.x % work.chunks;
+  const int64_t row = blockIdx.x / work.chunks;
+  const int layer = row / heads % layers, request = row / heads / layers;
+  const Head head = find_head(candidates, request, layer, row % heads, work.reach.window);
+  const int count = head.candidates(), store_columns = head.store_pages * head.block_size;
+  const int64_t protect = candidates.requests[request].protect_first;
+  KVEVICT_ASSERT(head.first_column + count <= work.num_scores);
+  KVEVICT_ASSERT(count <= work.chunks * kChunk);
+  const bool joined = work.reach.peaks != nullptr;
+  const float mean = joined ? work.reach.means[row] : 0.0f;
+  const float weight = work.channels > 1 ? work.window_weights[layer * heads + row % heads] : 0.0f;
+  const float* totals = work.totals + (static_cast<int64_t>(request) * layers + layer) * work.width;
+  const int end = (chunk + 1) * kChunk < count ? (chunk + 1) * kChunk : count;
+  for (int column = chunk * kChunk + threadIdx.x; column < end; column += blockDim.x) {
+    const int64_t at = head.first_column + column;
+    float score;
+    if (column < store_columns) {
+      const float* kept = work.kept.at[layer] + head.slot(column) * work.stride;
+      for (int c = 0; c < work.channels; ++c) {
+        work.parts[c * work.num_scores + at] = kept[c];
+      }
+      score = kept[joined ? 1 : 0];
+    } else {
+      score = work.parts[at];
+      if (work.channels > 1) {
+        const float share = share_of(work.norms[at], totals[column - store_columns]);
+        float* second = work.parts + work.num_scores + at;
+        *second += weight * logf(share > kLeastShare ? share : kLeastShare);
+        if (joined) score = *second;
+      }
+    }
+    if (joined) {
+      const float peak = nan_max(peak_of(work.reach, head, column), mean);
+      score += weight * logf(nan_max(peak, kLeastShare));
+    }
+    // Nothing counts as padding, however little a key is worth.
+    work.scores[at] = column < protect ? kProtected : nan_max(score, -kProtected);
+  }
+}
+
+void launch_probe_keys(const ProbeKeys& work, int num_requests, Stream stream) {
+  const int64_t blocks = (work.width + kProbeBlock - 1) / kProbeBlock;
+  const size_t shared = static_cast<size_t>(kProbeBlock) * work.pairs * sizeof(float2);
+  const auto run = [&](auto kernel) {
+    launch(kernel, blocks * work.num_layers * num_requests, 1, kProbeThreads, shared, stream, work);
+  };
+  const auto run_for = [&](auto channels) {
+    constexpr int kChannels = decltype(channels)::value;
+    switch (work.element) {
+      case Element::kFloat: return run(probe_key_kernel<Element::kFloat, kChannels>);
+      case Element::kHalf: return run(probe_key_kernel<Element::kHalf, kChannels>);
+      case Element::kBFloat16: return run(probe_key_kernel<Element::kBFloat16, kChannels>);
+      case Element::kE4M3: return run(probe_key_kernel<Element::kE4M3, kChannels>);
+      case Element::kE5M2: return run(probe_key_kernel<Element::kE5M2, kChannels>);
+    }
+  };
+  if (work.channels > 1) return run_for(std::integral_constant<int, 2>{});
+  run_for(std::integral_constant<int, 1>{});
+}
+
+void launch_probe_scores(const ProbeScores& work, int64_t heads, Stream stream) {
+  if (work.reach.peaks != nullptr) launch_means(work.reach, heads, stream);
+  launch(probe_score_kernel, heads * work.chunks, 1, kDefendThreads, 0, stream, work);
+}
+
+}  // namespace kvevict

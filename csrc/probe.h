@@ -1,0 +1,46 @@
+// probe: what linear probes of its unrotated key say a token is worth, joined with the window or not.
+//
+// ops/reference/probe.py in two launches, between which ranks may add up the norms of values. The first
+// reads each new token once, key and value. A part is a . k + b * |k| + c; the second of two also
+// counts the logarithm of the head's share of the value norms, and the window joins that one.
+#pragma once
+
+#include "candidates.h"
+#include "cuda_types.h"
+#include "layers.h"
+#include "numbers.h"
+#include "reach.h"
+
+namespace kvevict {
+
+// Parts of the tail's tokens: with two of them, the second still lacks its share.
+struct ProbeKeys {
+  Layers<const unsigned char> caches;  // [blocks, H, block_size, slot] each
+  Layers<const unsigned char> rotary;  // [positions, 2 * pairs] each, cosines first; null: not rotated
+  Candidates candidates;
+  const float* weights;  // [L, H, channels, head_size + 2]
+  float* parts;          // [channels, num_parts] flat, as scores
+  float* norms;          // flat, as scores; of values, with two channels
+  float* totals;         // [E, L, width]: sums over this rank's heads, with two channels
+  int64_t num_parts, num_positions;
+  Element element, angle;  // of the caches, and of cosines and sines
+  int channels, head_size, pairs, num_layers, slot_bytes, width;
+  bool interleaved;      // pairs are (2i, 2i + 1), else (i, i + pairs)
+};
+
+struct ProbeScores {
+  Layers<const float> kept;  // [blocks * H, block_size, stride] each: parts of the stores' tokens
+  Reach reach;               // without peaks: no window is joined
+  float* scores;               // flat, candidates only
+  float* parts;                // [channels, num_scores], to be completed
+  const float* norms;          // flat, as scores
+  const float* totals;         // [E, L, width]
+  const float* window_weights; // [L, H]
+  int64_t num_scores;
+  int channels, stride, chunks, width;
+};
+
+void launch_probe_keys(const ProbeKeys& work, int num_requests, Stream stream);
+void launch_probe_scores(const ProbeScores& work, int64_t heads, Stream stream);
+
+}  // namespace kvevict

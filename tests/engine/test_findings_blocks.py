@@ -1,0 +1,156 @@
+"""Requests that lacked blocks for ever, or took blocks that were not there.
+
+Each case was found on a server. Blocks of 8, window 8, budget 40: a store of 4 blocks, as in
+``test_scheduler``.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.harness import Engine
+from tests.engine.test_scheduler import (
+    BOTH,
+    counters,
+    engine,
+    evictions,
+    hit,
+    tokens,
+)
+
+WHOLE = {"kv_eviction": "none"}
+
+
+@BOTH
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_preparation_larger_than_the_pool_stops_nobody(setup, aborted):
+    """A user sees no answer any more, whoever asks, until the server is started again.
+
+    The context fits the pool and so does what evicts as it streams in, but not the context and the
+    text that reads it, whole: such a preparation can never be admitted, and heads the queue.
+    """
+    core = engine(replace(setup, prefill_interval=64, longest=1000, max_batched=512))
+    point = {"kv_eviction_at": 400, "kv_eviction_prefill_interval": 0}
+    text = {"kv_eviction_prepare": tokens(200, 3)}
+    asking = core.add(tokens(420), 10, asked=point | text)
+    other = core.add(tokens(50, 9), 10)
+    for _ in range(3):
+        core.step()
+    if aborted:
+        core.abort(asking)
+    core.finish()
+    assert other.num_output_tokens == 10
+    assert aborted or asking.num_output_tokens == 10, "it goes on without"
+
+
+def two_groups(setup, shared: str, asked: dict) -> tuple[Engine, str]:
+    """A request one step short of evictions to 12 blocks in each group, of which 4 are its own."""
+    setup = replace(setup, budget=104, second_budget=104, blocks=150, max_batched=8)
+    core = engine(replace(setup, shared=shared))
+    core.add(tokens(120), 200, asked=WHOLE)
+    for _ in range(17):
+        core.step()
+    request = core.add(tokens(112) + tokens(46, 2), 40, asked=asked)
+    at = asked.get("kv_eviction_at", 158) + len(asked.get("kv_eviction_prepare", ()))
+    while not any(
+        one.request_id.startswith(request.request_id) and one.num_computed_tokens >= at - 8
+        for one in core.scheduler.running
+    ):
+        core.step()
+    return core, request
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "shared, asked",
+    [
+        ("evict", {}),
+        ("evict", {"kv_eviction_at": 154}),
+        ("keep", {"kv_eviction_at": 154, "kv_eviction_prepare": tokens(16, 5)}),
+    ],
+    ids=["end of a prompt", "point", "preparation"],
+)
+def test_two_groups_share_what_is_free(setup, shared, asked):
+    """A user sees every request fail: the engine ends with "Cannot get 8 free blocks".
+
+    The first group took fresh blocks for its whole store because it alone had room, and the second
+    then lacked the few that it cannot do without.
+    """
+    seen = set()
+    for free in range(15, 23):
+        core, request = two_groups(setup, shared, asked)
+        core.hold(min(free, core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()))
+        for _ in range(4):
+            seen |= evictions(core.step()).keys()
+        core.release()
+        core.finish()
+        assert request.num_output_tokens == 40
+    assert seen, "none of them evicts"
+
+
+DOCUMENT = {"kv_eviction_at": 350}
+
+
+def with_an_idle_store(setup, blocks: int) -> Engine:
+    """A pool with the 30 blocks of a store that nobody holds, and two behind it."""
+    core = engine(
+        replace(setup, budget=248, interval=16, blocks=blocks, max_batched=512, shared="evict")
+    )
+    core.add(tokens(350) + tokens(20, 1), 2, asked=DOCUMENT | {"kv_eviction_interval": 0})
+    core.finish()
+    assert counters(core).stores_published == 1
+    return core
+
+
+@BOTH
+def test_an_admission_counts_the_store_that_it_reuses_once(setup):
+    """A user waits for memory that is free: 46 blocks are enough here, 63 were asked for.
+
+    The request holds the store with its first blocks, so its own eviction, in the same step, writes
+    to that store. It was counted as if the store were not there, once more.
+    """
+    core = with_an_idle_store(setup, 200)
+    question = core.add(tokens(350) + tokens(100, 2), 20, asked=DOCUMENT)
+    # Positional blocks from the tail start on, the store, and a copy of the block that is cut.
+    core.hold(450 // 8 + 1 - 342 // 8 + 30 + 1)
+    output = core.step()
+    assert output.num_scheduled_tokens == {question.request_id: 100}
+    assert hit(output, question) == 350 and evictions(output) == {question.request_id: 450}
+    core.release()
+    core.finish()
+
+
+@BOTH
+def test_a_request_that_needs_less_than_the_pool_is_admitted(setup):
+    """A user sees no answer, on an idle server, and whoever asks next waits behind."""
+    core = with_an_idle_store(setup, 61)
+    question = core.add(tokens(350) + tokens(100, 2), 20, asked=DOCUMENT)
+    core.finish()
+    assert question.num_output_tokens == 20
+
+
+@BOTH
+def test_an_eviction_that_lacks_blocks_gets_them_before_new_requests(setup):
+    """A user's request stays whole on a busy server, although the flag says evict whatever is held.
+
+    Its eviction lacked a few blocks, and who waited in the queue was let in with every block that
+    came free, before the eviction was planned.
+    """
+    setup = replace(setup, shared="evict", budget=88, interval=512, blocks=80, max_batched=32)
+    core = engine(replace(setup, max_num_seqs=32))
+    core.add(tokens(104), 400, asked=WHOLE)
+    for _ in range(5):
+        core.step()
+    core.hold(free=7 + 6)
+    # 13 blocks are shared, 5 its own, and the store has 10.
+    long = core.add(tokens(104) + tokens(50, 1), 60)
+    asked, seen = 0, {}
+    for _ in range(24):
+        while len(core.scheduler.waiting) < 4:
+            core.add(tokens(12, 100 + asked), 3 + asked % 3)
+            asked += 1
+        seen |= evictions(core.step())
+    assert counters(core).postponed_blocks > 0, "it lacked some"
+    assert long.request_id in seen, counters(core)
+    core.release()
+    core.finish()

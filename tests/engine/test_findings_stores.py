@@ -1,0 +1,42 @@
+"""Stores that were there and not found. Each case was found on a server.
+
+Blocks of 8, window 8, budget 40, an eviction point at 100, as in ``test_sharing``.
+"""
+
+from dataclasses import replace
+
+from tests.engine.test_scheduler import BOTH, counters, engine, hit, tokens
+
+ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
+
+
+@BOTH
+def test_a_turn_that_was_computed_again_is_found(setup):
+    """A user's conversation about a document is computed anew at every turn, on a busy server.
+
+    The blocks of its last turn were lost, computed again and published again. When the pool handed
+    the lost ones to another conversation, what was published last was forgotten with them.
+    """
+    core = engine(replace(setup, blocks=64, max_batched=512))
+    document, turn = tokens(100), tokens(45, 1)
+
+    def say(more, max_tokens):
+        request = core.add(document + more, max_tokens, asked=ONCE)
+        return request, core.step()
+
+    say(turn, 4)
+    core.finish()
+    assert counters(core).stores_published == 1
+    # Blocks leave in the order in which they were freed: the turn's first, the store's last.
+    core.hold(free=4 + 2)
+    core.release()
+    again, output = say(turn, 200)
+    assert hit(output, again) == 104, "the turn is lost; the store, and the block it cuts, is there"
+    for index in range(12):
+        other, output = say(tokens(45, 50 + index), 2)
+        assert hit(output, other) == 100, "it says something else"
+        while not other.is_finished():
+            core.step()
+    repeated, output = say(turn, 2)
+    assert hit(output, repeated) == 144, "the last turn is in the cache, whole"
+    core.finish()

@@ -1,0 +1,114 @@
+"""Work that grew with what a step has nothing to do with. Each case was found on a server.
+
+Counted in lines that run, not in time. Blocks of 8, window 8, budget 40, as in ``test_scheduler``.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.harness import Engine, Setup
+from tests.engine.test_scheduler import SYNC, counters, no_stop, tokens
+from tests.engine.work import lines_run
+
+
+class Bare(Engine):
+    """An engine whose invariants, which are slow where there are many blocks, are not checked."""
+
+    def __init__(self, setup: Setup, log_stats: bool = False) -> None:
+        super().__init__(setup, no_stop, log_stats=log_stats)
+        for name in ("scheduled", "executed", "check"):
+            setattr(self.invariants, name, lambda *_: None)
+
+    def scheduling(self) -> int:
+        """Lines that scheduling one step runs."""
+        lines = lines_run(self.schedule)
+        self.settle()
+        return lines
+
+    def processing(self) -> int:
+        """Lines that processing one step runs."""
+        self.schedule()
+        return lines_run(self.settle)
+
+
+def by_arrivals(running: int) -> float:
+    """Lines by which a step grows where in turn one request is let in and one ends; more wait."""
+    setup = replace(SYNC, interval=128, blocks=240 * running, max_num_seqs=running + 1)
+    shares = dict(pyramid=4, shares=(1.9, 1.2, 0.5, 0.4))
+    core = Bare(replace(setup, max_batched=8192, longest=2048, **shares))
+    for index in range(running):
+        core.add(tokens(100, index), 600)
+    for _ in range(3):
+        core.step()
+    quiet = sum(core.scheduling() for _ in range(16)) / 16
+    for index in range(60):
+        core.add(tokens(20, 1000 + index), 2)
+    for _ in range(4):
+        core.step()
+    return sum(core.scheduling() for _ in range(16)) / 16 - quiet
+
+
+def test_arrivals_do_not_forecast_every_request_again():
+    """A user of a busy server waits for each token: 41 ms a step at 256 running, with 8 groups.
+
+    What running requests will take was computed anew, for all of them and each group, whenever one
+    came or went.
+    """
+    few, many = by_arrivals(8), by_arrivals(40)
+    assert (many - few) / 32 < 20, f"lines a running request and arrival: {few}, {many}"
+
+
+def with_askers(askers: int) -> int:
+    """Lines of a step in which all of them wait for one preparation."""
+    core = Bare(replace(SYNC, blocks=400, max_batched=8, max_num_seqs=8, longest=512))
+    asked = {"kv_eviction_at": 200, "kv_eviction_prepare": tokens(100, 3)}
+    for index in range(askers):
+        core.add(tokens(200) + tokens(20, index), 4, asked=asked)
+    for _ in range(3):
+        core.step()
+    lines = min(core.scheduling() for _ in range(4))
+    assert counters(core).preparations == 1 and len(core.scheduler.waiting) == askers
+    return lines
+
+
+def test_those_who_wait_for_one_store_are_not_looked_up_one_by_one():
+    """A user of a server on which 1,000 questions wait for a document: 0.2 s a token.
+
+    vLLM asks once a step whether each of them may run. That answer needs no key.
+    """
+    few, many = with_askers(20), with_askers(220)
+    assert (many - few) / 200 <= 10, "lines a waiting request and step"
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["idle", "lost"])
+def test_reports_do_not_count_every_store_again(lost):
+    """A user of a server that has read 14,000 documents: 25 ms a step that reports anything.
+
+    Stores whose blocks had long gone to others were counted, too: they were kept in mind until
+    their document was asked about again.
+    """
+    core = Bare(replace(SYNC, blocks=2400, max_batched=512, longest=400), log_stats=True)
+    asked = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
+    lines, documents = [], 0
+    for most in (80, 240):
+        while documents < most:
+            core.add(tokens(130, documents), 2, asked=asked)
+            documents += 1
+            drain(core)
+        assert counters(core).stores_published == documents
+        if lost:
+            core.hold(0)
+            core.release()
+        core.add(tokens(100, 900 + documents), 2)
+        lines.append(core.processing())
+        drain(core)
+    assert lines[1] - lines[0] < 160, f"a line for each store: {lines}"
+
+
+def drain(core: Engine) -> None:
+    for _ in range(50):
+        if not core.scheduler.has_unfinished_requests():
+            return
+        core.step()
+    raise AssertionError("not finished")

@@ -1,0 +1,64 @@
+"""What is learned from and what is measured share no template, no name, no answer, no prose."""
+
+import random
+import re
+
+from benchmarks.quality.ruler import facts as measured
+from benchmarks.quality.ruler import prose as needles_in
+from benchmarks.quality.ruler import unseen
+from benchmarks.quality.ruler.needles import CONTEXT, PREFIX, QUESTION
+from vllm_kvevict.calibrate import facts as learned
+from vllm_kvevict.calibrate.lessons import prose
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]{4,}", re.sub(r"\{\w\}", " ", text).lower()))
+
+
+def test_no_kind_of_fact_is_both_learned_and_measured() -> None:
+    templates = [kind.statement for kind in learned.KINDS]
+    for theirs in [kind[0] for kind in measured.KINDS + unseen.KINDS] + [CONTEXT, QUESTION, PREFIX]:
+        for mine in templates:
+            common = words(mine) & words(theirs)
+            assert len(common) <= 1, f"{mine} and {theirs} share {common}"
+
+
+def test_no_name_and_no_answer_is_both_learned_and_measured() -> None:
+    assert not set(learned.FIRST + learned.LAST) & set(measured.FIRST + measured.LAST)
+    answers: list[set[str]] = [set(), set()]
+    rng = random.Random(0)
+    for _ in range(200):
+        answers[0] |= {kind.value(rng) for kind in learned.KINDS}
+        answers[1] |= {value(rng) for *_, value in measured.KINDS + unseen.KINDS}
+    common = answers[0] & answers[1]
+    # Numbers of one range may coincide; words may not.
+    assert not [one for one in common if not one.isdigit()]
+
+
+def test_no_prose_is_both_learned_and_measured() -> None:
+    def runs(texts) -> set[tuple[str, ...]]:
+        """Eight words in a row."""
+        found: set[tuple[str, ...]] = set()
+        for text in texts:
+            tokens = re.findall(r"\w+", text.lower())
+            found.update(zip(*(tokens[i:] for i in range(8)), strict=False))
+        return found
+
+    mine = runs(prose())
+    assert len(mine) > 20_000
+    for texts in (measured.sentences(), needles_in.sentences(), measured.sentences(unseen.PACKAGE)):
+        theirs = runs(texts)
+        assert len(theirs) > 5_000
+        assert len(theirs & mine) < 0.01 * len(theirs), "but for idioms of documentation"
+
+
+def test_nothing_unseen_is_in_what_the_form_was_chosen_by() -> None:
+    for theirs in [kind[0] for kind in unseen.KINDS]:
+        for mine in [kind[0] for kind in measured.KINDS]:
+            common = words(mine) & words(theirs)
+            assert len(common) <= 1, f"{mine} and {theirs} share {common}"
+    answers = [
+        {value(random.Random(seed)) for *_, value in kinds for seed in range(200)}
+        for kinds in (measured.KINDS, unseen.KINDS)
+    ]
+    assert not [one for one in answers[0] & answers[1] if not one.isdigit()]

@@ -1,0 +1,138 @@
+"""Values and filter for vLLM's production-stack chart: flags, streams at a rollout, rights of pods.
+
+The chart itself is rendered where ``helm`` is and KVEVICT_HELM_CHART names its folder.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_kvevict.front.plugin import fold_flags
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+VALUES = yaml.safe_load((DEPLOY / "helm" / "values.yaml").read_text())
+ENGINE, ROUTER = VALUES["servingEngineSpec"], VALUES["routerSpec"]
+CHART = os.environ.get("KVEVICT_HELM_CHART")
+COMPONENT = "app.kubernetes.io/component"
+MEMORY = ("limitMemory", "requestMemory")
+EXIT_S = 20
+"""What is left of the grace period for memory to be given back."""
+
+
+def arguments(model: dict[str, Any]) -> list[str]:
+    """What the chart puts after `vllm serve`, in its order."""
+    config = model["vllmConfig"]
+    words = [model["modelURL"], "--host", "0.0.0.0", "--port", "8000", "--enable-prefix-caching"]
+    words += ["--max-model-len", str(config["maxModelLen"])]
+    return [*words, "--gpu_memory_utilization", str(config["gpuMemoryUtilization"]),
+            *config["extraArgs"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ENGINE["modelSpec"], ids=lambda model: model["name"])
+def test_vllm_takes_the_flags(model, parser):
+    assert all(isinstance(word, str) for word in model["vllmConfig"]["extraArgs"])
+    folded = fold_flags(parser.parse_args(arguments(model))).additional_config[KEY]
+    assert EvictionConfig.parse(folded).policy == "ada-defensive" and folded["budget"] == 1024
+    assert not model["lmcacheConfig"]["enabled"]
+
+
+@pytest.mark.parametrize("model", ENGINE["modelSpec"], ids=lambda model: model["name"])
+def test_pods_are_bounded_and_budgeted(model):
+    limit, request = (int(model[name].removesuffix("Gi")) for name in MEMORY)
+    assert limit > request
+    for part in (model, ROUTER):
+        assert part["replicaCount"] > 1, "with one replica a drained node waits, or takes all"
+        assert part["pdb"] == {"enabled": True, "maxUnavailable": 1}
+
+
+def test_pods_run_as_the_user_of_the_image():
+    (user,) = re.findall(r"^USER (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    pod, container = ENGINE["securityContext"], ENGINE["containerSecurityContext"]
+    assert f"{pod['runAsUser']}:{pod['runAsGroup']}" == user
+    assert pod["runAsNonRoot"] and container["runAsNonRoot"]
+    assert not container["allowPrivilegeEscalation"]
+    assert container["capabilities"] == {"drop": ["ALL"]}
+    assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_a_server_that_stalls_leaves_duty_before_it_is_restarted():
+    def patience(probe: dict[str, Any]) -> int:
+        return probe["periodSeconds"] * probe["failureThreshold"]
+
+    assert patience(ENGINE["startupProbe"]) >= 540
+    assert patience(ENGINE["readinessProbe"]) <= 15 < 60 <= patience(ENGINE["livenessProbe"])
+    probes = [ENGINE[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert all(probe["httpGet"] == {"path": "/health", "port": 8000} for probe in probes)
+
+
+def check_streams_end_in_peace(deployment: dict[str, Any]) -> None:
+    """A pod is told to end, is sent nothing more, drains, and has time to give memory back."""
+    pod = deployment["spec"]["template"]["spec"]
+    waits = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    words = VALUES["servingEngineSpec"]["modelSpec"][0]["vllmConfig"]["extraArgs"]
+    drains = int(words[words.index("--shutdown-timeout") + 1])
+    assert waits >= 5 and drains >= 60
+    assert pod["terminationGracePeriodSeconds"] >= waits + drains + EXIT_S
+
+
+def drained(manifests: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [DEPLOY / "helm" / "drain.sh"], input=manifests, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def manifest(kind: str, component: str, spec: dict[str, Any]) -> dict[str, Any]:
+    about = {"name": f"{component}-{kind.lower()}", "labels": {COMPONENT: component}}
+    return {"apiVersion": "apps/v1", "kind": kind, "metadata": about, "spec": spec}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_the_filter_gives_engines_and_routers_time():
+    def pod(name: str) -> dict[str, Any]:
+        return {"template": {"spec": {"containers": [{"name": name, "image": "i"}]}}}
+
+    names = ("serving-engine", "router", "cache-server")
+    given = [manifest("Deployment", name, pod(name)) for name in names]
+    given.append(manifest("Service", "router", {"ports": [{"port": 80}]}))
+    found = {one["metadata"]["name"]: one for one in drained(yaml.safe_dump_all(given))}
+    assert len(found) == len(given)
+    for name in names[:2]:
+        check_streams_end_in_peace(found[f"{name}-deployment"])
+    for one in given[2:]:
+        assert found[one["metadata"]["name"]] == one
+
+
+@pytest.mark.skipif(
+    CHART is None or not all(map(shutil.which, ("helm", "kubectl"))),
+    reason="needs helm, kubectl and KVEVICT_HELM_CHART, the folder of production-stack's chart",
+)
+def test_the_chart_takes_the_values():
+    command = ["helm", "template", "vllm", str(CHART), "-f", DEPLOY / "helm" / "values.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    made = [one for one in drained(done.stdout) if one]
+    parts: dict[str, Any] = {
+        one["metadata"]["labels"][COMPONENT]: one for one in made if one["kind"] == "Deployment"
+    }
+    for part in ("serving-engine", "router"):
+        check_streams_end_in_peace(parts[part])
+    pod = parts["serving-engine"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (model,) = ENGINE["modelSpec"]
+    assert container["command"] == ["vllm", "serve", *arguments(model)]
+    assert pod["securityContext"] == ENGINE["securityContext"]
+    assert container["securityContext"] == ENGINE["containerSecurityContext"]
+    assert container["resources"]["limits"]["memory"] == model["limitMemory"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe].items() >= ENGINE[probe].items()
+    assert sum(one["kind"] == "PodDisruptionBudget" for one in made) == 2

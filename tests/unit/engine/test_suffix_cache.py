@@ -1,0 +1,100 @@
+"""What is computed over a store, with vLLM's blocks and no pool: reused, ended, and forgotten."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+from vllm_kvevict.engine.published import PublishedStore, ShareKey
+from vllm_kvevict.engine.request import Phase
+from vllm_kvevict.engine.stores import SuffixCache
+
+SIZE, POINT = 16, 40
+"""The point cuts the third block, which belongs to the store."""
+
+
+def store() -> PublishedStore:
+    return PublishedStore(ShareKey(b"", (), None, POINT, "snapkv", 0, ((0, 1),)), {}, [])
+
+
+class Requests:
+    """Requests of one group, whose blocks the test names by id."""
+
+    def __init__(self) -> None:
+        self.blocks = [KVCacheBlock(number) for number in range(32)]
+        self.manager = SimpleNamespace(block_size=SIZE, req_to_blocks={})
+        self.cache = SuffixCache(SIZE, {0: self.manager})  # type: ignore[dict-item]
+
+    def new(
+        self, name: str, keys: list[bytes], ids: list[int], over: PublishedStore | None = None
+    ) -> Any:
+        self.manager.req_to_blocks[name] = [self.blocks[number] for number in ids]
+        hashes = [BlockHash(key) for key in keys]
+        return SimpleNamespace(
+            request_id=name,
+            request=SimpleNamespace(request_id=name, block_hashes=hashes),
+            phase=Phase.PREFILL,
+            holds_blocks=True,
+            store=over,
+            suffix_published=POINT,
+        )
+
+    def publish(self, state: Any, blocks: int) -> None:
+        self.cache.note(state, blocks * SIZE)
+        self.cache.publish()
+
+
+def test_the_longest_run_of_equal_blocks_is_reused() -> None:
+    requests, shared = Requests(), store()
+    maker = requests.new("maker", [b"0", b"1", b"2", b"3", b"4"], [1, 2, 3, 4, 5], shared)
+    requests.publish(maker, 5)
+    assert maker.suffix_published == 5 * SIZE
+    other = requests.new("other", [b"0", b"1", b"2", b"3", b"x"], [])
+    found, end = requests.cache.find(other, shared, 5 * SIZE)
+    assert ([[block.block_id for block in each] for each in found], end) == ([[3], [4]], 4 * SIZE)
+    assert requests.cache.find(other, shared, 3 * SIZE + 1)[1] == 3 * SIZE, "whole blocks only"
+    stranger = requests.new("stranger", [b"0", b"1", b"y"], [])
+    assert requests.cache.find(stranger, shared, 5 * SIZE) == ([], POINT)
+    assert requests.cache.find(other, store(), 5 * SIZE) == ([], POINT), "of that store only"
+
+
+def test_a_request_that_left_or_evicted_publishes_nothing() -> None:
+    requests, shared = Requests(), store()
+    keys = [b"0", b"1", b"2", b"3"]
+    left, again, evicted = (
+        requests.new(name, keys, [1, 2, 3, 4], shared) for name in ("left", "again", "evicted")
+    )
+    for state in (left, again, evicted):
+        requests.cache.note(state, 4 * SIZE)
+    left.holds_blocks = False
+    again.store = store()
+    evicted.store = None
+    requests.cache.publish()
+    assert not shared.suffix and not again.store.suffix
+
+
+def test_a_block_that_serves_others_by_then_is_neither_found_nor_remembered() -> None:
+    """Whatever the pool hands out again, no more entries stay than there are blocks."""
+    requests, shared = Requests(), store()
+    for turn in range(20):
+        keys = [b"0", b"1", b"2 of %d" % turn]
+        requests.publish(requests.new(f"r{turn}", keys, [1, 2, 3], shared), 3)
+        assert list(shared.suffix) == [keys[2]]
+        asker = requests.new("asker", keys, [])
+        assert requests.cache.find(asker, shared, 3 * SIZE)[1] == 3 * SIZE
+        # As vLLM's pool does when it hands a block out.
+        requests.blocks[3].reset_hash()
+        assert requests.cache.find(asker, shared, 3 * SIZE) == ([], POINT)
+
+
+def test_what_was_published_again_elsewhere_outlives_its_first_block() -> None:
+    """Its first block serves other content later; the entry is in other blocks since."""
+    requests, shared = Requests(), store()
+    mine, others = [b"0", b"1", b"mine"], [b"0", b"1", b"others"]
+    requests.publish(requests.new("a", mine, [1, 2, 3], shared), 3)
+    requests.blocks[3].reset_hash()
+    requests.publish(requests.new("b", mine, [1, 2, 7], shared), 3)
+    requests.publish(requests.new("c", others, [1, 2, 3], shared), 3)
+    for keys, block in ((mine, 7), (others, 3)):
+        found, end = requests.cache.find(requests.new("asker", keys, []), shared, 3 * SIZE)
+        assert ([each[0].block_id for each in found], end) == ([block], 3 * SIZE)

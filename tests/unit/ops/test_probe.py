@@ -1,0 +1,62 @@
+"""Scores of keys against keys that are rotated and multiplied number by number."""
+
+import cmath
+import math
+
+import pytest
+import torch
+
+from vllm_kvevict.ops.reference.probe import Rotation, key_scores, unrotated
+
+
+def rotated(key, angles, interleaved, stretch):
+    """A key whose pairs are turned as complex numbers, and stretched."""
+    found, pairs = list(key), len(angles)
+    for i, angle in enumerate(angles):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+        turned = complex(key[a], key[b]) * cmath.rect(stretch, angle)
+        found[a], found[b] = turned.real, turned.imag
+    return found
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_those_of_keys_before_rotation(interleaved, pairs, dtype):
+    generator = torch.Generator().manual_seed(0)
+    heads, tokens, size, stretch = 2, 7, 8, 1.25
+    keys = torch.randn(heads, tokens, size, generator=generator).double()
+    angles = torch.rand(tokens, pairs, generator=generator).double() * 6
+    weights = torch.randn(heads, 3, size + 2, generator=generator)
+    turned = torch.tensor(
+        [
+            [
+                rotated(keys[h, n].tolist(), angles[n].tolist(), interleaved, stretch)
+                for n in range(tokens)
+            ]
+            for h in range(heads)
+        ]
+    ).to(dtype)
+    rotation = Rotation(
+        (angles.cos() / stretch).float(), (angles.sin() / stretch).float(), interleaved
+    )
+    tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.1)
+    torch.testing.assert_close(unrotated(turned, rotation).double(), keys, **tolerance)
+    found = key_scores(turned, rotation, weights)
+    assert found.dtype == torch.float32 and found.shape == (heads, tokens, 3)
+    for h in range(heads):
+        for n in range(tokens):
+            key = keys[h, n].tolist()
+            for c in range(3):
+                *a, b, constant = weights[h, c].tolist()
+                expected = math.fsum(x * y for x, y in zip(a, key, strict=True))
+                expected += b * math.sqrt(math.fsum(x * x for x in key)) + constant
+                assert float(found[h, n, c]) == pytest.approx(
+                    expected, abs=1e-4 if dtype == torch.float32 else 0.3
+                )
+
+
+def test_keys_without_rotation_are_read_as_they_are():
+    keys = torch.randn(1, 3, 4)
+    weights = torch.tensor([[[1.0, 0, 0, 0, 0, 2.0]]])
+    torch.testing.assert_close(key_scores(keys, None, weights)[0, :, 0], keys[0, :, 0] + 2)

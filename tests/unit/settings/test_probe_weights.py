@@ -1,0 +1,92 @@
+"""Probes in a profile's file: written, read in another process, and refused in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.profiles import random_weights
+from vllm_kvevict.front.profile import check_learned, read, to_json
+from vllm_kvevict.settings import probe_weights
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.profile import ModelIdentity, ProbeFile, Profile
+
+MODEL = ModelIdentity(architecture="any", layers=3, kv_heads=2, config="0123456789abcdef")
+
+
+def profile(**changes: Any) -> Profile:
+    return Profile(model=MODEL, policy="probe", budget="12.5%", layers=(1.0, 0.5, 1.5), **changes)
+
+
+def written(folder: Path, value: Any) -> Path:
+    path = folder / "profile.json"
+    path.write_text(json.dumps(value))
+    return path
+
+
+def test_every_process_reads_the_same_numbers(tmp_path: Path) -> None:
+    weights = random_weights(MODEL, 8)
+    path = written(tmp_path, to_json(profile(), weights))
+    found = read(path)
+    assert isinstance(found.probe, ProbeFile) and found.probe.file == str(path)
+    config = EvictionConfig(policy="probe", profile=found)
+    told = json.dumps(config.model_dump(mode="json"))
+    assert len(told) < 3000, "the numbers stay in the file"
+    again = EvictionConfig.parse(json.loads(told))
+    assert again == config
+    there = probe_weights.read(again.profile.probe, MODEL)
+    np.testing.assert_array_equal(there.keys, weights.keys)
+    np.testing.assert_array_equal(there.joined, weights.joined)
+    assert there.head_size == 8 and there.rotated is None
+
+
+def test_nested_lists_serve_too(tmp_path: Path) -> None:
+    weights = random_weights(MODEL, 8)
+    lists = dict(keys=weights.keys.tolist(), joined=weights.joined.tolist(), rotated=[True] * 3)
+    found = probe_weights.decode(lists, MODEL)
+    np.testing.assert_array_equal(found.keys, weights.keys)
+    assert found.rotated == (True, True, True)
+
+
+def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
+    path = written(tmp_path, to_json(profile(), random_weights(MODEL, 8)))
+    where = read(path).probe
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(ValueError, match="has changed since the server began to start"):
+        probe_weights.read(where, MODEL)
+    path.unlink()
+    with pytest.raises(ValueError, match="every machine of the server needs the file"):
+        probe_weights.read(where, MODEL)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(keys="%"), "probe.keys: is neither base64 of float32 nor lists"),
+        (dict(keys="AAAA"), "probe.keys: "),
+        (dict(keys=[[1.0]]), "probe.keys: must have 3 layers of 2 KV heads"),
+        (dict(keys=[[[float("nan")] * 10] * 2] * 3), "probe.keys: must be numbers"),
+        (dict(joined=[[[1.0] * 10] * 2] * 3), "probe.joined: must have one number more"),
+        (dict(rotated=[True]), "probe.rotated: must be 3 times true or false"),
+    ],
+)
+def test_what_are_no_probes(tmp_path: Path, changes: Any, says: str) -> None:
+    value = to_json(profile(), random_weights(MODEL, 8))
+    value["probe"] |= changes
+    with pytest.raises(ValueError) as caught:
+        read(written(tmp_path, value))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    value["probe"] = [1]
+    with pytest.raises(ValueError, match="probe: must be a mapping"):
+        read(written(tmp_path, value))
+
+
+def test_a_learned_policy_requirements_a_profile_with_probes() -> None:
+    check_learned(EvictionConfig(policy="snapkv"), "m")
+    for settings in (dict(policy="probe"), dict(policy="snapkv", allow="ada-probe")):
+        with pytest.raises(ValueError, match=r"--kv-eviction-profile .* vllm_kvevict.calibrate m"):
+            check_learned(EvictionConfig(**settings), "m")
+    with pytest.raises(ValueError, match="the file has shares, but no scores for probe"):
+        check_learned(EvictionConfig(policy="probe", profile=profile()), "m")

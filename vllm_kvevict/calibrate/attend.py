@@ -1,0 +1,105 @@
+"""Attention that calibrate computes itself: of a prompt, or of rows of text behind one context."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from vllm_kvevict.ops.reference.sinks import attention_weights
+
+ROWS = 2**23
+"""Most attention weights that stand in memory at once."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a layer's attention multiplies, caps and sees.
+
+    Args:
+        scale: Softmax scale.
+        softcap: Logit soft cap, 0 for none.
+        window: Tokens that a query sees, its own included; None for all.
+        sinks: [H, G] float32 attention sinks, None for none.
+
+    """
+
+    scale: float
+    softcap: float = 0.0
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
+def of_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Causal attention over one prompt.
+
+    Args:
+        q: [H, G, N, D].
+        k: [H, N, D].
+        v: [H, N, D].
+        kind: The layer's.
+
+    Returns:
+        [H, G, N, D].
+
+    """
+    if not kind.softcap and kind.window is None and kind.sinks is None:
+        heads, group, tokens, _ = q.shape
+        # A group's queries on one KV head: keys are not repeated in memory.
+        k, v = (x[:, None].expand(heads, group, -1, -1) for x in (k, v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale)
+    found = torch.empty_like(q)
+    tokens = q.shape[2]
+    step = max(1, ROWS // (q.shape[0] * q.shape[1] * tokens))
+    for begin in range(0, tokens, step):
+        end = min(begin + step, tokens)
+        own = k[None, :, begin:end], v[None, :, begin:end]
+        weights = weights_behind(q[None, :, :, begin:end], k[:, :begin], own[0], kind, None)
+        found[:, :, begin:end] = apply(weights, v[:, :begin], own[1])[0].to(q.dtype)
+    return found
+
+
+def weights_behind(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    own: torch.Tensor,
+    kind: Kind,
+    keep: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention weights of R rows of T tokens, each right behind the same context.
+
+    Args:
+        q: [R, H, G, T, D].
+        keys: [H, n, D]: the context's.
+        own: [R, H, T, D]: keys of the rows themselves.
+        kind: The layer's.
+        keep: [R, H, n] bool: what of the context each row sees; None for all.
+
+    Returns:
+        [R, H, G, T, n + T] float32.
+
+    """
+    rows, heads, group, tokens, _ = q.shape
+    context = keys.shape[1]
+    q = (q.float() * kind.scale).flatten(2, 3)
+    logits = torch.cat([q @ keys.float().mT, q @ own.float().mT], dim=-1)
+    logits = logits.view(rows, heads, group, tokens, context + tokens)
+    if kind.softcap:
+        logits = logits.div_(kind.softcap).tanh_().mul_(kind.softcap)
+    at = torch.arange(context, context + tokens, device=q.device)[:, None]
+    column = torch.arange(context + tokens, device=q.device)
+    hidden = column > at
+    if kind.window is not None:
+        hidden |= column <= at - kind.window
+    logits.masked_fill_(hidden, float("-inf"))
+    if keep is not None:
+        logits[..., :context].masked_fill_(~keep[:, :, None, None], float("-inf"))
+    sinks = None if kind.sinks is None else kind.sinks[None, :, :, None]
+    return attention_weights(logits, sinks)
+
+
+def apply(weights: torch.Tensor, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """[R, H, G, T, D] float32: weights of :func:`weights_behind` on context and rows' values."""
+    context = values.shape[1]
+    flat = weights.flatten(2, 3)
+    found = flat[..., :context] @ values.float() + flat[..., context:] @ own.float()
+    return found.unflatten(2, weights.shape[2:4])

@@ -1,0 +1,230 @@
+"""What calibrate does on every rank: vLLM's own model, its weights and its parallelism.
+
+vLLM mixes the class into its worker (``worker_extension_cls``), whose methods the command calls by
+name. Nothing here touches the KV cache: contexts are held beside it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_kvevict.cache.spec import is_evictable
+from vllm_kvevict.calibrate.layers import Layers, Pass
+from vllm_kvevict.calibrate.regression import (
+    Ridge,
+    captured,
+    features,
+    scored,
+    shares_of,
+    target,
+    window_feature,
+)
+from vllm_kvevict.ops.reference.probe import unrotated
+from vllm_kvevict.worker.ranks import first_head, sum_of_ranks
+from vllm_kvevict.worker.rotary import find
+
+EXTENSION = "vllm_kvevict.calibrate.extension.CalibratingWorker"
+
+
+class CalibratingWorker:
+    """Methods for ``collective_rpc``."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+
+    def kvevict_begin(self, window: int, recent: int) -> dict[str, Any]:
+        """Take the place of the model's attention.
+
+        Args:
+            window: Observation window.
+            recent: Last tokens of a context that are always kept.
+
+        Returns:
+            ``problem``: one sentence, or None; ``heads`` on this rank, ``first`` of them in its
+            layer, ``layers`` that evict, ``head_size``.
+
+        """
+        specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
+        attentions = self.vllm_config.compilation_config.static_forward_context
+        names = sorted((n for n, s in specs.items() if is_evictable(s)), key=extract_layer_index)
+        others = [n for n, layer in attentions.items() if type(layer) is not Attention]
+        if others or not names:
+            kind = type(attentions[others[0]]).__name__ if others else "no full attention"
+            return {"problem": f"not every layer is attention ({kind})"}
+        model = self.model_runner.get_model()
+        self._kvevict = Layers(dict(attentions), names)
+        self._kvevict_window, self._kvevict_recent = window, recent
+        try:
+            self._kvevict_rotary = {name: find(model, attentions[name]) for name in names}
+        except ValueError as error:
+            return {"problem": str(error)}
+        longest = self.vllm_config.model_config.max_model_len
+        for rotary in {id(r.module): r for r in self._kvevict_rotary.values() if r}.values():
+            self._kvevict.watch(rotary.module)
+            if not rotary.is_exact(longest, self.device):
+                name = type(rotary.module).__name__
+                return {"problem": f"{name} does not turn pairs of dimensions"}
+        layer = attentions[names[0]]
+        heads, size = layer.num_kv_heads, layer.head_size
+        self._kvevict_ridge = {name: Ridge(heads, size + 2, self.device) for name in names}
+        self._kvevict_probes: torch.Tensor | None = None
+        first = first_head(heads)
+        return dict(problem=None, heads=heads, first=first, layers=len(names), head_size=size)
+
+    @torch.inference_mode()
+    def kvevict_context(self, ids: Sequence[int]) -> None:
+        """Run a context and hold it."""
+        with self._kvevict.doing(Pass()):
+            self._kvevict_run(ids, 0, 1)
+
+    @torch.inference_mode()
+    def kvevict_learn(self, ids: Sequence[int], later: Sequence[Sequence[int]]) -> None:
+        """Count a context and the texts that come right behind it, each alone."""
+        self.kvevict_context(ids)
+        count, most = len(ids) - self._kvevict_recent, self._kvevict_most(later, len(ids))
+        for name, x in self._kvevict_features().items():
+            shares = shares_of(self._kvevict.context[name].values, sum_of_ranks)
+            self._kvevict_ridge[name].add(x, target(most[name], shares)[:, :count])
+
+    @torch.inference_mode()
+    def kvevict_captured(
+        self, ids: Sequence[int], later: Sequence[Sequence[int]], steps: int
+    ) -> torch.Tensor:
+        """[L, H, steps] what heads hold of the worth of a context's tokens, by both probes.
+
+        A token is worth the highest attention that a later query gives it, times the head's share
+        of its values' norms.
+        """
+        self.kvevict_context(ids)
+        most, found = self._kvevict_most(later, len(ids)), []
+        seen = self._kvevict_seen()
+        for index, (name, x) in enumerate(self._kvevict_features().items()):
+            count, values = x.shape[1], self._kvevict.context[name].values
+            worth = most[name][:, :count] * shares_of(values[:, :count], sum_of_ranks)
+            by_probe = [
+                captured(scored(x, seen[name], weights[index]), worth, steps)
+                for weights in (self._kvevict_keys, self._kvevict_joined)
+            ]
+            found.append(sum(by_probe) / 2)
+        return torch.stack(found).cpu()
+
+    def _kvevict_most(self, later: Sequence[Sequence[int]], start: int) -> dict[str, torch.Tensor]:
+        """[H, n] the highest attention that texts behind the context give its tokens, by layer."""
+        most: dict[str, torch.Tensor] = {}
+        for text in later:
+            with self._kvevict.doing(Pass(rows=1, most={})) as done:
+                self._kvevict_run(text, start, 1)
+            for name, given in (done.most or {}).items():
+                most[name] = torch.maximum(most[name], given) if name in most else given
+        return most
+
+    def kvevict_solve(self, strength: float, window: float) -> dict[str, Any]:
+        """The probes [L, H, D + 2] and [L, H, D + 3] of this rank's heads, which it uses on.
+
+        Args:
+            strength: Ridge penalty, for each token.
+            window: Weight of the window's score in the second.
+
+        """
+        names = self._kvevict.evictable
+        keys = torch.stack([self._kvevict_ridge[name].solve(strength) for name in names])
+        joined = torch.nn.functional.pad(keys, (0, 1), value=window)
+        rotated = [self._kvevict.rotated[name] for name in names]
+        self._kvevict_keys, self._kvevict_joined = keys, joined
+        return dict(keys=keys.cpu(), joined=joined.cpu(), rotated=rotated)
+
+    @torch.inference_mode()
+    def kvevict_score(self, joined: bool) -> torch.Tensor:
+        """[L, H, n - recent] scores of the context's tokens, held for masks."""
+        weights, seen = self._kvevict_keys, self._kvevict_seen()
+        if joined:
+            weights = self._kvevict_joined
+        self._kvevict_scores = torch.stack(
+            [
+                scored(x, seen[name], weights[index])
+                for index, (name, x) in enumerate(self._kvevict_features().items())
+            ]
+        )
+        return self._kvevict_scores.cpu()
+
+    @torch.inference_mode()
+    def kvevict_later(
+        self, text: Sequence[int], answer: int, trials: Sequence[Any]
+    ) -> torch.Tensor | None:
+        """KL divergences of an answer behind contexts with less in them.
+
+        Args:
+            text: Tokens behind the context, the answer at their end.
+            answer: Tokens of the answer.
+            trials: Each the tokens that every head of every layer keeps beside the last ones, by
+                the scores of :meth:`kvevict_score`: nested lists, of the heads of all ranks.
+
+        Returns:
+            [len(trials)] mean over the answer's tokens of the divergence of the next token's
+            distribution from that behind the whole context.
+
+        """
+        layers, length = self._kvevict, self._kvevict_scores.shape[-1]
+        rank = self._kvevict_scores.argsort(-1, descending=True).argsort(-1)
+        counts = torch.full((len(trials) + 1, *rank.shape[:2]), length)
+        mine = self._kvevict_mine
+        for row, trial in enumerate(trials, 1):
+            counts[row] = torch.as_tensor(trial)[:, mine]
+        keep = {}
+        for index, name in enumerate(layers.evictable):
+            if int(counts[:, index].min()) < length:
+                kept = rank[index] < counts[:, index].to(rank.device)[..., None]
+                keep[name] = torch.nn.functional.pad(kept, (0, self._kvevict_recent), value=True)
+        with layers.doing(Pass(rows=len(trials) + 1, keep=keep)):
+            hidden = self._kvevict_run(text, rank.shape[-1] + self._kvevict_recent, len(counts))
+        rows = hidden.unflatten(0, (len(counts), -1))[:, -answer - 1 : -1]
+        logits = self.model_runner.get_model().compute_logits(rows.flatten(0, 1))
+        if logits is None:
+            return None
+        found = logits.float().log_softmax(-1).unflatten(0, (len(counts), -1))
+        return (found[0].exp() * (found[0] - found[1:])).sum(-1).mean(-1).cpu()
+
+    def kvevict_heads(self, mine: Sequence[Sequence[int]]) -> None:
+        """Say which heads of a layer the heads of each rank are."""
+        self._kvevict_mine = torch.tensor(mine[get_tensor_model_parallel_rank()])
+
+    def _kvevict_features(self) -> dict[str, torch.Tensor]:
+        """[H, n - recent, D + 2] features of the context's tokens, by layer."""
+        layers, found = self._kvevict, {}
+        rotations: dict[int, Any] = {}
+        for name in layers.evictable:
+            keys = layers.context[name].keys
+            count = keys.shape[1] - self._kvevict_recent
+            rotation, rotary = None, self._kvevict_rotary[name]
+            if rotary is not None and layers.rotated[name]:
+                if id(rotary.module) not in rotations:
+                    positions = torch.arange(count, device=keys.device)
+                    rotations[id(rotary.module)] = rotary.rotation(positions)
+                rotation = rotations[id(rotary.module)]
+            found[name] = features(unrotated(keys[:, :count], rotation))
+        return found
+
+    def _kvevict_seen(self) -> dict[str, torch.Tensor]:
+        """[H, n - recent] logarithms of what the window gives the context's tokens, by layer."""
+        layers, found = self._kvevict, {}
+        for name in layers.evictable:
+            held, kind = layers.context[name], layers.kind(name)
+            shares = shares_of(held.values[:, : -self._kvevict_recent], sum_of_ranks)
+            queries = held.queries[:, :, -self._kvevict_window :]
+            found[name] = window_feature(held.keys, queries, shares, kind.scale, kind.softcap)
+        return found
+
+    def _kvevict_run(self, ids: Sequence[int], start: int, rows: int) -> torch.Tensor:
+        """[rows * len(ids), hidden] of the model for rows of the same text from ``start`` on."""
+        tokens = torch.tensor(list(ids), device=self.device).repeat(rows)
+        positions = torch.arange(start, start + len(ids), device=self.device).repeat(rows)
+        if self.vllm_config.model_config.uses_mrope:
+            positions = positions.expand(3, -1)
+        with set_forward_context(None, self.vllm_config, num_tokens=len(tokens)):
+            return self.model_runner.get_model()(input_ids=tokens, positions=positions)

@@ -1,0 +1,121 @@
+"""The layers of a model in a worker, with calibrate's attention in the place of vLLM's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_kvevict.calibrate.attend import Kind, apply, of_prompt, weights_behind
+from vllm_kvevict.calibrate.regression import KERNEL, neighbours
+
+
+@dataclass
+class Context:
+    """What one layer holds of a context: keys and values [H, n, D], queries [H, G, n, D]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+
+
+@dataclass
+class Pass:
+    """What attention does in one forward pass.
+
+    Args:
+        rows: Rows of text behind the context; 0 for the context itself, which is recorded.
+        keep: [R, H, n] bool of single layers, by name: what the rows see of the context.
+        most: By name, [H, n]: the highest attention that a query gave each token, averaged over
+            neighbours; filled where it is not None.
+
+    """
+
+    rows: int = 0
+    keep: dict[str, torch.Tensor] = field(default_factory=dict)
+    most: dict[str, torch.Tensor] | None = None
+
+
+class Layers:
+    """Attention layers that calibrate computes.
+
+    Args:
+        attentions: vLLM's attention layers, by name, in the order in which they run.
+        evictable: Names of those that evict.
+
+    """
+
+    def __init__(self, attentions: dict[str, Any], evictable: list[str]) -> None:
+        self.attentions = attentions
+        self.evictable = evictable
+        self.context: dict[str, Context] = {}
+        self.rotated: dict[str, bool] = {}
+        self._pass = Pass()
+        self._turned = False
+        self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, layer in attentions.items():
+            layer.forward = self._forward(name, layer)
+
+    def watch(self, rotary: Any) -> None:
+        """Note when a rotary module has run: the next attention gets rotated keys."""
+        rotary.register_forward_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self._turned = True
+
+    @contextmanager
+    def doing(self, what: Pass) -> Iterator[Pass]:
+        """Forward passes inside do ``what``."""
+        self._pass = what
+        try:
+            yield what
+        finally:
+            self._pass = Pass()
+
+    def kind(self, name: str) -> Kind:
+        """What the attention of a layer multiplies, caps and sees."""
+        layer = self.attentions[name]
+        sinks = getattr(layer.impl, "sinks", None)
+        return Kind(
+            float(layer.impl.scale),
+            float(getattr(layer.impl, "logits_soft_cap", None) or 0.0),
+            layer.sliding_window,
+            None if sinks is None else sinks.detach().float().view(layer.num_kv_heads, -1),
+        )
+
+    def _forward(self, name: str, layer: Any) -> Any:
+        heads, size = layer.num_kv_heads, layer.head_size
+        group = layer.num_heads // heads
+        kind = self.kind(name)
+        shared = getattr(layer, "kv_sharing_target_layer_name", None)
+
+        def forward(
+            query: torch.Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            self.rotated[name], self._turned = self._turned, False
+            rows = max(self._pass.rows, 1)
+            q = query.view(rows, -1, heads, group, size).permute(0, 2, 3, 1, 4)
+            if shared is None:
+                k, v = (x.view(rows, -1, heads, size).transpose(1, 2) for x in (key, value))
+                self._own[name] = k, v
+            else:
+                k, v = self._own[shared]
+            out = self._attend(name, kind, q, k, v)
+            return out.permute(0, 3, 1, 2, 4).reshape(len(query), -1).to(query.dtype)
+
+        return forward
+
+    def _attend(
+        self, name: str, kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        if not self._pass.rows:
+            self.context[name] = Context(k[0].float(), v[0].float(), q[0].float())
+            return of_prompt(q[0], k[0], v[0], kind)[None]
+        context = self.context[name]
+        keep = self._pass.keep.get(name)
+        weights = weights_behind(q, context.keys, k, kind, keep)
+        if self._pass.most is not None and name in self.evictable:
+            given = neighbours(weights[..., : context.keys.shape[1]], KERNEL)
+            self._pass.most[name] = given.amax((0, 2, 3))
+        return apply(weights, context.values, v)

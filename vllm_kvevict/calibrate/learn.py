@@ -1,0 +1,252 @@
+"""Learns a model's probes, shares out the budget under them, and says what answers lose."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_kvevict.calibrate.extension import EXTENSION
+from vllm_kvevict.calibrate.lessons import Lesson
+from vllm_kvevict.calibrate.options import CalibrateError
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.settings.probe_weights import ProbeWeights
+
+STRENGTH = 1e-4
+"""Ridge penalty on a weight's square, for each token counted."""
+
+WINDOW_WEIGHT = 0.6
+"""What the logarithm of the window's score counts for beside a probe's.
+
+Not learned: windows of contexts, without the question, teach a weight that is too small where the
+question is in them."""
+
+BUDGETS = (0.5, 0.25, 0.125, 0.0625)
+"""Shares of the cache at which quality is measured."""
+
+STEPS = 128
+"""Parts of a context at which it is measured what heads hold."""
+
+LEAST = 0.05
+"""Share of the mean that a head has at least."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a profile holds beside the model's identity."""
+
+    weights: ProbeWeights
+    shares: torch.Tensor
+    each: list[torch.Tensor]
+    quality: dict[str, Any]
+    seconds: dict[str, float]
+
+
+class Model:
+    """The model in vLLM's workers, by the methods that calibrate has added to them.
+
+    Args:
+        llm: vLLM's ``LLM``, with :data:`EXTENSION` in its workers.
+        window: Observation window.
+        recent: Last tokens of a context that are always kept.
+        kv_heads: KV heads of a layer, over all ranks.
+
+    Raises:
+        CalibrateError: The model cannot be learned, in one sentence.
+
+    """
+
+    def __init__(self, llm: Any, window: int, recent: int, kv_heads: int) -> None:
+        self._llm, self.recent = llm, recent
+        ranks = self._all("kvevict_begin", window, recent)
+        problems = [found["problem"] for found in ranks if found["problem"]]
+        if problems:
+            raise CalibrateError(f"no probe can be learned of this model: {problems[0]}")
+        copies = len(ranks) * ranks[0]["heads"] // kv_heads
+        self._mine = [
+            [(found["first"] + head) // copies for head in range(found["heads"])] for found in ranks
+        ]
+        self._all("kvevict_heads", self._mine)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return list(self._llm.collective_rpc(method, args=args))
+
+    def _whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[L, H, ...] of all heads, from [L, heads of a rank, ...]; copies are alike."""
+        by_head = {
+            head: part[:, index]
+            for part, mine in zip(parts, self._mine, strict=True)
+            for index, head in enumerate(mine)
+        }
+        return torch.stack([by_head[head] for head in sorted(by_head)], dim=1)
+
+    def learn(self, lesson: Lesson) -> None:
+        self._all("kvevict_learn", lesson.context, [later.ids for later in lesson.later])
+
+    def captured(self, lesson: Lesson) -> torch.Tensor:
+        """[L, H, STEPS] what heads hold of what a context's tokens are worth later."""
+        later = [text.ids for text in lesson.later]
+        return self._whole(self._all("kvevict_captured", lesson.context, later, STEPS))
+
+    def solve(self) -> ProbeWeights:
+        """The probes, from all lessons so far."""
+        found = self._all("kvevict_solve", STRENGTH, WINDOW_WEIGHT)
+        keys, joined = (self._whole([one[name] for one in found]) for name in ("keys", "joined"))
+        return ProbeWeights(keys.numpy(), joined.numpy(), tuple(found[0]["rotated"]))
+
+    def hold(self, context: Sequence[int]) -> None:
+        """Run a context, behind which texts are tried."""
+        self._all("kvevict_context", context)
+
+    def scores(self, joined: bool) -> torch.Tensor:
+        """[L, H, n - recent] of the context held; the next trials keep tokens by them."""
+        return self._whole(self._all("kvevict_score", joined))
+
+    def lost(self, text: Sequence[int], answer: int, trials: Sequence[Any]) -> torch.Tensor:
+        """[len(trials)] KL divergences of an answer, as the worker's method has it."""
+        ranks = self._all("kvevict_later", text, answer, trials)
+        return next(found for found in ranks if found is not None)
+
+
+def kept_tokens(share: float, length: int, recent: int) -> float:
+    """Tokens that a head keeps beside the last ones, on average."""
+    return max(1.0, share * length - recent)
+
+
+def counts_of(shares: torch.Tensor, share: float, length: int, recent: int) -> list[list[int]]:
+    """Tokens that each head keeps beside the last ones of a context: single ones, not pages."""
+    wanted = shares * kept_tokens(share, length, recent)
+    return wanted.clamp(1, length - recent).round().long().tolist()
+
+
+def divided(curves: torch.Tensor, mean: float) -> torch.Tensor:
+    """Parts of their tokens that heads keep, so that all hold the most of what tokens are worth.
+
+    Args:
+        curves: [L, H, steps] what a head holds of its tokens' worth with 1 / steps of them, 2 /
+            steps, ... all; each is replaced by the lowest concave curve above it.
+        mean: Part that heads keep on average.
+
+    Returns:
+        [L, H] float64 of mean ``mean``, at least :data:`LEAST` and at most 1.
+
+    """
+    steps = curves.shape[-1]
+    taken = []
+    for head, curve in enumerate(curves.flatten(0, 1).tolist()):
+        hull = [(0, 0.0)]
+        for point in enumerate(curve, 1):
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        taken += [(-_slope(a, b), head, (b[0] - a[0]) / steps) for a, b in pairwise(hull)]
+    heads = curves.shape[0] * curves.shape[1]
+    kept = torch.zeros(heads, dtype=torch.float64)
+    left = mean * heads - LEAST * mean * heads
+    for _, head, length in sorted(taken):
+        part = min(length, left, 1 - float(kept[head]))
+        kept[head] += part
+        left -= part
+    kept = kept.clamp(min=LEAST * mean)
+    return (kept * (mean / kept.mean())).clamp(max=1).view(curves.shape[:2])
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def shares_of(
+    model: Model, config: EvictionConfig, lessons: Sequence[Lesson], progress: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Shares of all heads [L, H], of mean 1, and each lesson's own."""
+    curves, means = [], []
+    for lesson in progress(lessons, "shares"):
+        found = model.captured(lesson)
+        curves.append(found / found[..., -1].mean())
+        length = len(lesson.context)
+        kept = config.timeline(block_size=1).store_blocks(length)
+        means.append(min(1.0, max(1, kept) / (length - model.recent)))
+    each = [divided(one, mean) / mean for one, mean in zip(curves, means, strict=True)]
+    together = divided(torch.stack(curves).mean(0), fmean(means))
+    return together / together.mean(), each
+
+
+def quality_of(
+    model: Model, shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
+) -> dict[str, Any]:
+    """KL divergences of held-out answers by budget: without the window and joined with it."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for lesson in progress(lessons, "quality"):
+        model.hold(lesson.context)
+        length = len(lesson.context)
+        trials = [counts_of(shares, share, length, model.recent) for share in BUDGETS]
+        for name, joined in (("keys", False), ("joined", True)):
+            model.scores(joined)
+            for later in lesson.later:
+                lost = model.lost(later.ids, later.answer, trials)
+                for share, kl in zip(BUDGETS, lost.tolist(), strict=True):
+                    found.setdefault(name, {}).setdefault(f"{share:.2%}", []).append(kl)
+    return {
+        name: {share: round(fmean(kls), 4) for share, kls in rows.items()}
+        for name, rows in found.items()
+    } | {"answers": sum(len(lesson.later) for lesson in lessons)}
+
+
+def learned(
+    llm: Any,
+    config: EvictionConfig,
+    kv_heads: int,
+    lessons: Sequence[Lesson],
+    answers: int,
+    held_out: Sequence[Lesson],
+    progress: Any,
+) -> Learned:
+    """Learn of all lessons, share out by the first ``answers``, judge by those held out."""
+    clock, seconds = time.perf_counter(), {}
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        clock, seconds[name] = time.perf_counter(), round(time.perf_counter() - clock, 1)
+
+    model = Model(llm, config.window, config.recent_tokens(config.policy), kv_heads)
+    for lesson in progress(lessons, "probes"):
+        model.learn(lesson)
+    weights = model.solve()
+    if not all(np.isfinite(array).all() for array in (weights.keys, weights.joined)):
+        raise CalibrateError("the probes are no numbers: give other --prompts or --documents")
+    lap("probes")
+    shares, each = shares_of(model, config, lessons[:answers], progress)
+    lap("shares")
+    quality = quality_of(model, shares, held_out, progress)
+    lap("quality")
+    return Learned(weights, shares, each, quality, seconds)
+
+
+def extended(engine_args: Any) -> Any:
+    """The engine arguments of a model without eviction, and with calibrate in its workers."""
+    others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != KEY}
+    changed: dict[str, Any] = {}
+    if engine_args.dtype == "auto" and _lacks_bfloat16():
+        changed["dtype"] = "float32"
+    return replace(
+        engine_args,
+        additional_config=others,
+        worker_extension_cls=EXTENSION,
+        enforce_eager=True,
+        **changed,
+    )
+
+
+def _lacks_bfloat16() -> bool:
+    """Whether this is a CPU that multiplies float32 several times faster than bfloat16."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    known = (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
+    return not any(supported() for supported in known)

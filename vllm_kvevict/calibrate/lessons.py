@@ -1,0 +1,180 @@
+"""What probes are learned from: a context, and texts that may come right behind it."""
+
+import importlib
+import inspect
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvevict.calibrate.facts import draw
+from vllm_kvevict.calibrate.prompts import PromptsError, from_file
+from vllm_kvevict.inspect.prompt import read_prompt
+
+MODULES = (
+    "argparse ast asyncio.streams base64 bisect calendar codecs collections configparser "
+    "contextlib copy csv datetime decimal difflib doctest email.message enum fractions functools "
+    "glob gzip heapq html.parser http.client http.cookies imaplib inspect io ipaddress itertools "
+    "json locale logging mailbox mimetypes multiprocessing.pool optparse os pathlib pickle "
+    "pickletools platform plistlib pprint queue random re sched selectors shelve shlex shutil "
+    "smtplib socket sqlite3 ssl statistics string struct subprocess tarfile tempfile textwrap "
+    "threading timeit tokenize trace traceback turtle types typing unittest urllib.parse "
+    "urllib.request uuid warnings wave weakref xml.dom.minidom zipfile"
+).split()
+"""Modules of Python's standard library, whose docstrings are the prose of the contexts."""
+
+FACTS = 6
+FOLLOWING = 80
+"""Tokens of the prose that goes on, which is what comes right behind a context."""
+
+ASIDE = 160
+"""Tokens that a question and the chat template take at most."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """Token ids behind a context; the last ``answer`` of them are an answer."""
+
+    ids: list[int]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A context, texts behind it, and the context with its first question."""
+
+    context: list[int]
+    later: list[Later]
+    known: list[int] | None = None
+
+
+def prose() -> list[str]:
+    """Paragraphs of docstrings, in a fixed order."""
+    found: dict[str, None] = {}
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        members = [module, *(value for _, value in sorted(vars(module).items(), key=_name))]
+        for member in members:
+            if member is module or getattr(member, "__module__", None) == module.__name__:
+                _add(found, member)
+                if inspect.isclass(member):
+                    for _, inner in sorted(vars(member).items(), key=_name):
+                        _add(found, inner)
+    return list(found)
+
+
+def _name(pair: tuple[str, Any]) -> str:
+    return pair[0]
+
+
+def _add(found: dict[str, None], member: Any) -> None:
+    text = getattr(member, "__doc__", None)
+    if isinstance(text, str):
+        for paragraph in split(inspect.cleandoc(text)):
+            found.setdefault(paragraph)
+
+
+def split(text: str) -> list[str]:
+    """Paragraphs of a text that say something: on one line each, neither short nor endless."""
+    lines = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return [line for line in lines if 60 <= len(line) <= 800]
+
+
+def documents(paths: Sequence[Path]) -> list[str]:
+    """Paragraphs of an operator's own files, or of the files in folders of them.
+
+    Raises:
+        PromptsError: A file cannot be read, or all of them together are too short.
+
+    """
+    found: list[str] = []
+    for path in paths:
+        inside = (one for one in sorted(path.rglob("*")) if one.is_file())
+        files = list(inside) if path.is_dir() else [path]
+        for file in files:
+            try:
+                found += split(file.read_text(encoding="utf-8", errors="replace"))
+            except OSError as error:
+                raise PromptsError(f"--documents: {file}: {error.strerror}") from None
+    if len(found) < 100:
+        raise PromptsError(
+            f"--documents: {len(found)} paragraphs of 60 characters and more are too few to hide "
+            "facts among; give 100 or more"
+        )
+    return found
+
+
+def lessons(
+    tokenizer: Any, paragraphs: Sequence[str], count: int, length: int, seed: str
+) -> list[Lesson]:
+    """Contexts of prose with facts in it, what is asked of them, and how the prose goes on.
+
+    Args:
+        tokenizer: The model's.
+        paragraphs: The prose.
+        count: How many.
+        length: Tokens of a context with a question and the chat template.
+        seed: Contexts of other seeds have other facts at other places.
+
+    """
+    chat = bool(getattr(tokenizer, "chat_template", None))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return [
+        _lesson(random.Random(f"{seed} {index}"), tokenizer, encode, paragraphs, length, chat)
+        for index in range(count)
+    ]
+
+
+def _lesson(
+    rng: random.Random,
+    tokenizer: Any,
+    encode: Callable[[str], list[int]],
+    paragraphs: Sequence[str],
+    length: int,
+    chat: bool,
+) -> Lesson:
+    facts = draw(rng, FACTS)
+    room = max(32, length - ASIDE - sum(len(encode(fact.statement)) for fact in facts))
+    at, lines, tokens = rng.randrange(len(paragraphs)), [], 0
+    while tokens < room:
+        lines.append(paragraphs[at % len(paragraphs)])
+        tokens += len(encode(lines[-1])) + 1
+        at += 1
+    for fact in facts:
+        lines.insert(rng.randrange(len(lines) + 1), fact.statement)
+    text = "\n".join(lines)
+    found, context, known = [], [], None
+    for fact in facts:
+        prompt = read_prompt(tokenizer, text, fact.question, None, chat)
+        context = prompt.ids[: prompt.context]
+        known = known or prompt.ids
+        answer = encode(f" {fact.begin}" if not chat else fact.begin)
+        said = encode(fact.answer)
+        found.append(Later([*prompt.ids[prompt.context :], *answer, *said], len(said)))
+    goes_on = encode("\n" + "\n".join(paragraphs[(at + i) % len(paragraphs)] for i in range(6)))
+    found.append(Later(goes_on[:FOLLOWING], min(FOLLOWING, len(goes_on)) - 1))
+    return Lesson(context, found, known)
+
+
+def of_prompts(path: Path, tokenizer: Any) -> list[Lesson]:
+    """An operator's prompts: what comes behind a context is the prompt's own end.
+
+    Raises:
+        PromptsError: As ``from_file``, or a prompt is too short.
+
+    """
+    found = []
+    for ids in from_file(path, tokenizer):
+        later = min(len(ids) // 4, 4 * FOLLOWING)
+        if later < 16:
+            raise PromptsError(f"--prompts: {path}: a prompt of {len(ids)} tokens is too short")
+        found.append(Lesson(ids[:-later], [Later(ids[-later:], later - 1)]))
+    return found

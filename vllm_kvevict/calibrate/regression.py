@@ -1,0 +1,143 @@
+"""What a probe learns: features of a cached token, what to say of it, and ridge regression."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from vllm_kvevict.ops.candidates import Candidates
+from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.ops.reference.value_shares import value_shares
+
+LEAST = 1e-6
+"""What stands below a logarithm at least."""
+
+KERNEL, REACH = 5, 17
+"""Neighbours over which attention is averaged, and whose highest a token has; as ``defensive``."""
+
+Sum = Callable[[torch.Tensor], torch.Tensor]
+
+
+def neighbours(weights: torch.Tensor, kernel: int) -> torch.Tensor:
+    """[..., N] average over ``kernel`` neighbours; beyond the ends stand zeros."""
+    flat = weights.flatten(0, -2)[:, None]
+    return functional.avg_pool1d(flat, kernel, 1, kernel // 2).view(weights.shape)
+
+
+def reached(scores: torch.Tensor) -> torch.Tensor:
+    """[..., N] the highest of :data:`REACH` neighbours."""
+    flat = scores.flatten(0, -2)[:, None]
+    return functional.max_pool1d(flat, REACH, 1, REACH // 2).view(scores.shape)
+
+
+def shares_of(values: torch.Tensor, sum_of_ranks: Sum) -> torch.Tensor:
+    """[H, N] share of each head in the norms of the values [H, N, D]."""
+    return value_shares(values.float().norm(dim=-1)[None], sum_of_ranks)[0]
+
+
+def target(most: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """What a probe should say: the logarithm of what a token will be worth.
+
+    Args:
+        most: [H, N] the highest attention that a later query gave each token, averaged over
+            :data:`KERNEL` neighbours first.
+        shares: [H, N] the head's share of the norms of the token's values.
+
+    Returns:
+        [H, N] float32.
+
+    """
+    return reached(most * shares).add(LEAST).log()
+
+
+def window_feature(
+    keys: torch.Tensor, queries: torch.Tensor, shares: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """[H, n] the logarithm of ``defensive``'s score, as the policy joins it.
+
+    Args:
+        keys: [H, n + recent, D] rotated: of all tokens.
+        queries: [H, G, w, D] float32: of the last w tokens.
+        shares: [H, n] of the values' norms.
+        scale: Softmax scale.
+        softcap: Logit soft cap, 0 for none.
+
+    """
+    window, columns = queries.shape[2], shares.shape[1]
+    valid = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    candidates = Candidates(keys, valid, queries, window, columns, scale, softcap)
+    peaks = window_peaks(candidates, KERNEL, REACH)[:, :columns]
+    return peaks.clamp(min=LEAST).log() + shares.clamp(min=LEAST).log()
+
+
+def scored(x: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[H, n] scores as the policy makes them.
+
+    Args:
+        x: [H, n, D + 2] of :func:`features`.
+        seen: [H, n] of :func:`window_feature`.
+        weights: [H, D + 2] of the probe, or [H, D + 3] with the window.
+
+    """
+    size = x.shape[-1]
+    said = (x @ weights[:, :size, None])[..., 0]
+    return said if weights.shape[-1] == size else said + weights[:, -1:] * seen
+
+
+def captured(scores: torch.Tensor, worth: torch.Tensor, steps: int) -> torch.Tensor:
+    """What heads hold of their tokens' worth when they keep a part of them, the best by score.
+
+    Args:
+        scores: [H, n].
+        worth: [H, n], at least 0.
+        steps: Parts: 1 / steps of the tokens, 2 / steps, ... all.
+
+    Returns:
+        [H, steps] float64 sums.
+
+    """
+    order = scores.argsort(dim=-1, descending=True)
+    sums = worth.double().gather(-1, order).cumsum(-1)
+    count = scores.shape[-1]
+    at = (torch.arange(1, steps + 1, device=scores.device) * count / steps).long() - 1
+    return sums[:, at.clamp(min=0)]
+
+
+def features(keys: torch.Tensor) -> torch.Tensor:
+    """[H, n, D + 2] float32: unrotated keys [H, n, D], their norms, 1."""
+    norms = keys.norm(dim=-1, keepdim=True)
+    return torch.cat([keys, norms, torch.ones_like(norms)], dim=-1)
+
+
+class Ridge:
+    """Sums of products over prompts, from which the probe of each head follows.
+
+    Args:
+        heads: H.
+        size: D + 2.
+        device: Where the sums are.
+
+    """
+
+    def __init__(self, heads: int, size: int, device: torch.device) -> None:
+        self.tokens = 0
+        self._xx = torch.zeros(heads, size, size, dtype=torch.float64, device=device)
+        self._xy = torch.zeros(heads, size, dtype=torch.float64, device=device)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Count tokens: features [H, n, size] and what the probe should say [H, n]."""
+        self._xx += x.mT @ x
+        self._xy += (x.mT @ y[..., None])[..., 0]
+        self.tokens += x.shape[1]
+
+    def solve(self, strength: float) -> torch.Tensor:
+        """Weights [H, size] float32.
+
+        Args:
+            strength: Penalty on a weight's square, for each token counted.
+
+        """
+        size = self._xx.shape[-1]
+        penalty = strength * self.tokens * torch.eye(size, dtype=torch.float64)
+        whole = self._xx + penalty.to(self._xx.device)
+        return torch.linalg.solve(whole, self._xy[..., None])[..., 0].float()

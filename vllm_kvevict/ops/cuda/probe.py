@@ -1,0 +1,110 @@
+"""probe on CUDA: what a model's probes say of its keys, with the window or without."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvevict.ops.cuda.batch import EvictionBatch
+from vllm_kvevict.ops.cuda.defensive import window_peaks
+from vllm_kvevict.ops.cuda.extension import operations
+from vllm_kvevict.ops.cuda.score import WindowLayers, window_lse
+
+
+@dataclass(frozen=True)
+class ProbeLayers:
+    """What probes read in every layer of a group. C is 1 for keys alone, 2 with a window.
+
+    Args:
+        caches: [blocks, H, block_size, 2 * D] contiguous each, float16, bfloat16, float32,
+            float8_e4m3fn or float8_e5m2; D is 64, 80, 96, 128 or 256.
+        weights: [L, H, C, D + 2] float32: of an unrotated key's dimensions as they are stored, of
+            its norm, and of 1.
+        window_weights: [L, H] float32: of the logarithms that the second of two probes counts.
+        rotary: [positions, R] contiguous each, float32, float16 or bfloat16, R the rotated
+            dimensions: cosines, then sines, by position; empty where keys are not rotated. R is a
+            multiple of 2 numbers of the cache for each 4 bytes of them.
+        interleaved: Whether dimensions (2i, 2i + 1) are turned together, else (i, i + R / 2).
+        kept: [pages, block_size, C or more] float32 each, contiguous: parts of the stores' tokens.
+        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
+        old_store: [rows, S] int32: the stores before this eviction; rows may lie apart.
+
+    """
+
+    caches: Sequence[torch.Tensor]
+    weights: torch.Tensor
+    window_weights: torch.Tensor
+    rotary: Sequence[torch.Tensor]
+    interleaved: bool
+    kept: Sequence[torch.Tensor]
+    head_indptr: torch.Tensor
+    old_store: torch.Tensor
+
+
+def probe_scores(
+    batch: EvictionBatch,
+    layers: ProbeLayers,
+    window: WindowLayers | None,
+    sum_of_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of ``policies/probe.py`` for due evictions.
+
+    Reads each key of the tail once, with two probes each value of it; for a window all keys twice
+    more. A token's position is its number in the request.
+
+    Args:
+        batch: The due evictions.
+        layers: Caches, probes and tables.
+        window: What the window's attention reads, of the same caches; None for keys alone.
+        sum_of_ranks: Sums a tensor over the tensor-parallel ranks; called with two probes.
+
+    Returns:
+        [batch.columns] float32 scores, protected tokens at 1e30, and [C, batch.columns] float32:
+        what :func:`.page_values.keep_page_values` is to keep of each.
+
+    Raises:
+        RuntimeError: A shape, dtype, stride or device is not as above.
+
+    """
+    device, probes = batch.requests.device, layers.weights.shape[2]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device)
+
+    peaks = empty(0, 0)
+    if window is not None:
+        peaks = window_peaks(batch, window, window_lse(batch, window))
+    longest = max(one.tail_start - one.old_tail_start for one in batch.due)
+    parts, scores = empty(probes, batch.columns), empty(batch.columns)
+    by_value = probes > 1
+    norms = empty(batch.columns * by_value)
+    totals = empty(len(batch.due), batch.num_layers, longest * by_value)
+    tables = (batch.requests, layers.head_indptr, layers.old_store, batch.positional)
+    operations(parts).probe_keys(
+        parts,
+        norms,
+        totals,
+        list(layers.caches),
+        layers.weights,
+        list(layers.rotary),
+        layers.interleaved,
+        longest,
+        *tables,
+    )
+    if by_value:
+        totals = sum_of_ranks(totals)
+    means = empty(len(batch.due) * batch.num_layers * batch.num_heads)
+    operations(parts).probe_scores(
+        scores,
+        parts,
+        means,
+        peaks,
+        norms,
+        totals,
+        layers.window_weights,
+        list(layers.kept),
+        batch.window,
+        batch.max_columns,
+        *tables,
+    )
+    return scores, parts

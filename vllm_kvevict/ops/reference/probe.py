@@ -1,0 +1,75 @@
+"""probe: what a linear probe of its unrotated key says a cached token is worth. Reference."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What takes the rotation out of keys at N positions.
+
+    R pairs of dimensions are rotated; the dimensions behind the first 2 * R are not.
+
+    Args:
+        cos: [N, R] float32: cosine of each pair's angle, over the square of what the model's
+            rotary module scales lengths by.
+        sin: [N, R] float32, as ``cos``.
+        interleaved: Whether a pair is (2i, 2i + 1), else (i, i + R).
+
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+
+def unrotated(keys: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Keys as they were before the model rotated them.
+
+    Args:
+        keys: [H, N, D] of any float type.
+        rotation: Of these N tokens; None for keys that were not rotated.
+
+    Returns:
+        [H, N, D] float32.
+
+    """
+    if rotation is None:
+        return keys.float()
+    pairs = rotation.cos.shape[-1]
+    keys = keys.float()
+    found = torch.empty(keys.shape, device=keys.device)
+    if rotation.interleaved:
+        first, second = keys[..., 0 : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
+        into, beside = found[..., 0 : 2 * pairs : 2], found[..., 1 : 2 * pairs : 2]
+    else:
+        first, second = keys[..., :pairs], keys[..., pairs : 2 * pairs]
+        into, beside = found[..., :pairs], found[..., pairs : 2 * pairs]
+    torch.mul(first, rotation.cos, out=into)
+    into.addcmul_(second, rotation.sin)
+    torch.mul(second, rotation.cos, out=beside)
+    beside.addcmul_(first, rotation.sin, value=-1)
+    found[..., 2 * pairs :] = keys[..., 2 * pairs :]
+    return found
+
+
+def key_scores(
+    keys: torch.Tensor, rotation: Rotation | None, weights: torch.Tensor
+) -> torch.Tensor:
+    """``a . k + b * |k| + c`` of every key k, its rotation taken out, for C probes of each head.
+
+    Args:
+        keys: [H, N, D] of any float type.
+        rotation: Of these N tokens; None for keys that were not rotated.
+        weights: [H, C, D + 2] float32: a, b, c.
+
+    Returns:
+        [H, N, C] float32.
+
+    """
+    found = unrotated(keys, rotation)
+    norms = torch.linalg.vector_norm(found, dim=-1)
+    a, b, c = weights[..., :-2], weights[..., -2], weights[..., -1]
+    scores = torch.baddbmm(c[:, None], found, a.mT)
+    return scores.addcmul_(norms[..., None], b[:, None])

@@ -1,0 +1,74 @@
+"""Probe: what was learned once of a model's keys, joined with the window where there is one."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.policies.base import PROTECTED, Candidates, Scorer
+from vllm_kvevict.settings.config import EvictionConfig
+
+LEAST = 1e-6
+"""What stands below a logarithm at least: of a share of values, and of attention."""
+
+
+@dataclass(frozen=True)
+class Probe(Scorer):
+    """The logarithm of the most attention that later queries will give a token, as learned.
+
+    Ridge regression found for every KV head how this follows from a key whose rotation is taken
+    out, ``a . k + b * |k| + c``, and how from the key and ``defensive``'s score of the window. The
+    worker applies both to a token's key when the token first is a candidate, and keeps the two
+    numbers beside the cache (:attr:`Candidates.key_scores`); nobody reads the key for it again.
+
+    Args:
+        kernel: As ``defensive`` averages the window's weights.
+        reach: As ``defensive`` takes the maximum of neighbours.
+
+    """
+
+    needs_window: ClassVar[bool] = False
+    wants_window: ClassVar[bool] = True
+    needs_keys: ClassVar[bool] = False
+    needs_key_scores: ClassVar[bool] = True
+    page_channels: ClassVar[int] = 2
+
+    kernel: int = 5
+    reach: int = 17
+
+    def scores(self, candidates: Candidates) -> torch.Tensor:
+        """As :meth:`Scorer.scores`.
+
+        Raises:
+            ValueError: The candidates carry no scores of their keys.
+
+        """
+        if candidates.key_scores is None:
+            raise ValueError("probe needs the scores of the keys")
+        columns = candidates.num_candidates
+        if candidates.queries is None or not self.wants_window:
+            scores = candidates.key_scores[..., 0]
+        else:
+            assert candidates.window_weights is not None
+            peaks = window_peaks(candidates, self.kernel, self.reach)[:, :columns]
+            attended = peaks.clamp_(min=LEAST).log_()
+            weights = candidates.window_weights[:, None]
+            scores = torch.addcmul(candidates.key_scores[..., 1], attended, weights)
+        # A key that is no number must not look like padding.
+        return scores.clamp(min=-PROTECTED).masked_fill(
+            ~candidates.valid[:, :columns], float("-inf")
+        )
+
+
+@dataclass(frozen=True)
+class KeyProbe(Probe):
+    """The same from keys alone, on a server that records no windows for it."""
+
+    wants_window: ClassVar[bool] = False
+    page_channels: ClassVar[int] = 1
+
+
+def build(config: EvictionConfig) -> Scorer:
+    """Scorer of the policies ``probe`` and ``ada-probe``."""
+    return Probe() if config.probe_window == "auto" else KeyProbe()

@@ -1,0 +1,32 @@
+"""Which requests to look at in a step."""
+
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class WakeupQueue(Generic[Item]):
+    """Decoding requests by the step that looks at them next: most need nothing for many steps.
+
+    Args:
+        tokens_a_step: Most tokens that a decoding request computes in a step.
+
+    """
+
+    def __init__(self, tokens_a_step: int = 1) -> None:
+        self._tokens_a_step = tokens_a_step
+        self._step = 0
+        self._asleep: dict[int, list[Item]] = {}
+
+    def sleep(self, item: Item, tokens: int) -> None:
+        """Look at a request again in the step before which it may have computed ``tokens`` more.
+
+        In the next step at the earliest. A request that sleeps twice is looked at twice.
+        """
+        steps = max(1, -(-tokens // self._tokens_a_step))
+        self._asleep.setdefault(self._step + steps, []).append(item)
+
+    def next_step(self) -> list[Item]:
+        """Begin a step; returns the requests to look at in it."""
+        self._step += 1
+        return self._asleep.pop(self._step, [])

@@ -1,0 +1,87 @@
+"""The model's probes of one group's layers, as the CUDA operations read them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.ops.cuda.limits import DTYPES
+from vllm_kvevict.ops.cuda.probe import ProbeLayers
+from vllm_kvevict.worker.probes import Probes
+
+
+@dataclass(frozen=True)
+class GroupProbes:
+    """Probes, and what takes the rotation out of the keys.
+
+    Args:
+        weights: [L, H, C, D + 2] float32, for keys as they are stored.
+        window: [L, H] float32.
+        rotary: [positions, R] of each layer: cosines, then sines; empty where keys are not rotated.
+        interleaved: Whether neighbouring dimensions are turned together.
+
+    """
+
+    weights: torch.Tensor
+    window: torch.Tensor
+    rotary: list[torch.Tensor]
+    interleaved: bool
+
+    @classmethod
+    def of(
+        cls, probes: Probes, caches: Mapping[str, LayerCache], names: Sequence[str], longest: int
+    ) -> "GroupProbes | None":
+        """The probes of these layers.
+
+        Args:
+            probes: Of the model.
+            caches: The caches of these layers.
+            names: Layers of one group, in order.
+            longest: Longest sequence in tokens.
+
+        Returns:
+            None where the kernels cannot take the rotation out: positions that are not the token's
+            number, no table of cosines, or tables that differ in size between layers.
+
+        """
+        mine = [probes.layers[name] for name in names]
+        modules = [one.rotary for one in mine if one.rotary is not None]
+        tables = {id(one.module): one.table(longest) for one in modules}
+        found = [table for table in tables.values() if table is not None]
+        kinds = {(table.shape, table.dtype) for table in found}
+        if len(found) < len(tables) or len(kinds) > 1 or len({o.interleaved for o in modules}) > 1:
+            return None
+        itemsize = caches[names[0]].stored.itemsize
+        if found and (found[0].shape[1] * itemsize % 8 or found[0].dtype not in DTYPES):
+            return None
+        weights = torch.stack([one.weights for one in mine])
+        scales = torch.tensor([caches[name].key_scale for name in names], device=weights.device)
+        weights[..., :-1] *= scales.view(-1, 1, 1, 1)
+        none = weights.new_empty(0)
+        rotary = [none if o.rotary is None else tables[id(o.rotary.module)] for o in mine]
+        return cls(
+            weights,
+            torch.stack([one.window for one in mine]),
+            [none if table is None else table for table in rotary],
+            any(one.interleaved for one in modules),
+        )
+
+    def layers(
+        self,
+        caches: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        head_indptr: torch.Tensor,
+        old_store: torch.Tensor,
+    ) -> ProbeLayers:
+        """With the caches and tables of an eviction."""
+        return ProbeLayers(
+            caches,
+            self.weights,
+            self.window,
+            self.rotary,
+            self.interleaved,
+            kept,
+            head_indptr,
+            old_store,
+        )

@@ -1,0 +1,130 @@
+"""The model's probes on this rank: scores of keys, made once for each token."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.ops.reference.probe import Rotation, key_scores
+from vllm_kvevict.ops.reference.value_shares import value_shares
+from vllm_kvevict.policies.probe import LEAST
+from vllm_kvevict.settings.probe_weights import ProbeWeights
+from vllm_kvevict.worker.ranks import sum_of_ranks
+from vllm_kvevict.worker.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class LayerProbe:
+    """Probes of the KV heads of one layer on this rank.
+
+    Args:
+        weights: [H, C, D + 2] float32 of :func:`key_scores`; C is 1 without a window, else 2.
+        window: [H] float32: weight of the logarithm of ``defensive``'s score in the second.
+        rotary: What rotated the keys; None for keys that were not.
+
+    """
+
+    weights: torch.Tensor
+    window: torch.Tensor
+    rotary: Rotary | None
+
+    @classmethod
+    def of(
+        cls,
+        weights: ProbeWeights,
+        depth: int,
+        heads: Sequence[int],
+        channels: int,
+        rotary: Rotary | None,
+        device: torch.device,
+    ) -> "LayerProbe":
+        """The probes of some heads.
+
+        Args:
+            weights: Of the whole model.
+            depth: The layer among those that evict.
+            heads: Numbers of this rank's heads in the layer, without copies.
+            channels: C.
+            rotary: What rotated the keys.
+            device: The layer's.
+
+        """
+        mine = list(heads)
+        keys, joined = weights.keys[depth, mine], weights.joined[depth, mine]
+        both = np.stack([keys, joined[:, :-1]], axis=1)[:, :channels]
+        return cls(
+            torch.from_numpy(np.ascontiguousarray(both)).to(device),
+            torch.from_numpy(np.ascontiguousarray(joined[:, -1])).to(device),
+            rotary,
+        )
+
+
+class Probes:
+    """Scores the keys of new candidates.
+
+    Args:
+        layers: Probes of every evictable layer on this rank, by name.
+        caches: The caches of these layers.
+        page_values: Where the scores of kept tokens lie, in the first channels.
+
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, LayerProbe],
+        caches: Mapping[str, LayerCache],
+        page_values: PageValues,
+    ) -> None:
+        self.layers = layers
+        self._caches = caches
+        self._page_values = page_values
+        self.channels = next(iter(layers.values())).weights.shape[1]
+
+    def scores(
+        self, state: GroupState, grid: torch.Tensor, store_pages: int, positions: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Scores of all candidates of one request in every layer of a group.
+
+        Args:
+            state: The group.
+            grid: [L, H, P] int64 pages of the candidates.
+            store_pages: The first pages of each head, whose tokens were scored before.
+            positions: [N] or [3, N] int64 positions of the tokens behind them.
+
+        Returns:
+            [H, P * block_size, C] float32 of each layer; anything on padding.
+
+        """
+        rotations: dict[int, Rotation] = {}
+        shares = self._log_shares(state, grid[..., store_pages:]) if self.channels > 1 else None
+        found = []
+        for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
+            probe, cache = self.layers[name], self._caches[name]
+            rotation = None
+            if probe.rotary is not None:
+                known = id(probe.rotary.module)
+                if known not in rotations:
+                    rotations[known] = probe.rotary.rotation(positions)
+                rotation = rotations[known]
+            keys = cache.sequences(cache.keys(pages[:, store_pages:]))
+            new = key_scores(keys, rotation, probe.weights)
+            if shares is not None:
+                new[..., 1].addcmul_(shares[index], probe.window[:, None])
+            if store_pages:
+                stored = self._page_values.layer(name)[pages[:, :store_pages]]
+                new = torch.cat([stored[..., : self.channels].flatten(1, 2), new], dim=1)
+            found.append(new)
+        return found
+
+    def _log_shares(self, state: GroupState, grid: torch.Tensor) -> torch.Tensor:
+        """[L, H, N] logarithms of each head's share in the value norms of the grid's tokens."""
+        norms = [
+            torch.linalg.vector_norm(self._caches[name].values(pages), dim=-1, dtype=torch.float32)
+            for name, pages in zip(state.layer_names, grid, strict=True)
+        ]
+        found = value_shares(torch.stack(norms).flatten(2), sum_of_ranks)
+        return found.clamp_(min=LEAST).log_()
