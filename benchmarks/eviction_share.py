@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     policies, learned = list(args.policies), {}
     if args.profile:
         policies += ["probe"]
-        learned = dict(profile=str(args.profile), probe_window=args.probe_window)
+        learned = dict(profile=str(args.profile), options=dict(probe_window=args.probe_window))
     llm = LLM(
         str(args.model or real_model()),
         dtype=args.dtype,

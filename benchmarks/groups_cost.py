@@ -33,7 +33,7 @@ def measure(args: argparse.Namespace, groups: int) -> tuple[int, float]:
 
     eviction: dict[str, Any] = dict(policy="defensive", budget=args.budget, interval=0)
     if groups > NO_GROUPS:
-        eviction |= dict(layers="auto", groups=groups)
+        eviction |= dict(profile="auto", options=dict(groups=groups))
     llm = LLM(
         str(args.model or real_model()),
         dtype="bfloat16",

@@ -58,7 +58,7 @@ class Servers:
         if way != STOCK:
             args += ["--kv-eviction", self.policy, "--kv-eviction-budget", str(self.budget),
                      "--kv-eviction-when", way]  # fmt: skip
-            args += ["--kv-eviction-layers", self.layers] if self.layers else []
+            args += ["--kv-eviction-profile", self.layers] if self.layers else []
         return Server(self.model, args, self.work / f"{way}-{requests}.log")
 
     def warm_up(self, server: Server) -> None:

@@ -47,8 +47,8 @@ def server(model: Path, options: argparse.Namespace) -> Server:
         "--kv-eviction-shared-blocks", "evict", *options.server_args,
     ]  # fmt: skip
     if options.layers:
-        args += ["--kv-eviction-layers", options.layers]
-        args += ["--kv-eviction-groups", options.groups] if options.groups else []
+        args += ["--kv-eviction-profile", options.layers]
+        args += ["--kv-eviction-options.groups", options.groups] if options.groups else []
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     env = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(options.threads)}
     return Server(model, args, options.work / "server.log", env=env)

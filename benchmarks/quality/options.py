@@ -80,7 +80,7 @@ class Options(BaseModel):
     )
     layers: str | None = Field(
         None,
-        description="also measure with shares of layers: a file for --kv-eviction-layers, or auto "
+        description="also measure with shares of layers: a file for --kv-eviction-profile, or auto "
         "(own server only)",
     )
     layers_policies: tuple[str, ...] = Field(

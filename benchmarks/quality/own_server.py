@@ -10,7 +10,7 @@ from benchmarks.server import Server
 BLOCK_SIZE = 32
 LAYERS = "layers"
 """Name of the variant with measured shares of layers."""
-KVPRESS_POOLING = ("--kv-eviction-pool", "avg", "--kv-eviction-pool-kernel", "5")
+KVPRESS_POOLING = ("--kv-eviction-options", '{"pool": "avg", "pool_kernel": 5}')
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ def variants(options: Options) -> list[Variant]:
         chosen.append(Variant("avg5", KVPRESS_POOLING, pooled))
     if options.layers and options.base_url is None:
         shared = {f"{policy}, layers": policy for policy in options.layers_policies}
-        flags: tuple[str, ...] = ("--kv-eviction-layers", options.layers)
+        flags: tuple[str, ...] = ("--kv-eviction-profile", options.layers)
         if options.groups:
-            flags += "--kv-eviction-groups", str(options.groups)
+            flags += "--kv-eviction-options.groups", str(options.groups)
         chosen.append(Variant(LAYERS, flags, shared))
     if options.prepare:
         chosen = [replace(one, labels=one.labels | _prepared(one.labels)) for one in chosen]

@@ -51,7 +51,7 @@ def test_the_shares_are_those_of_the_scores(tiny_model_kv4, tmp_path: Path, caps
     assert found["layers"] == pytest.approx(expected.tolist(), abs=1e-4)
     assert found["heads"][1] == pytest.approx((counts[1] / counts[1].mean()).tolist(), abs=1e-4)
 
-    served = dict(policy="ada-snapkv", budget=288, layers=str(path), groups=2)
+    served = dict(policy="ada-snapkv", budget=288, profile=str(path), options=dict(groups=2))
     with engine(tiny_model_kv4, served, max_model_len=2048) as run:
         run.generate([random_prompt(1200, seed=1)], 3)
         assert run.counters.evictions == 1
@@ -170,7 +170,7 @@ QUARTER = ("--kv-eviction-budget", "25%")
     "flags, says",
     [
         (["--kv-eviction", "streaming-llm"], "a policy whose scores compare across layers"),
-        (["--kv-eviction", "snapkv", "--kv-eviction-layers", "auto"], "without --kv-eviction-p"),
+        (["--kv-eviction", "snapkv", "--kv-eviction-profile", "auto"], "without --kv-eviction-p"),
         (
             ["--kv-eviction", "snapkv", "--samples", "0"],
             "--samples and --answers must be at least 1",

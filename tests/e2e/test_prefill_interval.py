@@ -90,7 +90,7 @@ def test_other_policies(tiny_model_kv4, oracle_kv4, policy):
 def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
     """Groups that keep more begin at a later point of the others."""
     prompts = [random_prompt(n, seed=n) for n in (900, 500)]
-    settings = SETTINGS | dict(policy="pyramidkv", groups=2, prefill_interval=64)
+    settings = SETTINGS | dict(policy="pyramidkv", prefill_interval=64, options=dict(groups=2))
     with engine(
         tiny_model_kv4, settings, max_num_batched_tokens=300, num_gpu_blocks_override=80,
         max_model_len=4096,

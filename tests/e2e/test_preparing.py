@@ -18,8 +18,8 @@ OPTIONS = dict(max_num_batched_tokens=256, max_model_len=1024, enable_prefix_cac
 WINDOW = 32
 
 CASES = {
-    "snapkv": dict(policy="snapkv", budget=128, pool_kernel=1),
-    "two groups": dict(policy="pyramidkv", budget=160, pool_kernel=1, groups=2),
+    "snapkv": dict(policy="snapkv", budget=128, options=dict(pool_kernel=1)),
+    "two groups": dict(policy="pyramidkv", budget=160, options=dict(pool_kernel=1, groups=2)),
 }
 
 

@@ -105,7 +105,7 @@ def test_scores_beside_survivors_are_those_of_keys_before_rotation(
     path, weights = random_profile(tmp_path, tiny_model_kv4)
     oracle = WatchedModel(tiny_model_kv4, dtype == "fp8")
     server = dict(policy="ada-probe", budget=288, interval=32, allow="probe,snapkv")
-    server |= dict(profile=str(path), probe_window=window)
+    server |= dict(profile=str(path), options=dict(probe_window=window))
     options = dict(max_num_batched_tokens=160, kv_cache_dtype=dtype)
     with engine(tiny_model_kv4, server, **options) as run:
         found = watch(run)

@@ -201,7 +201,7 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
     prompts = [random_prompt(n, seed=n) for n in (167, 500, 480, 460, 440, 420, 150)]
     with engine(
         tiny_model_kv4,
-        dict(policy="ada-pyramid", budget=128, interval=160, beta=8.0),
+        dict(policy="ada-pyramid", budget=128, interval=160, options=dict(beta=8.0)),
         num_gpu_blocks_override=4 * 29 + 1,
         max_model_len=896,
         max_num_batched_tokens=256,
@@ -249,7 +249,13 @@ def test_measured_shares_of_layers_that_are_not_neighbours(
     )
     with engine(
         tiny_model_kv4,
-        dict(policy=policy, budget=128, interval=160, layers=shares.model_dump(), groups=2),
+        dict(
+            policy=policy,
+            budget=128,
+            interval=160,
+            profile=shares.model_dump(),
+            options=dict(groups=2),
+        ),
         num_gpu_blocks_override=2 * 29 + 1,
         max_model_len=896,
         max_num_batched_tokens=256,

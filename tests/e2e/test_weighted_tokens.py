@@ -32,7 +32,9 @@ def unweighted(life: Life) -> Life:
     return Life(life.prefill_end, kept)
 
 
-@pytest.mark.parametrize("settings", [{}, dict(radius=2.0, cluster_samples=1, value_share=0.6)])
+@pytest.mark.parametrize(
+    "settings", [{}, dict(options=dict(radius=2.0, cluster_samples=1, value_share=0.6))]
+)
 def test_a_mixed_batch_equals_the_oracle(tiny_model, oracle, settings):
     """Chunked prefill, eviction points, protected tokens, prefix hits, other policies beside."""
     options = dict(max_num_batched_tokens=96, enable_prefix_caching=True)

@@ -36,6 +36,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import PYRAMIDS
 from vllm_kvevict.settings.profile import ModelIdentity, Profile
 
 STOP_TOKEN = 1
@@ -163,20 +164,19 @@ def layer_shares(shares: tuple[float, ...]) -> Profile:
 
 
 def eviction_config(setup: Setup) -> EvictionConfig:
+    low, high = setup.marks
+    options = dict(groups=max(2, setup.pyramid), low_mark=low, high_mark=high)
     return EvictionConfig(
         policy=setup.policy,
         budget=setup.budget,
         window=setup.window,
         interval=setup.interval,
         prefill_interval=setup.prefill_interval,
-        groups=max(2, setup.pyramid),
-        beta=setup.beta,
-        layers=layer_shares(setup.shares) if setup.shares else None,
+        profile=layer_shares(setup.shares) if setup.shares else None,
         shared_blocks=setup.shared,
         when=setup.when,
-        low_mark=setup.marks[0],
-        high_mark=setup.marks[1],
         allow="snapkv,streaming-llm,h2o,none",
+        options=options | (dict(beta=setup.beta) if setup.policy in PYRAMIDS else {}),
     )
 
 

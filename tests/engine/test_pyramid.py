@@ -171,7 +171,9 @@ def test_groups_and_their_padding_are_vllms(layers, most):
 
 def test_vllm_groups_layers_that_are_not_neighbours():
     config = EvictionConfig(
-        policy="ada-snapkv", groups=2, layers=layer_shares((0.3, 1.5, 0.4, 1.6, 0.2, 2.0))
+        policy="ada-snapkv",
+        profile=layer_shares((0.3, 1.5, 0.4, 1.6, 0.2, 2.0)),
+        options=dict(groups=2),
     )
     groups = vllms_groups(config, 6)
     assert [(mine, rule.share.value) for mine, rule in groups] == [

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_kvevict.front.command import evict_by_default, first_line
 from vllm_kvevict.settings.names import COMPARABLE, LEARNED
 
-DEFAULT_POLICY = "probe"
+POLICY = "probe"
 DEFAULT_BUDGET = "12.5%"
 BY = ("scores", "answers")
 
@@ -70,7 +70,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     if options.output is not None and not options.output.absolute().parent.is_dir():
         raise CalibrateError(f"--output: there is no folder {options.output.parent}")
     args.model = args.model_tag
-    evict_by_default(args, DEFAULT_POLICY, DEFAULT_BUDGET)
+    evict_by_default(args, POLICY, DEFAULT_BUDGET)
     try:
         engine_args = EngineArgs.from_cli_args(args)
     except (OSError, ValueError) as error:
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m vllm_kvevict.calibrate",
         usage="%(prog)s MODEL [--output FILE] [--prompts FILE] [options of vllm serve]",
         description="Make the model's profile: the scores of probe, and which share of the budget "
-        f"each layer and KV head needs under a policy (default: {DEFAULT_POLICY}) and a budget "
+        f"each layer and KV head needs under a policy (default: {POLICY}) and a budget "
         f"(default: {DEFAULT_BUDGET}).",
     )
     group = parser.add_argument_group(title="Calibrate", description="Prompts and result.")

@@ -140,7 +140,7 @@ class Memory:
         """Blocks that admissions leave free by vLLM's own flag."""
         config = core.table.config
         pool = self._cache.block_pool.num_gpu_blocks
-        self.watermarks = Watermarks(pool, config.low_mark, config.high_mark)
+        self.watermarks = Watermarks(pool, config.options.low_mark, config.options.high_mark)
         self._evictions = 0
 
     def begin_step(self) -> None:

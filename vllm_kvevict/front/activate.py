@@ -7,12 +7,13 @@ from vllm.logger import init_logger
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.front import admission
 from vllm_kvevict.front.profile import check_learned, load
+from vllm_kvevict.front.recommend import recommended
 from vllm_kvevict.front.support import check
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.settings.names import AUTO, KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +47,8 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             with eviction.
 
     """
+    if config.policy == AUTO:
+        config = recommended(vllm_config, config)
     check(vllm_config, config)
     if config.profile is not None:
         config = config.model_copy(update={"profile": load(config.profile, vllm_config)})
@@ -112,8 +115,8 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         logger.info(
             "KV eviction under pressure only: it begins when %g%% of the blocks are free and ends "
             "at %g%%, each beside what running requests take until blocks are back.",
-            100 * config.low_mark,
-            100 * config.high_mark,
+            100 * config.options.low_mark,
+            100 * config.options.high_mark,
         )
     if config.allow or config.max_budget is not None:
         logger.info(

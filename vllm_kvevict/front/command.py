@@ -2,10 +2,12 @@
 
 import argparse
 
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.settings.names import DEFAULT_POLICY, KEY
 
 
-def evict_by_default(args: argparse.Namespace, policy: str, budget: str | None = None) -> None:
+def evict_by_default(
+    args: argparse.Namespace, policy: str = DEFAULT_POLICY, budget: str | None = None
+) -> None:
     """Set ``--kv-eviction`` and its budget in ``args`` where the command line has none."""
     if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
         args.kv_eviction = policy

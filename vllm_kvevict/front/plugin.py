@@ -16,8 +16,6 @@ from typing import Any, get_args
 TITLE = "KV-Eviction"
 """Title of the flags' group; ``vllm serve --help=kv-eviction`` prints it."""
 
-OLDER_PROFILE = "--kv-eviction-layers"
-
 _WRAPPED = "_kv_eviction_wrapped"
 _FROM_FLAGS = "_kv_eviction_from_flags"
 
@@ -46,7 +44,7 @@ def register() -> None:
 
 
 class _OlderName(argparse.Action):
-    """Takes the value of a flag that has a new name, and says so."""
+    """Refuses a flag that has a new name, in one sentence with today's spelling."""
 
     def __call__(
         self,
@@ -55,10 +53,9 @@ class _OlderName(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        logging.getLogger("vllm.kv_eviction").warning(
-            "%s is now called --kv-eviction-profile.", OLDER_PROFILE
-        )
-        setattr(namespace, self.dest, values)
+        from vllm_kvevict.settings.older_names import sentence
+
+        parser.error(sentence(self.dest, values))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ``--additional-config``. Values stay text: one place, the configuration, judges them.
     """
     from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.older_names import OLDER
     from vllm_kvevict.settings.sentences import flag
 
     group = parser.add_argument_group(
@@ -76,9 +74,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, field in EvictionConfig.model_fields.items():
         default = "off" if field.is_required() else field.default
-        if default in ((), None):
+        if default in ((), None) or name == "options":
             default = "not set"
-        choices = _choices() if name == "policy" else ""
+        choices = {"policy": _choices, "options": _options}.get(name, str)()
         group.add_argument(
             flag(name),
             dest=_dest(name),
@@ -86,14 +84,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=f"{field.description} (default: {default}){choices}".replace("%", "%%"),
         )
-    group.add_argument(
-        OLDER_PROFILE,
-        action=_OlderName,
-        dest=_dest("profile"),
-        metavar="PROFILE",
-        default=argparse.SUPPRESS,
-        help="Older name of --kv-eviction-profile.",
-    )
+    for name in OLDER:
+        parser.add_argument(
+            flag(name),
+            action=_OlderName,
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
 def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
@@ -140,7 +138,8 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
     args.additional_config = {k: v for k, v in additional.items() if k != KEY}
     if config is not None:
         _check_version()
-        args.additional_config[KEY] = config.model_dump(mode="json")
+        # Only what was given: auto fills in the rest.
+        args.additional_config[KEY] = config.model_dump(mode="json", exclude_unset=True)
     return args
 
 
@@ -252,6 +251,18 @@ def _choices() -> str:
     lines = [(name, summary) for name, (_, summary) in POLICIES.items()]
     lines += [(name, p.summary) for name, p in plugin_policies().items() if not p.problem]
     return "".join(f"\n- {name}: {summary}" for name, summary in lines)
+
+
+def _options() -> str:
+    from vllm_kvevict.settings.names import POLICIES
+    from vllm_kvevict.settings.policy_options import PolicyOptions, options_of
+
+    lines = []
+    for name, field in PolicyOptions.model_fields.items():
+        readers = [policy for policy in POLICIES if name in options_of(policy)]
+        of = "all" if len(readers) == len(POLICIES) else ", ".join(readers)
+        lines.append(f"\n- {name} ({of}; default: {field.default}): {field.description}")
+    return "".join(lines)
 
 
 def _typed(name: str, text: Any) -> Any:

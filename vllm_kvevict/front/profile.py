@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 import vllm_kvevict
 from vllm_kvevict.settings import probe_weights
 from vllm_kvevict.settings.memory import evictable_layers
-from vllm_kvevict.settings.names import LEARNED
+from vllm_kvevict.settings.names import AUTO, LEARNED
 from vllm_kvevict.settings.profile import ModelIdentity, ProbeFile, Profile, parse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.settings.config import EvictionConfig
-
-AUTO = "auto"
-"""Names the shipped profile of the model that is served, or the one that calibrate left."""
 
 FLAG = "KV eviction: --kv-eviction-profile"
 

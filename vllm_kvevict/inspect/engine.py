@@ -9,7 +9,7 @@ from vllm_kvevict.inspect.kept import Group, History, Snapshot
 from vllm_kvevict.inspect.options import InspectError, Options
 from vllm_kvevict.inspect.prompt import Prompt, read_prompt
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.settings.names import AUTO, KEY
 
 BLOCKS_TO_SPARE = 16
 
@@ -65,8 +65,11 @@ def run(options: Options, engine_args: Any) -> Run:
         raise InspectError(f"--prompt-file: {options.prompt_file} is no UTF-8 text") from None
     except ValueError as error:
         raise InspectError(str(error)) from None
-    _check_budget(options, config, prompt)
+    if config.policy != AUTO:
+        _check_budget(options, config, prompt)
     llm = start(sized(engine_args, len(prompt.ids) + options.max_tokens))
+    config = EvictionConfig.parse(llm.llm_engine.vllm_config.additional_config[KEY])
+    assert config is not None
     try:
         return _generate(llm, options, config, prompt, tokenizer)
     finally:

@@ -8,8 +8,6 @@ from typing import Any
 
 from vllm_kvevict.front.command import evict_by_default, first_line
 
-DEFAULT_POLICY = "ada-snapkv"
-
 
 class InspectError(Exception):
     """What went wrong, in one sentence."""
@@ -67,7 +65,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
         raise InspectError("inspect runs on one rank: leave --tensor-parallel-size and -pp at 1")
     args.model = options.model
-    evict_by_default(args, DEFAULT_POLICY)
+    evict_by_default(args)
     try:
         # Offline, this looks for the model already.
         return options, EngineArgs.from_cli_args(args)

@@ -66,7 +66,7 @@ def draw_total(view: View, axes: "Axes") -> None:
     mean = float(shares[: snapshot.tail_start].mean())
     axes.plot([0, snapshot.tail_start], [mean, mean], color="black", linewidth=0.9, dashes=(5, 3))
     config = view.run.config
-    sinks = f" ({config.sinks} sinks)" if config.policy == "streaming-llm" else ""
+    sinks = f" ({config.options.sinks} sinks)" if config.policy == "streaming-llm" else ""
     axes.annotate(
         f"budget {view.run.budget}{sinks}: {mean:.0%} kept on average", (0.006 * n, mean), (0, 3),
         textcoords="offset points", fontsize=8,
@@ -107,8 +107,8 @@ def _mark(view: View, axes: "Axes", labels: bool) -> None:
             _above(axes, prompt, "generated →", SPAN_COLOUR, n, raised=prompt > 0.6 * n)
     if not labels:
         axes.axvspan(snapshot.tail_start, n, color=TAIL_COLOUR, alpha=0.45, linewidth=0)
-    if config.policy == "streaming-llm" and config.sinks:
-        axes.axvline(config.sinks, color=SPAN_COLOUR, linewidth=0.9)
+    if config.policy == "streaming-llm" and config.options.sinks:
+        axes.axvline(config.options.sinks, color=SPAN_COLOUR, linewidth=0.9)
     taken: list[float] = []
     for index, sighting in enumerate(view.sightings[:MAX_SIGHTINGS]):
         if sighting.start >= n:

@@ -228,5 +228,7 @@ def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
             return ",".join(map(str, value))
         return "" if value is None else str(value)
 
-    settings = {name: text(value) for name, value in config.model_dump(mode="json").items()}
+    values = config.model_dump(mode="json", exclude={"options"})
+    values |= config.options.model_dump(mode="json")
+    settings = {name: text(value) for name, value in values.items()}
     return settings | {"block_size": str(block_size), "version": vllm_kvevict.__version__}

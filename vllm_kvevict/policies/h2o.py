@@ -67,4 +67,4 @@ class H2O(Scorer):
 
 def build(config: "EvictionConfig") -> Scorer:
     """Scorer of the policies ``h2o`` and ``ada-h2o``."""
-    return H2O(config.recent_share)
+    return H2O(config.options.recent_share)

@@ -64,4 +64,4 @@ class NACL(Scorer):
 
 def build(config: "EvictionConfig") -> Scorer:
     """Scorer of the policy ``nacl``."""
-    return NACL(config.random_share, config.seed)
+    return NACL(config.options.random_share, config.options.seed)

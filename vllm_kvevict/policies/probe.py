@@ -71,4 +71,4 @@ class KeyProbe(Probe):
 
 def build(config: EvictionConfig) -> Scorer:
     """Scorer of the policies ``probe`` and ``ada-probe``."""
-    return Probe() if config.probe_window == "auto" else KeyProbe()
+    return Probe() if config.options.probe_window == "auto" else KeyProbe()

@@ -25,7 +25,7 @@ def build_policy(config: EvictionConfig) -> Policy:
         plugin = plugin_policies()[name]
         scorer, summary = _load(name, plugin, config), plugin.summary
     if name.startswith(ADA):
-        return Policy(name, summary, scorer.per_head(), Adaptive(config.floor))
+        return Policy(name, summary, scorer.per_head(), Adaptive(config.options.floor))
     return Policy(name, summary, scorer, Uniform())
 
 

@@ -37,4 +37,4 @@ class SnapKV(Scorer):
 
 def build(config: "EvictionConfig") -> Scorer:
     """Scorer of the policy ``snapkv``."""
-    return SnapKV(config.pool_kernel, config.pool)
+    return SnapKV(config.options.pool_kernel, config.options.pool)

@@ -50,4 +50,4 @@ class StreamingLLM(Scorer):
 
 def build(config: "EvictionConfig") -> Scorer:
     """Scorer of the policy ``streaming-llm``."""
-    return StreamingLLM(config.sinks)
+    return StreamingLLM(config.options.sinks)

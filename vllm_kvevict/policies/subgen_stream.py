@@ -122,4 +122,5 @@ class SubGenStream(WeightedScorer):
 
 def build(config: "EvictionConfig") -> Scorer:
     """Scorer of the policy ``subgen-stream``."""
-    return SubGenStream(config.radius, config.cluster_samples, config.value_share, config.seed)
+    mine = config.options
+    return SubGenStream(mine.radius, mine.cluster_samples, mine.value_share, mine.seed)

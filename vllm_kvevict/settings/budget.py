@@ -1,8 +1,13 @@
-"""Budgets as an operator or a request writes them: tokens, or a share of the tokens so far."""
+"""Budgets as an operator or a request writes them: tokens, or a share of the tokens so far.
+
+An operator's share may have a least number of tokens: ``"25%,min=256"``.
+"""
 
 from typing import Any
 
 from vllm_kvevict.settings.sentences import shown
+
+LEAST = ",min="
 
 
 def parse_budget(value: Any) -> int | str:
@@ -34,6 +39,24 @@ def parse_budget(value: Any) -> int | str:
     raise ValueError(f"give tokens (1024) or a share (25%), not {shown(value)}")
 
 
+def parse_server_budget(value: Any) -> int | str:
+    """Read a budget that may be a share of some tokens at least.
+
+    Returns:
+        Tokens, or a share written as ``"25%"`` or ``"25%,min=256"``.
+
+    Raises:
+        ValueError: The value is neither; the message names no flag.
+
+    """
+    share, least, tokens = value.partition(LEAST) if isinstance(value, str) else (value, "", "")
+    tokens = tokens.strip()
+    if least and not (share.strip().endswith("%") and tokens.isascii() and tokens.isdigit()):
+        raise ValueError(f"give tokens (1024) or a share (25% or 25%,min=256), not {shown(value)}")
+    budget = parse_budget(share)
+    return f"{budget}{LEAST}{parse_budget(tokens)}" if least else budget
+
+
 def budget_tokens(budget: int | str) -> int | None:
     """A parsed budget in tokens, or None where it is a share."""
     return budget if isinstance(budget, int) else None
@@ -41,4 +64,9 @@ def budget_tokens(budget: int | str) -> int | None:
 
 def budget_share(budget: int | str) -> float | None:
     """A parsed budget as a share in (0, 1], or None where it is in tokens."""
-    return float(budget[:-1]) / 100 if isinstance(budget, str) else None
+    return float(budget.partition("%")[0]) / 100 if isinstance(budget, str) else None
+
+
+def budget_least(budget: int | str) -> int:
+    """Tokens that a parsed share comes to at least."""
+    return int(str(budget).partition(LEAST)[2] or 0)

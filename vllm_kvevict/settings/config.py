@@ -3,35 +3,96 @@
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from vllm_kvevict.schedule.layers import by_layer, pyramid
 from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.budget import parse_budget
-from vllm_kvevict.settings.knobs import Knobs
-from vllm_kvevict.settings.names import COMPARABLE, KEY, NONE, PYRAMIDS, keeps_by_layer
+from vllm_kvevict.settings.budget import (
+    budget_least,
+    budget_share,
+    budget_tokens,
+    parse_budget,
+    parse_server_budget,
+)
+from vllm_kvevict.settings.names import (
+    AUTO,
+    COMPARABLE,
+    KEY,
+    LEARNED,
+    NONE,
+    PYRAMIDS,
+    keeps_by_layer,
+)
+from vllm_kvevict.settings.older_names import check_older
 from vllm_kvevict.settings.plugins import policy_names, unknown
+from vllm_kvevict.settings.policy_options import PolicyOptions, check_known, read_options
 from vllm_kvevict.settings.profile import Profile, parse
 from vllm_kvevict.settings.sentences import one_sentence
 
 PYRAMID_GROUPS = 4
 
 
-class EvictionConfig(Knobs):
+class EvictionConfig(BaseModel):
     """Everything that can be set about KV eviction.
 
     The command line spells a field ``x`` as ``--kv-eviction-x`` and ``policy`` as
     ``--kv-eviction``.
     """
 
-    groups: int | None = Field(
-        default=None,
-        ge=2,
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str = Field(
+        description=(
+            "What decides which tokens are kept. auto: probe where there is a profile of this "
+            "model that it can run by, else ada-defensive."
+        )
+    )
+    budget: int | str = Field(
+        default=1024,
+        description=(
+            "Tokens kept per KV head (average over the heads of a layer, the last ones included), "
+            "or a share such as 25% of the tokens so far, prompt and answer; 25%,min=256 keeps "
+            "256 at least. auto takes the profile's, or 25%."
+        ),
+    )
+    window: int = Field(
+        default=32,
+        ge=1,
+        strict=True,
+        description="Observation window: the last tokens, whose queries score the others.",
+    )
+    interval: int = Field(
+        default=128,
+        ge=0,
         strict=True,
         description=(
-            "Groups of layers with budgets of their own, at most one a layer. Without it 4 under "
-            "pyramidkv and ada-pyramid, and under --kv-eviction-profile as few, of 8 at most, as "
-            "keep layers of like share together."
+            "Decode steps between evictions, rounded up to whole blocks; 0 evicts after "
+            "prefill only."
+        ),
+    )
+    prefill_interval: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        description=(
+            "Prompt tokens between evictions inside a prompt, rounded up to whole blocks: it then "
+            "never holds more than its budget and so many tokens, and may be longer than the KV "
+            "cache; 0 evicts where the prompt ends."
+        ),
+    )
+    when: Literal["always", "pressure"] = Field(
+        default="always",
+        description=(
+            "When requests are evicted to their budgets: always, or under pressure only, when free "
+            "blocks run short; those that give back most come first."
         ),
     )
     profile: str | Profile | None = Field(
@@ -40,16 +101,6 @@ class EvictionConfig(Knobs):
             "The model's profile, made by python -m vllm_kvevict.calibrate: shares of the budget "
             "by layer and head, and the scores of probe. A file, or auto for one that ships for "
             "this model or that calibrate left under vLLM's cache root."
-        ),
-    )
-    beta: float = Field(
-        default=20.0,
-        ge=1,
-        strict=True,
-        allow_inf_nan=False,
-        description=(
-            "Steepness of pyramidkv and ada-pyramid: the deepest layer keeps 1/beta of the budget "
-            "beside the window."
         ),
     )
     allow: tuple[str, ...] = Field(
@@ -66,7 +117,6 @@ class EvictionConfig(Knobs):
             "It may then neither ask for none nor evict less often than the server."
         ),
     )
-
     shared_blocks: Literal["keep", "evict"] = Field(
         default="keep",
         description=(
@@ -84,28 +134,35 @@ class EvictionConfig(Knobs):
             "version 3 or 4, else triton."
         ),
     )
+    options: PolicyOptions = Field(
+        default=PolicyOptions(),
+        description=(
+            "Options of single policies as a JSON object, such as '{\"floor\": 0.2}', or "
+            "--kv-eviction-options.floor 0.2."
+        ),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names(cls, value: Any) -> Any:
+        return check_older(value) if isinstance(value, dict) else value
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _known_policy(cls, value: Any) -> str:
+        if isinstance(value, str) and (value == AUTO or value in policy_names()):
+            return value
+        raise ValueError(unknown(value, (*policy_names(), AUTO)))
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _parse_budget(cls, value: Any) -> int | str:
+        return parse_server_budget(value)
 
     @field_validator("max_budget", mode="before")
     @classmethod
     def _parse_max_budget(cls, value: Any) -> int | str | None:
         return None if value is None else parse_budget(value)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older_name(cls, value: Any) -> Any:
-        """``layers`` is what ``profile`` was called."""
-        if not isinstance(value, dict) or "layers" not in value:
-            return value
-        value = dict(value)
-        older = value.pop("layers")
-        if older is None:
-            return value
-        if value.get("profile") is not None:
-            raise ValueError(
-                "--kv-eviction-layers is an older name of --kv-eviction-profile; give one of the "
-                "two"
-            )
-        return value | {"profile": older}
 
     @field_validator("profile", mode="before")
     @classmethod
@@ -130,6 +187,48 @@ class EvictionConfig(Knobs):
                 raise ValueError(unknown(name, known))
         return tuple(name for name in known if name in names)
 
+    @field_validator("options", mode="before")
+    @classmethod
+    def _read_options(cls, value: Any, info: Any) -> dict[str, Any]:
+        given = read_options(value)
+        policy = info.data.get("policy")
+        if policy is not None and policy != AUTO:
+            check_known(given, (policy, *(n for n in info.data.get("allow", ()) if n != NONE)))
+        return given
+
+    @field_serializer("options")
+    def _only_given(self, options: PolicyOptions) -> dict[str, Any]:
+        return options.model_dump(mode="json", exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _room_beside_window(self) -> Self:
+        # A policy that a request chooses has the server's budget, too.
+        recent = max(map(self.recent_tokens, self.policies))
+        if self.budget_tokens is not None and self.budget_tokens <= recent:
+            what, less = f"the window of {recent} tokens", "lower --kv-eviction-window"
+            if recent != self.window:
+                what = f"the last {recent} tokens, which stay"
+                less = "lower probe_recent in --kv-eviction-options"
+            raise ValueError(
+                f"budget {self.budget_tokens} leaves no room beside {what}; raise "
+                f"--kv-eviction-budget or {less}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prefill_evicts(self) -> Self:
+        if self.prefill_interval and self.when == "pressure":
+            raise ValueError(
+                "--kv-eviction-prefill-interval evicts every long prompt, and --kv-eviction-when "
+                "pressure only where memory is short; choose one of the two"
+            )
+        if self.prefill_interval and self.budget_tokens is None:
+            raise ValueError(
+                "--kv-eviction-prefill-interval bounds what a prompt holds, and a share of it "
+                f"grows with it; give --kv-eviction-budget in tokens, not {self.budget}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _one_source_of_shares(self) -> Self:
         if self.profile is None:
@@ -140,7 +239,7 @@ class EvictionConfig(Knobs):
                     f"--kv-eviction-profile and {name} both give layers budgets of their own; "
                     "choose one of the two"
                 )
-        if self.policy not in COMPARABLE:
+        if self.policy not in (AUTO, *COMPARABLE):
             raise ValueError(
                 "--kv-eviction-profile needs a policy whose scores compare across layers "
                 f"({', '.join(COMPARABLE)}), not {self.policy}"
@@ -154,19 +253,31 @@ class EvictionConfig(Knobs):
                 "--kv-eviction-allow lists none, which --kv-eviction-max-budget rules out; "
                 "give one of the two"
             )
-        cap, budget = self.max_budget, self.budget
-        if isinstance(cap, int) and cap < self.min_budget:
+        cap, least = self.max_budget, budget_least(self.budget)
+        if isinstance(cap, int) and cap < least:
             raise ValueError(
-                f"--kv-eviction-max-budget {cap} is below the {self.min_budget} tokens of "
-                "--kv-eviction-min-budget; raise it or lower that"
+                f"--kv-eviction-max-budget {cap} is below the {least} tokens that the budget "
+                f"{self.budget} is at least; raise it or lower that"
             )
-        comparable = cap is not None and isinstance(cap, int) == isinstance(budget, int)
-        if comparable and float(str(budget).rstrip("%")) > float(str(cap).rstrip("%")):
+        mine = self.budget_share if self.budget_tokens is None else self.budget_tokens
+        most = None if cap is None else budget_share(cap) or budget_tokens(cap)
+        comparable = cap is not None and isinstance(cap, int) == isinstance(self.budget, int)
+        if comparable and mine is not None and most is not None and mine > most:
             raise ValueError(
-                f"--kv-eviction-max-budget {cap} is below the budget of {budget} that every "
+                f"--kv-eviction-max-budget {cap} is below the budget of {self.budget} that every "
                 "request has; raise it or lower --kv-eviction-budget"
             )
         return self
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Budget in tokens, or None where it is a share."""
+        return budget_tokens(self.budget)
+
+    @property
+    def budget_share(self) -> float | None:
+        """Budget as a share of the tokens so far in (0, 1], or None where it is in tokens."""
+        return budget_share(self.budget)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -193,24 +304,46 @@ class EvictionConfig(Knobs):
         bound = 4 * self.window
         return min(bound, self.prefill_interval) if self.prefill_interval else bound
 
+    def recent_tokens(self, policy: str) -> int:
+        """The last tokens that ``policy`` never evicts."""
+        return self.options.probe_recent if policy in LEARNED else self.window
+
+    def least_slots(self, policy: str) -> int:
+        """Tokens that a head must keep beside protected ones under ``policy``."""
+        return self.options.cluster_samples + 2 if policy == "subgen-stream" else 0
+
     def keeps_by_layer(self, policy: str) -> bool:
         """Whether layers have budgets of their own under ``policy``."""
         return self.has_groups and keeps_by_layer(policy, self.profile is not None)
+
+    def timeline(self, block_size: int) -> Timeline:
+        """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""
+        recent = self.recent_tokens(self.policy)
+        return Timeline(
+            block_size=block_size,
+            window=self.window,
+            interval=self.interval,
+            budget_tokens=self.budget_tokens,
+            budget_share=self.budget_share,
+            least=budget_least(self.budget),
+            prefill_interval=self.prefill_interval,
+            recent=None if recent == self.window else recent,
+        )
 
     def timelines(self, block_size: int, layers: int) -> tuple[Timeline, ...]:
         """The eviction schedule of each layer that evicts, by depth; equal inside a group.
 
         Where shares are measured, :attr:`profile` must hold them, not the file's name.
         """
-        rule = self.timeline(block_size)
+        rule, groups = self.timeline(block_size), self.options.groups
         if not self.has_groups:
             return (rule,) * layers
         if self.profile is None:
-            falling = pyramid(layers, self.beta)
-            shares = by_layer(falling, self.groups or PYRAMID_GROUPS, steepest=falling[0])
+            falling = pyramid(layers, self.options.beta)
+            shares = by_layer(falling, groups or PYRAMID_GROUPS, steepest=falling[0])
         else:
             assert isinstance(self.profile, Profile) and len(self.profile.layers) == layers
-            shares = by_layer(self.profile.layers, self.groups)
+            shares = by_layer(self.profile.layers, groups)
         return tuple(replace(rule, share=share) for share in shares)
 
     @classmethod
@@ -236,7 +369,7 @@ class EvictionConfig(Knobs):
         if not isinstance(value, dict):
             raise ValueError(
                 f"KV eviction: additional_config[{KEY!r}] must be a policy name "
-                f"({', '.join(policy_names())}) or a mapping, not {value!r}"
+                f"({', '.join((*policy_names(), AUTO))}) or a mapping, not {value!r}"
             )
         try:
             return cls.model_validate(value)

@@ -8,6 +8,12 @@ from typing import NamedTuple
 KEY = "kv_eviction"
 """Key of the configuration in ``VllmConfig.additional_config``."""
 
+AUTO = "auto"
+"""The policy that suits the model and the server best; a profile that is found for the model."""
+
+DEFAULT_POLICY = AUTO
+"""What commands and deployments take where nobody chose."""
+
 NONE = "none"
 """What a request or a server says for no eviction."""
 
@@ -27,6 +33,7 @@ class Entry(NamedTuple):
         ada: Name with the heads of a layer sharing the budget, where the paper has another one
             than :data:`ADA` and the name.
         learned: Whether its scores were learned for the model, whose profile holds them.
+        options: Fields of ``PolicyOptions`` that it reads; :data:`ADA` adds ``floor``.
 
     """
 
@@ -36,37 +43,59 @@ class Entry(NamedTuple):
     pyramid: bool = False
     ada: str = ""
     learned: bool = False
+    options: tuple[str, ...] = ()
 
 
 TABLE = {
     "snapkv": Entry(
-        "snapkv", "attention of the last queries, pooled; every head keeps as much", True
+        "snapkv",
+        "attention of the last queries, pooled; every head keeps as much",
+        True,
+        options=("pool_kernel", "pool"),
     ),
     "defensive": Entry(
         "defensive", "highest attention of the last queries, times the share of the values", True
     ),
     "probe": Entry(
-        "probe", "what the model's profile says of a key, and the last queries", True, learned=True
+        "probe",
+        "what the model's profile says of a key, and the last queries",
+        True,
+        learned=True,
+        options=("probe_window", "probe_recent"),
     ),
-    "h2o": Entry("h2o", "attention of all queries so far (heavy hitters), and recent tokens", True),
+    "h2o": Entry(
+        "h2o",
+        "attention of all queries so far (heavy hitters), and recent tokens",
+        True,
+        options=("recent_share",),
+    ),
     "pyramidkv": Entry(
         "snapkv",
         "scores of snapkv; shallow layers keep more than deep ones",
         True,
         pyramid=True,
         ada="ada-pyramid",
+        options=("pool_kernel", "pool"),
     ),
-    "streaming-llm": Entry("streaming_llm", "the first tokens and the most recent ones", False),
+    "streaming-llm": Entry(
+        "streaming_llm", "the first tokens and the most recent ones", False, options=("sinks",)
+    ),
     "scissorhands": Entry(
         "scissorhands", "how seldom the last queries gave a token less than the mean", True
     ),
     "tova": Entry("tova", "attention of the last query alone (TOVA, MSRNN)", True),
     "subgen": Entry("subgen", "keys that leave no other key far away (greedy k-center)", False),
     "subgen-stream": Entry(
-        "subgen_stream", "samples of all tokens, which attention weighs (SubGen Algorithm 1)", False
+        "subgen_stream",
+        "samples of all tokens, which attention weighs (SubGen Algorithm 1)",
+        False,
+        options=("seed", "radius", "cluster_samples", "value_share"),
     ),
     "nacl": Entry(
-        "nacl", "attention of the last tokens (proxies), and a random sample of the others", False
+        "nacl",
+        "attention of the last tokens (proxies), and a random sample of the others",
+        False,
+        options=("random_share", "seed"),
     ),
 }
 
@@ -85,6 +114,9 @@ POLICIES = _names()
 """Module and one line for ``--help`` of everything that ``--kv-eviction`` may name."""
 
 POLICY_NAMES = tuple(POLICIES)
+
+PLAIN = {entry.ada or ADA + plain: plain for plain, entry in TABLE.items() if entry.adaptive}
+"""The policy whose scores an adaptive one shares budgets by."""
 
 PYRAMIDS = frozenset(
     name
@@ -109,6 +141,11 @@ COMPARABLE = tuple(
     for name in (entry.ada or ADA + plain, plain)
 )
 """Policies under which layers may have measured shares of the budget."""
+
+
+def plain_name(policy: str) -> str:
+    """The policy of :data:`TABLE` behind a built-in name."""
+    return PLAIN.get(policy, policy)
 
 
 def keeps_by_layer(policy: str, measured: bool) -> bool:

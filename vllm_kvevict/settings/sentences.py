@@ -39,7 +39,9 @@ def one_sentence(error: ValidationError, fields: Iterable[str]) -> str:
             parts.append(f"unknown key {key!r} in {KEY!r} (known: {known})")
         elif item["type"] == "missing":
             parts.append(f"{flag(where)} is missing; choose from {', '.join(policy_names())}")
-        elif where:
+        elif item["loc"]:
+            if len(item["loc"]) > 1:
+                where, message = str(item["loc"][0]), f"{item['loc'][1]} {message}"
             given = "" if item["type"] == "value_error" else f", not {item['input']!r}"
             message = message.replace("Input should be", "must be")
             parts.append(f"{flag(where)}: {message}{given}")

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from vllm_kvevict.settings.config import EvictionConfig
 
-DEFAULT_POLICY = "ada-snapkv"
-
 
 class SizingError(Exception):
     """What cannot be sized and why, in one sentence."""
@@ -70,7 +68,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     _check(options, args.kv_cache_memory_bytes)
     if args.budget is not None:
         args.kv_eviction_budget = args.budget
-    evict_by_default(args, DEFAULT_POLICY)
+    evict_by_default(args)
     args.skip_tokenizer_init = True
     with tempfile.TemporaryDirectory() as folder:
         args.model = _model(args.model_config, Path(folder))

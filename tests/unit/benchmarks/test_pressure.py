@@ -25,7 +25,7 @@ def test_every_way_has_the_same_memory_and_stock_vllm_no_flag_of_ours(tmp_path: 
     assert not any(one.startswith("--kv-eviction") for one in commands[STOCK])
     for way in (ALWAYS, PRESSURE):
         assert commands[way][commands[way].index("--kv-eviction-when") + 1] == way
-        assert commands[way][-2:] == ["--kv-eviction-layers", "auto"]
+        assert commands[way][-2:] == ["--kv-eviction-profile", "auto"]
 
 
 def test_phases_take_turns_and_no_two_loads_share_prompts() -> None:

@@ -228,10 +228,10 @@ def test_a_server_with_shares_of_layers(tmp_path):
     options = Options.parse(["--model", str(tmp_path), "--layers", "auto", "--groups", "5"])
     default, layers = variants(options)
     assert tuple(default.labels) == options.policies and not default.flags
-    assert layers.flags == ("--kv-eviction-layers", "auto", "--kv-eviction-groups", "5")
+    assert layers.flags == ("--kv-eviction-profile", "auto", "--kv-eviction-options.groups", "5")
     assert layers.labels == {f"{name}, layers": name for name in ("defensive", "ada-defensive")}
     _, few = variants(Options.parse(["--model", str(tmp_path), "--layers", "auto"]))
-    assert few.flags == ("--kv-eviction-layers", "auto"), "the server knows how many groups"
+    assert few.flags == ("--kv-eviction-profile", "auto"), "the server knows how many groups"
     assert len(variants(Options.parse(["--model", str(tmp_path)]))) == 1
 
 

@@ -10,11 +10,25 @@ from typing import Any
 import pytest
 
 from tests.plugins import importable
-from tests.unit.front.test_plugin import DEFAULTS, settings
+from tests.unit.front.test_plugin import settings
 from vllm_kvevict.settings.config import EvictionConfig
 
 pytestmark = pytest.mark.usefixtures("registered")
 
+DEFAULTS = {
+    "policy": "ada-snapkv",
+    "budget": 1024,
+    "window": 32,
+    "interval": 128,
+    "prefill_interval": 0,
+    "when": "always",
+    "profile": None,
+    "allow": [],
+    "max_budget": None,
+    "shared_blocks": "keep",
+    "attention": "auto",
+    "options": {},
+}
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
@@ -57,7 +71,10 @@ def test_activation_twice(build: Any) -> None:
 
 
 def test_the_hash_tells_settings_apart(build: Any) -> None:
-    hashes = {build(e).compute_hash() for e in (None, "snapkv", {"policy": "snapkv", "sinks": 5})}
+    hashes = {
+        build(e).compute_hash()
+        for e in (None, "snapkv", {"policy": "snapkv", "options": {"pool_kernel": 5}})
+    }
     assert len(hashes) == 3
     assert build("ada-snapkv").compute_hash() == build(dict(DEFAULTS)).compute_hash()
 

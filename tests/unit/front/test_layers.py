@@ -44,7 +44,7 @@ def test_whose_shares(build: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_process_gets_the_shares_themselves(build: Any, file: Path) -> None:
-    config = build({"policy": "ada-snapkv", "layers": str(file)}, block_size=32)
+    config = build({"policy": "ada-snapkv", "profile": str(file)}, block_size=32)
     file.unlink()
     travelled = EvictionConfig.parse(
         json.loads(json.dumps(config.additional_config))["kv_eviction"]
@@ -54,7 +54,7 @@ def test_every_process_gets_the_shares_themselves(build: Any, file: Path) -> Non
 
 
 def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
-    eviction = {"policy": "ada-snapkv", "layers": str(file), "budget": 160}
+    eviction = {"policy": "ada-snapkv", "profile": str(file), "budget": 160}
     said = report(build(eviction, block_size=32))
     assert "store blocks: by layer" in said[0]
     assert "groups of 1, 1, with shares of 1.80, 0.20 as snapkv measured them" in said[1]
@@ -74,19 +74,19 @@ def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
         (dict(policy="ada-pyramid"), "--kv-eviction-profile and ada-pyramid both give layers"),
         (dict(policy="snapkv", allow="pyramidkv"), "--kv-eviction-profile and pyramidkv both"),
         (
-            dict(policy="snapkv", layers=3),
+            dict(policy="snapkv", profile=3),
             "--kv-eviction-profile: give a file of calibrate's, or auto",
         ),
         (
-            dict(policy="snapkv", layers=""),
+            dict(policy="snapkv", profile=""),
             "--kv-eviction-profile: give a file of calibrate's, or auto",
         ),
-        (dict(policy="snapkv", layers={}), "--kv-eviction-profile: model: Field required"),
+        (dict(policy="snapkv", profile={}), "--kv-eviction-profile: model: Field required"),
     ],
 )
 def test_refusals(build: Any, file: Path, eviction: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError) as caught:
-        build({"layers": str(file)} | eviction)
+        build({"profile": str(file)} | eviction)
     assert says in str(caught.value)
 
 
@@ -96,4 +96,4 @@ def test_pipeline_parallelism_is_refused(build: Any, file: Path) -> None:
     config = build()
     object.__setattr__(config.parallel_config, "pipeline_parallel_size", 2)
     with pytest.raises(ValueError, match=r"budgets by layer .* with pipeline parallelism, because"):
-        check(config, EvictionConfig(policy="snapkv", layers=str(file)))
+        check(config, EvictionConfig(policy="snapkv", profile=str(file)))

@@ -12,39 +12,12 @@ from typing import Any
 import pytest
 
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.older_names import OLDER, sentence
+from vllm_kvevict.settings.policy_options import PolicyOptions
 
 pytestmark = pytest.mark.usefixtures("registered")
 
-DEFAULTS = {
-    "policy": "ada-snapkv",
-    "budget": 1024,
-    "min_budget": 0,
-    "window": 32,
-    "interval": 128,
-    "prefill_interval": 0,
-    "when": "always",
-    "low_mark": 0.05,
-    "high_mark": 0.1,
-    "floor": 0.2,
-    "pool_kernel": 7,
-    "pool": "max",
-    "sinks": 4,
-    "recent_share": 0.5,
-    "random_share": 0.67,
-    "seed": 0,
-    "radius": 0.0,
-    "cluster_samples": 4,
-    "value_share": 0.25,
-    "probe_window": "auto",
-    "probe_recent": 8,
-    "groups": None,
-    "profile": None,
-    "beta": 20.0,
-    "allow": [],
-    "max_budget": None,
-    "shared_blocks": "keep",
-    "attention": "auto",
-}
+ADA = {"policy": "ada-snapkv"}
 
 
 def settings(parser: Any, *flags: str) -> Any:
@@ -123,70 +96,38 @@ def test_no_flag_changes_nothing(parser: Any) -> None:
     assert args.additional_config == {"other": 1}
 
 
-def test_policy_alone_means_the_defaults(parser: Any) -> None:
-    assert settings(parser, "--kv-eviction", "ada-snapkv") == DEFAULTS
+def test_only_what_was_given_is_passed_on(parser: Any) -> None:
+    assert settings(parser, "--kv-eviction", "ada-snapkv") == ADA
 
 
 def test_every_flag_reaches_its_field(parser: Any) -> None:
     flags = {
         "--kv-eviction": "snapkv",
         "--kv-eviction-budget": "600",
-        "--kv-eviction-min-budget": "96",
         "--kv-eviction-window": "16",
         "--kv-eviction-interval": "0",
         "--kv-eviction-prefill-interval": "500",
         "--kv-eviction-when": "always",
-        "--kv-eviction-low-mark": "0.02",
-        "--kv-eviction-high-mark": "0.2",
-        "--kv-eviction-floor": "0.5",
-        "--kv-eviction-pool-kernel": "5",
-        "--kv-eviction-pool": "avg",
-        "--kv-eviction-sinks": "2",
-        "--kv-eviction-recent-share": "0.25",
-        "--kv-eviction-random-share": "0.5",
-        "--kv-eviction-seed": "7",
-        "--kv-eviction-radius": "1.5",
-        "--kv-eviction-cluster-samples": "2",
-        "--kv-eviction-value-share": "0.5",
-        "--kv-eviction-probe-window": "none",
-        "--kv-eviction-probe-recent": "4",
-        "--kv-eviction-groups": "2",
         "--kv-eviction-profile": "auto",
-        "--kv-eviction-beta": "8",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
         "--kv-eviction-max-budget": "50%",
         "--kv-eviction-shared-blocks": "evict",
         "--kv-eviction-attention": "triton",
+        "--kv-eviction-options": '{"pool": "avg", "pool_kernel": 5, "low_mark": 0.02}',
     }
     expected = {
         "policy": "snapkv",
         "budget": 600,
-        "min_budget": 96,
         "window": 16,
         "interval": 0,
         "prefill_interval": 500,
         "when": "always",
-        "low_mark": 0.02,
-        "high_mark": 0.2,
-        "floor": 0.5,
-        "pool_kernel": 5,
-        "pool": "avg",
-        "sinks": 2,
-        "recent_share": 0.25,
-        "random_share": 0.5,
-        "seed": 7,
-        "radius": 1.5,
-        "cluster_samples": 2,
-        "value_share": 0.5,
-        "probe_window": "none",
-        "probe_recent": 4,
-        "groups": 2,
         "profile": "auto",
-        "beta": 8.0,
         "allow": ["ada-snapkv", "streaming-llm"],
         "max_budget": "50%",
         "shared_blocks": "evict",
         "attention": "triton",
+        "options": {"pool": "avg", "pool_kernel": 5, "low_mark": 0.02},
     }
     assert set(expected) == set(EvictionConfig.model_fields)
     assert settings(parser, *[part for pair in flags.items() for part in pair]) == expected
@@ -200,12 +141,12 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
 def test_flags_override_additional_config(parser: Any) -> None:
     given = [
         "--additional-config",
-        json.dumps({"kv_eviction": {"policy": "snapkv", "budget": 512, "sinks": 1}, "other": 1}),
+        json.dumps({"kv_eviction": {"policy": "snapkv", "budget": 512, "window": 16}, "other": 1}),
     ]
     merged = settings(parser, *given, "--kv-eviction-budget", "2048")
-    assert merged == DEFAULTS | {"policy": "snapkv", "budget": 2048, "sinks": 1}
+    assert merged == {"policy": "snapkv", "budget": 2048, "window": 16}
     merged = settings(parser, *given, "--kv-eviction", "streaming-llm")
-    assert merged == DEFAULTS | {"policy": "streaming-llm", "budget": 512, "sinks": 1}
+    assert merged == {"policy": "streaming-llm", "budget": 512, "window": 16}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +160,7 @@ def test_flags_override_additional_config(parser: Any) -> None:
     ],
 )  # fmt: skip
 def test_additional_config_spellings(parser: Any, flags: list[str]) -> None:
-    assert settings(parser, *flags) == DEFAULTS | {"budget": 512}
+    assert settings(parser, *flags) == ADA | {"budget": 512}
 
 
 def test_other_additional_config_stays(parser: Any) -> None:
@@ -229,7 +170,7 @@ def test_other_additional_config_stays(parser: Any) -> None:
         ["m", "--model=/", "--additional-config", '{"other": 1}', "--kv-eviction", "snapkv"]
     )
     config = AsyncEngineArgs.from_cli_args(args).additional_config
-    assert config == {"other": 1, "kv_eviction": DEFAULTS | {"policy": "snapkv"}}
+    assert config == {"other": 1, "kv_eviction": {"policy": "snapkv"}}
     # Each API server may fold the same namespace again.
     assert args.additional_config == config
     assert AsyncEngineArgs.from_cli_args(args).additional_config == config
@@ -252,10 +193,10 @@ def test_yaml_config(parser: Any, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     path = tmp_path / "serve.yaml"
-    path.write_text("kv-eviction: snapkv\nkv-eviction-budget: 25%\nkv_eviction_sinks: 2\n")
-    args = parser.parse_args(["--model=/", "--config", str(path), "--kv-eviction-sinks", "3"])
+    path.write_text("kv-eviction: snapkv\nkv-eviction-budget: 25%\nkv_eviction_window: 8\n")
+    args = parser.parse_args(["--model=/", "--config", str(path), "--kv-eviction-window", "16"])
     folded = AsyncEngineArgs.from_cli_args(args).additional_config["kv_eviction"]
-    assert folded == DEFAULTS | {"policy": "snapkv", "budget": "25%", "sinks": 3}
+    assert folded == {"policy": "snapkv", "budget": "25%", "window": 16}
 
 
 def test_bench_throughput() -> None:
@@ -270,7 +211,7 @@ def test_bench_throughput() -> None:
     )
     # It hands LLM() the fields, one by one.
     fields = dataclasses.asdict(EngineArgs.from_cli_args(args))
-    assert fields["additional_config"] == {"kv_eviction": DEFAULTS | {"budget": 512}}
+    assert fields["additional_config"] == {"kv_eviction": ADA | {"budget": 512}}
 
 
 @pytest.mark.parametrize(
@@ -279,13 +220,13 @@ def test_bench_throughput() -> None:
         (["--kv-eviction", "nope"], "choose from ada-snapkv, snapkv, ada-defensive, defensive"),
         (["--kv-eviction", "snapkv", "--kv-eviction-window", "x"],
          "--kv-eviction-window: must be a valid integer, not 'x'"),
-        (["--kv-eviction", "snapkv", "--kv-eviction-floor", "low"],
-         "--kv-eviction-floor: must be a valid number, not 'low'"),
+        (["--kv-eviction", "ada-snapkv", "--kv-eviction-options.floor", "low"],
+         "--kv-eviction-options: floor must be a valid number, not 'low'"),
         (["--kv-eviction", "snapkv", "--kv-eviction-budget", "32"], "leaves no room beside"),
         (["--kv-eviction-budget", "512"],
          "--kv-eviction-budget needs a policy beside it; add --kv-eviction and one of ada-snapkv"),
-        (["--kv-eviction-pool-kernel", "5", "--kv-eviction-sinks", "5"],
-         "--kv-eviction-pool-kernel needs a policy beside it"),
+        (["--kv-eviction-options.sinks", "5"],
+         "--kv-eviction-options needs a policy beside it"),
         (["--additional-config", '{"kv_eviction": {"budget": 512}}'], "--kv-eviction is missing"),
         (["--additional-config", '{"kv_eviction": {"policy": "snapkv", "colour": 1}}'],
          "unknown key 'colour'"),
@@ -297,13 +238,22 @@ def test_wrong_flags_exit_with_one_sentence(parser: Any, flags: list[str], says:
     assert says in complaint(parser, *flags)
 
 
-def test_the_older_name_of_the_profile(parser: Any, caplog: pytest.LogCaptureFixture) -> None:
-    found = settings(parser, "--kv-eviction", "snapkv", "--kv-eviction-layers", "auto")
-    assert found["profile"] == "auto" and "layers" not in found
-    assert "--kv-eviction-layers is now called --kv-eviction-profile." in caplog.text
-    assert EvictionConfig.parse({"policy": "snapkv", "layers": "x.json"}).profile == "x.json"
-    with pytest.raises(ValueError, match="is an older name of --kv-eviction-profile"):
-        EvictionConfig.parse({"policy": "snapkv", "layers": "x.json", "profile": "y.json"})
+def test_options_one_by_one(parser: Any) -> None:
+    flags = ("--kv-eviction-options.floor", "0.5", "--kv-eviction-options.pool", "avg")
+    found = settings(parser, "--kv-eviction", "ada-snapkv", *flags)
+    assert found == ADA | {"options": {"floor": 0.5, "pool": "avg"}}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_an_older_flag_is_refused_with_the_spelling_of_today(
+    parser: Any, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = f"--kv-eviction-{name.replace('_', '-')}"
+    for value in ([older, "7"], [f"{older}=7"]):
+        with pytest.raises(SystemExit) as caught:
+            settings(parser, "--kv-eviction", "snapkv", *value)
+        assert caught.value.code == 2
+        assert sentence(name, "7") in capsys.readouterr().err
 
 
 def test_help_shows_the_group(
@@ -323,8 +273,10 @@ def test_help_shows_the_group(
         flag = "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
         assert f"{flag} {name.upper()}" in text
         assert (field.description or "missing") in text
-        default = "off" if name == "policy" else field.default
+        default = {"policy": "off", "options": None}.get(name, field.default)
         assert f"(default: {'not set' if default in ((), None) else default})" in text
+    for name, field in PolicyOptions.model_fields.items():
+        assert f"- {name} (" in text and f"default: {field.default}): {field.description}" in text
     for name, (_, summary) in POLICIES.items():
         assert f"- {name}: {summary}" in text
     assert "--model" not in text and "%%" not in text

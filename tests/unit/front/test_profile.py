@@ -28,7 +28,7 @@ def written(folder: Path, value: Any) -> Path:
 def test_a_file_survives_the_way_to_every_process(tmp_path: Path) -> None:
     found = read(written(tmp_path, content(made={"prompts": 8})))
     assert found.layers == (0.4, 1.6) and found.heads == ((0.5, 1.5), (1.0, 1.0))
-    config = EvictionConfig(policy="snapkv", layers=found)
+    config = EvictionConfig(policy="snapkv", profile=found)
     again = EvictionConfig.parse(json.loads(json.dumps(config.model_dump(mode="json"))))
     assert again == config
     timelines = again.timelines(32, 2)

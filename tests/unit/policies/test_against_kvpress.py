@@ -38,6 +38,7 @@ from vllm_kvevict.policies.base import Candidates
 from vllm_kvevict.policies.h2o import H2O
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.policy_options import options_of
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
@@ -77,12 +78,15 @@ def captured(tiny_model_kv4):
 
 
 def kept_by_us(
-    captured, policy: str, block_size: int, window: int = WINDOW, **settings
+    captured, policy: str, block_size: int, window: int = WINDOW, **options
 ) -> list[list[list[int]]]:
     queries, keys, scale = captured
     length = len(PROMPT) - WINDOW + window
     config = EvictionConfig(
-        policy=policy, budget=STORE_TOKENS + window, window=window, pool="avg", **settings
+        policy=policy,
+        budget=STORE_TOKENS + window,
+        window=window,
+        options=options | (dict(pool="avg") if "pool" in options_of(policy) else {}),
     )
     rule = config.timeline(block_size)
     tail_start, store = rule.tail_start(length), rule.store_blocks(length)

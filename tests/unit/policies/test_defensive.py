@@ -26,7 +26,7 @@ def test_keeps_the_highest_peaks_times_shares(case):
 
 
 def test_policies_and_what_they_read():
-    config = EvictionConfig(policy="ada-defensive", floor=0.35, pool_kernel=9, pool="max")
+    config = EvictionConfig(policy="ada-defensive", options=dict(floor=0.35))
     for name, allocator in [("ada-defensive", Adaptive(0.35)), ("defensive", Uniform())]:
         policy = build_policy(config.model_copy(update={"policy": name}))
         assert policy.allocator == allocator and policy.scorer == Defensive(5, 17)

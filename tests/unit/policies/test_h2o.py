@@ -114,7 +114,7 @@ def test_scores_stay_exact_for_the_longest_prompts():
 
 
 def test_config_and_missing_sums():
-    policy = build_policy(EvictionConfig(policy="h2o", recent_share=0.25))
+    policy = build_policy(EvictionConfig(policy="h2o", options=dict(recent_share=0.25)))
     assert policy.scorer == H2O(0.25)
     assert policy.needs_accumulated and not policy.needs_window
     assert policy.scorer.page_channels == 1

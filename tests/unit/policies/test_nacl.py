@@ -133,7 +133,7 @@ def test_padding_does_not_shift_the_draws():
 
 def test_no_share_and_all_of_it():
     candidates = replace(random_candidates((0, 0)), keep=12, seed=(1, 7))
-    snapkv = build_policy(EvictionConfig(policy="snapkv", pool_kernel=1)).scorer
+    snapkv = build_policy(EvictionConfig(policy="snapkv", options=dict(pool_kernel=1))).scorer
     assert kept(NACL(random_share=0.0), candidates) == kept(snapkv, candidates)
     assert kept(NACL(random_share=1.0), candidates) != kept(snapkv, candidates)
 
@@ -148,6 +148,6 @@ def test_protected_tokens_take_the_place_of_the_last_drawn():
 
 
 def test_flags_reach_the_scorer_and_heads_share_no_budget():
-    config = EvictionConfig(policy="nacl", random_share=0.25, seed=9)
+    config = EvictionConfig(policy="nacl", options=dict(random_share=0.25, seed=9))
     assert build_policy(config).scorer == NACL(0.25, 9)
     assert NACL.random and NACL.needs_window

@@ -24,7 +24,7 @@ def test_the_page_adds_a_policy_and_its_adaptive_twin(installed):
     norms = candidates.keys.norm(dim=-1)
     caps = torch.tensor([[6, 5]])
     for name in ("key-norm", "ada-key-norm"):
-        policy = build_policy(EvictionConfig(policy=name, floor=0.0))
+        policy = build_policy(EvictionConfig(policy=name, options=dict(floor=0.0)))
         assert not policy.needs_window
         scores = policy.scorer.scores(candidates)[None]
         pages = policy.allocator.pages(scores, caps, 3, 4)

@@ -58,7 +58,7 @@ def test_contract(name):
 @pytest.mark.parametrize("kind", ["max", "avg"])
 def test_snapkv_pools_across_the_last_candidate(name, kind):
     """Tokens between the candidates and the window count as neighbours: pool, then cut."""
-    settings = dict(policy=name, budget=64, window=4, pool=kind)
+    settings = dict(policy=name, budget=64, window=4)
     candidates = random_candidates(padding=(0, 0), softcap=3.0)
     raw = torch.zeros(2, 27)
     for head in range(2):
@@ -70,7 +70,9 @@ def test_snapkv_pools_across_the_last_candidate(name, kind):
         raw[head] = torch.stack(rows).mean(0)
     function = {"max": functional.max_pool1d, "avg": functional.avg_pool1d}[kind]
     for kernel in (1, 7):
-        scorer = build_policy(EvictionConfig(pool_kernel=kernel, **settings)).scorer
+        scorer = build_policy(
+            EvictionConfig(options=dict(pool=kind, pool_kernel=kernel), **settings)
+        ).scorer
         expected = function(raw, kernel, stride=1, padding=kernel // 2)[:, :24]
         torch.testing.assert_close(scorer.scores(candidates), expected)
 
@@ -81,7 +83,7 @@ def test_snapkv_needs_the_window_and_streaming_llm_does_not():
 
 
 def test_allocators_of_the_policies():
-    config = EvictionConfig(policy="ada-snapkv", floor=0.35)
+    config = EvictionConfig(policy="ada-snapkv", options=dict(floor=0.35))
     assert build_policy(config).allocator == Adaptive(0.35)
     for name in ("snapkv", "streaming-llm"):
         assert build_policy(config.model_copy(update={"policy": name})).allocator == Uniform()
@@ -106,7 +108,7 @@ def test_adaptive_follows_its_floor():
     ],
 )
 def test_streaming_llm_keeps_sinks_and_the_most_recent(sinks, padding, keep, expected):
-    config = EvictionConfig(policy="streaming-llm", sinks=sinks)
+    config = EvictionConfig(policy="streaming-llm", options=dict(sinks=sinks))
     scores = build_policy(config).scorer.scores(bare(16, padding=(padding,)))
     assert select_tokens(scores[None], torch.tensor([[1]]), keep).tolist() == [expected]
 

@@ -57,7 +57,7 @@ def test_what_it_reads_and_keeps():
         assert policy.scorer == Probe(5, 17)
         assert policy.wants_window and not policy.needs_window and not policy.scorer.needs_keys
     assert page_channels(auto) == 2
-    none = auto.model_copy(update={"probe_window": "none"})
+    none = EvictionConfig(policy="ada-probe", profile="x.json", options=dict(probe_window="none"))
     assert isinstance(build_policy(none).scorer, KeyProbe) and not build_policy(none).wants_window
     assert page_channels(none) == 1
     assert ring_slots(None, none) == 0, "no memory for a window that nobody reads"

@@ -13,6 +13,7 @@ from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings import names
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICIES, POLICY_NAMES, PYRAMIDS, TABLE
+from vllm_kvevict.settings.policy_options import options_of
 
 ADAPTIVE = [name for name, entry in TABLE.items() if entry.adaptive]
 
@@ -35,8 +36,8 @@ def test_every_name_once_with_a_line_of_its_own():
 
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_ada_changes_the_allocator_and_nothing_else(name):
-    settings = dict(floor=0.35, pool_kernel=3, pool="avg")
-    plain, adaptive = build(name, **settings), build(ada(name), **settings)
+    mine = {"pool_kernel": 3, "pool": "avg"} if "pool" in options_of(name) else {}
+    plain, adaptive = build(name, options=mine), build(ada(name), options=mine | {"floor": 0.35})
     assert adaptive.scorer == plain.scorer.per_head()
     assert (plain.allocator, adaptive.allocator) == (Uniform(), Adaptive(0.35))
     assert (plain.name, adaptive.name) == (name, ada(name))

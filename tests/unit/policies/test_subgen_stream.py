@@ -161,12 +161,13 @@ def test_what_it_cannot_do_is_an_error():
 
 def test_flags_reach_the_scorer_and_prefix_hits_need_no_window():
     config = EvictionConfig(
-        policy="subgen-stream", radius=0.5, cluster_samples=2, value_share=0.4, seed=3
+        policy="subgen-stream",
+        options=dict(radius=0.5, cluster_samples=2, value_share=0.4, seed=3),
     )
     policy = build_policy(config)
     assert policy.scorer == SubGenStream(0.5, 2, 0.4, 3)
     assert not policy.needs_window and not policy.needs_accumulated
     for samples in (1, 4, 16):
-        config = EvictionConfig(policy="subgen-stream", cluster_samples=samples)
+        config = EvictionConfig(policy="subgen-stream", options=dict(cluster_samples=samples))
         assert config.least_slots("subgen-stream") == build_policy(config).scorer.least_slots
         assert config.least_slots("snapkv") == 0

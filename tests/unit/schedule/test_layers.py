@@ -141,8 +141,7 @@ def test_layers_together_hold_the_uniform_budget(budget, length, layers, most, b
         policy="snapkv" if allowed else "pyramidkv",
         allow="ada-pyramid" if allowed else "",
         budget=budget,
-        groups=most,
-        beta=beta,
+        options=dict(groups=most, beta=beta),
     )
     timelines = config.timelines(BLOCK, layers)
     groups = list(dict.fromkeys(timelines))

@@ -64,7 +64,9 @@ def test_says_what_the_groups_of_a_pyramid_keep(build: Any, policy: str, shown: 
 
 def test_warns_of_what_uneven_groups_waste(build: Any) -> None:
     overrides = {"num_hidden_layers": 26}
-    config = build({"policy": "ada-pyramid", "groups": 4}, block_size=32, hf_overrides=overrides)
+    config = build(
+        {"policy": "ada-pyramid", "options": {"groups": 4}}, block_size=32, hf_overrides=overrides
+    )
     said = report(config)
     assert [line.split()[0] for line in said] == ["info", "info", "warning"]
     assert "7, 7, 6, 6 layers leave 7.1% of the KV cache unused" in said[2]

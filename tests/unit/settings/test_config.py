@@ -11,14 +11,11 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.layers import by_layer, pyramid
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.settings.policy_options import PolicyOptions, options_of
 from vllm_kvevict.settings.sentences import flag
 
-FIELDS = ["policy", "budget", "min_budget", "window", "interval", "prefill_interval"]
-FIELDS += ["when", "low_mark", "high_mark"]
-FIELDS += ["floor", "pool_kernel", "pool", "sinks"]
-FIELDS += ["recent_share", "random_share", "seed", "radius", "cluster_samples", "value_share"]
-FIELDS += ["probe_window", "probe_recent"]
-FIELDS += ["groups", "profile", "beta", "allow", "max_budget", "shared_blocks", "attention"]
+FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
+FIELDS += ["allow", "max_budget", "shared_blocks", "attention", "options"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -39,13 +36,18 @@ def test_defaults() -> None:
     assert parse().model_dump() == {
         "policy": "snapkv",
         "budget": 1024,
-        "min_budget": 0,
         "window": 32,
         "interval": 128,
         "prefill_interval": 0,
         "when": "always",
-        "low_mark": 0.05,
-        "high_mark": 0.1,
+        "profile": None,
+        "allow": (),
+        "max_budget": None,
+        "shared_blocks": "keep",
+        "attention": "auto",
+        "options": {},
+    }
+    assert parse().options.model_dump() == {
         "floor": 0.2,
         "pool_kernel": 7,
         "pool": "max",
@@ -58,13 +60,10 @@ def test_defaults() -> None:
         "value_share": 0.25,
         "probe_window": "auto",
         "probe_recent": 8,
-        "groups": None,
-        "profile": None,
         "beta": 20.0,
-        "allow": (),
-        "max_budget": None,
-        "shared_blocks": "keep",
-        "attention": "auto",
+        "groups": None,
+        "low_mark": 0.05,
+        "high_mark": 0.1,
     }
 
 
@@ -74,11 +73,13 @@ def test_off(value: Any) -> None:
 
 
 def test_marks_in_order() -> None:
-    assert parse(low_mark=0.0, high_mark=0.0).high_mark == 0
-    message = complaint({"policy": "snapkv", "low_mark": 0.2, "high_mark": 0.1})
-    assert "--kv-eviction-high-mark 0.1 is below --kv-eviction-low-mark 0.2" in message
+    assert parse(options=dict(low_mark=0.0, high_mark=0.0)).options.high_mark == 0
+    for marks in ({"low_mark": 0.2, "high_mark": 0.1}, {"high_mark": 0.01}, {"low_mark": 0.2}):
+        message = complaint({"policy": "snapkv", "options": marks})
+        assert "--kv-eviction-options: high_mark " in message and " is below low_mark " in message
     for value in (1.0, -0.1, "5%"):
-        assert "--kv-eviction-low-mark" in complaint({"policy": "snapkv", "low_mark": value})
+        message = complaint({"policy": "snapkv", "options": {"low_mark": value}})
+        assert "--kv-eviction-options: low_mark must be" in message
     assert "--kv-eviction-when" in complaint({"policy": "snapkv", "when": "never"})
 
 
@@ -158,31 +159,70 @@ def test_no_room_beside_the_window(budget: Any, window: int) -> None:
         ("window", True, "must be a valid integer"),
         ("interval", -1, "must be greater than or equal to 0"),
         ("interval", None, "must be a valid integer"),
-        ("floor", -0.1, "must be greater than or equal to 0"),
-        ("floor", 1.1, "must be less than or equal to 1"),
-        ("floor", "0.2", "must be a valid number"),
-        ("floor", True, "must be a valid number"),
-        ("floor", float("nan"), "must be a finite number"),
-        ("pool_kernel", 4, "must be odd"),
-        ("pool_kernel", 0, "must be greater than or equal to 1"),
-        ("pool", "min", "must be 'max' or 'avg'"),
-        ("sinks", -1, "must be greater than or equal to 0"),
-        ("sinks", [4], "must be a valid integer"),
-        ("recent_share", -0.1, "must be greater than or equal to 0"),
-        ("random_share", 1.5, "must be less than or equal to 1"),
-        ("random_share", float("inf"), "must be a finite number"),
-        ("groups", 1, "must be greater than or equal to 2"),
-        ("groups", 2.0, "must be a valid integer"),
-        ("beta", 0.9, "must be greater than or equal to 1"),
-        ("beta", float("inf"), "must be a finite number"),
-        ("seed", -1, "must be greater than or equal to 0"),
-        ("seed", 2**63, "must be less than 9223372036854775808"),
-        ("seed", 0.5, "must be a valid integer"),
     ],
 )
 def test_bad_field(field: str, value: Any, says: str) -> None:
     message = complaint({"policy": "snapkv", field: value})
     assert f"{flag(field)}: {says}, not {value!r}" in message
+
+
+@pytest.mark.parametrize(
+    ("policy", "field", "value", "says"),
+    [
+        ("ada-snapkv", "floor", -0.1, "must be greater than or equal to 0"),
+        ("ada-tova", "floor", 1.1, "must be less than or equal to 1"),
+        ("ada-pyramid", "floor", "0.2", "must be a valid number"),
+        ("ada-probe", "floor", True, "must be a valid number"),
+        ("ada-h2o", "floor", float("nan"), "must be a finite number"),
+        ("snapkv", "pool_kernel", 4, "must be odd"),
+        ("snapkv", "pool_kernel", 0, "must be greater than or equal to 1"),
+        ("snapkv", "pool", "min", "must be 'max' or 'avg'"),
+        ("streaming-llm", "sinks", -1, "must be greater than or equal to 0"),
+        ("streaming-llm", "sinks", [4], "must be a valid integer"),
+        ("h2o", "recent_share", -0.1, "must be greater than or equal to 0"),
+        ("nacl", "random_share", 1.5, "must be less than or equal to 1"),
+        ("nacl", "random_share", float("inf"), "must be a finite number"),
+        ("tova", "groups", 1, "must be greater than or equal to 2"),
+        ("tova", "groups", 2.0, "must be a valid integer"),
+        ("pyramidkv", "beta", 0.9, "must be greater than or equal to 1"),
+        ("ada-pyramid", "beta", float("inf"), "must be a finite number"),
+        ("nacl", "seed", -1, "must be greater than or equal to 0"),
+        ("nacl", "seed", 2**63, "must be less than 9223372036854775808"),
+        ("subgen-stream", "seed", 0.5, "must be a valid integer"),
+    ],
+)
+def test_bad_option(policy: str, field: str, value: Any, says: str) -> None:
+    message = complaint({"policy": policy, "options": {field: value}})
+    assert f"--kv-eviction-options: {field} {says}, not {value!r}" in message
+
+
+def test_options_are_those_of_the_policies_that_may_be_chosen() -> None:
+    config = parse(options='{"pool": "avg", "groups": 3}')
+    assert (config.options.pool, config.options.groups) == ("avg", 3)
+    assert parse(allow="ada-tova", options={"floor": 0.5}).options.floor == 0.5
+    message = complaint({"policy": "snapkv", "allow": "tova", "options": {"sinks": 4}})
+    assert "'sinks' is no option of snapkv, tova, but of streaming-llm" in message
+    assert "of snapkv: pool_kernel, pool, groups, low_mark, high_mark; of tova: groups" in message
+    message = complaint({"policy": "snapkv", "options": {"colour": 1}})
+    assert "'colour' is no option of snapkv (of snapkv: pool_kernel" in message
+    for value in ("floor", "[1]", 3, None, [], {1: 2}):
+        message = complaint({"policy": "snapkv", "options": value})
+        assert "--kv-eviction-options: give a JSON object such as '{\"floor\": 0.2}'" in message
+    named = [name for policy in POLICY_NAMES for name in options_of(policy)]
+    assert set(named) == set(PolicyOptions.model_fields), "each is read by some policy"
+
+
+@pytest.mark.parametrize(
+    ("older", "value", "says"),
+    [
+        ("floor", 0.5, "-floor is an option now: --kv-eviction-options '{\"floor\": 0.5}'"),
+        ("pool", "avg", "--kv-eviction-options '{\"pool\": \"avg\"}'"),
+        ("min_budget", 256, "is part of the budget now: --kv-eviction-budget 25%,min=256"),
+        ("layers", "x.json", "--kv-eviction-layers is now called --kv-eviction-profile"),
+    ],
+)  # fmt: skip
+def test_older_names(older: str, value: Any, says: str) -> None:
+    assert says in complaint({"policy": "snapkv", older: value})
 
 
 @pytest.mark.parametrize(
@@ -214,20 +254,26 @@ def test_bad_allow(value: Any) -> None:
 def test_layers_have_budgets_of_their_own_where_a_request_may_ask_for_it(
     policy: str, allow: str
 ) -> None:
-    config = parse(policy=policy, allow=allow, groups=3, beta=10.0)
+    config = parse(policy=policy, allow=allow, options=dict(groups=3, beta=10.0))
     places = tuple(timeline.share for timeline in config.timelines(32, 6))
     assert places == by_layer(pyramid(6, 10.0), 3, steepest=1.9)
-    flat = parse(allow="ada-snapkv,none", groups=3)
+    flat = parse(allow="ada-snapkv,none", options=dict(groups=3))
     assert flat.timelines(32, 6) == (flat.timeline(32),) * 6
 
 
-def test_min_budget() -> None:
-    rule = parse(budget="25%", min_budget=256).timeline(32)
-    assert [rule.budget(n) for n in (100, 2000)] == [256, 500]
-    assert parse(budget=512, min_budget=600).timeline(32).budget(100) == 512, "no share"
-    assert "--kv-eviction-min-budget" in complaint({"policy": "snapkv", "min_budget": -1})
-    message = complaint({"policy": "snapkv", "max_budget": 128, "budget": "5%", "min_budget": 200})
+def test_a_share_of_some_tokens_at_least() -> None:
+    for budget in ("25%,min=256", " 25 % ,min= 256"):
+        rule = parse(budget=budget).timeline(32)
+        assert [rule.budget(n) for n in (100, 2000)] == [256, 500]
+    for budget in ("25%,min=-1", "25%,min=", "25%,min=2%", "512,min=600", "25%,max=3", ",min=3"):
+        assert "--kv-eviction-budget: give tokens" in complaint(
+            {"policy": "snapkv", "budget": budget}
+        )
+    message = complaint({"policy": "snapkv", "max_budget": 128, "budget": "5%,min=200"})
     assert "--kv-eviction-max-budget 128 is below the 200 tokens" in message
+    assert parse(max_budget="50%", budget="25%,min=64").budget_share == 0.25
+    message = complaint({"policy": "snapkv", "max_budget": "20%", "budget": "25%,min=64"})
+    assert "--kv-eviction-max-budget 20% is below the budget of 25%,min=64" in message
 
 
 def test_max_budget() -> None:
@@ -264,15 +310,15 @@ def test_unknown_key_names_the_known_ones(key: Any) -> None:
 
 
 def test_every_fault_is_named_at_once() -> None:
-    message = complaint({"policy": "x", "budget": "x", "sinks": -1, "colour": "red"})
-    for part in ("--kv-eviction:", "--kv-eviction-budget:", "--kv-eviction-sinks:", "'colour'"):
+    message = complaint({"policy": "x", "budget": "x", "window": -1, "colour": "red"})
+    for part in ("--kv-eviction:", "--kv-eviction-budget:", "--kv-eviction-window:", "'colour'"):
         assert part in message
 
 
 @pytest.mark.parametrize("value", [3, True, 1.5, [], ["snapkv"]])
 def test_neither_name_nor_mapping(value: Any) -> None:
     message = complaint(value)
-    assert f"must be a policy name ({', '.join(POLICY_NAMES)}) or a mapping" in message
+    assert f"must be a policy name ({', '.join(POLICY_NAMES)}, auto) or a mapping" in message
 
 
 JSON = st.recursive(
@@ -287,10 +333,17 @@ SETTINGS = st.fixed_dictionaries(
         "budget": st.integers(-2, 5000) | st.floats(-10, 200).map(lambda x: f"{x}%") | JSON,
         "window": st.integers(-2, 100) | JSON,
         "interval": st.integers(-2, 1000) | JSON,
-        "floor": st.floats(-0.5, 1.5) | JSON,
-        "pool_kernel": st.integers(-1, 20) | JSON,
-        "pool": st.sampled_from(["max", "avg", "min"]) | JSON,
-        "sinks": st.integers(-2, 100) | JSON,
+        "floor": JSON,
+        "options": st.fixed_dictionaries(
+            {},
+            optional={
+                "floor": st.floats(-0.5, 1.5) | JSON,
+                "pool_kernel": st.integers(-1, 20) | JSON,
+                "pool": st.sampled_from(["max", "avg", "min"]) | JSON,
+                "sinks": st.integers(-2, 100) | JSON,
+            },
+        )
+        | JSON,
         "allow": st.sampled_from(["none", "snapkv,none", "x"]) | JSON,
         "max_budget": st.integers(-2, 5000) | JSON,
         "colour": JSON,
@@ -309,11 +362,11 @@ def test_parse_accepts_or_complains_in_one_line(value: Any) -> None:
         return
     if config is None:
         return
-    assert config.policy in POLICY_NAMES
+    assert config.policy in (*POLICY_NAMES, "auto")
     assert (config.budget_tokens is None) != (config.budget_share is None)
     assert config.budget_tokens is None or config.budget_tokens > config.window
     assert config.budget_share is None or 0 < config.budget_share <= 1
-    assert config.pool_kernel % 2 == 1 and 0 <= config.floor <= 1
+    assert config.options.pool_kernel % 2 == 1 and 0 <= config.options.floor <= 1
     assert config.timeline(16).store_blocks(3000) >= 1
     # What travels to the workers is plain JSON and means the same there.
     assert EvictionConfig.parse(json.loads(json.dumps(config.model_dump()))) == config
@@ -324,5 +377,5 @@ def test_the_budget_has_room_beside_the_window_of_every_policy_that_a_request_ma
     assert EvictionConfig(policy="probe", budget=20).timeline(16).store_blocks(0) == 1
     with pytest.raises(ValueError, match="budget 20 leaves no room beside the window of 32"):
         EvictionConfig(policy="probe", budget=20, allow=("snapkv",))
-    with pytest.raises(ValueError, match=r"last 8 tokens, which stay; .*probe-recent"):
+    with pytest.raises(ValueError, match=r"last 8 tokens, which stay; .*probe_recent"):
         EvictionConfig(policy="probe", budget=8)

@@ -35,7 +35,7 @@ def plan(*argv: str) -> Sizing:
 
 
 def test_json_holds_what_the_text_says(model):
-    found = plan(model, *LOAD, *KV, "--budget", "256")
+    found = plan(model, *LOAD, *KV, "--kv-eviction", "ada-snapkv", "--budget", "256")
     data, text = json.loads(json.dumps(as_json(found))), as_text(found)
     # 2 layers, 1 KV head of 32, keys and values, float32: 8M are 256 blocks of 32 tokens.
     assert data["memory"]["block_bytes"] == 2 * 32 * 2 * 32 * 4
@@ -49,6 +49,12 @@ def test_json_holds_what_the_text_says(model):
         for value in data[part].values():
             if isinstance(value, int) and not isinstance(value, bool):
                 assert str(value) in text, (part, value)
+
+
+def test_without_a_policy_it_plans_what_auto_stands_for(model):
+    for budget, wanted in (((), "25%"), (("--budget", "256"), 256)):
+        eviction = as_json(plan(model, *LOAD, *KV, *budget))["eviction"]
+        assert (eviction["policy"], eviction["budget"]) == ("ada-defensive", wanted)
 
 
 def test_a_context_that_all_requests_share(model):
@@ -77,7 +83,7 @@ def test_a_file_a_folder_and_a_renamed_file(model, tmp_path):
 
 
 def test_a_device_is_shared_out(model):
-    """KV cache, weights, activations and rings make up the device's usable share."""
+    """KV cache, weights, activations and eviction's buffers make up the device's usable share."""
     device = ["--gpu-memory", "1G", "--gpu-memory-utilization", "0.5", "--activations", "64M"]
     memory = as_json(plan(model, *LOAD, *device))["memory"]
     # Embedding and head, 2 layers of q, k, v, o (k, v one head of 32) and a three-part MLP; norms.
@@ -85,6 +91,7 @@ def test_a_device_is_shared_out(model):
     assert memory["weights"] == 4 * (2 * 128 * 64 + 2 * layer + 64)
     assert memory["activations"] == 64 << 20
     used = sum(memory[n] for n in ("weights", "activations", "eviction_rings", "kv_cache"))
+    used += memory["eviction_page_values"]
     assert 0 <= (1 << 29) - used < memory["block_bytes"]
 
 

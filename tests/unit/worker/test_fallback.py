@@ -14,7 +14,7 @@ from vllm_kvevict.metrics.report import Reporter
 from vllm_kvevict.policies.base import Candidates, Policy, Scorer
 from vllm_kvevict.worker import fallback
 
-SETTINGS = dict(policy="streaming-llm", budget=96, interval=32, sinks=0)
+SETTINGS = dict(policy="streaming-llm", budget=96, interval=32, options=dict(sinks=0))
 PROMPT = random_prompt(400, seed=1)
 ASKED = {"kv_eviction_protect_first": 20}
 

@@ -1,0 +1,80 @@
+"""What ``--kv-eviction auto`` stands for: the best that this model and this server can run."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_kvevict.front.profile import AUTO, load
+from vllm_kvevict.front.support import check
+from vllm_kvevict.settings.config import EvictionConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kv_eviction.auto")
+
+WITH_PROFILE = "probe"
+WITHOUT_PROFILE = "ada-defensive"
+BUDGET = "25%"
+"""Where no profile says which budget it was made for."""
+
+
+def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:
+    """The configuration with a policy, and with the budget and the profile that go with it.
+
+    What was set by hand stays. Without evictions inside prompts, which need a budget in tokens,
+    the budget is the profile's, or :data:`BUDGET`.
+
+    Args:
+        vllm_config: As vLLM built it.
+        config: The settings, of the policy ``auto``.
+
+    Raises:
+        ValueError: In one sentence, why neither policy works here, or what is wrong with the
+            profile that was named.
+
+    """
+    refusal = ""
+    try:
+        return _settled(vllm_config, config, _with_profile(vllm_config, config))
+    except ValueError as error:
+        if config.profile not in (None, AUTO):
+            raise
+        refusal = str(error)
+    found = _changed(config, {"policy": WITHOUT_PROFILE, "profile": None} | _budget(config, BUDGET))
+    return _settled(vllm_config, config, found, refusal)
+
+
+def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:
+    profile = load(AUTO if config.profile is None else config.profile, vllm_config)
+    policy = WITHOUT_PROFILE if profile.probe is None else WITH_PROFILE
+    budget = _budget(config, profile.budget)
+    return _changed(config, {"policy": policy, "profile": profile} | budget)
+
+
+def _budget(config: EvictionConfig, budget: int | str) -> dict[str, Any]:
+    if "budget" in config.model_fields_set or config.prefill_interval:
+        return {}
+    return {"budget": budget}
+
+
+def _changed(config: EvictionConfig, changes: dict[str, Any]) -> EvictionConfig:
+    value = config.model_dump(mode="json", exclude_unset=True) | changes
+    found = EvictionConfig.parse(value)
+    assert found is not None
+    return found
+
+
+def _settled(
+    vllm_config: "VllmConfig", asked: EvictionConfig, found: EvictionConfig, refusal: str = ""
+) -> EvictionConfig:
+    check(vllm_config, found)
+    profile = "" if found.profile is None else f" --kv-eviction-profile {asked.profile or AUTO}"
+    logger.info(
+        "KV eviction auto is --kv-eviction %s --kv-eviction-budget %s%s here%s.",
+        found.policy,
+        found.budget,
+        profile,
+        f" ({refusal.rstrip('.')})" if refusal else "",
+    )
+    return found
