@@ -40,7 +40,7 @@ def arguments(model: dict[str, Any]) -> list[str]:
 def test_vllm_takes_the_flags(model, parser):
     assert all(isinstance(word, str) for word in model["vllmConfig"]["extraArgs"])
     folded = fold_flags(parser.parse_args(arguments(model))).additional_config[KEY]
-    assert EvictionConfig.parse(folded).policy == "ada-defensive" and folded["budget"] == 1024
+    assert EvictionConfig.parse(folded).policy == "auto" and folded["budget"] == 1024
     assert not model["lmcacheConfig"]["enabled"]
 
 

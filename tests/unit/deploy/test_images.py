@@ -89,7 +89,7 @@ def test_ray_files_ask_for_eviction_that_is_valid(file):
         assert application["import_path"] == "vllm_kvevict.ray_serve:app"
         for model in application["args"]["llm_configs"]:
             asked = model["engine_kwargs"]["additional_config"][KEY]
-            assert EvictionConfig.parse(asked).policy == "ada-defensive"
+            assert EvictionConfig.parse(asked).policy == "auto"
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
