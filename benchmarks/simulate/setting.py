@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvevict.settings.policy_options import PolicyOptions
+
 STOCK = "stock"
 OWN = ("rings", "watermark", "alone")
 
@@ -31,7 +33,8 @@ class Setting:
     def parse(cls, text: str) -> "Setting":
         """Read ``stock`` or ``POLICY:BUDGET``, and behind it ``,key=value`` pairs.
 
-        Keys are ``rings``, ``watermark``, ``alone`` and the fields of the eviction's configuration.
+        Keys are ``rings``, ``watermark``, ``alone``, ``min`` (of the budget), and the fields and
+        options of the eviction's configuration.
 
         Raises:
             ValueError: It is none of these.
@@ -52,6 +55,11 @@ class Setting:
             if given:
                 raise ValueError(f"stock knows only {', '.join(OWN)}, not {', '.join(given)}")
             return cls(text, **own)
+        options = {key: given.pop(key) for key in PolicyOptions.model_fields if key in given}
+        if options:
+            given["options"] = options
+        if "min" in given:
+            head += f",min={given.pop('min')}"
         policy, found, budget = head.partition(":")
         if not found:
             raise ValueError(f"give stock or POLICY:BUDGET, not {head!r}")

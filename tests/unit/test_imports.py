@@ -9,6 +9,7 @@ import vllm_kvevict
 PACKAGE = Path(vllm_kvevict.__file__).parent
 
 FLOORS = (
+    {"__main__"},
     {"calibrate", "plan"},
     {"sizing", "inspect", "ray_serve"},
     {"worker"},

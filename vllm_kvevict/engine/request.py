@@ -314,15 +314,17 @@ class RequestState:
     def hit_cap(self) -> int:
         """Most tokens that a prefix-cache hit may cover.
 
-        A window that is needed must be computed, and so must all that comes after an eviction
-        point. Where the attention of every query counts, no query may be skipped.
+        A window that scores must be computed, and so must all that comes after an eviction point.
+        Where the attention of every query counts, no query may be skipped. A policy that can do
+        without a window gets it too: two blocks are computed again at most, and where the prompt
+        ends with its question the window is what knows it.
         """
         if self.accumulates:
             return 0
         caps = [
             t.hit_cap
             for t in self.timelines.values()
-            if (t.stops and t.point is not None) or self.needs.window == "required"
+            if (t.stops and t.point is not None) or self.needs.window != "none"
         ]
         return min(caps, default=self.request.num_tokens)
 

@@ -1,0 +1,55 @@
+"""``vllm-kvevict plan | calibrate | inspect``: the commands by one name."""
+
+import runpy
+import sys
+
+COMMANDS = {
+    "plan": "how many requests a server would hold, before it starts",
+    "calibrate": "make the profile of a model, by which --kv-eviction auto keeps more",
+    "inspect": "run one prompt and draw which tokens were kept",
+    "completion": "print completion for bash and zsh: source <(vllm-kvevict completion)",
+}
+
+COMPLETION = """\
+[ -n "$ZSH_VERSION" ] && autoload -U +X compinit bashcompinit && compinit && bashcompinit
+_vllm_kvevict() {
+  local word=${COMP_WORDS[COMP_CWORD]}
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "%(commands)s" -- "$word"))
+  else
+    COMPREPLY=($(compgen -W "%(flags)s" -- "$word") $(compgen -f -- "$word"))
+  fi
+}
+complete -o filenames -F _vllm_kvevict vllm-kvevict
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command as ``python -m vllm_kvevict.COMMAND`` does. Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    name = argv[0] if argv else ""
+    if name == "completion":
+        print(completion(), end="")
+        return 0
+    if name in COMMANDS:
+        sys.argv = [f"vllm-kvevict {name}", *argv[1:]]
+        runpy.run_module(f"vllm_kvevict.{name}", run_name="__main__", alter_sys=True)
+        return 0
+    usage = "\n".join(f"  vllm-kvevict {one:<11} {what}" for one, what in COMMANDS.items())
+    asked = name in ("", "-h", "--help")
+    problem = "" if asked else f"error: there is no command {name!r}; choose from:\n"
+    print(f"{problem}{usage}", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def completion() -> str:
+    """What bash and zsh need to complete commands and the flags of eviction."""
+    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.sentences import flag
+
+    flags = " ".join(map(flag, EvictionConfig.model_fields))
+    return COMPLETION % dict(commands=" ".join(COMMANDS), flags=flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
