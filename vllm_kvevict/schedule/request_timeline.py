@@ -172,7 +172,10 @@ class RequestTimeline:
         """
         if self.due is None:
             return self.prefill_end
-        return min(self.prefill_end, self.timeline.tail_start(self.due))
+        rule = self.timeline
+        # Fewer tokens than the window may be protected.
+        window = max(0, self.due - rule.window) // rule.block_size * rule.block_size
+        return min(self.prefill_end, rule.tail_start(self.due), window)
 
     def is_due(self, n: int) -> bool:
         """Whether the step that ends at ``n`` should evict."""

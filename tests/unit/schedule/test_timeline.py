@@ -18,7 +18,7 @@ PROFILE = settings(deadline=None, derandomize=True)
 
 
 @st.composite
-def timelines(draw, share: bool = True) -> Timeline:
+def timelines(draw, share: bool = True, recent: bool = False) -> Timeline:
     window = draw(st.integers(1, 40))
     tokens: int | None = window + draw(st.integers(1, 150))
     portion = None
@@ -32,6 +32,7 @@ def timelines(draw, share: bool = True) -> Timeline:
         budget_tokens=tokens,
         budget_share=portion,
         least=least,
+        recent=draw(st.none() | st.integers(1, window)) if recent else None,
     )
 
 
@@ -215,7 +216,7 @@ def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in
 
 
 @PROFILE
-@given(timelines(), st.integers(1, 600), st.integers(0, 60))
+@given(timelines(recent=True), st.integers(1, 600), st.integers(0, 60))
 def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
     end = prompt_len + replayed
     request = RequestTimeline(rule, prompt_len, end)
@@ -229,7 +230,7 @@ def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
 
 
 @PROFILE
-@given(timelines(), st.integers(1, 600))
+@given(timelines(recent=True), st.integers(1, 600))
 def test_every_query_of_the_window_is_observed(rule, prompt_len):
     request = RequestTimeline(rule, prompt_len, prompt_len)
     assume(request.due is not None)
