@@ -40,6 +40,10 @@ class Question:
         """What a user says to the model."""
         return f"{ASK}\n\n{self.text}\n\nQuestion: {self.question}"
 
+    def messages(self) -> list[str]:
+        """The same in two messages: what may be evicted before the question is known, and it."""
+        return [f"{ASK}\n\n{self.text}", f"Question: {self.question}"]
+
     def right(self, answer: str) -> bool:
         return self.holds.lower() in answer.lower()
 

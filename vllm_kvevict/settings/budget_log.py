@@ -113,7 +113,7 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size
     if missing and layers == vllm_config.model_config.get_total_num_hidden_layers():
         logger.warning(
             "KV eviction: groups of %s layers leave %.1f%% of the KV cache unused; a "
-            "--kv-eviction-groups that divides the %d layers would leave none.",
+            "number of groups (option groups) that divides the %d layers would leave none.",
             ", ".join(map(str, sizes)),
             100 * missing / (layers + missing),
             layers,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.demo import block_bytes, server_args, side_by_side
+from benchmarks.demo import block_bytes, draw, server_args, side_by_side, table
 from benchmarks.facts import FACTS, questions
 
 
@@ -31,9 +31,30 @@ def test_memory_for_two_full_prompts(tmp_path):
     assert 2 * (2048 + 192) * token <= memory < 2 * (2048 + 192 + 64) * token
 
 
+def test_a_question_may_come_later():
+    (question,) = questions(1, 900)
+    text, later = question.messages()
+    assert question.text in text and question.question not in text and question.question in later
+
+
+def rows() -> dict[str, dict]:
+    told = dict(right=7, right_unknown=6, output_tokens_per_s=20.0, answers=["It is\nhere."])
+    evicted = told | dict(output_tokens_per_s=30.0, answers=[""], later=["Later."], evictions=3)
+    return {"stock": told, "eviction": evicted, "limit": told}
+
+
 def test_answers_side_by_side():
     asked = questions(1, 900)
-    text = side_by_side(
-        asked, {"stock": {"answers": ["It is\nhere."]}, "eviction": {"answers": [""]}}
-    )
-    assert asked[0].question in text and "stock vLLM     It is here." in text
+    text = side_by_side(asked, rows())
+    assert asked[0].question in text and "stock vLLM   It is here." in text
+    assert "asked later  Later." in text
+
+
+def test_the_comparison(tmp_path):
+    lines = table(rows()).splitlines()
+    (tokens,) = [line for line in lines if "output tokens/s" in line]
+    assert tokens.split()[-4:] == ["20.0", "30.0", "20.0", "1.50x"]
+    (evictions,) = [line for line in lines if line.startswith("evictions")]
+    assert evictions.split() == ["evictions", "0", "3", "0", "-"]
+    draw(rows(), tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
