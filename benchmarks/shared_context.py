@@ -91,7 +91,7 @@ def measure(client: Client, document_tokens: int, budget: str) -> dict[str, Any]
     client.ask(other, kv_eviction="none")
     others = [client.ask(document + question(), **asked) for _ in range(5)]
     gone = client.ask(document + question(), kv_eviction="none")
-    taken = client.server.metric("vllm_kvevict:taken_stores_total")
+    taken = client.server.metric("vllm_kvevict:reused_stores_total")
     assert taken == len(others) and all(o["cached_tokens"] == document_tokens for o in others)
     assert gone["cached_tokens"] < document_tokens // 2, "the uncompressed document never left"
     return dict(

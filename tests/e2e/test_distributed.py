@@ -56,7 +56,7 @@ def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
     for name, taken in (("point", len(QUESTIONS) - 1), ("prepared", len(QUESTIONS))):
         tokens, counters = result[name]["tokens"], result[name]["counters"]
         assert tokens[0] == tokens[1], "whoever made the store"
-        assert (counters["stores_published"], counters["stores_taken"]) == (1, taken)
+        assert (counters["stores_published"], counters["stores_reused"]) == (1, taken)
         assert counters["evictions_prefill"] == 1
     assert counters["preparations"] == 1 and counters["preparations_failed"] == 0
     if policy.startswith("ada-"):
@@ -65,7 +65,7 @@ def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
     asked = [[each] * len(QUESTIONS) for each in (POINT, PREPARED)]
     with engine(model, settings, max_num_batched_tokens=256) as run:
         assert result["point"]["tokens"] == run.generate(QUESTIONS, SHARED, asked[0])
-        assert run.counters.stores_taken == 0 and run.counters.evictions == len(QUESTIONS)
+        assert run.counters.stores_reused == 0 and run.counters.evictions == len(QUESTIONS)
     options = dict(max_num_batched_tokens=256, enable_prefix_caching=True)
     with engine(model, settings, **options) as run:
         assert result["prepared"]["tokens"] == run.generate(QUESTIONS, SHARED, asked[1])

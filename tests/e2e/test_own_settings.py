@@ -43,14 +43,14 @@ def oracle(tiny_model):
 
 def assert_exact(oracle, run) -> list[list[int]]:
     """All cases at once equal the oracle, and evict when they should."""
-    before = run.counters.evictions + run.counters.stores_taken
+    before = run.counters.evictions + run.counters.stores_reused
     outputs = run.generate(PROMPTS, NEW_TOKENS, ASKED)
     evicted = 0
     for prompt, output, lives, case in zip(PROMPTS, outputs, run.lives(), CASES, strict=True):
         assert [eviction.n for eviction in lives[0].evictions] == case[2], case
         assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS), case
         evicted += len(case[2])
-    assert run.counters.evictions + run.counters.stores_taken - before == evicted
+    assert run.counters.evictions + run.counters.stores_reused - before == evicted
     assert run.counters.postponed == 0
     return outputs
 
@@ -67,7 +67,7 @@ def test_a_mixed_batch_equals_the_oracle(tiny_model, oracle, chunk, caching):
         if caching:
             assert_exact(oracle, run)
             assert run.counters.prefix_hits_capped > 0
-            assert run.counters.stores_taken == 4
+            assert run.counters.stores_reused == 4
 
 
 def test_each_alone_says_the_same(tiny_model):

@@ -109,7 +109,7 @@ def evicting(server: Server, path: str, body: dict[str, Any]) -> list[int]:
     answer = server.post(path, body | GREEDY)["choices"][0]["token_ids"]
     wait_for(server, "vllm:num_requests_running", 0)
     after = server.evictions()
-    assert any(after[name] > before[name] for name in ("evictions", "stores_taken"))
+    assert any(after[name] > before[name] for name in ("evictions", "stores_reused"))
     return answer
 
 
@@ -124,7 +124,7 @@ def test_tenants_share_a_context_under_one_salt_and_one_budget(server):
         usage = server.post("/v1/completions", body)["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
 
-    before = server.metric("vllm_kvevict:taken_stores_total")
+    before = server.metric("vllm_kvevict:reused_stores_total")
     assert [taken(1, cache_salt="a"), taken(2, cache_salt="a")] == [0, 300]
     assert [taken(3, cache_salt="b"), taken(4, cache_salt="b")] == [0, 300]
     assert [taken(5), taken(6)] == [0, 300]
@@ -134,7 +134,7 @@ def test_tenants_share_a_context_under_one_salt_and_one_budget(server):
     other = xargs | asks("streaming-llm")
     assert taken(9, vllm_xargs=other) < 300 == taken(10, vllm_xargs=other)
     assert taken(11, cache_salt="a") == 300
-    assert server.metric("vllm_kvevict:taken_stores_total") - before == 6
+    assert server.metric("vllm_kvevict:reused_stores_total") - before == 6
 
 
 def test_a_context_named_by_message_or_text_is_the_point_in_tokens(server):

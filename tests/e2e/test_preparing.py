@@ -69,7 +69,7 @@ def test_the_queries_of_the_text_choose_and_nothing_of_it_stays(tiny_model, orac
         outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
         counters = run.counters
         assert (counters.preparations, counters.preparations_failed) == (1, 0)
-        assert counters.evictions_prefill == 1 and counters.stores_taken == len(PROMPTS)
+        assert counters.evictions_prefill == 1 and counters.stores_reused == len(PROMPTS)
         assert run.free_blocks() == free
         lives = dict(run.recorder.lives)
         (name,) = [name for name in lives if "-prepare-" in name]
@@ -95,7 +95,7 @@ def test_a_text_becomes_tokens_and_an_unfit_one_is_refused(tiny_model):
         as_text = run.generate(PROMPTS[:1], 8, [AT | {"kv_eviction_prepare": text}])
         as_ids = run.generate(PROMPTS[:1], 8, [AT | {"kv_eviction_prepare": mine}])
         assert as_text == as_ids
-        assert run.counters.preparations == 1 and run.counters.stores_taken == 2
+        assert run.counters.preparations == 1 and run.counters.stores_reused == 2
         for unfit, sentence in (
             ({"kv_eviction_prepare": [1] * 800}, "800 tokens long.*room for 1 to 522"),
             ({"kv_eviction_prepare": text, "kv_eviction": "nacl"}, "snapkv.*, not nacl"),

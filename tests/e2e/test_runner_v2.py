@@ -36,7 +36,7 @@ def test_tokens_equal_the_oracle(tiny_model, scheduler):
     assert result["batch_queue_size"] == (2 if scheduler == "async" else 1)
     assert result["agreed"] == result["total"] == 2 * 4 * 150
     # The second time it takes the store of the first.
-    assert result["evictions_at_point"] == 2 and result["stores_taken"] == 1
+    assert result["evictions_at_point"] == 2 and result["stores_reused"] == 1
     assert result["full_attention_agreed"] < result["total"] * 0.9
     assert result["evictions"] >= 10
     assert result["evictions_on_worker"] == result["evictions"]

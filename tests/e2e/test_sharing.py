@@ -35,19 +35,19 @@ def test_tokens_equal_those_of_requests_that_evict_for_themselves(tiny_model, or
     asked = [{"kv_eviction_at": settings.pop("at", len(DOCUMENT))}] * len(PROMPTS)
     with engine(tiny_model, settings, **OPTIONS) as alone:
         expected = alone.generate(PROMPTS, NEW_TOKENS, asked)
-        assert alone.counters.stores_taken == 0
+        assert alone.counters.stores_reused == 0
         assert alone.counters.evictions_prefill >= len(PROMPTS)
     with engine(tiny_model, settings, enable_prefix_caching=True, **OPTIONS) as run:
         free = run.free_blocks()
         for _ in range(2):  # the second time the store is idle before
-            before = run.counters.stores_taken
+            before = run.counters.stores_reused
             assert run.generate(PROMPTS, NEW_TOKENS, asked) == expected
-            taken = run.counters.stores_taken - before
+            taken = run.counters.stores_reused - before
             for prompt, output, lives in zip(PROMPTS, expected, run.lives(), strict=True):
                 assert lives[0].evictions[0].n == asked[0]["kv_eviction_at"]
                 same, total = check_tokens(oracle, prompt, output, lives)
                 assert same == total == NEW_TOKENS
-        assert taken == len(PROMPTS) and run.counters.stores_taken == 2 * taken - 1
+        assert taken == len(PROMPTS) and run.counters.stores_reused == 2 * taken - 1
         assert run.counters.stores_published == 1
         assert bool(run.counters.evictions_decode) == (settings["interval"] > 0)
         assert run.free_blocks() == free
@@ -86,17 +86,17 @@ def test_a_turn_takes_what_the_one_before_computed(tiny_model, oracle, interval)
     settings, turns = SETTINGS | dict(interval=interval), [PROMPTS[0]]
     with engine(tiny_model, settings, enable_prefix_caching=True, **OPTIONS) as run:
         for seed in range(3):
-            before = run.counters.tokens_taken
+            before = run.counters.tokens_reused
             (answer,) = run.generate(turns[-1:], NEW_TOKENS, [POINT])
             assert check_tokens(oracle, turns[-1], answer, run.lives()[0]) == (100, 100)
             # The answer's last token was sampled only; the window is that of the next eviction.
             former = len(turns[-2]) + NEW_TOKENS - 1 if seed else 0
             most = former // 32 * 32 if not interval else len(turns[-1]) - 32
-            taken = run.counters.tokens_taken - before
+            taken = run.counters.tokens_reused - before
             assert not seed or len(DOCUMENT) < taken <= most
             assert interval or taken == most
             turns.append(turns[-1] + answer + random_prompt(20, seed=50 + seed))
-        assert run.counters.stores_published == 1 and run.counters.stores_taken == 2
+        assert run.counters.stores_published == 1 and run.counters.stores_reused == 2
         assert bool(run.counters.evictions_decode) == bool(interval)
 
 
@@ -114,7 +114,7 @@ def test_an_fp8_cache_is_shared_as_it_is(tiny_model):
         expected = alone.generate(PROMPTS, NEW_TOKENS, asked)
     with engine(tiny_model, SETTINGS, enable_prefix_caching=True, **options) as run:
         outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
-        assert run.counters.stores_taken == len(PROMPTS) - 1
+        assert run.counters.stores_reused == len(PROMPTS) - 1
     same = torch.tensor(outputs) == torch.tensor(expected)
     # Sums in another order carry a number across a step of FP8 now and then.
     assert same.float().mean() > 0.9 and outputs[0] == expected[0]
@@ -128,7 +128,7 @@ def test_preempted_requests_take_the_store_again(tiny_model, oracle):
         outputs = run.generate(PROMPTS, 200, asked)
         lives = run.lives()
         assert run.free_blocks() == 28
-        assert run.counters.stores_taken > len(PROMPTS) - 1
+        assert run.counters.stores_reused > len(PROMPTS) - 1
     assert any(len(mine) > 1 and mine[-1].evictions for mine in lives), "nobody was preempted"
     for prompt, output, mine in zip(PROMPTS, outputs, lives, strict=True):
         assert check_tokens(oracle, prompt, output, mine) == (200, 200)

@@ -51,7 +51,7 @@ def main(model: Path, scheduler: str) -> None:
             full_attention_agreed=full,
             evictions_at_point=points,
             evictions=run.counters.evictions,
-            stores_taken=run.counters.stores_taken,
+            stores_reused=run.counters.stores_reused,
             evictions_on_worker=run.worker.kv_eviction.evictions,
             blocks_leaked=free - run.free_blocks(),
         )

@@ -115,7 +115,7 @@ def test_accounting_catches_a_hit_across_an_eviction_point(monkeypatch):
 
 
 def test_accounting_catches_a_ring_for_a_policy_without_a_window(monkeypatch):
-    records = PolicyRequirements("required", accumulates=False, shares_stores=True)
+    records = PolicyRequirements("required", accumulates_attention=False, shares_stores=True)
     wrap(monkeypatch, RequestState, "begin", lambda self, *args: setattr(self, "needs", records))
     assert caught("a ring for a policy without a window")
 

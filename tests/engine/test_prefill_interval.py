@@ -108,7 +108,7 @@ def test_hits_end_before_the_first_point_and_its_store_is_shared(setup):
     assert hit(output, again) == hit(output, other) == 96
     assert hit(output, third) == 56
     core.finish()
-    assert counters(core).stores_taken == 2 and first.num_output_tokens == 4
+    assert counters(core).stores_reused == 2 and first.num_output_tokens == 4
 
 
 @BOTH

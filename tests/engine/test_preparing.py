@@ -33,14 +33,14 @@ def test_what_reads_the_context_vanishes(setup, prepare, length, shared, batched
     first = ask(core, 1, 40, asked=prepare)
     assert run(core) == {f"{first.request_id}-prepare-1": length}
     assert core.invariants.tally.preparations == 1
-    assert counters(core).stores_published == counters(core).stores_taken == 1
-    assert counters(core).tokens_taken == 100
+    assert counters(core).stores_published == counters(core).stores_reused == 1
+    assert counters(core).tokens_reused == 100
     own = (first.num_computed_tokens + 7) // 8 - 100 // 8
     assert used_blocks(core) == 4 + 1 + own, "the store, what lies behind it, and its own blocks"
     others = [ask(core, seed, 20, asked=prepare) for seed in (2, 3)]
     core.finish()
     assert counters(core).preparations == 1 and counters(core).preparations_failed == 0
-    assert counters(core).stores_taken == 1 + len(others)
+    assert counters(core).stores_reused == 1 + len(others)
 
 
 @BOTH
@@ -50,7 +50,7 @@ def test_requests_wait_for_one_preparation(setup):
     while not evictions(output := core.step()):
         assert not {r.request_id for r in asked} & output.num_scheduled_tokens.keys()
     core.finish()
-    assert counters(core).preparations == 1 and counters(core).stores_taken == len(asked)
+    assert counters(core).preparations == 1 and counters(core).stores_reused == len(asked)
 
 
 @BOTH
@@ -62,7 +62,7 @@ def test_preparations_do_not_meet(setup):
     ask(core, 9, 200, asked=PROXY, cache_salt="another tenant")
     run(core, 6)
     assert counters(core).preparations == 3 and counters(core).evictions_prefill == 4
-    assert counters(core).stores_taken == 4
+    assert counters(core).stores_reused == 4
     core.finish()
 
 
@@ -81,7 +81,7 @@ def test_a_preparation_ends_with_the_last_request_that_asked(setup):
     third = ask(core, 3, asked=PROXY)
     core.finish()
     assert third.num_output_tokens == 20
-    assert counters(core).preparations == 2 and counters(core).stores_taken == 1
+    assert counters(core).preparations == 2 and counters(core).stores_reused == 1
 
 
 @BOTH
@@ -104,7 +104,7 @@ def test_so_many_contexts_are_prepared_at_once(setup):
     core.step()
     assert counters(core).preparations == MOST_UNDER_WAY
     core.finish()
-    assert counters(core).preparations == counters(core).stores_taken == 20
+    assert counters(core).preparations == counters(core).stores_reused == 20
     assert counters(core).tokens_prepared == 20 * 112
 
 
@@ -116,7 +116,7 @@ def test_a_store_that_was_lost_is_prepared_anew(setup):
     core.reset()
     ask(core, 2, asked=PROXY)
     core.finish()
-    assert counters(core).preparations == 2 and counters(core).stores_taken == 2
+    assert counters(core).preparations == 2 and counters(core).stores_reused == 2
 
 
 @BOTH
@@ -134,7 +134,7 @@ def test_preempted_preparations_begin_again(setup, held):
     core.release()
     core.finish()
     assert other.num_output_tokens == 150
-    assert counters(core).stores_taken >= 1 and core.invariants.tally.preparations == 1
+    assert counters(core).stores_reused >= 1 and core.invariants.tally.preparations == 1
 
 
 @BOTH
@@ -145,7 +145,7 @@ def test_each_group_prepares_what_it_keeps(setup, prepare, length):
         ask(core, seed, 100, asked=prepare)
     found = run(core, 8)
     assert list(found.values()) == [length]
-    assert counters(core).stores_taken == 2
+    assert counters(core).stores_reused == 2
     core.finish()
 
 

@@ -61,7 +61,7 @@ def test_a_second_request_computes_only_what_follows_the_point(setup, shared, po
     assert hit(output, second) == point and output.num_scheduled_tokens[second.request_id] == 30
     own = (point + 30 + 7) // 8 - point // 8
     assert used_blocks(core) == before + own, "the store and the whole blocks behind it are shared"
-    assert counters(core).stores_taken == 1 and counters(core).tokens_taken == point
+    assert counters(core).stores_reused == 1 and counters(core).tokens_reused == point
     core.finish()
     assert core.invariants.tally.taken_in_use == 1
 
@@ -73,7 +73,7 @@ def test_requests_wait_for_the_one_that_makes_their_store(setup):
     while not evictions(output := core.step()):
         assert list(output.num_scheduled_tokens) in ([first.request_id], [])
     core.finish()
-    assert counters(core).stores_taken == len(others)
+    assert counters(core).stores_reused == len(others)
     assert counters(core).evictions_prefill == 1
 
 
@@ -88,7 +88,7 @@ def test_others_go_on_where_the_maker_is_aborted(setup):
         seen |= evictions(core.step())
     core.finish()
     assert seen[second.request_id] == 100 and third.request_id not in seen
-    assert counters(core).stores_taken == 1
+    assert counters(core).stores_reused == 1
 
 
 @BOTH
@@ -99,7 +99,7 @@ def test_the_maker_may_end_while_others_hold_its_store(setup):
     core.step(between=lambda: core.abort(first))
     ask(core, 3)
     core.finish()
-    assert counters(core).stores_taken == 2 and counters(core).evictions_prefill == 1
+    assert counters(core).stores_reused == 2 and counters(core).evictions_prefill == 1
 
 
 @BOTH
@@ -135,7 +135,7 @@ def test_reset_forgets_stores(setup):
     run_first(core)
     core.reset()
     core.finish()
-    assert counters(core).stores_taken == 0 and counters(core).stores_published == 2
+    assert counters(core).stores_reused == 0 and counters(core).stores_published == 2
 
 
 @BOTH
@@ -263,7 +263,7 @@ def test_other_settings_other_stores(asked, options):
     core.step()
     assert counters(core).evictions_prefill == 2
     core.finish()
-    assert counters(core).stores_taken == 0 and counters(core).stores_published == 2
+    assert counters(core).stores_reused == 0 and counters(core).stores_published == 2
 
 
 def test_another_adapter_another_store():
@@ -275,7 +275,7 @@ def test_another_adapter_another_store():
     core.step()
     ask(core, 2, lora_request=LoRARequest("adapter", 1, "/nowhere"))
     core.finish()
-    assert counters(core).stores_published == 2 and counters(core).stores_taken == 1
+    assert counters(core).stores_published == 2 and counters(core).stores_reused == 1
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_nothing_is_shared(change):
         ask(core, seed)
         core.step()
     core.finish()
-    assert counters(core).stores_published == counters(core).stores_taken == 0
+    assert counters(core).stores_published == counters(core).stores_reused == 0
     assert counters(core).evictions_prefill == 3
 
 
@@ -321,7 +321,7 @@ def test_groups_share_what_each_of_them_keeps(setup, second):
     other = ask(core, 2)
     assert hit(core.step(), other) == 100
     core.finish()
-    assert counters(core).stores_taken == 1
+    assert counters(core).stores_reused == 1
 
 
 def test_a_prompt_that_ends_at_its_point_takes_nothing():
@@ -329,7 +329,7 @@ def test_a_prompt_that_ends_at_its_point_takes_nothing():
     run_first(core)
     core.add(DOCUMENT, 20, asked=AT_100)
     core.finish()
-    assert counters(core).stores_taken == 0
+    assert counters(core).stores_reused == 0
 
 
 def test_nobody_waits_where_the_store_cannot_be_made():

@@ -124,8 +124,8 @@ def test_many_questions_about_one_document_hold_one_store_and_their_tails(asynch
     settings = ["stock", "ada-snapkv:25%", "ada-snapkv:25%,alone=true"]
     options = Options.parse([*arguments, *(x for s in settings for x in ("--setting", s))])
     stock, shared, alone = (simulate(options, setting) for setting in options.settings)
-    assert shared["counters"]["stores_taken"] == count - 1 and "stores_taken" not in stock
-    assert alone["counters"]["stores_taken"] == 0
+    assert shared["counters"]["stores_reused"] == count - 1 and "stores_reused" not in stock
+    assert alone["counters"]["stores_reused"] == 0
     block, window = 32, 32
     store = (document // 4 - window) // block
     tail = (document - window) // block

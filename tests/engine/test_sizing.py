@@ -74,7 +74,7 @@ def test_planned_sequences_over_one_context(asynchronous, rule, shared):
     core.settle()
     assert peak == sequences
     # Where nobody holds it any more, it leaves with the next request that needs blocks.
-    taken = core.scheduler.eviction_counters.stores_taken
+    taken = core.scheduler.eviction_counters.stores_reused
     assert taken > 40 if own else taken == 59
     assert sum(request.num_preemptions for request in core.requests) == 0
 

@@ -109,7 +109,7 @@ class Costs:
     def __init__(self, model: str, scorer: Scorer, window: int) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
 
-        if scorer.needs_accumulated:
+        if scorer.accumulates_attention:
             raise CalibrateError("--by answers: not for h2o, whose scores grow as a server runs")
         self._pass, self._scorer, self._window = Pass(), scorer, window
         AttentionInterface.register(ATTENTION, self._pass.attend)

@@ -49,7 +49,7 @@ class StepPlanner:
             if num_tokens is None or not state.holds_blocks:
                 continue
             end = (start := state.request.num_computed_tokens) + num_tokens
-            if state.accumulates:
+            if state.accumulates_attention:
                 plan.accumulating.append(state.request_id)
             if state.request_id in self._turns.waiting:
                 continue
@@ -74,8 +74,8 @@ class StepPlanner:
             if state.reuse is not None:
                 plan.reused[state.request_id] = self._stores.plan(state)
                 state.reuse = None
-                self._counters.stores_taken += 1
-                self._counters.tokens_taken += state.request.num_computed_tokens
+                self._counters.stores_reused += 1
+                self._counters.tokens_reused += state.request.num_computed_tokens
         self._table.admitted.clear()
 
     def most_decode_evictions(self) -> int:

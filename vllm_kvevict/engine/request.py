@@ -252,9 +252,9 @@ class RequestState:
         return end + 1 >= self.longest
 
     @property
-    def accumulates(self) -> bool:
+    def accumulates_attention(self) -> bool:
         """Whether the attention of the coming queries is added up: an eviction will read it."""
-        if not self.needs.accumulates:
+        if not self.needs.accumulates_attention:
             return False
         return self.quiet_until < sys.maxsize or any(t.waits for t in self.timelines.values())
 
@@ -298,7 +298,7 @@ class RequestState:
         """
         if self.due == sys.maxsize:
             return sys.maxsize
-        if self.needs.accumulates:
+        if self.needs.accumulates_attention:
             return 0
         if num_tokens <= self.quiet_until:
             return self.quiet_until - num_tokens
@@ -319,7 +319,7 @@ class RequestState:
         without a window gets it too: two blocks are computed again at most, and where the prompt
         ends with its question the window is what knows it.
         """
-        if self.accumulates:
+        if self.accumulates_attention:
             return 0
         caps = [
             t.hit_cap

@@ -86,7 +86,7 @@ class RequestTable:
         self.consider(None)
         self.prefilling[request_id] = state
         self.admitted.append(state)
-        if state.needs.accumulates:
+        if state.needs.accumulates_attention:
             self.accumulating[request_id] = state
         if state.on_demand:
             self.on_demand[request_id] = state

@@ -305,7 +305,7 @@ def _check_policies(config: "EvictionConfig") -> None:
     if current_platform.is_cpu():
         return
     for name, policy in policies:
-        if policy.needs_accumulated or isinstance(policy.scorer, WeightedScorer):
+        if policy.accumulates_attention or isinstance(policy.scorer, WeightedScorer):
             raise ValueError(
                 f"KV eviction does not support the policy {name} on this platform, because only "
                 "its CPU attention backend reads or writes numbers beside the cached tokens; "

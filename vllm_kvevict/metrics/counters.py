@@ -17,8 +17,8 @@ class Counters:
     and KV-cache group, whose survivors went into blocks of their own request. ``postponed_*`` count
     steps in which an eviction was due and could not run, for want of blocks, of a ring slot, or of
     its turn; ``skipped_shared`` those put off because others hold what they would give back.
-    ``stores_taken`` counts admissions of requests that took the store of another one's eviction,
-    ``tokens_taken`` the tokens that they did not compute, ``stores_published`` the stores that
+    ``stores_reused`` counts admissions of requests that took the store of another one's eviction,
+    ``tokens_reused`` the tokens that they did not compute, ``stores_published`` the stores that
     others may take, ``preparations`` the requests of the engine's own that read a context to make
     one, ``tokens_prepared`` the tokens of their prompts, ``preparations_failed`` the requests that
     went on without what they asked to be prepared.
@@ -40,8 +40,8 @@ class Counters:
     skipped_shared: int = 0
     prefix_hits_capped: int = 0
     stores_published: int = 0
-    stores_taken: int = 0
-    tokens_taken: int = 0
+    stores_reused: int = 0
+    tokens_reused: int = 0
     preparations: int = 0
     preparations_failed: int = 0
     tokens_prepared: int = 0

@@ -48,11 +48,11 @@ COUNTERS = {
         "published_stores",
         "Stores of evictions at a point that other requests may take.",
     ),
-    "stores_taken": (
-        "taken_stores",
+    "stores_reused": (
+        "reused_stores",
         "Admissions of requests that took the store of another one's eviction.",
     ),
-    "tokens_taken": ("taken_tokens", "Tokens that these requests did not compute."),
+    "tokens_reused": ("reused_tokens", "Tokens that these requests did not compute."),
     "preparations": (
         "preparations",
         "Contexts that the engine had read before requests took them.",

@@ -31,8 +31,8 @@ TOTALS = (
     "skipped_shared",
     "prefix_hits_capped",
     "stores_published",
-    "stores_taken",
-    "tokens_taken",
+    "stores_reused",
+    "tokens_reused",
     "preparations",
     "preparations_failed",
     "tokens_prepared",
@@ -66,8 +66,8 @@ class Report:
     skipped_shared: int = 0
     prefix_hits_capped: int = 0
     stores_published: int = 0
-    stores_taken: int = 0
-    tokens_taken: int = 0
+    stores_reused: int = 0
+    tokens_reused: int = 0
     preparations: int = 0
     preparations_failed: int = 0
     tokens_prepared: int = 0

@@ -36,7 +36,7 @@ class Candidates:
         first_head: Number of the first KV head in the layer, where ranks hold some each.
         accumulated: [H, N + w + r] float32: softmax weight that each cached token got from every
             query so far, averaged over the query heads of a group; anything where ``valid`` is
-            False. None for a policy with ``needs_accumulated = False``.
+            False. None for a policy with ``accumulates_attention = False``.
         values: [H, N + w + r, D] float32: values of all cached tokens, or None for a policy with
             ``needs_values = False``.
         value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values

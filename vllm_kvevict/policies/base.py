@@ -53,7 +53,7 @@ class Scorer(ABC):
     crosses_ranks: ClassVar[bool] = False
     """Whether :meth:`scores` calls ``mean_of_ranks``, which no rank can leave alone."""
 
-    needs_accumulated: ClassVar[bool] = False
+    accumulates_attention: ClassVar[bool] = False
     """Whether the attention of every query is added up, in channel 0 of the page values."""
 
     needs_values: ClassVar[bool] = False
@@ -190,5 +190,5 @@ class Policy:
         return self.scorer.wants_window
 
     @property
-    def needs_accumulated(self) -> bool:
-        return self.scorer.needs_accumulated
+    def accumulates_attention(self) -> bool:
+        return self.scorer.accumulates_attention

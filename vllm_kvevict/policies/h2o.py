@@ -38,7 +38,7 @@ class H2O(Scorer):
 
     needs_window: ClassVar[bool] = False
     needs_keys: ClassVar[bool] = False
-    needs_accumulated: ClassVar[bool] = True
+    accumulates_attention: ClassVar[bool] = True
     page_channels: ClassVar[int] = 1
 
     recent_share: float = 0.5

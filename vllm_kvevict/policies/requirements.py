@@ -21,24 +21,26 @@ class PolicyRequirements:
     Args:
         window: Whether the queries of the window must be recorded before it evicts, are read
             where they were, or are not read.
-        accumulates: Whether the attention of every query is added up.
+        accumulates_attention: Whether the attention of every query is added up.
         shares_stores: Whether requests may reuse what its evictions keep.
 
     """
 
     window: Literal["required", "optional", "none"]
-    accumulates: bool
+    accumulates_attention: bool
     shares_stores: bool
 
 
-NOTHING = PolicyRequirements("none", accumulates=False, shares_stores=False)
+NOTHING = PolicyRequirements("none", accumulates_attention=False, shares_stores=False)
 """What a request needs that never evicts."""
 
 
 def policy_requirements(config: EvictionConfig) -> dict[str, PolicyRequirements]:
     """The needs of every policy that a request of this server may run under, by name."""
     return {
-        name: PolicyRequirements(_window(policy), policy.needs_accumulated, shares_stores(policy))
+        name: PolicyRequirements(
+            _window(policy), policy.accumulates_attention, shares_stores(policy)
+        )
         for name, policy in build_policies(config).items()
     }
 
@@ -86,4 +88,4 @@ def shares_stores(policy: Policy) -> bool:
     memory of the request.
     """
     scorer = policy.scorer
-    return not (scorer.random or scorer.needs_accumulated or isinstance(scorer, WeightedScorer))
+    return not (scorer.random or scorer.accumulates_attention or isinstance(scorer, WeightedScorer))

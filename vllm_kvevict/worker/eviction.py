@@ -367,7 +367,7 @@ class WorkerEviction:
             seen = recorded.float() * cache.query_scale
             queries = seen.unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
         accumulated = None
-        if policy.needs_accumulated:
+        if policy.accumulates_attention:
             assert self.page_values is not None
             sums = self.page_values.layer(layer_name)[grid, :, 0]
             accumulated = sums.flatten(1)[:, :columns]

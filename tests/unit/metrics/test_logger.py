@@ -51,12 +51,12 @@ def test_every_value_of_a_report(build):
         tokens_evicted=640, blocks_freed=50, store_blocks_allocated=20, postponed_ring=3,
         postponed_turn=2,
         prefix_hits_capped=4, kept_share=[0.25, 1.0], seconds=[0.003, 0.2, 0.004],
-        head_spread=[1.3], blocks_saved=30, stores_published=6, stores_taken=11, tokens_taken=900,
+        head_spread=[1.3], blocks_saved=30, stores_published=6, stores_reused=11, tokens_reused=900,
         idle_stores=8, evictions_pressure=2, requests_whole=9, requests_evicted=6,
         mark_low=50, mark_high=90, pressing=True,
     )  # fmt: skip
     send(manager, report, engine=1)
-    second = Report(evictions={"tova": [0, 5]}, blocks_saved=7, stores_taken=2, idle_stores=3)
+    second = Report(evictions={"tova": [0, 5]}, blocks_saved=7, stores_reused=2, idle_stores=3)
     second.mark_high = 80
     send(manager, second, engine=1)
     assert value("pressure_evictions_total", 1) == 2
@@ -74,8 +74,8 @@ def test_every_value_of_a_report(build):
     assert value("capped_prefix_hits_total", 1) == 4
     assert value("blocks_saved", 1) == 7 and value("mark_blocks", 1, mark="high") == 80
     assert value("published_stores_total", 1) == 6
-    assert value("taken_stores_total", 1) == 13
-    assert value("taken_tokens_total", 1) == 900
+    assert value("reused_stores_total", 1) == 13
+    assert value("reused_tokens_total", 1) == 900
     assert value("idle_stores", 1) == 3
     assert value("eviction_seconds_count", 1) == 3
     assert value("eviction_seconds_sum", 1) == pytest.approx(0.207)

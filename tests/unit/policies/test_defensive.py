@@ -31,7 +31,7 @@ def test_policies_and_what_they_read():
         policy = build_policy(config.model_copy(update={"policy": name}))
         assert policy.allocator == allocator and policy.scorer == Defensive(5, 17)
         assert policy.needs_window and policy.scorer.needs_value_shares
-        assert not policy.needs_accumulated and not policy.scorer.needs_values
+        assert not policy.accumulates_attention and not policy.scorer.needs_values
         assert policy.scorer.page_channels == 1
 
 

@@ -166,7 +166,7 @@ def test_flags_reach_the_scorer_and_prefix_hits_need_no_window():
     )
     policy = build_policy(config)
     assert policy.scorer == SubGenStream(0.5, 2, 0.4, 3)
-    assert not policy.needs_window and not policy.needs_accumulated
+    assert not policy.needs_window and not policy.accumulates_attention
     for samples in (1, 4, 16):
         config = EvictionConfig(policy="subgen-stream", options=dict(cluster_samples=samples))
         assert config.least_slots("subgen-stream") == build_policy(config).scorer.least_slots
