@@ -42,7 +42,7 @@ class Options(BaseModel):
     tasks: tuple[str, ...] = Field(SUITES["ruler"].tasks, description="tasks, comma-separated")
     policies: tuple[str, ...] = Field(
         ("streaming-llm", "snapkv", "ada-snapkv", "ada-defensive"),
-        description="policies, comma-separated",
+        description="policies, comma-separated; with --layers '' for none beside it",
     )
     budgets: tuple[str, ...] = Field(
         ("12.5%", "25%", "50%"),
@@ -126,7 +126,9 @@ class Options(BaseModel):
             ("presses", self.presses, (*PRESSES, KVZIP)),
         ):
             unknown = [value for value in given if value not in valid]
-            if unknown or not given:
+            # With --layers no other server is needed.
+            alone = name == "policies" and self.layers and self.base_url is None
+            if unknown or not (given or alone):
                 raise ValueError(
                     f"--{name}: {', '.join(unknown) or 'nothing given'}; choose from "
                     f"{', '.join(valid)}"

@@ -24,7 +24,8 @@ class Variant:
 
 def variants(options: Options) -> list[Variant]:
     """The server's defaults; the same with kvpress's pooling; the same with shares of layers."""
-    chosen = [Variant("default", (), {policy: policy for policy in options.policies})]
+    labels = {policy: policy for policy in options.policies}
+    chosen = [Variant("default", (), labels)] if labels else []
     pooled = {f"{policy}, avg 5": policy for policy in options.policies if policy in POOLED}
     if options.like_for_like and pooled and options.base_url is None:
         chosen.append(Variant("avg5", KVPRESS_POOLING, pooled))

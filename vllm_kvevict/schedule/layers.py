@@ -168,14 +168,22 @@ def alike(shares: Sequence[float], most: int) -> list[tuple[int, ...]]:
 
 
 def _few_alike(shares: Sequence[float]) -> list[tuple[int, ...]]:
-    """The fewest groups that are :data:`NEAR` enough, or those of up to 8 that come nearest."""
+    """The fewest groups that are :data:`NEAR` enough, or those of up to 8 that lose least.
+
+    A group that is padded leaves memory unused: its part of all counts like a part of the variance.
+    """
+    whole = _spread(shares)
+
+    def left(groups: list[tuple[int, ...]]) -> float:
+        inside = fsum(_spread([shares[layer] for layer in group]) for group in groups)
+        return inside / whole if whole else 0.0
 
     def loss(groups: list[tuple[int, ...]]) -> float:
-        return fsum(_spread([shares[layer] for layer in group]) for group in groups)
+        missing = padding([len(group) for group in groups])
+        return left(groups) + missing / (len(shares) + missing)
 
     tried = [alike(shares, count) for count in range(2, MOST_GROUPS + 1)]
-    enough = NEAR * _spread(shares)
-    return next((groups for groups in tried if loss(groups) <= enough), min(tried, key=loss))
+    return next((groups for groups in tried if left(groups) <= NEAR), min(tried, key=loss))
 
 
 def _sizes(ordered: Sequence[float], count: int) -> list[int]:

@@ -233,6 +233,11 @@ def test_a_server_with_shares_of_layers(tmp_path):
     _, few = variants(Options.parse(["--model", str(tmp_path), "--layers", "auto"]))
     assert few.flags == ("--kv-eviction-profile", "auto"), "the server knows how many groups"
     assert len(variants(Options.parse(["--model", str(tmp_path)]))) == 1
+    alone = ["--model", str(tmp_path), "--policies", "", "--layers", "auto"]
+    (only,) = variants(Options.parse(alone))
+    assert only.name == "layers" and only.labels
+    with pytest.raises(SystemExit):
+        Options.parse([*alone, "--base-url", "http://127.0.0.1:1"])
 
 
 @pytest.mark.parametrize(
