@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.pressure import lossless, needle, swing
 from benchmarks.pressure.report import markdown, plot
-from benchmarks.pressure.servers import PRESSURE, SEQUENCES, Servers, add_arguments
+from benchmarks.pressure.servers import PRESSURE, SEQUENCES, WAYS, Servers, add_arguments
 from benchmarks.provenance import provenance
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.smollm2 import real_model
@@ -32,6 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=16, help="of a load, and of a burst")
     parser.add_argument("--phases", type=int, default=3, help="quiet ones and bursts by turns")
     parser.add_argument("--memory", default="2,4,8,16", help="full requests, of the needle's load")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of the needle's load")
     parser.add_argument("--samples", type=int, default=20, help="needles, asked in two scenarios")
     parser.add_argument("--clients", type=int, default=12, help="needles asked at once")
     parser.add_argument("--quick", action="store_true", help="the least of everything")
@@ -57,7 +58,7 @@ def main() -> None:
     model = options.model or real_model()
     servers = Servers(
         model, options.policy, options.budget, options.work, options.layers,
-        max(SEQUENCES, options.clients),
+        max(SEQUENCES, options.clients), options.prefill_interval,
     )  # fmt: skip
     chat, memories = LocalChat(model), [int(memory) for memory in options.memory.split(",")]
     run: dict[str, Callable[[], dict[str, Any]]] = {
@@ -68,7 +69,9 @@ def main() -> None:
             options.requests,
         ),
         "swing": lambda: swing.run(servers, options.phases, options.requests),
-        "needle": lambda: needle.run(servers, memories, options.samples, options.clients),
+        "needle": lambda: needle.run(
+            servers, memories, options.samples, options.clients, options.ways.split(",")
+        ),
     }
     given = {key: str(value) for key, value in vars(options).items()}
     result: dict[str, Any] = {"options": given, **provenance()}

@@ -1,6 +1,7 @@
 """One needle under load against KV memory: accuracy and throughput of the same requests."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,7 +37,9 @@ def ask(server: Server, chat: LocalChat, prompt: Prompt, scenario: str) -> float
     return prompt.sample.score(chat.decode(ids[: prompt.sample.max_tokens]))
 
 
-def run(servers: Servers, memories: list[int], samples: int, clients: int) -> dict[str, Any]:
+def run(
+    servers: Servers, memories: list[int], samples: int, clients: int, ways: Sequence[str] = WAYS
+) -> dict[str, Any]:
     """Every way with every memory; each sample is asked in both scenarios.
 
     Args:
@@ -44,6 +47,7 @@ def run(servers: Servers, memories: list[int], samples: int, clients: int) -> di
         memories: KV memory, in full requests that fit without eviction.
         samples: Of the task.
         clients: Requests at once.
+        ways: Of :data:`WAYS`.
 
     """
     chat = LocalChat(servers.model)
@@ -52,9 +56,9 @@ def run(servers: Servers, memories: list[int], samples: int, clients: int) -> di
     # Apart: two requests with one prompt share its blocks, and evicting one gives nothing back.
     pairs = [(prompt, scenario) for scenario in (AWARE, AGNOSTIC) for prompt in asked]
     rows = []
-    with tqdm(total=len(memories) * len(WAYS), desc="one needle") as bar:
+    with tqdm(total=len(memories) * len(ways), desc="one needle") as bar:
         for memory in memories:
-            for way in WAYS:
+            for way in ways:
                 with servers.start(way, memory, tokens) as server:
                     servers.warm_up(server)
                     before, began = counts(server), time.monotonic()

@@ -102,6 +102,8 @@ def plot(result: dict[str, Any], output: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
     for index, way in enumerate(WAYS):
         mine = [one for one in rows if one["way"] == way]
+        if not mine:
+            continue
         # A little aside, or equal lines hide one another.
         places = [one["memory"] * (1 + 0.02 * (index - 1)) for one in mine]
         style = dict(color=COLORS[way], marker="o", label=way, linestyle="--" if not index else "-")

@@ -35,6 +35,8 @@ class Servers:
         work: Folder of the logs.
         layers: Shares of layers: a file, or auto.
         sequences: Requests in a batch.
+        prefill_interval: Tokens between evictions inside prompts, of the way ``always``; 0 for
+            none.
 
     """
 
@@ -44,6 +46,7 @@ class Servers:
     work: Path
     layers: str | None = None
     sequences: int = SEQUENCES
+    prefill_interval: int = 0
 
     def start(self, way: str, requests: int, tokens: int) -> Server:
         """A server with KV memory for so many full requests of so many tokens each, 2 or more."""
@@ -59,6 +62,8 @@ class Servers:
             args += ["--kv-eviction", self.policy, "--kv-eviction-budget", str(self.budget),
                      "--kv-eviction-when", way]  # fmt: skip
             args += ["--kv-eviction-profile", self.layers] if self.layers else []
+        if way == ALWAYS and self.prefill_interval:
+            args += ["--kv-eviction-prefill-interval", str(self.prefill_interval)]
         return Server(self.model, args, self.work / f"{way}-{requests}.log")
 
     def warm_up(self, server: Server) -> None:
@@ -82,4 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="ada-defensive")
     parser.add_argument("--budget", type=int, default=192)
     parser.add_argument("--layers", help="shares of layers: a file, or auto")
+    parser.add_argument(
+        "--prefill-interval", type=int, default=0, help="evictions inside prompts, under `always`"
+    )
     parser.add_argument("--work", type=Path, default=Path(".cache/pressure"))

@@ -22,6 +22,9 @@ from benchmarks.quality.long_report import markdown, plot, summarize
 from benchmarks.quality.ruler.prose import passage
 from benchmarks.server import Server
 from benchmarks.smollm2 import real_model
+from vllm_kvevict.front.profile import SHIPPED, read
+from vllm_kvevict.schedule.layers import by_layer
+from vllm_kvevict.settings.names import AUTO
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "long_prompts.json"
@@ -52,6 +55,10 @@ class Setting:
 
 
 def server(blocks: int, options: argparse.Namespace, interval: int) -> Server:
+    """A server with memory for so many blocks of all layers, vLLM's own null block included."""
+    if options.profile:
+        # A block of a group of layers is as many times smaller.
+        blocks = (blocks - 1) * groups(options.profile) + 1
     args = [
         "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
         "--num-gpu-blocks-override", str(blocks), "--kv-cache-memory-bytes", "256M",
@@ -63,8 +70,16 @@ def server(blocks: int, options: argparse.Namespace, interval: int) -> Server:
         "--kv-eviction-budget", str(max(options.budgets)),
         "--kv-eviction-prefill-interval", str(interval),
     ]  # fmt: skip
+    if options.profile:
+        args += ["--kv-eviction-profile", options.profile]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)}
     return Server(options.model or real_model(), args, options.work / "long.log", env=env)
+
+
+def groups(profile: str) -> int:
+    """Groups of layers that a server makes of a profile."""
+    path = next(SHIPPED.glob("*.json")) if profile == AUTO else Path(profile)
+    return len(by_layer(read(path).layers, None)[0].sizes)
 
 
 def text(endpoint: Endpoint, seed: int, tokens: int) -> list[int]:
@@ -96,6 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--intervals", default="128,512")
     parser.add_argument("--blocks", type=int, default=63, help="of the pool, vLLM's own included")
     parser.add_argument("--model", type=Path, help="folder; SmolLM2-135M-Instruct without it")
+    parser.add_argument("--profile", help="of the model: a file, or auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path(".cache/quality"))
     parser.add_argument("--output", type=Path, default=RESULT)

@@ -26,6 +26,9 @@ def test_every_way_has_the_same_memory_and_stock_vllm_no_flag_of_ours(tmp_path: 
     for way in (ALWAYS, PRESSURE):
         assert commands[way][commands[way].index("--kv-eviction-when") + 1] == way
         assert commands[way][-2:] == ["--kv-eviction-profile", "auto"]
+    inside = Servers(_model(tmp_path), "probe", 192, tmp_path, prefill_interval=256)
+    flag = "--kv-eviction-prefill-interval"
+    assert [flag in inside.start(way, 2, 70).command for way in WAYS] == [False, True, False]
 
 
 def test_phases_take_turns_and_no_two_loads_share_prompts() -> None:
