@@ -50,6 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests that need a GPU did not run."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if idle := sum("gpu" in report.keywords for report in skipped):
+        terminalreporter.write_line(f"{idle} tests that need a GPU did not run.")
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """A 4-layer Llama with 8 query and 2 KV heads of size 32, float32, random weights."""
