@@ -181,7 +181,7 @@ def test_the_answer_is_that_of_the_evicted_model(tiny_model, prompt_file, monkey
     with recorded(monkeypatch) as recorder:
         data, _ = inspect(tiny_model, prompt_file, "--kv-eviction-budget", 128, "--max-tokens", 100)
     (lives,) = recorder.lives.values()
-    assert data["eviction"]["policy"] == "ada-snapkv", "the default"
+    assert data["eviction"]["policy"] == "ada-defensive", "auto, without a profile"
     prompt, oracle = tokens_of(tiny_model), MaskedModel(tiny_model)
     output = data["answer_token_ids"]
     assert len(output) > 20
@@ -267,7 +267,7 @@ def test_errors_are_one_sentence(
     picture = prompt_file.with_name("kept.png")
     arguments = [
         tiny_model, "--prompt-file", prompt_file, "--output", picture,
-        "--kv-eviction-budget", 128, *(str(flag).format(almost=almost) for flag in flags),
+        "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", 128, *(str(flag).format(almost=almost) for flag in flags),
     ]  # fmt: skip
     line = failure(capsys, monkeypatch, arguments)
     assert line == sentence.format(n=n, almost=almost, needed=needed)
