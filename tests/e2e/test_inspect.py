@@ -267,7 +267,8 @@ def test_errors_are_one_sentence(
     picture = prompt_file.with_name("kept.png")
     arguments = [
         tiny_model, "--prompt-file", prompt_file, "--output", picture,
-        "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", 128, *(str(flag).format(almost=almost) for flag in flags),
+        "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", 128,
+        *(str(flag).format(almost=almost) for flag in flags),
     ]  # fmt: skip
     line = failure(capsys, monkeypatch, arguments)
     assert line == sentence.format(n=n, almost=almost, needed=needed)
