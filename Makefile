@@ -2,7 +2,7 @@
 PYTHON_VENV := .venv/bin/python
 PYTEST_ARGS ?=
 # Two processes, a file at a time, long files first; a server or an engine takes a core.
-PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
 .PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz architectures clients demo wheel dist sbom prometheus \

@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # A busy machine is slow, which says nothing of the code.
 hypothesis.settings.register_profile(
@@ -35,14 +37,22 @@ def no_gpu_reason() -> str | None:
     return None
 
 
-def process_of(path: Path) -> str:
-    """Tests of one name share a process: a file, or the folder whose servers are shared."""
-    return str(path.parent if path.parent.name == "faults" else path)
+class SharedServers(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests of a file run in one process, and those of the folder whose servers are shared.
+
+    xdist's own groups (3.8) are lost under pytest 9.2, so that each server was started twice.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        return str(path.parent if path.parent.name == "faults" else path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedServers:
+    return SharedServers(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(process_of(item.path)))
     needing = [item for item in items if item.get_closest_marker("gpu")]
     reason = no_gpu_reason() if needing else None
     if reason:
