@@ -69,7 +69,8 @@ def _settled(
     vllm_config: "VllmConfig", asked: EvictionConfig, found: EvictionConfig, refusal: str = ""
 ) -> EvictionConfig:
     check(vllm_config, found)
-    profile = "" if found.profile is None else f" --kv-eviction-profile {asked.profile or AUTO}"
+    where = asked.profile if isinstance(asked.profile, str) else AUTO
+    profile = "" if found.profile is None else f" --kv-eviction-profile {where}"
     logger.info(
         "KV eviction auto is --kv-eviction %s --kv-eviction-budget %s%s here%s.",
         found.policy,
