@@ -29,7 +29,7 @@ def said(monkeypatch) -> list[str]:
 
 COMMON = [
     "--dtype", "float32", "--block-size", "32", "--max-num-seqs", "24",
-    "--max-num-batched-tokens", "2048",
+    "--max-num-batched-tokens", "2048", "--kv-eviction", "ada-snapkv",
 ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
             "error: KV eviction: --kv-eviction: unknown policy 'best'; "
             "choose from ada-snapkv, snapkv, ada-defensive, defensive, ada-probe, probe, ada-h2o, "
             "h2o, ada-pyramid, pyramidkv, streaming-llm, ada-scissorhands, scissorhands, ada-tova, "
-            "tova, subgen, subgen-stream, nacl",
+            "tova, subgen, subgen-stream, nacl, auto",
         ),
         (
             ["--additional-config", '{"kv_eviction": {"policy": "snapkv", "budget": 32}}'],
@@ -70,7 +70,7 @@ def test_several_api_servers_say_it_once(tiny_model: Path) -> None:
 def test_help() -> None:
     done = serve("--help=kv-eviction")
     assert done.returncode == 0
-    for name in ("", "-budget", "-window", "-interval", "-floor", "-pool-kernel", "-sinks"):
+    for name in ("", "-budget", "-window", "-interval", "-profile", "-options"):
         assert f"  --kv-eviction{name} " in done.stdout
     for policy in POLICY_NAMES:
         assert f"- {policy}: " in done.stdout
