@@ -47,7 +47,21 @@ class SharedServers(LoadScopeScheduling):  # type: ignore[misc]
         path = Path(nodeid.partition("::")[0])
         return str(path.parent if path.parent.name == "faults" else path)
 
+    def remove_node(self, node: Any) -> str | None:
+        """Give others what an ended process had left, without the test that ended it.
 
+        xdist gives them what it had finished, too, and waits for ever for reports of that.
+        """
+        units = self.assigned_work.pop(node)
+        left = [(scope, test) for scope, unit in units.items() for test in unit if not unit[test]]
+        for scope, test in left[1:]:
+            self.workqueue.setdefault(scope, {})[test] = False
+        for other in self.nodes:
+            self._reschedule(other)
+        return left[0][1] if left else None
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedServers:
     return SharedServers(config, log)
 

@@ -121,6 +121,28 @@ def test_an_admission_counts_the_store_that_it_reuses_once(setup):
 
 
 @BOTH
+def test_the_copy_of_a_block_that_is_cut_is_not_written_to_before_it_is_made(setup):
+    """A user sees every request fail: the engine ends with "Cannot get 19 free blocks".
+
+    Of the 12 blocks that its eviction replaces one is a copy that vLLM still holds. The admission
+    counted the block that it is a copy of, which nobody held, as one of the request's own.
+    """
+    seen = set()
+    for free in range(25, 36):
+        core = with_an_idle_store(setup, 200)
+        core.add(tokens(350) + tokens(20, 3), 100, asked=DOCUMENT | {"kv_eviction_interval": 0})
+        core.step()
+        question = core.add(tokens(350) + tokens(100, 2), 20, asked=DOCUMENT)
+        core.hold(free)
+        for _ in range(3):
+            seen |= evictions(core.step()).keys() & {question.request_id}
+        core.release()
+        core.finish()
+        assert question.num_output_tokens == 20
+    assert seen, "none of them evicts"
+
+
+@BOTH
 def test_a_request_that_needs_less_than_the_pool_is_admitted(setup):
     """A user sees no answer, on an idle server, and whoever asks next waits behind."""
     core = with_an_idle_store(setup, 61)

@@ -66,6 +66,7 @@ class EvictableAttentionManager(FullAttentionManager):
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
         total_computed_tokens: int,
+        num_local_computed_tokens: int,
         *args: Any,
         apply_admission_cap: bool = False,
         **kwargs: Any,
@@ -81,15 +82,19 @@ class EvictableAttentionManager(FullAttentionManager):
                 num_tokens = min(num_tokens, self._at_once(state, num_tokens))
             state.admitted_at = total_computed_tokens
             more = sum(block.ref_cnt == 0 for block in self._reused(state))
-            more += self._reservation(state, num_tokens, new_computed_blocks)
+            computed = list(new_computed_blocks)
+            if self._has_partial_local_hit(computed, num_local_computed_tokens):
+                # The request gets a copy of this block, which vLLM holds too until it is made.
+                computed[-1] = KVCacheBlock(-1, ref_cnt=1)
+            more += self._reservation(state, num_tokens, computed)
         return more + super().get_num_blocks_to_allocate(
-            request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
-        )
+            request_id, num_tokens, new_computed_blocks, total_computed_tokens,
+            num_local_computed_tokens, *args, **kwargs,
+        )  # fmt: skip
 
     def _at_once(self, state: RequestState, num_tokens: int) -> int:
         """Tokens that fill as many blocks as a prompt of ``num_tokens`` holds at once."""
-        timeline = state.timelines[self.kv_cache_group_id]
-        if not timeline.timeline.prefill_stride:
+        if not (timeline := state.timelines[self.kv_cache_group_id]).timeline.prefill_stride:
             return num_tokens
         gone = timeline.tail_start - timeline.store_blocks * self.block_size
         return gone + timeline.least_blocks(num_tokens) * self.block_size
@@ -152,9 +157,7 @@ class EvictableAttentionManager(FullAttentionManager):
         table = self.req_to_blocks.get(state.request_id, ()) if computed is None else computed
         shared = sum(block.ref_cnt > mine for block in table[first:last])
         holding = state.holdings.get(self.kv_cache_group_id)
-        store: Sequence[KVCacheBlock] = holding.store if holding is not None else ()
-        if computed is not None:
-            store = self._reused(state)
+        store = self._reused(state) if holding is None else holding.store
         own = sum(block.ref_cnt == mine for block in store) + max(0, last - first - shared)
         reserved = len(holding.reserved) if holding is not None else 0
         return GroupQuote(self.kv_cache_group_id, timeline.wanted(end), own, reserved)
