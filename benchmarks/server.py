@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.leash import Leash
 from vllm_kvevict.metrics.counters import Counters
-from vllm_kvevict.metrics.prometheus import CAUSES, COUNTERS, PREFIX, REASONS
+from vllm_kvevict.metrics.prometheus import CAUSES, COUNTERS, PREFIX, REASONS, RESTORED, TIERS
 
 # As a module: where vLLM was unpacked and not installed there is no command `vllm`.
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -164,6 +164,10 @@ class Server:
                 for one in labels:
                     value = _total(text, f"{PREFIX}{metric}_total", f'reason="{one}"')
                     found[f"{kind}_{one}"] = value
+            for kind, (metric, _) in RESTORED.items():
+                for tier in TIERS:
+                    value = _total(text, f"{PREFIX}{metric}_total", f'tier="{tier}"')
+                    found[f"{kind}_{tier}"] = value
             self._totals = Counters(**{name: int(value) for name, value in found.items()})
         return self._totals.as_dict()
 

@@ -1,5 +1,6 @@
 """``python -m vllm_kvevict.inspect`` against the recorder of the token oracle."""
 
+import base64
 import json
 import os
 import subprocess
@@ -213,6 +214,48 @@ def test_eviction_before_the_question(tiny_model, prompt_file, monkeypatch, caps
     assert "behind this eviction, so all of it is in the cache" in report
 
 
+def test_the_page_holds_what_the_json_says(tiny_model_kv4, prompt_file) -> None:
+    """Two policies at two budgets in one engine, and one of these runs in an engine of its own."""
+    page = prompt_file.with_name("kept.html")
+    same = ["--max-tokens", 12, "--find", "48213", "--kv-eviction-interval", 0]
+    data, picture = inspect(
+        tiny_model_kv4, prompt_file, *same, "--kv-eviction", "ada-snapkv", "--html", page,
+        "--compare", "streaming-llm", "--budgets", "12%,288",
+    )  # fmt: skip
+    check_picture(picture)
+    _, _, rest = page.read_text().partition('<script type="application/json" id="data">')
+    shown = json.loads(rest.partition("</script>")[0])
+    prompt = tokens_of(tiny_model_kv4)
+    assert len(shown["tokens"]) == len(prompt) and "".join(shown["tokens"]).endswith(TEXT)
+    assert [found[1:] for found in shown["find"]] == [f["positions"] for f in data["find"]]
+    runs = [data, *data["others"]]
+    assert [(run["policy"], run["budget"]) for run in shown["runs"]] == [
+        ("ada-snapkv", "12%"), ("ada-snapkv", "288"),
+        ("streaming-llm", "12%"), ("streaming-llm", "288"),
+    ]  # fmt: skip
+    assert shown["layers"] == [layer["layer"] for layer in data["layers"]]
+    kept = []
+    for run, found in zip(shown["runs"], runs, strict=True):
+        assert found["eviction"]["policy"] == run["policy"]
+        assert str(found["eviction"]["budget"]) == run["budget"]
+        assert found["answer"] == run["answer"] and found["evictions"] == 1
+        counts = [[0] * len(prompt) for _ in shown["layers"]]
+        for row, layer in zip(counts, positions(found), strict=True):
+            for head in layer:
+                for position in head:
+                    row[position] += 1
+        assert base64.b64decode(run["counts"]) == b"".join(map(bytes, counts))
+        assert max(map(max, counts)) == 4
+        kept.append(sum(sum(row) for row in counts))
+    assert kept[0] < kept[1] and kept[2] < kept[3]
+    alone, _ = inspect(
+        tiny_model_kv4, prompt_file, *same, "--kv-eviction", "streaming-llm",
+        "--kv-eviction-budget", "12%",
+    )  # fmt: skip
+    assert positions(alone) == positions(runs[2])
+    assert alone["answer_token_ids"] == runs[2]["answer_token_ids"]
+
+
 def failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[object]
 ) -> str:
@@ -253,6 +296,16 @@ def failure(
         (["--max-tokens", 1], "error: --max-tokens: must be at least 2, not 1"),
         (["--spans", -1], "error: --spans: must be at least 0, not -1"),
         (["--json", "/absent/kept.json"], "error: --json: there is no folder /absent"),
+        (["--html", "/absent/page.html"], "error: --html: there is no folder /absent"),
+        (["--compare", "snapkv"], "error: --compare is for the page: add --html FILE"),
+        (["--budgets", "25%"], "error: --budgets is for the page: add --html FILE"),
+        (["--html", "p.html", "--budgets", "6%,x"],
+         "error: --budgets: give tokens (1024) or a share (25%), not 'x'"),
+        (["--html", "p.html", "--budgets", "6%,256"],
+         "error: --budgets 6%,256: --kv-eviction-budget 128 is given too; give one of the two"),
+        (["--html", "p.html", "--compare", "ada-snapkv"],
+         "error: --compare ada-snapkv: the other policy is ada-snapkv too; name another, or give "
+         "--kv-eviction"),
         (["-tp", 2], "error: inspect runs on one rank: leave --tensor-parallel-size and -pp at 1"),
     ],
 )  # fmt: skip
@@ -284,6 +337,23 @@ def test_unknown_policy_and_missing_models(tiny_model, prompt_file, monkeypatch,
     (prompt_file.parent / "empty").mkdir()
     empty = failure(capsys, monkeypatch, [prompt_file.parent / "empty", *rest])
     assert empty.startswith("error: ")
+
+
+def test_variants_that_cannot_run(tiny_model, prompt_file, monkeypatch, capsys) -> None:
+    page = prompt_file.with_name("kept.html")
+    given = [tiny_model, "--prompt-file", prompt_file, "--html", page]
+    for name in ("none", "auto", "best"):
+        line = failure(capsys, monkeypatch, [*given, "--compare", name])
+        assert line.startswith(f"error: --compare: unknown policy '{name}'; choose from ")
+    line = failure(capsys, monkeypatch, [*given, "--compare", "ada-defensive"])
+    assert line.startswith("error: --compare ada-defensive: the other policy is ada-defensive too")
+    given += ["--kv-eviction", "snapkv", "--budgets"]
+    line = failure(capsys, monkeypatch, [*given, "25%,32"])
+    assert line.startswith("error: --budgets: KV eviction: budget 32 leaves no room")
+    line = failure(capsys, monkeypatch, [*given, "25%,100%"])
+    assert line.startswith("error: nothing was evicted, because ")
+    assert line.endswith("give a longer prompt or lower --budgets")
+    assert not page.exists()
 
 
 def test_missing_matplotlib(tiny_model, prompt_file, monkeypatch, capsys) -> None:

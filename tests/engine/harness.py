@@ -38,6 +38,7 @@ from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingSchedu
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import PYRAMIDS
 from vllm_kvevict.settings.profile import ModelIdentity, Profile
+from vllm_kvevict.tiers.scheduler import TieredAsyncScheduler, TieredScheduler
 
 STOP_TOKEN = 1
 VOCABULARY = 1000
@@ -51,6 +52,7 @@ class Setup:
     second evictable group and ``sliding_window`` a group that does not evict. ``pyramid`` is the
     number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
     ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
+    ``memory`` is for stores outside the KV cache.
     """
 
     budget: int | str = 40
@@ -78,6 +80,12 @@ class Setup:
     marks: tuple[float, float] = (0.05, 0.1)
     prefill_interval: int = 0
     longest: int | None = None
+    memory: int = 0
+
+    @property
+    def keeps(self) -> int:
+        """Bytes of host memory for stores, where the server shares any."""
+        return self.memory if self.caching and self.sliding_window is None else 0
 
     @property
     def groups(self) -> int:
@@ -176,6 +184,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         shared_blocks=setup.shared,
         when=setup.when,
         allow="snapkv,streaming-llm,h2o,none",
+        store_memory=setup.keeps,
         options=options | (dict(beta=setup.beta) if setup.policy in PYRAMIDS else {}),
     )
 
@@ -200,7 +209,9 @@ def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
 
 def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     """An EvictingScheduler or EvictingAsyncScheduler for this setup."""
-    kind = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
+    kind: Any = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
+    if setup.keeps:
+        kind = TieredAsyncScheduler if setup.asynchronous else TieredScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
     layers = mock.patch(
         "vllm_kvevict.settings.budget_log.evictable_layers", lambda *_: setup.pyramid or 1

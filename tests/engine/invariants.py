@@ -39,6 +39,7 @@ class Invariants:
         self._chains: dict[str, list[int]] = {}
         self._truth: dict[Any, list[int]] = {}
         self._stored: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._saved: dict[str, dict[int, tuple[Any, ...]]] = {}
 
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
@@ -51,13 +52,18 @@ class Invariants:
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if request_id in cached.resumed_req_ids:
                 admitted[request_id] = computed
+        plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
+        for copy in plan.loads:
+            for group, made_of in self._saved[copy.name].items():
+                (one,) = [one for one in copy.groups if one.group_id == group]
+                self._stored[group, one.store[0]] = made_of
         for request_id, hit in admitted.items():
             former = self._lives.get(request_id)
             self._lives[request_id] = Life(former.number + 1 if former else 1)
             self.expected.prefill_ends[request_id] = self.scheduler.requests[request_id].num_tokens
             self.tally.hits += hit > 0
             self.tally.hit_tokens += hit
-            taken = (getattr(output, PLAN, None) or StepPlan()).reused.get(request_id)
+            taken = plan.reused.get(request_id)
             if taken is None:
                 self._expect_window_uncovered(request_id, hit)
             else:
@@ -66,7 +72,13 @@ class Invariants:
         self._steps[id(output)] = {
             request_id: self._lives[request_id].number for request_id in output.num_scheduled_tokens
         }
-        self._expect_plan(output, getattr(output, PLAN, None) or StepPlan())
+        self._expect_plan(output, plan)
+        for copy in plan.saves:
+            self._saved[copy.name] = {
+                one.group_id: self._stored[one.group_id, one.store[0]]
+                for one in copy.groups
+                if one.store
+            }
         self._forget_what_no_step_computes(output)
 
     def _forget_what_no_step_computes(self, output: Any) -> None:

@@ -53,6 +53,7 @@ def setups(draw: Any) -> Setup:
         rings=draw(st.sampled_from([None, None, 1, 2])),
         reserve_full=draw(st.booleans()),
         shared=draw(st.sampled_from(["keep", "evict"])),
+        memory=draw(st.sampled_from([0, 100_000, 10**9])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
     )
 

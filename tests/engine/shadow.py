@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, ReusedStore, StepPlan
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
@@ -79,13 +79,19 @@ class ShadowWorker:
         """Tokens of the context that a preparing request evicts, by its id."""
         self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]], int]] = {}
         """Tail start, store, its content and point, by group and first block of the store."""
+        self.host: dict[str, list[tuple[Any, ...]]] = {}
+        """What host memory holds of stores: of each group what :attr:`published` has, and the
+        content of the blocks behind the store."""
+        self.restored = 0
 
     def execute(self, output: Any) -> dict[str, list[int]]:
         """Run a step; returns the sampled tokens by request id."""
         self._follow(output)
+        plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
+        for copy in plan.loads:
+            self._load(copy)
         for source, target in output.kv_cache_block_copies or ():
             self.memory[target] = list(self.memory[source])
-        plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
         for request_id, reused in plan.reused.items():
             self._take(self.rows[request_id], reused)
         spans = {
@@ -102,6 +108,10 @@ class ShadowWorker:
         self._accumulate(plan, spans)
         for eviction in plan.evictions:
             self._evict(eviction, spans)
+        for name in plan.forgotten:
+            del self.host[name]
+        for copy in plan.saves:
+            self._save(copy)
         sampled = {}
         for request_id, (_, end) in spans.items():
             row = self.rows[request_id]
@@ -154,6 +164,28 @@ class ShadowWorker:
         row.over = (hash(repr(row.store_content)),)
         del row.content[point:]
         extend_chain(row.content, row.tokens[point : row.computed], *row.over)
+
+    def _save(self, copy: StoreCopy) -> None:
+        assert copy.keep
+        self.host[copy.name] = [
+            (
+                self.published[one.group_id, one.store[0]] if one.store else None,
+                [list(self.memory[block]) for block in one.tail],
+            )
+            for one in copy.groups
+        ]
+
+    def _load(self, copy: StoreCopy) -> None:
+        self.restored += 1
+        for one, (published, tail) in zip(copy.groups, self.host[copy.name], strict=True):
+            if published is not None:
+                tail_start, store, content, point = published
+                assert len(one.store) == len(store)
+                self.published[one.group_id, one.store[0]] = tail_start, one.store, content, point
+                for block, slots in zip(one.store, content, strict=True):
+                    self.memory[block] = list(slots)
+            for block, slots in zip(one.tail, tail, strict=True):
+                self.memory[block] = list(slots)
 
     def _write(self, row: Row, start: int, end: int) -> None:
         extend_chain(row.content, row.tokens[start:end], *row.over)

@@ -23,9 +23,25 @@ class Recorder:
         self.layers = layers
         self._last: Any = None
         self._published: dict[tuple[int, int], Kept] = {}
+        self._saves: list[Any] = []
+        self._saved: dict[str, Kept] = {}
+
+    @property
+    def saved(self) -> dict[str, Kept]:
+        """What was kept of stores that were copied out of the KV cache, by name."""
+        for copy in self._saves:
+            self._saved[copy.name] = self._published[_first(copy)]
+        self._saves.clear()
+        return self._saved
 
     def taken(self, plan: Any) -> None:
         """Requests of a step that begin with what another one's eviction kept."""
+        saved = self.saved
+        for copy in plan.loads:
+            for group in copy.groups:
+                if group.store:
+                    self._published[group.group_id, group.store[0]] = saved[copy.name]
+        self._saves += plan.saves
         for request_id, groups in plan.reused.items():
             kept = self._published[groups[0].group_id, groups[0].store[0]]
             assert all(self._published[g.group_id, g.store[0]] is kept for g in groups)
@@ -66,6 +82,10 @@ class Recorder:
             if record.log_weights is not None:
                 kept.weights = kept.weights or [None] * len(kept.positions)
                 kept.weights[layer] = mine_of_heads
+
+
+def _first(copy: Any) -> tuple[int, int]:
+    return next((group.group_id, group.store[0]) for group in copy.groups if group.store)
 
 
 def layers_by_depth(states: dict[int, Any]) -> dict[int, list[int]]:

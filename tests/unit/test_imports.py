@@ -12,9 +12,9 @@ FLOORS = (
     {"__main__"},
     {"calibrate", "plan"},
     {"sizing", "inspect", "ray_serve"},
-    {"worker"},
+    {"worker", "tiers"},
     {"engine", "front"},
-    {"attention", "metrics", "policies"},
+    {"attention", "metrics", "policies", "stores"},
     {"cache", "settings"},
     {"ops", "schedule", "hooks"},
 )

@@ -149,6 +149,10 @@ class GroupState:
         """Keep a row's head split for others, without waiting for the device."""
         self._kept[:, slot] = self.head_indptr[:, row]
 
+    def split_kept(self, slot: int) -> torch.Tensor:
+        """[L, H + 1] int32: the head split that :meth:`keep` put there, not a copy."""
+        return self._kept[:, slot]
+
     def take(self, row: int, slot: int, tail_start: int, store: torch.Tensor) -> None:
         """Enter a store whose head split was kept, without waiting for the device.
 

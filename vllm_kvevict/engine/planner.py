@@ -65,6 +65,7 @@ class StepPlanner:
             if state.in_prefill(end):
                 self._stores.passed(state, end)
             self._turns.finish_step(state, end)
+        self._stores.copy(plan)
         return plan
 
     def _admit(self, plan: StepPlan) -> None:

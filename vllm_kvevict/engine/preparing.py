@@ -7,10 +7,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.engine.blocks import EvictionCore
-from vllm_kvevict.engine.published import ShareKey
 from vllm_kvevict.engine.request import Preparation, RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.settings.requests import PREPARING_ANSWERS
+from vllm_kvevict.stores.key import ShareKey
 
 MOST = 2
 """Preparations that a request waits for; then it goes on without."""
@@ -76,7 +76,9 @@ class Preparations:
             running += asked.made_by is not None
         for key, asked in self._by_key.items():
             asked.ready = self._stores.has(key)
-            if asked.made_by is None and not asked.ready and running < MOST_UNDER_WAY:
+            if asked.ready or self._stores.coming(key):
+                continue
+            if asked.made_by is None and running < MOST_UNDER_WAY:
                 self._try(key, asked)
                 running += asked.made_by is not None
         self.blocked = sum(len(one.askers) for one in self._by_key.values() if not one.ready)

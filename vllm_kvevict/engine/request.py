@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from vllm_kvevict.engine.published import PublishedStore, ShareKey
+    from vllm_kvevict.engine.published import PublishedStore
+    from vllm_kvevict.stores.key import ShareKey
 
 
 class Phase(Enum):

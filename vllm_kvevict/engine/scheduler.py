@@ -68,7 +68,7 @@ class EvictionMixin(Scheduler):
         self._reporter = Reporter(counters) if self.log_stats else None
         self._turns = Turns(table, RingSlots(slots) if slots else None, 1 + self.num_spec_tokens)
         may_share = not (self.connector or self.use_eagle or self.prefix_replay_tokens)
-        self._stores = PublishedStores(core, enabled=may_share)
+        self._stores = self._make_stores(core, may_share, config)
         self._planner = StepPlanner(core, self._turns, self._stores, self._reporter)
         self._memory = Memory(core, self._turns, self._planner)
         self._preparations = Preparations(core, self._stores, self._memory.watermark)
@@ -79,6 +79,11 @@ class EvictionMixin(Scheduler):
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
         self._aligns_mamba: bool = self.need_mamba_block_aligned_split
+
+    def _make_stores(
+        self, core: EvictionCore, enabled: bool, config: EvictionConfig
+    ) -> PublishedStores:
+        return PublishedStores(core, enabled)
 
     def _make_table(self, config: EvictionConfig, slots: int) -> RequestTable:
         rules = {group: m.timeline for group, m in self._evicting.items() if m.timeline is not None}
@@ -192,6 +197,7 @@ class EvictionMixin(Scheduler):
         report = reporter.take(saved, marks.pressing, (marks.low, marks.high))
         if report is not None:
             report.idle_stores = self._stores.idle
+            report.store_bytes = self._stores.kept_bytes
             attach(report, outputs)
 
     def _preempt_request(self, request: "Request", *args: Any, **kwargs: Any) -> None:
@@ -230,6 +236,10 @@ class EvictionMixin(Scheduler):
         if asked is not None and (not asked.ready or not self._stores.has(asked.key)):
             return False
         return super()._handle_blocked_waiting_request(request) and not self._stores.waits(state)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._stores.reset()
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
         finished = super().finish_requests(request_ids, finished_status)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
-from vllm_kvevict.engine.published import PublishedGroup, PublishedStore, ShareKey, share_key
+from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
-from vllm_kvevict.schedule.step_plan import GroupEviction, ReusedStore
+from vllm_kvevict.schedule.step_plan import GroupEviction, ReusedStore, StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.stores.key import ShareKey, share_key
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -44,6 +45,8 @@ class PublishedStores:
         self.enabled = enabled and manager.enable_caching and every_group
         self.idle = 0
         """Published stores that no request holds, as they were when last looked at."""
+        self.kept_bytes = 0
+        """Host memory that holds stores, on all ranks."""
         self.suffixes = SuffixCache(manager.block_pool.hash_block_size, managers)
         self._published: dict[ShareKey, PublishedStore] = {}
         self._by_block: dict[int, PublishedStore] = {}
@@ -83,15 +86,28 @@ class PublishedStores:
     def _may_reuse(self, state: RequestState) -> bool:
         return self._manager.prefix_cache_lookup_enabled(state.request)
 
-    def has(self, key: ShareKey) -> bool:
-        """Whether the store of a key is there, as a whole."""
+    def _in_pool(self, key: ShareKey) -> bool:
         store = self._published.get(key)
         return store is not None and store.intact
+
+    def has(self, key: ShareKey) -> bool:
+        """Whether the store of a key is there, as a whole."""
+        return self._in_pool(key)
+
+    def coming(self, key: ShareKey) -> bool:
+        """Whether the store of a key will soon be there without being made."""
+        return False
+
+    def copy(self, plan: StepPlan) -> None:
+        """Tell the workers which stores are copied out of the KV cache, and back."""
+
+    def reset(self) -> None:
+        """What is in the KV cache may no longer be reused."""
 
     def find(self, state: RequestState) -> PublishedStore | None:
         """The store that a waiting request may begin with; None for none."""
         key = state.key
-        if key is None or state.context is not None or not self.has(key):
+        if key is None or state.context is not None or not self._in_pool(key):
             return None
         return self._published[key] if self._may_reuse(state) else None
 
@@ -133,7 +149,7 @@ class PublishedStores:
             or state.computed_valid != end
             or any(one.old_tail_start or one.old_store for one in evictions)
             or made.keys() != {group for group, blocks in key.stores if blocks}
-            or self.has(key)
+            or self._in_pool(key)
         ):
             return None
         groups = {}

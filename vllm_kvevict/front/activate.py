@@ -29,8 +29,13 @@ SCHEDULERS = (
     "vllm.v1.core.sched.scheduler.Scheduler",
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
-EVICTING_SCHEDULER = "vllm_kvevict.engine.scheduler.EvictingScheduler"
-EVICTING_ASYNC_SCHEDULER = "vllm_kvevict.engine.scheduler.EvictingAsyncScheduler"
+OURS = {
+    # With tiers behind the KV cache, and asynchronous.
+    (False, False): "vllm_kvevict.engine.scheduler.EvictingScheduler",
+    (False, True): "vllm_kvevict.engine.scheduler.EvictingAsyncScheduler",
+    (True, False): "vllm_kvevict.tiers.scheduler.TieredScheduler",
+    (True, True): "vllm_kvevict.tiers.scheduler.TieredAsyncScheduler",
+}
 
 
 def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
@@ -56,7 +61,13 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     arrange(vllm_config, config)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     worker_cls = _worker(parallel.worker_cls)
-    scheduler_cls = _scheduler(scheduler.scheduler_cls, bool(scheduler.async_scheduling))
+    if config.has_tiers and not vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores that "
+            "requests share through the prefix cache; remove --no-enable-prefix-caching or these."
+        )
+    kind = OURS[config.has_tiers, bool(scheduler.async_scheduling)]
+    scheduler_cls = _scheduler(scheduler.scheduler_cls, kind)
     vllm_config.additional_config[KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls
     scheduler.scheduler_cls = scheduler_cls
@@ -79,18 +90,17 @@ def _worker(worker_cls: Any) -> str:
     )
 
 
-def _scheduler(scheduler_cls: Any, asynchronous: bool) -> str:
+def _scheduler(scheduler_cls: Any, ours: str) -> str:
     name = scheduler_cls
     if isinstance(scheduler_cls, type):
         name = f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"
-    ours = (EVICTING_SCHEDULER, EVICTING_ASYNC_SCHEDULER)
-    if name is not None and name not in SCHEDULERS + ours:
+    if name is not None and name not in (*SCHEDULERS, *OURS.values()):
         raise ValueError(
             f"KV eviction does not support the scheduler class {name!r}, because it extends "
             f"vLLM's own ({', '.join(SCHEDULERS)}); remove --scheduler-cls or serve without "
             "--kv-eviction."
         )
-    return EVICTING_ASYNC_SCHEDULER if asynchronous else EVICTING_SCHEDULER
+    return ours
 
 
 def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:

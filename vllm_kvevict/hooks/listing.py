@@ -28,8 +28,7 @@ HOOKS = {
         """,
         "vllm.entrypoints.openai.chat_completion.protocol": """
             ChatCompletionRequest.vllm_xargs ChatCompletionRequest.messages
-            ChatCompletionRequest.add_generation_prompt
-            ChatCompletionRequest.continue_final_message
+            ChatCompletionRequest.add_generation_prompt ChatCompletionRequest.continue_final_message
             ChatCompletionRequest.truncate_prompt_tokens
         """,
         "vllm.entrypoints.openai.completion.protocol": """
@@ -59,9 +58,8 @@ HOOKS = {
             OnlineRenderer.create_error_response(message,param)
         """,
         "vllm.renderers.base": """
-            BaseRenderer.tokenize_prompt(prompt,params)
-            BaseRenderer.tokenize_prompt_async(prompt,params) BaseRenderer.tokenizer
-            BaseRenderer.model_config
+            BaseRenderer.tokenize_prompt(prompt,params) BaseRenderer.tokenize_prompt_async(prompt,
+            params) BaseRenderer.tokenizer BaseRenderer.model_config
         """,
         "vllm.renderers.params": """
             TokenizeParams.max_total_tokens TokenizeParams.add_special_tokens
@@ -83,15 +81,13 @@ HOOKS = {
         "vllm.config": """
             ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
             ModelConfig.is_attention_free ModelConfig.is_hybrid ModelConfig.use_mla
-            ModelConfig.is_deepseek_mla ModelConfig.get_head_size
-            ModelConfig.rswa_window ModelConfig.is_mm_prefix_lm ModelConfig.uses_alibi
-            ModelConfig.hf_text_config ModelConfig.get_sliding_window
-            ModelConfig.attention_chunk_size CacheConfig.cache_dtype CacheConfig.sliding_window
-            CacheConfig.block_size CacheConfig.kv_sharing_fast_prefill
+            ModelConfig.is_deepseek_mla ModelConfig.get_head_size ModelConfig.rswa_window
+            ModelConfig.is_mm_prefix_lm ModelConfig.uses_alibi ModelConfig.hf_text_config
+            ModelConfig.get_sliding_window ModelConfig.attention_chunk_size CacheConfig.cache_dtype
+            CacheConfig.sliding_window CacheConfig.block_size CacheConfig.kv_sharing_fast_prefill
             CacheConfig.prefix_match_unit VllmConfig.speculative_config
-            VllmConfig.kv_transfer_config VllmConfig.ec_transfer_config
-            VllmConfig.diffusion_config VllmConfig.attention_config
-            ParallelConfig.decode_context_parallel_size
+            VllmConfig.kv_transfer_config VllmConfig.ec_transfer_config VllmConfig.diffusion_config
+            VllmConfig.attention_config ParallelConfig.decode_context_parallel_size
             ParallelConfig.prefill_context_parallel_size ParallelConfig.use_ubatching
             ParallelConfig.enable_elastic_ep ParallelConfig.enable_fault_tolerance
             AttentionConfig.use_non_causal AttentionConfig.hisparse_config
@@ -126,7 +122,8 @@ HOOKS = {
         "vllm.v1.core.single_type_kv_cache_manager": """
             FullAttentionManager.req_to_blocks
             FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
-              new_computed_blocks,total_computed_tokens,apply_admission_cap)
+            new_computed_blocks,total_computed_tokens,num_local_computed_tokens,
+            apply_admission_cap) FullAttentionManager._has_partial_local_hit
             FullAttentionManager.pop_blocks_for_free(request_id)
             FullAttentionManager.add_local_computed_blocks(request_id)
             FullAttentionManager.kv_cache_group_id FullAttentionManager._null_block
@@ -134,8 +131,8 @@ HOOKS = {
         "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_id KVCacheBlock.ref_cnt",
         "vllm.v1.core.block_pool": """
             BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
-            BlockPool.evict_blocks(block_ids) BlockPool.touch(blocks)
-            BlockPool.get_num_free_blocks BlockPool.num_gpu_blocks
+            BlockPool.evict_blocks(block_ids) BlockPool.touch(blocks) BlockPool.get_num_free_blocks
+            BlockPool.num_gpu_blocks
         """,
         "vllm.v1.core.sched.scheduler": """
             Scheduler.running Scheduler.max_num_scheduled_tokens Scheduler._inflight_prefills
@@ -144,10 +141,18 @@ HOOKS = {
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.group_block_sizes",
     },
     "engine/published.py": {
-        "vllm.v1.core.kv_cache_utils": """
-            KVCacheBlock.block_hash KVCacheBlock.ref_cnt generate_block_hash_extra_keys
-        """,
+        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_hash KVCacheBlock.ref_cnt",
+    },
+    "stores/key.py": {
+        "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys",
         "vllm.v1.request": "Request.block_hashes Request.all_token_ids Request.num_tokens",
+    },
+    "tiers/stores.py": {
+        "vllm.v1.core.block_pool": """
+            BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
+            BlockPool.get_num_free_blocks
+        """,
+        "vllm.v1.request": "Request.lora_request Request.num_tokens",
     },
     "engine/stores.py": {
         "vllm.v1.core.kv_cache_manager": """
@@ -168,16 +173,15 @@ HOOKS = {
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
-            Scheduler.update_from_output(scheduler_output,model_runner_output)
-            Scheduler.shutdown() Scheduler.add_request(request)
-            Scheduler.finish_requests(request_ids,finished_status)
+            Scheduler.update_from_output(scheduler_output,model_runner_output) Scheduler.shutdown()
+            Scheduler.add_request(request) Scheduler.finish_requests(request_ids,finished_status)
             Scheduler._free_request(request) Scheduler._free_blocks(request)
             Scheduler._preempt_request(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
-            Scheduler.update_draft_token_ids(draft_token_ids)
-            Scheduler.block_size Scheduler.kv_cache_manager Scheduler.num_spec_tokens
-            Scheduler.connector Scheduler.use_eagle Scheduler.prefix_replay_tokens
+            Scheduler.update_draft_token_ids(draft_token_ids) Scheduler.block_size
+            Scheduler.kv_cache_manager Scheduler.num_spec_tokens Scheduler.connector
+            Scheduler.use_eagle Scheduler.prefix_replay_tokens
             Scheduler._handle_blocked_waiting_request(request)
         """,
         "vllm.v1.core.sched.async_scheduler": """
@@ -224,7 +228,7 @@ HOOKS = {
     "engine/preparing.py": {
         "vllm.v1.request": """
             Request.__init__(request_id,prompt_token_ids,sampling_params,pooling_params,
-              client_index,arrival_time,lora_request,cache_salt,priority,block_hasher)
+            client_index,arrival_time,lora_request,cache_salt,priority,block_hasher)
             Request._block_hasher RequestStatus.FINISHED_ABORTED
         """,
     },
@@ -233,12 +237,8 @@ HOOKS = {
             Request.num_prompt_tokens Request.max_tokens Request.resumable Request.pooling_params
         """,
     },
-    "engine/request.py": {
-        "vllm.v1.request": "Request.num_computed_tokens Request.num_tokens",
-    },
-    "settings/core_options.py": {
-        "vllm.v1.request": "Request.sampling_params",
-    },
+    "engine/request.py": {"vllm.v1.request": "Request.num_computed_tokens Request.num_tokens"},
+    "settings/core_options.py": {"vllm.v1.request": "Request.sampling_params"},
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
         "vllm.v1.engine": "EngineCoreOutputs.scheduler_stats",
@@ -255,9 +255,7 @@ HOOKS = {
             EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput AsyncModelRunnerOutput.get_output
         """,
     },
-    "schedule/step_plan.py": {
-        "vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens",
-    },
+    "schedule/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
     "worker/mixin.py": {
         "vllm.v1.worker.gpu_worker": """
             Worker.get_kv_cache_spec Worker.determine_available_memory
@@ -357,8 +355,8 @@ HOOKS = {
             CPUAttentionBackendImpl.sinks
         """,
         "vllm._custom_ops": """
-            cpu_attn_get_scheduler_metadata(kv_cache_dtype)
-            cpu_attention_with_kv_cache(s_aux,k_scale,v_scale,kv_cache_dtype)
+            cpu_attn_get_scheduler_metadata(kv_cache_dtype) cpu_attention_with_kv_cache(s_aux,
+            k_scale,v_scale,kv_cache_dtype)
         """,
     },
     "attention/flash.py": {
@@ -370,8 +368,8 @@ HOOKS = {
     },
     "attention/triton.py": {
         "vllm.v1.attention.backends.triton_attn": """
-            TritonAttentionBackend TritonAttentionMetadataBuilder.build
-            TritonAttentionImpl.forward TritonAttentionImpl.sinks
+            TritonAttentionBackend TritonAttentionMetadataBuilder.build TritonAttentionImpl.forward
+            TritonAttentionImpl.sinks
         """,
         "vllm.v1.attention.ops.triton_unified_attention": "unified_attention(sinks)",
     },
@@ -384,7 +382,8 @@ HOOKS = {
     },
     "sizing/memory.py": {
         "vllm.v1.core.kv_cache_utils": """
-            get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory) get_kv_cache_capacity
+            get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory)
+            get_kv_cache_capacity
         """,
         "vllm.distributed.utils": "get_pp_indices",
     },

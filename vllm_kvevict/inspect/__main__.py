@@ -19,18 +19,28 @@ def main(argv: list[str]) -> int:
         from vllm_kvevict.inspect.engine import run
         from vllm_kvevict.inspect.view import View
 
-        view = View.of(options, run(options, engine_args))
+        views = [View.of(options, one) for one in run(options, engine_args)]
     except InspectError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    from vllm_kvevict.inspect.picture import draw
-    from vllm_kvevict.inspect.report import as_json, as_text
+    from vllm_kvevict.inspect.report import as_json, as_text, in_short
 
-    draw(view, options.output)
-    print(as_text(view))
+    if options.output is not None:
+        from vllm_kvevict.inspect.picture import draw
+
+        draw(views[0], options.output)
+    print("\n\n".join([as_text(views[0]), *map(in_short, views[1:])]))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(view)) + "\n")
-    written = [str(path) for path in (options.output, options.json) if path is not None]
+        data = as_json(views[0])
+        if len(views) > 1:
+            data["others"] = [as_json(view) for view in views[1:]]
+        options.json.write_text(json.dumps(data) + "\n")
+    if options.html is not None:
+        from vllm_kvevict.inspect.page import as_html
+
+        options.html.write_text(as_html(views), encoding="utf-8")
+    files = (options.output, options.json, options.html)
+    written = [str(path) for path in files if path is not None]
     print(f"\nwritten  {', '.join(written)}")
     return 0
 

@@ -1,4 +1,4 @@
-"""vLLM in this process: runs the prompt and records what eviction kept."""
+"""vLLM in this process: runs the prompt and records what each eviction kept."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,8 +8,10 @@ from vllm_kvevict.front.command import first_line
 from vllm_kvevict.inspect.kept import Group, History, Snapshot
 from vllm_kvevict.inspect.options import InspectError, Options
 from vllm_kvevict.inspect.prompt import Prompt, read_prompt
+from vllm_kvevict.inspect.variants import check_length, too_short, variants
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import AUTO, KEY
+from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.settings.requests import AT, BUDGET, POLICY
 
 BLOCKS_TO_SPARE = 16
 
@@ -41,17 +43,19 @@ class Run:
         return text
 
 
-def run(options: Options, engine_args: Any) -> Run:
-    """Run the prompt of ``options`` once.
+def run(options: Options, engine_args: Any) -> list[Run]:
+    """Run the prompt of ``options`` once under each policy and budget, in one engine.
 
     Args:
         options: What to run.
         engine_args: vLLM's ``EngineArgs`` with eviction configured.
 
     Raises:
-        InspectError: The model cannot be loaded, or nothing was evicted.
+        InspectError: The model cannot be loaded, or a run evicted nothing.
 
     """
+    from tqdm import tqdm
+
     config = EvictionConfig.parse((engine_args.additional_config or {}).get(KEY))
     if config is None:
         raise InspectError("eviction is off, so there is nothing to draw: give --kv-eviction")
@@ -65,13 +69,14 @@ def run(options: Options, engine_args: Any) -> Run:
         raise InspectError(f"--prompt-file: {options.prompt_file} is no UTF-8 text") from None
     except ValueError as error:
         raise InspectError(str(error)) from None
-    if config.policy != AUTO:
-        _check_budget(options, config, prompt)
+    check_length(options, config, prompt)
     llm = start(sized(engine_args, len(prompt.ids) + options.max_tokens))
     config = EvictionConfig.parse(llm.llm_engine.vllm_config.additional_config[KEY])
     assert config is not None
     try:
-        return _generate(llm, options, config, prompt, tokenizer)
+        configs = variants(options, config)
+        runs = tqdm(configs, desc="runs", unit="run", disable=len(configs) == 1)
+        return [_generate(llm, options, one, prompt, tokenizer) for one in runs]
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -94,26 +99,6 @@ def load_tokenizer(engine_args: Any) -> Any:
         )
     except (OSError, ValueError) as error:
         raise InspectError(f"no tokenizer of {engine_args.model}: {first_line(error)}") from None
-
-
-def _check_budget(options: Options, config: EvictionConfig, prompt: Prompt) -> None:
-    """Say before the model is loaded what can be known by then."""
-    decoded = len(prompt.ids) + options.max_tokens
-    end = prompt.context if options.after == "prefill" else decoded
-    rule = config.timeline(block_size=1)
-    if not rule.evictable(end):
-        raise InspectError(_too_short(config, end, prompt.context))
-
-
-def _too_short(config: EvictionConfig, end: int, context: int, block_size: int = 1) -> str:
-    rule = config.timeline(block_size)
-    needed = (rule.store_blocks(context) + 1) * block_size + rule.protected
-    blocks = f" in blocks of {block_size}" if block_size > 1 else ""
-    return (
-        f"nothing was evicted, because {end} tokens fit the budget of {rule.budget(context)} "
-        f"tokens per KV head (eviction starts at {needed} tokens{blocks}); give a longer prompt "
-        "or lower --kv-eviction-budget"
-    )
 
 
 def sized(engine_args: Any, num_tokens: int) -> Any:
@@ -165,7 +150,13 @@ def _generate(
     worker = core.model_executor.driver_worker.worker.kv_eviction
     history = History(_groups(worker))
     worker.listeners.append(history)
-    extra = {"kv_eviction_at": prompt.evict_at} if prompt.evict_at is not None else None
+    counters = core.scheduler.eviction_counters
+    evictions, postponed = worker.evictions, counters.postponed
+    extra: dict[str, Any] = {POLICY: config.policy}
+    if options.budgets:
+        extra[BUDGET] = config.budget
+    if prompt.evict_at is not None:
+        extra[AT] = prompt.evict_at
     try:
         (output,) = llm.generate(
             {"prompt_token_ids": prompt.ids},
@@ -174,6 +165,8 @@ def _generate(
         )
     except (ValueError, VLLMError) as error:
         raise InspectError(first_line(error)) from None
+    finally:
+        worker.listeners.remove(history)
     n = len(prompt.ids)
     if options.after == "prefill":
         snapshot = history.after_prefill(n)
@@ -181,7 +174,7 @@ def _generate(
         snapshot = history.snapshots[-1] if history.snapshots else None
     block_size = max(state.timeline.block_size for state in worker.states.values())
     if snapshot is None:
-        postponed = core.scheduler.eviction_counters.postponed
+        postponed = counters.postponed - postponed
         if postponed:
             raise InspectError(
                 f"nothing was evicted, because the KV cache had no room for the store in "
@@ -189,11 +182,12 @@ def _generate(
             )
         decoded = n + len(output.outputs[0].token_ids)
         end = prompt.context if options.after == "prefill" else decoded
-        raise InspectError(_too_short(config, end, prompt.context, block_size))
-    assert worker.evictions >= 1
+        raise InspectError(too_short(options, config, end, prompt.context, block_size))
+    evictions = worker.evictions - evictions
+    assert evictions >= 1
     answer = output.outputs[0]
     return Run(
-        prompt, config, block_size, answer.text, list(answer.token_ids), worker.evictions,
+        prompt, config, block_size, answer.text, list(answer.token_ids), evictions,
         snapshot, tokenizer,
     )  # fmt: skip
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvevict.front.command import evict_by_default, first_line
+from vllm_kvevict.settings.budget import parse_budget
+from vllm_kvevict.settings.plugins import policy_names, unknown
 
 
 class InspectError(Exception):
@@ -15,11 +17,15 @@ class InspectError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What to run and what to draw. ``after`` is ``prefill`` or ``decode``."""
+    """What to run and what to draw.
+
+    ``after`` is ``prefill`` or ``decode``. Without ``budgets`` the server's is the only one;
+    ``compare`` is a second policy.
+    """
 
     model: str
     prompt_file: Path
-    output: Path
+    output: Path | None
     json: Path | None
     find: tuple[str, ...]
     question: str | None
@@ -28,6 +34,9 @@ class Options:
     after: str
     max_tokens: int
     spans: int
+    html: Path | None = None
+    compare: str | None = None
+    budgets: tuple[int | str, ...] = ()
 
 
 def parse(argv: list[str]) -> tuple[Options, Any]:
@@ -51,7 +60,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     options = Options(
         model=args.model_tag,
         prompt_file=args.prompt_file,
-        output=args.output,
+        output=args.output or (None if args.html else Path("kept.png")),
         json=args.json,
         find=tuple(args.find),
         question=args.question,
@@ -60,6 +69,9 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
         after=args.after,
         max_tokens=args.max_tokens,
         spans=args.spans,
+        html=args.html,
+        compare=args.compare,
+        budgets=_budgets(args.budgets),
     )
     _check(options)
     if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
@@ -67,6 +79,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     args.model = options.model
     evict_by_default(args)
     try:
+        _set_variants(args, options)
         # Offline, this looks for the model already.
         return options, EngineArgs.from_cli_args(args)
     except (OSError, ValueError) as error:
@@ -89,8 +102,19 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--prompt-file", type=Path, required=True, metavar="FILE", help="The prompt, as text."
     )
-    group.add_argument("--output", type=Path, default=Path("kept.png"), help="The picture (PNG).")
+    group.add_argument(
+        "--output", type=Path, help="The picture (PNG); kept.png where there is no --html."
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="The same data as JSON.")
+    group.add_argument(
+        "--html", type=Path, metavar="FILE", help="A page with the prompt's text, shaded."
+    )
+    group.add_argument(
+        "--compare", metavar="POLICY", help="A second policy, beside it on the page."
+    )
+    group.add_argument(
+        "--budgets", metavar="LIST", help="Budgets to choose from on the page, such as 6%%,256."
+    )
     group.add_argument(
         "--find",
         action="append",
@@ -122,17 +146,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _budgets(text: str | None) -> tuple[int | str, ...]:
+    try:
+        return () if text is None else tuple(map(parse_budget, text.split(",")))
+    except ValueError as error:
+        raise InspectError(f"--budgets: {error}") from None
+
+
+def _set_variants(args: argparse.Namespace, options: Options) -> None:
+    """Let the requests of one engine choose among the policies and budgets of ``options``."""
+    from vllm_kvevict.front.plugin import fold_flags
+
+    if options.compare is not None:
+        args.kv_eviction_allow = options.compare
+    if options.budgets and hasattr(args, "kv_eviction_budget"):
+        raise InspectError(
+            f"--budgets {','.join(map(str, options.budgets))}: --kv-eviction-budget "
+            f"{args.kv_eviction_budget} is given too; give one of the two"
+        )
+    fold_flags(args)
+    for budget in options.budgets:
+        args.kv_eviction_budget = budget
+        try:
+            fold_flags(args)
+        except ValueError as error:
+            raise InspectError(f"--budgets: {first_line(error)}") from None
+
+
 def _check(options: Options) -> None:
-    if find_spec("matplotlib") is None:
+    if options.output is not None and find_spec("matplotlib") is None:
         raise InspectError(
             "inspect draws with matplotlib, which is not installed: "
             "pip install 'vllm-kvevict[inspect]'"
         )
     if not options.prompt_file.is_file():
         raise InspectError(f"--prompt-file: there is no file {options.prompt_file}")
-    for name, path in (("--output", options.output), ("--json", options.json)):
+    for name in ("output", "json", "html"):
+        path = getattr(options, name)
         if path is not None and not path.absolute().parent.is_dir():
-            raise InspectError(f"{name}: there is no folder {path.parent}")
+            raise InspectError(f"--{name}: there is no folder {path.parent}")
+    for name in ("compare", "budgets"):
+        if getattr(options, name) and options.html is None:
+            raise InspectError(f"--{name} is for the page: add --html FILE")
+    if options.compare is not None and options.compare not in policy_names():
+        raise InspectError(f"--compare: {unknown(options.compare, policy_names())}")
     if options.max_tokens < 2:
         # A request that ends with its first token is not evicted.
         raise InspectError(f"--max-tokens: must be at least 2, not {options.max_tokens}")

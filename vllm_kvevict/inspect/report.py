@@ -35,6 +35,11 @@ def as_text(view: View) -> str:
     return "\n".join(lines)
 
 
+def in_short(view: View) -> str:
+    """Another run of the same prompt, for the terminal: its policy and its answer."""
+    return f"policy   {view.policy}\nanswer   {view.run.answer!r}"
+
+
 def as_json(view: View) -> dict[str, Any]:
     """Everything of the picture; positions are [start, stop) pairs, store and tail together."""
     run, snapshot = view.run, view.snapshot

@@ -24,7 +24,9 @@ class Counters:
     went on without what they asked to be prepared.
     ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
     ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
-    that ended, ``requests_whole`` were never evicted.
+    that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host memory
+    or files, ``*_restored_*`` came back from there, with the tokens that they stand for and their
+    bytes on all ranks; ``files_refused`` were not what they must be.
     """
 
     evictions_prefill: int = 0
@@ -48,6 +50,14 @@ class Counters:
     evictions_unscored: int = 0
     requests_whole: int = 0
     requests_evicted: int = 0
+    stores_saved: int = 0
+    files_refused: int = 0
+    stores_restored_memory: int = 0
+    stores_restored_file: int = 0
+    tokens_restored_memory: int = 0
+    tokens_restored_file: int = 0
+    bytes_restored_memory: int = 0
+    bytes_restored_file: int = 0
 
     @property
     def evictions(self) -> int:
@@ -81,6 +91,17 @@ class Counters:
             self.requests_evicted += 1
         else:
             self.requests_whole += 1
+
+    def restored(self, tokens: int, num_bytes: int, from_file: bool) -> None:
+        """Count a store that is brought back, which stands for so many tokens."""
+        if from_file:
+            self.stores_restored_file += 1
+            self.tokens_restored_file += tokens
+            self.bytes_restored_file += num_bytes
+        else:
+            self.stores_restored_memory += 1
+            self.tokens_restored_memory += tokens
+            self.bytes_restored_memory += num_bytes
 
     def as_dict(self) -> dict[str, int]:
         return {"evictions": self.evictions, "postponed": self.postponed, **asdict(self)}

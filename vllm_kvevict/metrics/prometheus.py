@@ -73,10 +73,24 @@ COUNTERS = {
         "pressure_evictions",
         "Evictions of requests that keep everything while memory lasts.",
     ),
+    "stores_saved": (
+        "saved_stores",
+        "Published stores that were copied to host memory or to files.",
+    ),
+    "files_refused": ("refused_store_files", "Files of stores that were not what they must be."),
     "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
     "requests_evicted": ("evicted_requests", "Requests that ended and were evicted before."),
 }
 """By field of a report: name of the metric and what it says."""
+
+RESTORED = {
+    "stores_restored": ("restored_stores", "Stores that came back into the KV cache."),
+    "tokens_restored": ("restored_tokens", "Tokens of the contexts that these stores stand for."),
+    "bytes_restored": ("restored_bytes", "Bytes of these stores, on all ranks."),
+}
+"""As :data:`COUNTERS`, by the tier that a store came back from: field less ``_TIER``."""
+
+TIERS = ("memory", "file")
 
 CAUSES = ("blocks", "ring", "turn")
 """What a due eviction waits for: blocks of the pool, a slot of the rings, its turn in the batch."""
@@ -137,6 +151,10 @@ class EvictionMetrics:
             "reason",
         )
         self._postponed = {cause: children(postponed, cause) for cause in CAUSES}
+        self._restored: dict[str, dict[int, Any]] = {}
+        for name, (metric, text) in RESTORED.items():
+            counter = self._make("counter", metric, text, "tier")
+            self._restored |= {f"{name}_{tier}": children(counter, tier) for tier in TIERS}
         histograms = {
             "seconds": ("eviction_seconds", "Seconds of one eviction on a worker.", SECONDS),
             "kept_share": (
@@ -163,6 +181,9 @@ class EvictionMetrics:
         )
         self._idle = children(
             self._make("gauge", "idle_stores", "Published stores that no request holds.")
+        )
+        self._store_bytes = children(
+            self._make("gauge", "store_memory_bytes", "Host memory that holds stores.")
         )
         marks = self._make(
             "gauge", "mark_blocks", "Free blocks at which eviction under pressure turns.", "mark"
@@ -198,7 +219,7 @@ class EvictionMetrics:
             for reason, count in zip(REASONS, counts, strict=True):
                 if count:
                     self._evictions[policy, reason][engine].inc(count)
-        for name, counter in self._counters.items():
+        for name, counter in (self._counters | self._restored).items():
             if count := getattr(report, name):
                 counter[engine].inc(count)
         for cause, waited in self._postponed.items():
@@ -209,6 +230,7 @@ class EvictionMetrics:
                 histogram[engine].observe(value)
         self._saved[engine].set(report.blocks_saved)
         self._idle[engine].set(report.idle_stores)
+        self._store_bytes[engine].set(report.store_bytes)
         for mark, gauge in self._marks.items():
             gauge[engine].set(getattr(report, f"mark_{mark}"))
         self._pressing[engine].set(int(report.pressing))

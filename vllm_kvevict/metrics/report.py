@@ -40,6 +40,14 @@ TOTALS = (
     "evictions_pressure",
     "requests_whole",
     "requests_evicted",
+    "stores_saved",
+    "files_refused",
+    "stores_restored_memory",
+    "stores_restored_file",
+    "tokens_restored_memory",
+    "tokens_restored_file",
+    "bytes_restored_memory",
+    "bytes_restored_file",
 )
 """Fields of :class:`~vllm_kvevict.metrics.counters.Counters` that a report brings as growth."""
 
@@ -48,11 +56,11 @@ TOTALS = (
 class Report:
     """One engine's report.
 
-    ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS` are
-    growth since the last report. ``kept_share`` has one value per finished request, ``seconds``
-    one per eviction, ``head_spread`` one per sampled eviction. ``blocks_saved``, in blocks, and
-    ``idle_stores`` are the state now; so are the marks of free blocks, and whether eviction under
-    pressure runs.
+    ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS`
+    are growth since the last report. ``kept_share`` has one value per finished request,
+    ``seconds`` one per eviction, ``head_spread`` one per sampled eviction. ``blocks_saved``, in
+    blocks, and ``idle_stores`` are the state now, as is ``store_bytes`` of host memory; so are
+    the marks of free blocks, and whether eviction under pressure runs.
     """
 
     evictions: dict[str, list[int]] = field(default_factory=dict)
@@ -75,11 +83,20 @@ class Report:
     evictions_pressure: int = 0
     requests_whole: int = 0
     requests_evicted: int = 0
+    stores_saved: int = 0
+    files_refused: int = 0
+    stores_restored_memory: int = 0
+    stores_restored_file: int = 0
+    tokens_restored_memory: int = 0
+    tokens_restored_file: int = 0
+    bytes_restored_memory: int = 0
+    bytes_restored_file: int = 0
     kept_share: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
     blocks_saved: int = 0
     idle_stores: int = 0
+    store_bytes: int = 0
     mark_low: int = 0
     mark_high: int = 0
     pressing: bool = False

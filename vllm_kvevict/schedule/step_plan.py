@@ -54,17 +54,51 @@ class ReusedStore:
 
 
 @dataclass
+class StoreBlocks:
+    """Blocks of a published store in one KV-cache group: what was kept, and those behind it."""
+
+    group_id: int
+    store: list[int]
+    tail: list[int]
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.store + self.tail
+
+
+@dataclass
+class StoreCopy:
+    """A published store that is copied out of the KV cache, or into it.
+
+    ``name`` is what it is called outside, a digest of its key. ``keep``: host memory holds it from
+    then on; ``write``: so does a file. ``payload`` is its file for each rank, where host memory
+    does not hold it.
+    """
+
+    name: str
+    groups: list[StoreBlocks]
+    keep: bool
+    write: bool = False
+    payload: list[bytes] | None = None
+
+
+@dataclass
 class StepPlan:
     """``rings``: slot that records the step's last queries, by request id.
 
     ``accumulating``: requests whose policy counts the attention of every query, as long as an
     eviction is to come. ``reused``: stores of requests that this step admits, by request id.
+    ``loads`` come before the forward pass, ``saves`` after the evictions, which make them;
+    ``forgotten`` are names that host memory no longer holds, in between.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
     evictions: list[Eviction] = field(default_factory=list)
     accumulating: list[str] = field(default_factory=list)
     reused: dict[str, list[ReusedStore]] = field(default_factory=dict)
+    loads: list[StoreCopy] = field(default_factory=list)
+    saves: list[StoreCopy] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.rings or self.evictions or self.accumulating or self.reused)
+        return any(vars(self).values())

@@ -36,6 +36,7 @@ from vllm_kvevict.settings.plugins import policy_names, unknown
 from vllm_kvevict.settings.policy_options import PolicyOptions, check_known, read_options
 from vllm_kvevict.settings.profile import Profile, parse
 from vllm_kvevict.settings.sentences import one_sentence
+from vllm_kvevict.settings.store_tiers import Folder, Size, parse_size
 
 PYRAMID_GROUPS = 4
 
@@ -132,6 +133,20 @@ class EvictionConfig(BaseModel):
             "kernel that reads the eviction state), xformers (its memory-efficient attention; "
             "decode steps without FULL graphs), or auto: flash where it is "
             "version 3 or 4, else triton."
+        ),
+    )
+    store_memory: Size = Field(
+        default=0,
+        description=(
+            "Host memory of all ranks together, such as 4G, for stores of kv_eviction_at that "
+            "leave the KV cache: they come back in the place of a prefill."
+        ),
+    )
+    store_path: Folder | None = Field(
+        default=None,
+        description=(
+            "A folder for them, such as DIR,max=100G: they survive a restart, and servers that are "
+            "alike share it. Who may write there may change answers."
         ),
     )
     options: PolicyOptions = Field(
@@ -283,6 +298,11 @@ class EvictionConfig(BaseModel):
     def policies(self) -> tuple[str, ...]:
         """The server's policy, then the others that a request may choose, without none."""
         return self.policy, *(n for n in self.allow if n not in (self.policy, NONE))
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether stores are kept outside the KV cache, too."""
+        return parse_size(self.store_memory) > 0 or self.store_path is not None
 
     @property
     def choices(self) -> tuple[str, ...]:

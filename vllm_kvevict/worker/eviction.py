@@ -21,7 +21,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, ReusedStore, StepPlan
+from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.fallback import Failures, checked, mean_for, recent, replaceable
 from vllm_kvevict.worker.fused import FusedEvictions
@@ -31,6 +31,7 @@ from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, sum_of_ranks
 from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
+from vllm_kvevict.worker.shared_stores import SharedStores
 
 
 class WorkerEviction:
@@ -78,9 +79,10 @@ class WorkerEviction:
         self._fused = fused
         self._head_shares = head_shares
         self._probes = probes
+        self.stores = SharedStores(states, lambda one: int(self._rows.rows([one])[0]))
         self._plan: StepPlan | None = None
         self._due: Sequence[Eviction] = ()
-        self._reused: dict[str, list[ReusedStore]] = {}
+        self._done = False
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
@@ -101,18 +103,18 @@ class WorkerEviction:
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
         self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
-        self._reused = self._plan.reused
+        self.stores.begin_step(self._plan)
         self._batch = None
 
     def end_step(self, run: bool = True) -> None:
         """The forward pass is over: its evictions are due, if it was run to its end."""
         plan, self._plan, self._batch = self._plan, None, None
         if run and plan is not None:
-            self._due = plan.evictions
+            self._due, self._done = plan.evictions, True
 
     def evict(self) -> None:
         """Run the evictions that are due."""
-        due, self._due = self._due, ()
+        due, done, self._due, self._done = self._due, self._done, (), False
         fused: dict[str, list[Eviction]] = {}
         for eviction in due:
             if self._takes_fused(eviction.policy):
@@ -123,31 +125,8 @@ class WorkerEviction:
                 self._evict(eviction)
         for policy, evictions in fused.items():
             self._evict_fused(policy, evictions)
-        for eviction in due:
-            self._keep(eviction)
-
-    def _keep(self, eviction: Eviction) -> None:
-        """Keep how heads share the stores that others may take."""
-        published = [group for group in eviction.groups if group.published]
-        if published:
-            row = int(self._rows.rows([eviction.request_id])[0])
-            for group in published:
-                self.states[group.group_id].keep(row, group.store[0])
-
-    def _enter_reused(self) -> None:
-        """Enter the stores of requests that begin with this step.
-
-        Model Runner V2 gives them their rows within the step, so not before its batch is known.
-        """
-        reused, self._reused = self._reused, {}
-        for request_id, groups in reused.items():
-            row = int(self._rows.rows([request_id])[0])
-            for group in groups:
-                state = self.states[group.group_id]
-                store = async_tensor_h2d(
-                    group.store, device=state.head_indptr.device, dtype=torch.int64
-                )
-                state.take(row, group.store[0], group.tail_start, store)
+        if done:
+            self.stores.end_step(due)
 
     def _takes_fused(self, policy: str) -> bool:
         """Whether the kernels run evictions under a policy."""
@@ -163,7 +142,7 @@ class WorkerEviction:
         if self._plan is None:
             return None
         if self._batch is None:
-            self._enter_reused()
+            self.stores.enter()
             self._batch = torch.from_numpy(self._rows.batch_rows(common))
         return self._batch
 

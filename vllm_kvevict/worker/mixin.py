@@ -8,13 +8,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -32,6 +26,10 @@ from vllm_kvevict.settings.memory import beside_page_values, evictable_layers
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.probe_weights import read
 from vllm_kvevict.settings.profile import Profile
+from vllm_kvevict.stores.content import StoreContent
+from vllm_kvevict.stores.fingerprint import store_files
+from vllm_kvevict.stores.host import HostStores
+from vllm_kvevict.worker.checks import check_layer, check_specs
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.head_shares import by_group
@@ -76,7 +74,7 @@ class EvictionWorkerMixin(Worker, ABC):
 
         """
         specs = super().get_kv_cache_spec()
-        _check_specs(specs)
+        check_specs(specs)
         evictable = [name for name, spec in specs.items() if is_evictable(spec)]
         if not evictable:
             raise ValueError(
@@ -84,7 +82,7 @@ class EvictionWorkerMixin(Worker, ABC):
                 "rank: serve it without --kv-eviction."
             )
         for name in evictable:
-            _check_layer(name, self._layer(name))
+            check_layer(name, self._layer(name))
         self._give_timelines(specs, evictable)
         self._evictable_layers = evictable
         self._evictable_specs = [specs[name] for name in evictable]
@@ -186,6 +184,7 @@ class EvictionWorkerMixin(Worker, ABC):
             self._head_shares(states),
             probes,
         )
+        self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
         self._bind(self.kv_eviction)
         logger.info(
             "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
@@ -194,6 +193,26 @@ class EvictionWorkerMixin(Worker, ABC):
             sum(state.num_bytes for state in states.values()),
             values.num_bytes if values is not None else 0,
         )
+
+    def _tiers(
+        self,
+        states: dict[int, GroupState],
+        caches: dict[str, LayerCache],
+        values: PageValues | None,
+        kv_cache_config: KVCacheConfig,
+    ) -> HostStores | None:
+        """What keeps stores outside the KV cache, where the flags ask for it."""
+        config = self.eviction_config
+        if not config.has_tiers:
+            return None
+        files = store_files(self.vllm_config, kv_cache_config, config)
+        return HostStores(StoreContent(states, caches, values), files, self.rank)
+
+    def shutdown(self) -> None:
+        """Write the stores that wait to be written, and end."""
+        if self.kv_eviction is not None and self.kv_eviction.stores.tiers is not None:
+            self.kv_eviction.stores.tiers.flush()
+        super().shutdown()
 
     def _fused(
         self,
@@ -331,49 +350,6 @@ class EvictionWorkerMixin(Worker, ABC):
         """The step's output, with what was measured of evictions on board."""
         assert self.kv_eviction is not None
         return output if output is None else attach(self.kv_eviction.meter.take(), output)
-
-
-def _check_specs(specs: dict[str, KVCacheSpec]) -> None:
-    """Refuse kinds of layers that the configuration does not always reveal.
-
-    Raises:
-        ValueError: In one sentence, which layer and why.
-
-    """
-    for name, spec in specs.items():
-        # Recurrent layers keep one state, which stays.
-        known = isinstance(spec, (AttentionSpec, MambaSpec))
-        if not known or isinstance(spec, MLAAttentionSpec):
-            raise ValueError(
-                f"KV eviction does not support {type(spec).__name__} (layer {name}), whose state "
-                "cannot be dropped token by token: serve this model without --kv-eviction."
-            )
-
-
-def _check_layer(name: str, layer: Any) -> None:
-    """Refuse attention whose result depends on more than the kept keys and values.
-
-    Raises:
-        ValueError: In one sentence, what the layer does that eviction cannot.
-
-    """
-    if getattr(layer.impl, "alibi_slopes", None) is not None:
-        raise ValueError(
-            "KV eviction does not support ALiBi biases, which need every key's position (layer "
-            f"{name}): serve this model without --kv-eviction."
-        )
-    scales = (getattr(layer, name, None) for name in ("_q_scale", "_k_scale", "_v_scale"))
-    if any(scale is not None and scale.numel() > 1 for scale in scales):
-        raise ValueError(
-            "KV eviction does not support FP8 scales of each KV head, as this checkpoint has them "
-            f"(layer {name}), but one a layer: serve it without --kv-cache-dtype fp8 or without "
-            "--kv-eviction."
-        )
-    if layer.head_size_v != layer.head_size:
-        raise ValueError(
-            "KV eviction does not support values of another size than their keys (layer "
-            f"{name}): serve this model without --kv-eviction."
-        )
 
 
 def sinks_of(impl: Any) -> torch.Tensor | None:

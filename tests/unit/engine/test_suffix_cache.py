@@ -5,9 +5,10 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from vllm_kvevict.engine.published import PublishedStore, ShareKey
+from vllm_kvevict.engine.published import PublishedStore
 from vllm_kvevict.engine.request import Phase
 from vllm_kvevict.engine.stores import SuffixCache
+from vllm_kvevict.stores.key import ShareKey
 
 SIZE, POINT = 16, 40
 """The point cuts the third block, which belongs to the store."""

@@ -27,6 +27,8 @@ DEFAULTS = {
     "max_budget": None,
     "shared_blocks": "keep",
     "attention": "auto",
+    "store_memory": 0,
+    "store_path": None,
     "options": {},
 }
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -58,6 +60,22 @@ def test_activation_keeps_async_scheduling(build: Any) -> None:
     config.scheduler_config.async_scheduling = True
     _activate(config)
     assert issubclass(config.scheduler_config.get_scheduler_cls(), AsyncScheduler)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("tiers", [{}, {"store_memory": "1G"}, {"store_path": "/tmp/stores"}])
+def test_tiers_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchronous: bool) -> None:
+    config = build({"policy": "snapkv"} | tiers)
+    config.scheduler_config.async_scheduling = asynchronous
+    _activate(config, config.additional_config["kv_eviction"])
+    kind = config.scheduler_config.get_scheduler_cls()
+    assert kind.__module__ == f"vllm_kvevict.{'tiers' if tiers else 'engine'}.scheduler"
+    assert ("Async" in kind.__name__) == asynchronous
+
+
+def test_tiers_need_prefix_caching(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"--kv-eviction-store-memory.*prefix cache"):
+        build({"policy": "snapkv", "store_memory": "1G"}, enable_prefix_caching=False)
 
 
 def test_activation_twice(build: Any) -> None:

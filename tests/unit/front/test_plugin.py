@@ -113,6 +113,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-max-budget": "50%",
         "--kv-eviction-shared-blocks": "evict",
         "--kv-eviction-attention": "triton",
+        "--kv-eviction-store-memory": "4G",
+        "--kv-eviction-store-path": "/var/stores,max=1T",
         "--kv-eviction-options": '{"pool": "avg", "pool_kernel": 5, "low_mark": 0.02}',
     }
     expected = {
@@ -127,6 +129,8 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "max_budget": "50%",
         "shared_blocks": "evict",
         "attention": "triton",
+        "store_memory": "4G",
+        "store_path": "/var/stores,max=1T",
         "options": {"pool": "avg", "pool_kernel": 5, "low_mark": 0.02},
     }
     assert set(expected) == set(EvictionConfig.model_fields)

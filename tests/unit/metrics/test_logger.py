@@ -53,7 +53,8 @@ def test_every_value_of_a_report(build):
         prefix_hits_capped=4, kept_share=[0.25, 1.0], seconds=[0.003, 0.2, 0.004],
         head_spread=[1.3], blocks_saved=30, stores_published=6, stores_reused=11, tokens_reused=900,
         idle_stores=8, evictions_pressure=2, requests_whole=9, requests_evicted=6,
-        mark_low=50, mark_high=90, pressing=True,
+        mark_low=50, mark_high=90, pressing=True, stores_saved=3, files_refused=1,
+        stores_restored_memory=2, tokens_restored_file=500, store_bytes=77,
     )  # fmt: skip
     send(manager, report, engine=1)
     second = Report(evictions={"tova": [0, 5]}, blocks_saved=7, stores_reused=2, idle_stores=3)
@@ -77,6 +78,11 @@ def test_every_value_of_a_report(build):
     assert value("reused_stores_total", 1) == 13
     assert value("reused_tokens_total", 1) == 900
     assert value("idle_stores", 1) == 3
+    assert value("saved_stores_total", 1) == 3 and value("refused_store_files_total", 1) == 1
+    assert value("restored_stores_total", 1, tier="memory") == 2
+    assert value("restored_stores_total", 1, tier="file") == 0
+    assert value("restored_tokens_total", 1, tier="file") == 500
+    assert value("store_memory_bytes", 1) == 0, "the last report's"
     assert value("eviction_seconds_count", 1) == 3
     assert value("eviction_seconds_sum", 1) == pytest.approx(0.207)
     assert value("eviction_seconds_bucket", 1, le="0.005") == 2

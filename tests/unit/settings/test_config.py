@@ -15,7 +15,8 @@ from vllm_kvevict.settings.policy_options import PolicyOptions, options_of
 from vllm_kvevict.settings.sentences import flag
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
-FIELDS += ["allow", "max_budget", "shared_blocks", "attention", "options"]
+FIELDS += ["allow", "max_budget", "shared_blocks", "attention", "store_memory", "store_path"]
+FIELDS += ["options"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -45,6 +46,8 @@ def test_defaults() -> None:
         "max_budget": None,
         "shared_blocks": "keep",
         "attention": "auto",
+        "store_memory": 0,
+        "store_path": None,
         "options": {},
     }
     assert parse().options.model_dump() == {

@@ -12,16 +12,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvevict.cache.spec import is_evictable
-from vllm_kvevict.worker.mixin import _check_layer, _check_specs
+from vllm_kvevict.worker.checks import check_layer, check_specs
 
 FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 
 def test_plain_layers_pass():
     state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    _check_specs({"a": FullAttentionSpec(**FULL), "recurrent": state})
+    check_specs({"a": FullAttentionSpec(**FULL), "recurrent": state})
     impl = SimpleNamespace(alibi_slopes=None, sinks=torch.ones(2))
-    _check_layer("a", SimpleNamespace(impl=impl, head_size=64, head_size_v=64))
+    check_layer("a", SimpleNamespace(impl=impl, head_size=64, head_size_v=64))
 
 
 @pytest.mark.parametrize(
@@ -33,24 +33,24 @@ def test_plain_layers_pass():
 )
 def test_state_that_cannot_lose_tokens_is_refused(spec, name):
     with pytest.raises(ValueError, match=name):
-        _check_specs({"a": FullAttentionSpec(**FULL), "b": spec})
+        check_specs({"a": FullAttentionSpec(**FULL), "b": spec})
 
 
 def test_attention_that_needs_more_than_keys_is_refused():
     impl = SimpleNamespace(alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="ALiBi"):
-        _check_layer("a", SimpleNamespace(impl=impl))
+        check_layer("a", SimpleNamespace(impl=impl))
     plain = SimpleNamespace(alibi_slopes=None)
     with pytest.raises(ValueError, match="values of another size"):
-        _check_layer("a", SimpleNamespace(impl=plain, head_size=64, head_size_v=32))
+        check_layer("a", SimpleNamespace(impl=plain, head_size=64, head_size_v=32))
 
 
 def test_scales_of_each_head_are_refused():
     impl = SimpleNamespace(alibi_slopes=None)
     layer = dict(impl=impl, head_size=64, head_size_v=64, _q_scale=torch.ones(()))
-    _check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(1)))
+    check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(1)))
     with pytest.raises(ValueError, match="FP8 scales of each KV head"):
-        _check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(2)))
+        check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(2)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Chats of several turns over a document each, against ``vllm serve``."""

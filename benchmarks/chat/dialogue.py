@@ -1,0 +1,134 @@
+"""Dialogues about documents: what each turn asks, and which number answers it."""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.quality.ruler.needles import CONTEXT, QUESTION
+from benchmarks.quality.ruler.prose import hide
+from benchmarks.quality.words import ADJECTIVES, NOUNS
+
+Messages = list[dict[str, str]]
+
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+NEEDLE_TOKENS = 32
+"""Most tokens of an answer that is a number in a sentence."""
+
+SUMMARIES = (
+    "Summarize the text in a few sentences.",
+    "What is this text about? Answer in a few sentences.",
+    "Explain the most important points of the text to a beginner.",
+    "Write a short abstract of the text.",
+)
+"""First questions; sessions about one document begin with different ones, as far as there are."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A turn's question.
+
+    Args:
+        text: What the user says.
+        max_tokens: Most tokens of the answer.
+        number: What a right answer holds; None where no answer is right or wrong.
+
+    """
+
+    text: str
+    max_tokens: int
+    number: str | None = None
+
+    def right(self, answer: str) -> bool:
+        """Whether the number stands in ``answer``, and not as a part of a longer one."""
+        assert self.number is not None
+        return re.search(rf"(?<!\d){self.number}(?!\d)", answer) is not None
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A document and the questions of one chat about it, a question a turn."""
+
+    document: str
+    questions: tuple[Question, ...]
+
+    def messages(self, answers: Sequence[str]) -> Messages:
+        """The messages of the turn after so many answers; the document is the first of them."""
+        texts = [question.text for question in self.questions[: len(answers) + 1]]
+        found = [_said("user", self.document), _said("user", texts[0])]
+        for answer, text in zip(answers, texts[1:], strict=True):
+            found += [_said("assistant", answer), _said("user", text)]
+        return found
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def make(
+    count: int, turns: int, sessions: int, characters: int, summary_tokens: int, seed: int = 0
+) -> list[Dialogue]:
+    """Dialogues whose first turn asks for a summary and every other one for a needle of its own.
+
+    Sessions about one document are as far apart in the list as they can be.
+
+    Args:
+        count: Dialogues.
+        turns: Of each dialogue, 2 or more.
+        sessions: Dialogues about each document.
+        characters: Of a document, about.
+        summary_tokens: Most tokens of a summary.
+        seed: The same arguments give the same dialogues.
+
+    Raises:
+        ValueError: A number is too small.
+
+    """
+    if count < 1 or turns < 2 or sessions < 1:
+        raise ValueError("chats: 1 or more, of 2 turns or more, in 1 session or more")
+    documents = -(-count // sessions)
+    made = [
+        _sessions(
+            random.Random(f"chat/{seed}/{number}"), number, turns, sessions, characters,
+            summary_tokens,
+        )
+        for number in range(documents)
+    ]  # fmt: skip
+    return [made[index % documents][index // documents] for index in range(count)]
+
+
+def _sessions(
+    rng: random.Random, number: int, turns: int, sessions: int, characters: int, tokens: int
+) -> list[Dialogue]:
+    """All sessions about one document, which holds a needle for each question about numbers."""
+    asked = turns - 1
+    keys: dict[str, None] = {}
+    while len(keys) < sessions * asked:
+        keys[f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"] = None
+    values = map(str, rng.sample(range(1_000_000, 10_000_000), len(keys)))
+    needles = dict(zip(keys, values, strict=True))
+    lines = [NEEDLE.format(key=key, value=value) for key, value in needles.items()]
+    rng.shuffle(lines)
+    text, one = hide(rng, lines, characters), len(lines) == 1
+    context = CONTEXT.format(
+        some="A" if one else "Some", numbers="number is" if one else "numbers are",
+        noun="number" if one else "numbers", text=text,
+    )  # fmt: skip
+    # The number in front: no two documents begin alike, whatever passage they drew.
+    document = f"Document {number + 1}. {context}"
+    questions = [
+        Question(
+            QUESTION.format(are="is the", noun="number", keys=key), NEEDLE_TOKENS, value
+        )
+        for key, value in needles.items()
+    ]  # fmt: skip
+    return [
+        Dialogue(
+            document,
+            (
+                Question(SUMMARIES[session % len(SUMMARIES)], tokens),
+                *questions[session * asked : (session + 1) * asked],
+            ),
+        )
+        for session in range(sessions)
+    ]

@@ -1,0 +1,119 @@
+"""The result as Markdown, and the picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chat.measure import PREEMPTIONS
+from benchmarks.chat.servers import STOCK
+from benchmarks.quality.table import row
+
+COLUMNS = (
+    ("stores made", ("stores_published",)),
+    ("reused", ("stores_reused",)),
+    ("restored", ("stores_restored_memory", "stores_restored_file")),
+    ("evictions", ("evictions",)),
+    ("tokens prepared", ("tokens_prepared",)),
+    (PREEMPTIONS, (PREEMPTIONS,)),
+)
+"""Head of a column, and the counters that are added up below it."""
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Both tables, and why rows are missing."""
+    lines = [
+        "# Chats of several turns",
+        "",
+        f"`{result['command']}`, {result['date']}, commit {result['commit']}; {result['load']}. "
+        f"{result['machine']}.",
+    ]
+    rows = result["rows"]
+    if rows:
+        lines += ["", *_turns(rows), "", *_servers(rows)]
+    for failed in result["failed"]:
+        lines += ["", f"Not measured: {failed['server']} ({failed['reason']})."]
+    return "\n".join(lines) + "\n"
+
+
+def _turns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "Computed: prompt tokens of all chats that no cache and no store held.",
+        "",
+        row("server", "turn", "right answers", "TTFT, median, s", "of stock's", "prompt tokens",
+            "computed"),
+        row("---", "---:", *["---:"] * 5),
+    ]  # fmt: skip
+    stock = _stock(rows)
+    for one in rows:
+        for number, turn in enumerate(one["turns"]):
+            base = stock["turns"][number]["ttft_s_median"] if stock else None
+            lines.append(
+                row(
+                    one["title"], str(turn["turn"]), _right(turn), f"{turn['ttft_s_median']:.2f}",
+                    _ratio(turn["ttft_s_median"], base), f"{turn['prompt_tokens']:,}",
+                    f"{turn['computed_tokens']:,}",
+                )
+            )  # fmt: skip
+    return lines
+
+
+def _servers(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        row("server", "wall, s", "of stock's", "output tokens/s", "peak sequences",
+            *(head for head, _ in COLUMNS)),
+        row("---", *["---:"] * (4 + len(COLUMNS))),
+    ]  # fmt: skip
+    stock = _stock(rows)
+    for one in rows:
+        lines.append(
+            row(
+                one["title"], f"{one['seconds']:.1f}",
+                _ratio(one["seconds"], stock["seconds"] if stock else None),
+                f"{one['output_tokens_per_s']:.1f}", str(one["peak_running"]),
+                *(f"{sum(one['counted'].get(c, 0) for c in names):,}" for _, names in COLUMNS),
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _stock(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((one for one in rows if one["server"] == STOCK), None)
+
+
+def _ratio(value: float, base: float | None) -> str:
+    return f"{value / base:.2f}x" if base else "-"
+
+
+def _right(turn: dict[str, Any]) -> str:
+    return "-" if turn["right"] is None else f"{turn['right']} of {turn['answers']}"
+
+
+def plot(result: dict[str, Any], output: Path) -> None:
+    """Median TTFT by server, a bar a turn, with the right answers above the bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = result["rows"]
+    turns = len(rows[0]["turns"])
+    width = 0.8 / turns
+    figure, axes = pyplot.subplots(figsize=(2 + 1.4 * len(rows), 4), layout="constrained")
+    for turn in range(turns):
+        found = [one["turns"][turn] for one in rows]
+        places = [index + (turn - (turns - 1) / 2) * width for index in range(len(rows))]
+        bars = axes.bar(
+            places, [one["ttft_s_median"] for one in found], 0.9 * width, label=f"turn {turn + 1}"
+        )
+        labels = ["" if one["right"] is None else _right(one) for one in found]
+        axes.bar_label(bars, labels, fontsize=7, padding=2)
+    axes.set_xticks(range(len(rows)), [one["title"].replace(", ", ",\n") for one in rows])
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_ylabel("time to first token, median, s")
+    axes.set_title(f"{result['load']}; above the bars: right answers", fontsize=8, wrap=True)
+    axes.margins(y=0.12)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    # No date or version inside: the same results give the same file.
+    figure.savefig(output, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)

@@ -1,0 +1,126 @@
+"""The servers that are compared: their flags, and the keys of every request to them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo import BLOCK, block_bytes
+from benchmarks.server import Server
+
+NO_PROFILE = "none"
+
+PREPARE = (
+    "<|im_start|>user\nWhat is the number, the name or the code that the provided text mentions?"
+    "<|im_end|>\n<|im_start|>assistant\nThe number mentioned in the provided text is"
+)
+"""What reads a document first: the text of benchmarks/results/prepared.md, as a turn of its own."""
+
+_EVICT = ("--kv-eviction", "{policy}", "--kv-eviction-budget", "{budget}")
+_PREPARE = ("--kv-eviction", "{prepared_policy}", "--kv-eviction-budget", "{budget}")
+_AT = {"kv_eviction_at_message": 0}
+_FILES = ("--kv-eviction-store-path", "{stores}")
+_FROM_FILES = ("evictions", "stores_restored_file")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A server of the table. Names in braces are fields of :class:`Setting`.
+
+    Args:
+        title: In table and picture.
+        flags: Beside those that all servers have.
+        xargs: ``vllm_xargs`` of its requests.
+        counters: Must be above 0 at the end, or the row did not measure what it says.
+        restarts: The server ends after turn 1 of all chats, and another one starts.
+
+    """
+
+    title: str
+    flags: tuple[str, ...] = ()
+    xargs: dict[str, Any] = field(default_factory=dict)
+    counters: tuple[str, ...] = ()
+    restarts: bool = False
+
+
+STOCK = "stock"
+
+ROWS = {
+    STOCK: Row("stock"),
+    "always": Row("always", _EVICT, {}, ("evictions",)),
+    "pressure": Row(
+        "pressure", (*_EVICT, "--kv-eviction-when", "pressure"), {}, ("evictions",)
+    ),
+    "at": Row("at the document", _EVICT, _AT, ("evictions", "stores_published")),
+    "prepared": Row(
+        "at the document, prepared", _PREPARE, {**_AT, "kv_eviction_prepare": "{prepare}"},
+        ("evictions", "preparations"),
+    ),
+    "tiers": Row(
+        "tiers", (*_EVICT, "--kv-eviction-store-memory", "{store_memory}"), _AT,
+        ("evictions", "stores_restored_memory"),
+    ),
+    "tiers-files": Row("tiers, from files", (*_EVICT, *_FILES), _AT, _FROM_FILES),
+    "restart": Row(
+        "tiers, from files, restarted", (*_EVICT, *_FILES), _AT, _FROM_FILES, restarts=True
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all servers of a run have in common.
+
+    Args:
+        model: Folder of the model.
+        tokens: Of the longest chat, with all its answers.
+        memory: Such chats that the KV cache holds without eviction.
+        sequences: Most requests in a batch.
+        policy: Of the rows that evict.
+        prepared_policy: Of the row ``prepared``: a policy with a window, which ``probe``, the
+            choice of ``auto``, has not.
+        budget: Tokens per KV head, or a share.
+        profile: A file, ``auto``, or :data:`NO_PROFILE`.
+        prepare: The text that reads a document first.
+        store_memory: Host memory for stores, such as ``4G``.
+        work: Folder of the logs.
+
+    """
+
+    model: Path
+    tokens: int
+    memory: int
+    sequences: int
+    policy: str
+    prepared_policy: str
+    budget: str
+    profile: str
+    prepare: str
+    store_memory: str
+    work: Path
+
+    def _fill(self, text: Any, stores: Path | None = None) -> Any:
+        return text.format(**vars(self), stores=stores) if isinstance(text, str) else text
+
+    def xargs(self, row: Row) -> dict[str, Any]:
+        """``vllm_xargs`` of the row's requests."""
+        return {key: self._fill(value) for key, value in row.xargs.items()}
+
+    def flags(self, row: Row, stores: Path) -> list[str]:
+        """The row's flags; ``stores`` is the folder of those that keep files."""
+        flags = [self._fill(flag, stores) for flag in row.flags]
+        if flags and self.profile != NO_PROFILE:
+            flags += ["--kv-eviction-profile", self.profile]
+        return flags
+
+    def start(self, name: str, stores: Path) -> Server:
+        """A server for the row of that name, to be entered."""
+        each = -(-self.tokens // BLOCK)
+        args = [
+            "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
+            "--max-model-len", str((each + 1) * BLOCK), "--max-num-batched-tokens", "2048",
+            "--max-num-seqs", str(self.sequences), "--enable-prefix-caching",
+            "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
+            "--kv-cache-memory-bytes", str((self.memory * each + 1) * block_bytes(self.model)),
+            *self.flags(ROWS[name], stores),
+        ]  # fmt: skip
+        return Server(self.model, args, self.work / f"{name}.log")

@@ -1,0 +1,148 @@
+"""A store that the KV cache lost comes back from host memory or a file, as it was."""
+
+import os
+
+import pytest
+import torch
+
+from tests.e2e.test_sharing import CASES, DOCUMENT, NEW_TOKENS, OPTIONS, PROMPTS, SETTINGS
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from tests.oracles.masked import MaskedModel, check_tokens
+from vllm_kvevict.stores.files import unpack
+
+POINT = {"kv_eviction_at": len(DOCUMENT)}
+MEMORY = dict(store_memory="1G")
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return MaskedModel(tiny_model)
+
+
+def serving(model, settings):
+    return engine(model, settings, enable_prefix_caching=True, **OPTIONS)
+
+
+def lose(run):
+    """Let the KV cache lose everything that nobody holds, as other requests would make it."""
+    pool = run.scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+
+
+def computed(run):
+    """Tokens of every step from here on."""
+    counts, schedule = [], run.scheduler.schedule
+
+    def scheduled(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        counts.append(output.total_num_scheduled_tokens)
+        return output
+
+    run.scheduler.schedule = scheduled
+    return counts
+
+
+@pytest.mark.parametrize("case", ["ada-snapkv", "defensive", "two groups", "whole blocks"])
+def test_it_comes_back_from_host_memory(tiny_model, oracle, case):
+    settings = SETTINGS | MEMORY | CASES[case]
+    point = settings.pop("at", len(DOCUMENT))
+    asked = [{"kv_eviction_at": point}] * len(PROMPTS)
+    with serving(tiny_model, settings) as run:
+        free = run.free_blocks()
+        run.generate(PROMPTS[:1], NEW_TOKENS, asked[:1])
+        for number in range(1, 3):
+            lose(run)
+            counts = computed(run)
+            outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
+            prefilled = sum(len(prompt) - point for prompt in PROMPTS)
+            assert sum(counts) == prefilled + len(PROMPTS) * (NEW_TOKENS - 1)
+            assert run.counters.stores_restored_memory == number
+            assert run.counters.tokens_restored_memory == number * point
+            for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
+                assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
+        assert run.counters.stores_saved == run.counters.stores_published == 1
+        assert run.free_blocks() == free
+
+
+def test_another_tenant_does_not_get_it(tiny_model):
+    with serving(tiny_model, SETTINGS | MEMORY) as run:
+        run.generate(PROMPTS[:1], 4, [POINT])
+        lose(run)
+        run.llm.reset_prefix_cache()
+        run.generate(PROMPTS[:1], 4, [POINT])
+        assert run.counters.stores_restored_memory == 0, "the weights may have changed"
+        lose(run)
+        run.generate([[7, *PROMPTS[0][1:]]], 4, [POINT])
+        assert run.counters.stores_restored_memory == 0
+
+
+def test_the_least_recently_used_leaves(tiny_model):
+    """Room for two of three documents."""
+    documents = [random_prompt(500, seed=70 + i) for i in range(3)]
+    with serving(tiny_model, SETTINGS | MEMORY) as run:
+        run.generate(documents[:1], 2, [{"kv_eviction_at": 480}])
+        num_bytes = run.scheduler._stores.kept_bytes
+    with serving(tiny_model, SETTINGS | dict(store_memory=2 * num_bytes + 1)) as run:
+        for document in [*documents, documents[1], documents[2], documents[0]]:
+            run.generate([document], 2, [{"kv_eviction_at": 480}])
+            lose(run)
+            assert run.scheduler._stores.kept_bytes <= 2 * num_bytes
+        assert run.counters.stores_restored_memory == 2
+        assert len(run.worker.kv_eviction.stores.tiers._kept) == 2
+
+
+@pytest.mark.parametrize("case", ["ada-snapkv", "defensive", "two groups"])
+def test_it_comes_back_in_another_process(tiny_model, oracle, tmp_path, case):
+    settings = SETTINGS | CASES[case] | dict(store_path=str(tmp_path))
+    with serving(tiny_model, settings) as first:
+        expected = first.generate(PROMPTS, NEW_TOKENS, [POINT] * len(PROMPTS))
+        assert first.counters.stores_saved == 1
+        kept = first.recorder.saved
+    with serving(tiny_model, settings) as run:
+        run.recorder.saved.update(kept)
+        counts = computed(run)
+        assert run.generate(PROMPTS, NEW_TOKENS, [POINT] * len(PROMPTS)) == expected
+        prefilled = sum(len(prompt) - len(DOCUMENT) for prompt in PROMPTS)
+        assert sum(counts) == prefilled + len(PROMPTS) * (NEW_TOKENS - 1)
+        assert run.counters.stores_restored_file == 1 and run.counters.stores_published == 0
+        for prompt, output, lives in zip(PROMPTS, expected, run.lives(), strict=True):
+            assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
+
+
+def test_servers_that_differ_share_nothing(tiny_model, tiny_model_kv4, tmp_path):
+    settings = SETTINGS | dict(store_path=str(tmp_path))
+    with serving(tiny_model, settings) as first:
+        first.generate(PROMPTS[:1], 2, [POINT])
+    for model, other in [(tiny_model_kv4, {}), (tiny_model, dict(window=16))]:
+        with serving(model, settings | other) as run:
+            run.generate(PROMPTS[:1], 2, [POINT])
+            assert run.counters.stores_restored_file == 0 == run.counters.files_refused
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
+    with serving(tiny_model, SETTINGS | dict(store_path=str(tmp_path))) as run:
+        tiers = run.worker.kv_eviction.stores.tiers
+        (expected,) = run.generate(PROMPTS[:1], 20, [POINT])
+        tiers.flush()
+        (file,) = tmp_path.glob("*/*.safetensors")
+        whole = file.read_bytes()
+        tensors = unpack(whole)
+        flipped = bytearray(whole)
+        flipped[-1000] ^= 4
+        for number, damaged in enumerate([bytes(flipped), whole[:-1], b"", whole[:2000]], 1):
+            file.write_bytes(damaged)
+            lose(run)
+            assert run.generate(PROMPTS[:1], 20, [POINT]) == [expected]
+            tiers.flush()
+            assert run.counters.files_refused == number
+            written = unpack(file.read_bytes())
+            assert written.keys() == tensors.keys(), "it is written again"
+            assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+        assert run.counters.stores_restored_file == 0
+        file.unlink()
+        os.mkfifo(file)
+        lose(run)
+        assert run.generate(PROMPTS[:1], 20, [POINT]) == [expected]
+        assert run.counters.files_refused == number + 1

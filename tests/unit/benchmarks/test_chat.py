@@ -1,0 +1,270 @@
+"""The benchmark of chats: what is asked, how it is sent, scored and told. No vLLM runs."""
+
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from benchmarks.chat import report
+from benchmarks.chat.__main__ import parse, write
+from benchmarks.chat.conversation import Answer, Conversation, converse
+from benchmarks.chat.dialogue import Dialogue, Question, make
+from benchmarks.chat.measure import missing, of_turn, phases
+from benchmarks.chat.servers import ROWS, STOCK, Setting
+from benchmarks.quality.local_chat import LocalChat
+from vllm_kvevict.settings.requests import KEYS, message_index
+
+SHAPE: dict[str, int] = dict(characters=3000, summary_tokens=48)
+
+
+def setting(folder: Path, **changes: Any) -> Setting:
+    config = {"num_hidden_layers": 2, "num_key_value_heads": 3, "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    given = dict(
+        model=folder, tokens=70, memory=4, sequences=16, policy="auto",
+        prepared_policy="defensive", budget="25%", profile="auto", prepare="<read>",
+        store_memory="4G", work=folder,
+    )  # fmt: skip
+    return Setting(**{**given, **changes})
+
+
+def all_messages(dialogue: Dialogue) -> list[list[dict[str, str]]]:
+    """The messages of every turn."""
+    answers = [f"answer {turn}" for turn in range(len(dialogue.questions))]
+    return [dialogue.messages(answers[:turn]) for turn in range(len(answers))]
+
+
+@pytest.mark.parametrize("sessions, turns", [(1, 2), (1, 4), (3, 3)])
+def test_every_number_that_is_asked_for_stands_once_in_its_document(
+    sessions: int, turns: int
+) -> None:
+    made = make(6, turns, sessions, **SHAPE)
+    asked = [question for one in made for question in one.questions if question.number]
+    assert len({question.number for question in asked}) == len(asked) == 6 * (turns - 1)
+    for dialogue in made:
+        assert [question.number is None for question in dialogue.questions].index(False) == 1
+        for question in dialogue.questions[1:]:
+            assert question.number is not None
+            key = re.search(r"number for (\S+) mentioned", question.text)
+            assert key is not None and question.number not in question.text
+            assert dialogue.document.count(question.number) == 1
+            assert f"magic numbers for {key[1]} is: {question.number}." in dialogue.document
+
+
+def test_sessions_share_a_document_and_nothing_else_begins_alike() -> None:
+    made = make(7, 2, 3, **SHAPE)
+    documents = [one.document for one in made]
+    assert documents[:3] == documents[3:6] and documents[6] == documents[0]
+    firsts = sorted(set(documents))
+    assert len(firsts) == 3
+    for one, other in pairwise(firsts):
+        assert one[:16] != other[:16]
+    # Sessions about one document differ from their first question on.
+    assert len({made[index].questions[0].text for index in (0, 3, 6)}) == 3
+    assert made == make(7, 2, 3, **SHAPE) != make(7, 2, 3, seed=1, **SHAPE)
+    assert all(2500 < len(document) < 3600 for document in documents)
+    with pytest.raises(ValueError, match="2 turns"):
+        make(1, 1, 1, **SHAPE)
+
+
+def test_turns_build_on_one_another_as_text(tiny_model: Path) -> None:
+    template = LocalChat(tiny_model)._tokenizer.apply_chat_template
+    (dialogue,) = make(1, 3, 1, **SHAPE)
+    turns = all_messages(dialogue)
+    assert [len(messages) for messages in turns] == [2, 4, 6]
+    texts = [template(one, tokenize=False, add_generation_prompt=True) for one in turns]
+    for number, (one, other) in enumerate(pairwise(texts)):
+        assert other.startswith(one + f"answer {number}")
+    assert all(text.count(dialogue.document) == 1 for text in texts)
+
+
+def test_the_point_is_the_end_of_the_document_in_every_turn(tmp_path: Path) -> None:
+    (dialogue,) = make(1, 3, 1, **SHAPE)
+    for name in ("at", "prepared", "tiers", "tiers-files", "restart"):
+        xargs = setting(tmp_path).xargs(ROWS[name])
+        assert set(xargs) <= set(KEYS)
+        for messages in all_messages(dialogue):
+            point = message_index(xargs["kv_eviction_at_message"], len(messages))
+            assert messages[point]["content"] == dialogue.document
+            assert messages[point + 1]["content"] == dialogue.questions[0].text
+    assert setting(tmp_path).xargs(ROWS["prepared"])["kv_eviction_prepare"] == "<read>"
+    assert not any(setting(tmp_path).xargs(ROWS[name]) for name in (STOCK, "always", "pressure"))
+
+
+def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None:
+    common = setting(tmp_path)
+    commands = {name: common.start(name, tmp_path / "stores").command for name in ROWS}
+    for name, command in commands.items():
+        # Three blocks of 32 tokens for each, and vLLM's null block; 2 bytes a number, K and V.
+        memory = command[command.index("--kv-cache-memory-bytes") + 1]
+        assert int(memory) == (4 * 3 + 1) * 32 * 2 * 3 * 16 * 2 * 2
+        assert ("--kv-eviction" in command) == (name != STOCK) == ("auto" in command)
+        assert not any("{" in argument for argument in command)
+    for name, flag, value in (
+        ("pressure", "--kv-eviction-when", "pressure"),
+        ("prepared", "--kv-eviction", "defensive"),
+        ("tiers", "--kv-eviction-store-memory", "4G"),
+        ("restart", "--kv-eviction-store-path", str(tmp_path / "stores")),
+    ):
+        assert commands[name][commands[name].index(flag) + 1] == value
+    assert "--kv-eviction-profile" not in setting(tmp_path, profile="none").flags(
+        ROWS["at"], tmp_path
+    )
+
+
+def test_a_number_counts_where_it_stands_whole() -> None:
+    question = Question("which?", 32, "1234567")
+    for text in ("1234567", "It is 1234567.", "for owl: 1234567, for cat: 7654321"):
+        assert question.right(text)
+    for text in ("", "123456", "12345678", "91234567", "1,234,567"):
+        assert not question.right(text)
+
+
+def answered(*turns: tuple[str, float, int, int]) -> Conversation:
+    """A conversation of a summary and numbers, with (text, TTFT, prompt, cached) of each turn."""
+    numbers = [Question("which?", 9, "42") for _ in turns[1:]]
+    conversation = Conversation(Dialogue("text", (Question("what?", 9), *numbers)))
+    for text, ttft, prompt, cached in turns:
+        conversation.answers.append(Answer(text, ttft, ttft + 1, prompt, cached, 9))
+    return conversation
+
+
+def test_a_turn_comes_to_its_right_answers_and_computed_tokens() -> None:
+    talks = [
+        answered(("42", 5.0, 100, 0), ("is 42", 1.0, 130, 96)),
+        answered(("so", 9.0, 110, 10), ("is 41", 4.0, 140, 0)),
+        answered(("so", 6.0, 120, 0), ("42.", 2.0, 150, 128)),
+    ]
+    first, second = of_turn(talks, 0), of_turn(talks, 1)
+    assert first["right"] is None and second["right"] == 2
+    assert (first["ttft_s_median"], second["ttft_s_median"]) == (6.0, 2.0)
+    assert (first["computed_tokens"], second["computed_tokens"]) == (320, 196)
+    assert (first["turn"], second["turn"], second["answers"]) == (1, 2, 3)
+    assert phases(3, rounds=False) == [3] and phases(3, rounds=True) == [1, 1, 1]
+
+
+def test_a_row_that_did_not_evict_is_told() -> None:
+    assert missing(STOCK, {}) == []
+    assert missing("always", {"evictions": 3}) == []
+    assert missing("always", {"evictions": 0}) == ["evictions"]
+    assert missing("tiers", {"evictions": 3}) == ["stores_restored_memory"]
+    assert all(row.counters for name, row in ROWS.items() if name != STOCK)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[SimpleNamespace]:
+    """Chat completions that count how often they were asked; bodies and requests at once."""
+    state = SimpleNamespace(bodies=[], now=0, most=0, model="m")
+    lock = threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                state.bodies.append(body)
+                state.now += 1
+                state.most = max(state.most, state.now)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            details = dict(prompt_tokens=50, completion_tokens=7, total_tokens=57)
+            usage = dict(details, prompt_tokens_details=dict(cached_tokens=32))
+            for delta in ("", "to ", "you"):
+                threading.Event().wait(0.05)
+                self.chunk(choices=[dict(index=0, delta=dict(content=delta))])
+            with lock:
+                state.now -= 1
+            self.chunk(choices=[], usage=usage)
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def chunk(self, **fields: Any) -> None:
+            event = dict(id="1", object="chat.completion.chunk", created=1, model="m", **fields)
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        state.url = f"http://127.0.0.1:{httpd.server_address[1]}"
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        yield state
+        httpd.shutdown()
+        thread.join()
+
+
+def test_each_turn_sends_what_was_said_with_the_same_keys(endpoint: SimpleNamespace) -> None:
+    talks = [Conversation(one) for one in make(3, 2, 1, **SHAPE)]
+    heard: list[int] = []
+    xargs = {"kv_eviction_at_message": 0}
+    server = cast(Any, endpoint)
+    seconds = converse(server, talks, 2, 2, 0.1, xargs, lambda: heard.append(1))
+    assert len(heard) == len(endpoint.bodies) == 6 and endpoint.most == 2
+    # Three chats of two turns and a thought between them, two users.
+    assert seconds > 2 * (2 * 0.15 + 0.1)
+    for talk in talks:
+        first, second = (
+            body for body in endpoint.bodies
+            if body["messages"][0]["content"] == talk.dialogue.document
+        )  # fmt: skip
+        assert first["vllm_xargs"] == second["vllm_xargs"] == xargs
+        assert first["min_tokens"] == first["max_tokens"] == 48 and "min_tokens" not in second
+        said = [message["content"] for message in second["messages"]]
+        asked = [question.text for question in talk.dialogue.questions]
+        assert said == [talk.dialogue.document, asked[0], "to you", asked[1]]
+        assert [message["role"] for message in second["messages"]][2] == "assistant"
+        for answer in talk.answers:
+            assert (answer.computed_tokens, answer.output_tokens) == (18, 7)
+            assert 0.1 < answer.ttft_s < answer.seconds - 0.04
+
+
+def row(name: str, ttfts: tuple[float, float], right: int, **counted: int) -> dict[str, Any]:
+    turns = [
+        dict(turn=turn, answers=16, right=None if turn == 1 else right, ttft_s_median=ttft,
+             prompt_tokens=24000, computed_tokens=1234)
+        for turn, ttft in enumerate(ttfts, 1)
+    ]  # fmt: skip
+    return dict(
+        server=name, title=ROWS[name].title, turns=turns, seconds=10 * ttfts[1],
+        output_tokens_per_s=5.0, peak_running=3, counted=counted,
+    )  # fmt: skip
+
+
+def test_tables_and_picture_of_made_up_rows(tmp_path: Path) -> None:
+    result: dict[str, Any] = dict(
+        command="c", date="d", commit="e", machine="m", load="16 chats",
+        rows=[row(STOCK, (8.0, 4.0), 15),
+              row("tiers", (8.8, 0.5), 14, evictions=32, stores_reused=3,
+                  stores_restored_memory=12, stores_restored_file=1)],
+        failed=[dict(server="restart", reason="no such flag")],
+    )  # fmt: skip
+    write(tmp_path / "chat.json", result)
+    assert json.loads((tmp_path / "chat.json").read_text()) == result
+    lines = (tmp_path / "chat.md").read_text().splitlines()
+    assert "| stock | 1 | - | 8.00 | 1.00x | 24,000 | 1,234 |" in lines
+    assert "| tiers | 1 | - | 8.80 | 1.10x | 24,000 | 1,234 |" in lines
+    assert "| tiers | 2 | 14 of 16 | 0.50 | 0.12x | 24,000 | 1,234 |" in lines
+    assert "| stock | 40.0 | 1.00x | 5.0 | 3 | 0 | 0 | 0 | 0 | 0 | 0 |" in lines
+    assert "| tiers | 5.0 | 0.12x | 5.0 | 3 | 0 | 3 | 13 | 32 | 0 | 0 |" in lines
+    assert lines[-1] == "Not measured: restart (no such flag)."
+    assert (tmp_path / "chat.png").stat().st_size > 1000
+    alone = dict(result, rows=result["rows"][1:], failed=[])
+    assert "| tiers | 2 | 14 of 16 | 0.50 | - |" in report.markdown(alone)
+    nothing = dict(result, rows=[])
+    write(tmp_path / "none.json", nothing)
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("wrong", ["--servers=stok", "--turns=1", "--memory=0"])
+def test_wrong_options_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([wrong])
+    assert wrong.partition("=")[0] in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""Files of stores: whole or refused, whatever happens to them."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+
+from vllm_kvevict.stores.files import StoreFiles, digest, metadata, unpack
+
+NAME = "ab" * 20
+FAULTS = 1000
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "0.split": torch.tensor([[0, 2, 4]], dtype=torch.int32),
+        "0.0.pages": torch.randint(256, (4, 96), generator=generator).to(torch.uint8),
+        "0.0.values": torch.rand(4, 8, 2, generator=generator),
+    }
+
+
+def written(folder, seed: int = 0, rank: int = 0) -> StoreFiles:
+    files = StoreFiles(folder, {"model": "a"})
+    files.write(NAME, rank, tensors(seed))
+    return files
+
+
+def same(found: dict[str, torch.Tensor], seed: int = 0) -> bool:
+    expected = tensors(seed)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
+def test_what_is_written_is_read(tmp_path):
+    files = written(tmp_path)
+    assert same(unpack(files.read(NAME, 0, 10**6)))
+    assert files.has(NAME, 1) and not files.has(NAME, 2)
+    assert [path.name for path in files.folder.iterdir()] == [f"{NAME}.0.safetensors"]
+    assert files.folder.stat().st_mode & 0o077 == 0
+    files.remove(NAME, 2)
+    with pytest.raises(FileNotFoundError):
+        files.read(NAME, 0, 10**6)
+
+
+def damage(data: bytes, rng: random.Random) -> bytes:
+    kind, at = rng.randrange(6), rng.randrange(len(data))
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data + rng.randbytes(1 + at % 50)
+    if kind == 2:  # A hole, as a disk that was full leaves it.
+        return data[:at] + bytes(len(data) - at)
+    if kind == 3:  # Two pieces change places.
+        size = 1 + at % 64
+        other = rng.randrange(len(data))
+        first, last = sorted((at, other))
+        middle = data[first + size : last]
+        swapped = data[last : last + size] + middle + data[first : first + size]
+        return data[:first] + swapped + data[last + size :]
+    broken = bytearray(data)
+    # Half of all flips meet the header, which is small.
+    at = at if kind == 4 else rng.randrange(8 + int.from_bytes(data[:8], "little"))
+    broken[at] ^= 1 << rng.randrange(8)
+    return bytes(broken)
+
+
+def test_faults_are_refused_or_harmless(tmp_path):
+    files, rng, refused = written(tmp_path), random.Random(5), 0
+    path = files.path(NAME, 0)
+    whole = path.read_bytes()
+    for _ in range(FAULTS):
+        path.write_bytes(damage(whole, rng))
+        try:
+            found = unpack(files.read(NAME, 0, 10**4))
+        except ValueError:
+            refused += 1
+        else:
+            assert same(found)
+    assert refused > 0.9 * FAULTS
+
+
+def test_a_file_of_another_store_rank_or_server_is_refused(tmp_path):
+    files = written(tmp_path)
+    data = files.path(NAME, 0).read_bytes()
+    other = StoreFiles(tmp_path, {"model": "b"})
+    for path in [files.path("cd" * 20, 0), files.path(NAME, 1), other.path(NAME, 0)]:
+        path.write_bytes(data)
+    for reader, name, rank in [(files, "cd" * 20, 0), (files, NAME, 1), (other, NAME, 0)]:
+        with pytest.raises(ValueError, match="something else"):
+            reader.read(name, rank, 10**6)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    files = StoreFiles(tmp_path, {})
+    path = files.path(NAME, 0)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="no file"):
+        files.read(NAME, 0, 10**6)
+    path.unlink()
+    (tmp_path / "secret").write_bytes(b"x" * 100)
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError):
+        files.read(NAME, 0, 10**6)
+    path.unlink()
+    path.write_bytes(b"x" * (2 << 20))
+    with pytest.raises(ValueError, match="too large"):
+        files.read(NAME, 0, 10**4)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 8, b"\xff" * 64, b"[" * 200, (100).to_bytes(8, "little") + b"[" * 100]
+)
+def test_bytes_that_are_no_safetensors(data):
+    with pytest.raises(ValueError):
+        metadata(data)
+    with pytest.raises(ValueError):
+        unpack(data)
+
+
+def test_the_digest_covers_names_types_shapes_and_values():
+    one = tensors()
+    digests = {digest(one, {}), digest(one, {"name": "x"})}
+    for name, other in [
+        ("0.split", one["0.split"].view(3, 1)),
+        ("0.split", one["0.split"].view(torch.float32)),
+        ("0.0.pages", one["0.0.pages"] ^ 1),
+    ]:
+        digests.add(digest(one | {name: other}, {}))
+    digests.add(digest({f"{name}x": tensor for name, tensor in one.items()}, {}))
+    assert len(digests) == 6
+
+
+def test_the_files_used_longest_ago_leave(tmp_path):
+    size = written(tmp_path).path(NAME, 0).stat().st_size
+    files = StoreFiles(tmp_path, {"model": "a"}, most_bytes=3 * size)
+    for number in range(4):
+        files.write(f"{number:040x}", 0, tensors())
+        os.utime(files.path(f"{number:040x}", 0), (number, number))
+    os.utime(files.path(NAME, 0), (9, 9))
+    files.read(f"{0:040x}", 0, 10**6)
+    assert files.path(f"{0:040x}", 0).stat().st_mtime > time.time() - 60
+    files.trim()
+    left = sorted(path.name.partition(".")[0] for path in files.folder.iterdir())
+    assert left == sorted([f"{0:040x}", f"{3:040x}", NAME])
+
+
+def test_a_full_disk_costs_the_file_only(tmp_path, monkeypatch):
+    files = StoreFiles(tmp_path, {})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_kvevict.stores.files.os.replace", full)
+    files.write_soon(NAME, 0, tensors(), lambda: None)
+    files.flush()
+    assert not list(files.folder.iterdir())
+
+
+def test_writing_waits_until_the_tensors_are_there(tmp_path):
+    files, order = StoreFiles(tmp_path, {}), []
+    host = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+
+    def ready():
+        order.append(files.path(NAME, 0).exists())
+        for name, tensor in tensors().items():
+            host[name].copy_(tensor)
+
+    files.write_soon(NAME, 0, host, ready)
+    files.flush()
+    assert order == [False] and same(unpack(files.read(NAME, 0, 10**6)))

@@ -1,0 +1,89 @@
+"""What a published store is outside the KV cache: tensors that say nothing of where they lay."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.step_plan import StoreBlocks
+
+Tensors = dict[str, torch.Tensor]
+
+
+class StoreContent:
+    """Copies stores of one rank out of its KV cache and into it.
+
+    A store is, for every KV-cache group G with blocks in it, ``G.split`` [L, H + 1] int32, its head
+    split where something was kept, and of every layer I of the group ``G.I.pages``
+    [blocks * H, bytes] uint8: keys, then values, token by token whatever the kernel's order in a
+    page is; ``G.I.values`` [blocks * H, block_size, C] float32 where policies have numbers beside
+    the cache.
+
+    Args:
+        states: Device state of every group that evicts, by group id.
+        caches: The caches of evictable layers by name.
+        page_values: Numbers beside the cached tokens, or None.
+
+    """
+
+    def __init__(
+        self,
+        states: Mapping[int, GroupState],
+        caches: Mapping[str, LayerCache],
+        page_values: PageValues | None,
+    ) -> None:
+        self.device = next(iter(caches.values())).pages.device
+        self._states = states
+        self._caches = caches
+        self._page_values = page_values
+        self._orders = {
+            name: torch.cat([c.layout.keys.flatten(), c.layout.values.flatten()]).to(c.pages.device)
+            for name, c in caches.items()
+        }
+
+    def read(self, groups: Sequence[StoreBlocks]) -> Tensors:
+        """A store's tensors, on the device; the device is not waited for."""
+        found: Tensors = {}
+        for group in groups:
+            state, pages = self._states[group.group_id], self._pages(group)
+            if group.store:
+                split = state.split_kept(group.store[0])
+                found[f"{group.group_id}.split"] = split.clone()
+            for index, name in enumerate(state.layer_names):
+                elements = self._caches[name].pages[pages][:, self._orders[name]]
+                found[f"{group.group_id}.{index}.pages"] = elements.view(torch.uint8)
+                if self._page_values is not None:
+                    values = self._page_values.layer(name)[pages]
+                    found[f"{group.group_id}.{index}.values"] = values
+        return found
+
+    def write(self, groups: Sequence[StoreBlocks], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a store's tensors, which lie in host memory, into these blocks."""
+        for group in groups:
+            state, pages = self._states[group.group_id], self._pages(group)
+            if group.store:
+                split = state.split_kept(group.store[0])
+                split.copy_(tensors[f"{group.group_id}.split"], non_blocking=True)
+            for index, name in enumerate(state.layer_names):
+                cache = self._caches[name].pages
+                elements = tensors[f"{group.group_id}.{index}.pages"].view(cache.dtype)
+                elements = elements.to(cache.device, non_blocking=True)
+                moved = torch.empty_like(elements)
+                moved[:, self._orders[name]] = elements
+                cache[pages] = moved
+                if self._page_values is not None:
+                    values = tensors[f"{group.group_id}.{index}.values"]
+                    layer = self._page_values.layer(name)
+                    layer[pages] = values.to(cache.device, non_blocking=True)
+
+    def _pages(self, group: StoreBlocks) -> torch.Tensor:
+        """[blocks * H] int64 head pages of the blocks."""
+        state = self._states[group.group_id]
+        blocks = async_tensor_h2d(group.blocks, device=state.head_indptr.device, dtype=torch.int64)[
+            :, None
+        ]
+        heads = torch.arange(state.num_heads, device=blocks.device)
+        return (blocks * state.num_heads + heads).flatten()

@@ -1,0 +1,104 @@
+"""What must be the same for two servers to share the files of their stores."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.logger import init_logger
+
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.store_tiers import parse_folder
+from vllm_kvevict.stores.files import StoreFiles
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.kv_eviction.tiers")
+
+FORMAT = 1
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""How many places of a file of weights are looked at, and how much there."""
+
+IRRELEVANT = frozenset(
+    {"store_memory", "store_path", "allow", "max_budget", "when", "interval", "attention"}
+)
+"""Settings that a store at a point does not depend on, or that its key has."""
+
+
+def fingerprint(
+    vllm_config: "VllmConfig", cache: "KVCacheConfig", config: EvictionConfig
+) -> dict[str, Any]:
+    """Everything that a store depends on beside its key, by name.
+
+    Positions inside a block are not in it: files hold tokens in order, whatever the kernel's is.
+    """
+    model = vllm_config.model_config
+    settings = config.model_dump(mode="json", exclude=set(IRRELEVANT))
+    probe = (settings.get("profile") or {}).get("probe")
+    if probe:
+        # Replicas may have it elsewhere.
+        del probe["file"]
+    architecture = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        architecture.pop(name, None)
+    return {
+        "format": FORMAT,
+        "vllm": vllm.__version__,
+        "architecture": architecture,
+        "weights": weights(model.model, model.revision),
+        "load": [vllm_config.load_config.load_format, model.quantization, model.seed],
+        "dtype": str(model.dtype),
+        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
+        "ranks": vllm_config.parallel_config.world_size,
+        "groups": [
+            [one.layer_names, one.kv_cache_spec.block_size, str(one.kv_cache_spec.dtype)]
+            for one in cache.kv_cache_groups
+        ],
+        "settings": settings,
+    }
+
+
+def weights(model: str, revision: str | None) -> str:
+    """A digest of a model's weights: of the size of every file and of what stands in some places.
+
+    Args:
+        model: A folder, a file, or a name on the Hugging Face Hub.
+        revision: Of the Hub's repository.
+
+    Returns:
+        The digest; the name and revision where the weights are not on this machine.
+
+    """
+    path = Path(model)
+    if not path.exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            path = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
+            logger.warning("KV eviction: stores in files are told apart by the model's name only.")
+            return f"{model} {revision}"
+    kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.suffix in kinds]
+    found = sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for sample in range(SAMPLES):
+                opened.seek(size * sample // SAMPLES)
+                found.update(opened.read(SAMPLE_BYTES))
+    return found.hexdigest()
+
+
+def store_files(
+    vllm_config: "VllmConfig", cache: "KVCacheConfig", config: EvictionConfig
+) -> StoreFiles | None:
+    """The folder of ``--kv-eviction-store-path``; None without it."""
+    if config.store_path is None:
+        return None
+    folder, most = parse_folder(config.store_path)
+    return StoreFiles(Path(folder), fingerprint(vllm_config, cache, config), most)

@@ -1,0 +1,95 @@
+"""How large a store is outside the KV cache, and what its tensors must look like."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm.utils.torch_utils import get_dtype_size
+
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.stores.key import ShareKey
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """One KV-cache group's part of a store, in blocks."""
+
+    tail_start: int
+    store: int
+    tail: int
+
+    @property
+    def blocks(self) -> int:
+        return self.store + self.tail
+
+
+def group_shapes(
+    key: ShareKey, specs: Mapping[int, EvictableAttentionSpec]
+) -> dict[int, GroupShape]:
+    """What the store of a key has in every group."""
+    shapes = {}
+    for group, store in key.stores:
+        spec = specs[group]
+        assert spec.timeline is not None
+        tail_start = spec.timeline.tail_start(key.point) if store else 0
+        tail = blocks_for(key.point, spec.block_size) - tail_start // spec.block_size
+        shapes[group] = GroupShape(tail_start, store, tail)
+    return shapes
+
+
+@dataclass(frozen=True)
+class StoreSizes:
+    """Sizes and checks of one rank's part of stores.
+
+    Args:
+        specs: Spec of every KV-cache group; all of them evict.
+        layers: Layers of every group.
+        channels: Numbers beside every cached token.
+
+    """
+
+    specs: Mapping[int, EvictableAttentionSpec]
+    layers: Mapping[int, int]
+    channels: int
+
+    def num_bytes(self, shapes: Mapping[int, GroupShape]) -> int:
+        """Bytes of a store's tensors."""
+        tensors = self._expected(shapes).values()
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
+
+    def check(self, shapes: Mapping[int, GroupShape], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check what comes from outside.
+
+        Raises:
+            ValueError: The tensors are no store of these shapes.
+
+        """
+        found = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        if found != self._expected(shapes):
+            raise ValueError("its tensors are not those of this store")
+        for group, shape in shapes.items():
+            if shape.store:
+                split = tensors[f"{group}.split"]
+                pages = shape.store * self.specs[group].num_kv_heads
+                ends = bool((split[:, 0] == 0).all()) and bool((split[:, -1] == pages).all())
+                if not ends or bool((split.diff(dim=1) < 0).any()):
+                    raise ValueError("its heads do not share its pages")
+
+    def _expected(
+        self, shapes: Mapping[int, GroupShape]
+    ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        found: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+        for group, shape in shapes.items():
+            spec, layers = self.specs[group], self.layers[group]
+            pages = shape.blocks * spec.num_kv_heads
+            size = spec.block_size * (spec.head_size + spec.head_size_v)
+            if shape.store:
+                found[f"{group}.split"] = (layers, spec.num_kv_heads + 1), torch.int32
+            for index in range(layers):
+                bits = (pages, size * get_dtype_size(spec.dtype)), torch.uint8
+                found[f"{group}.{index}.pages"] = bits
+                if self.channels:
+                    beside = (pages, spec.block_size, self.channels), torch.float32
+                    found[f"{group}.{index}.values"] = beside
+        return found

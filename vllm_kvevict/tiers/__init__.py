@@ -1,0 +1,1 @@
+"""Host memory and files behind the KV cache: stores leave to there, and come back."""

@@ -1,0 +1,247 @@
+"""Published stores that come back from host memory or from files when the KV cache lost them."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from time import monotonic
+
+from vllm.logger import init_logger
+
+from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
+from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.engine.stores import PublishedStores
+from vllm_kvevict.schedule.step_plan import GroupEviction, StepPlan, StoreBlocks, StoreCopy
+from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.stores.files import StoreFiles, unpack
+from vllm_kvevict.stores.key import ShareKey
+from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
+
+logger = init_logger("vllm.kv_eviction.tiers")
+
+MOST_READ = 8
+"""Files that are read at once, or were read and wait for their request."""
+
+MOST_ABSENT = 4096
+"""Stores that were looked for in files and are not there, at most so many are remembered."""
+
+PATIENCE = 10.0
+"""Seconds after which a file is looked for again, and what was read and not taken may go."""
+
+Payload = list[bytes]
+
+
+class TieredStores(PublishedStores):
+    """Copies every store out of the KV cache when it is published, and back when it is asked for.
+
+    The workers' host memory holds what this says, so there is nothing to be reported: it is asked
+    for and counted here, least recently used first out. Files are read and checked here, in a
+    thread, and go to the workers with the plan of the step that needs them; their request waits
+    meanwhile, all others do not. What cannot be brought back is computed.
+
+    Args:
+        core: What the engine works on.
+        sizes: Of one rank's part of a store.
+        ranks: Of the server.
+        memory: Bytes of host memory of all ranks together; 0 for none.
+        files: Where stores are in files, or None.
+
+    """
+
+    def __init__(
+        self,
+        core: EvictionCore,
+        sizes: StoreSizes,
+        ranks: int,
+        memory: int,
+        files: StoreFiles | None,
+    ) -> None:
+        super().__init__(core, enabled=True)
+        self._pool = core.cache.block_pool
+        self._counters = core.counters
+        self._sizes = sizes
+        self._ranks = ranks
+        self._memory = memory
+        self._files = files
+        self._kept: OrderedDict[str, int] = OrderedDict()
+        self._next = StepPlan()
+        self._reading: dict[str, Future[Payload | None]] = {}
+        self._until: dict[str, float] = {}
+        self._absent: dict[str, float] = {}
+        self._reader = ThreadPoolExecutor(2, "kv-eviction-store-reader") if files else None
+
+    def has(self, key: ShareKey) -> bool:
+        return super().has(key) or name_of(key) in self._kept or self._read(key) is not None
+
+    def coming(self, key: ShareKey) -> bool:
+        """Whether a store is being read from its files; begins with it where they are there."""
+        name = name_of(key)
+        if name in self._reading:
+            return not self._reading[name].done()
+        if self._files is None or name in self._kept or self._in_pool(key):
+            return False
+        now = monotonic()
+        if now < self._absent.get(name, 0):
+            return False
+        if not self._files.has(name, self._ranks):
+            self._miss(name)
+            return False
+        if len(self._reading) >= MOST_READ and not self._drop_unclaimed(now):
+            return True
+        assert self._reader is not None
+        read = partial(self._read_files, self._files, name, group_shapes(key, self._sizes.specs))
+        self._reading[name] = self._reader.submit(read)
+        self._until[name] = now + PATIENCE
+        return True
+
+    def find(self, state: RequestState) -> PublishedStore | None:
+        found = super().find(state)
+        if found is None and state.key is not None and self._may_take(state):
+            found = self._restore(state, state.key)
+        return found
+
+    def waits(self, state: RequestState) -> bool:
+        if state.key is not None and self._may_take(state) and self.coming(state.key):
+            return True
+        return super().waits(state)
+
+    def publish(
+        self, state: RequestState, end: int, evictions: Sequence[GroupEviction]
+    ) -> PublishedStore | None:
+        store = super().publish(state, end, evictions)
+        if store is not None:
+            self._save(store, write=self._files is not None and state.request.lora_request is None)
+        return store
+
+    def copy(self, plan: StepPlan) -> None:
+        plan.loads, plan.saves, plan.forgotten = (
+            self._next.loads,
+            self._next.saves,
+            self._next.forgotten,
+        )
+        self._next = StepPlan()
+
+    def reset(self) -> None:
+        """Forget all: the prefix cache is reset where the model's weights have changed."""
+        self._next.forgotten += self._kept
+        self._kept.clear()
+        self.kept_bytes = 0
+        if self._files is not None:
+            logger.warning(
+                "KV eviction: the prefix cache was reset, so stores are neither read from files "
+                "nor written to them until the server is started again."
+            )
+        self._files = None
+        self._reading.clear()
+        self._until.clear()
+
+    def _may_take(self, state: RequestState) -> bool:
+        return state.context is None and self._may_reuse(state)
+
+    def _save(self, store: PublishedStore, write: bool) -> None:
+        name, shapes = name_of(store.key), group_shapes(store.key, self._sizes.specs)
+        self._absent.pop(name, None)
+        keep = self._keep(name, self._sizes.num_bytes(shapes) * self._ranks)
+        if keep or write:
+            self._next.saves.append(_copy(name, store, keep, write))
+            self._counters.stores_saved += 1
+
+    def _keep(self, name: str, num_bytes: int) -> bool:
+        """Make room in host memory; False where a store is too large for it."""
+        if num_bytes > self._memory:
+            return False
+        self.kept_bytes += num_bytes - self._kept.get(name, 0)
+        self._kept[name] = num_bytes
+        self._kept.move_to_end(name)
+        while self.kept_bytes > self._memory:
+            oldest, size = self._kept.popitem(last=False)
+            self._next.forgotten.append(oldest)
+            self.kept_bytes -= size
+        return True
+
+    def _restore(self, state: RequestState, key: ShareKey) -> PublishedStore | None:
+        """Take blocks for a store that the next step's plan brings back, if there are enough."""
+        name = name_of(key)
+        payload = None if name in self._kept else self._read(key)
+        if name not in self._kept and payload is None:
+            return None
+        shapes = group_shapes(key, self._sizes.specs)
+        rest = state.request.num_tokens + 1 - key.point
+        need = sum(
+            shape.blocks + blocks_for(rest, self._managers[group].block_size)
+            for group, shape in shapes.items()
+        )
+        if need > self._pool.get_num_free_blocks():
+            return None
+        store = self._enter(key, {group: self._take(shape) for group, shape in shapes.items()})
+        self._pool.free_blocks([block for block, _ in store.hashes])
+        num_bytes = self._sizes.num_bytes(shapes) * self._ranks
+        self._reading.pop(name, None)
+        self._until.pop(name, None)
+        self._next.loads.append(_copy(name, store, self._keep(name, num_bytes), False, payload))
+        self._counters.restored(key.point, num_bytes, from_file=payload is not None)
+        return store
+
+    def _take(self, shape: GroupShape) -> PublishedGroup:
+        blocks = self._pool.get_new_blocks(shape.blocks)
+        store, tail = tuple(blocks[: shape.store]), tuple(blocks[shape.store :])
+        return PublishedGroup(shape.tail_start, store, tail)
+
+    def _read(self, key: ShareKey) -> Payload | None:
+        """What was read of a store's files, if that is done and they were what they must be."""
+        name = name_of(key)
+        reading = self._reading.get(name)
+        if reading is None or not reading.done():
+            return None
+        if (payload := reading.result()) is None:
+            del self._reading[name], self._until[name]
+            self._miss(name)
+        return payload
+
+    def _drop_unclaimed(self, now: float) -> bool:
+        """Drop a file that was read and whose requests are gone; False where there is none."""
+        for name, reading in self._reading.items():
+            if reading.done() and now > self._until[name]:
+                del self._reading[name], self._until[name]
+                return True
+        return False
+
+    def _miss(self, name: str) -> None:
+        """Look for a file again after a while only: another server may have written it."""
+        if len(self._absent) >= MOST_ABSENT:
+            del self._absent[next(iter(self._absent))]
+        self._absent[name] = monotonic() + PATIENCE
+
+    def _read_files(
+        self, files: StoreFiles, name: str, shapes: dict[int, GroupShape]
+    ) -> Payload | None:
+        """All ranks' files of a store, checked; None where one is not what it must be."""
+        try:
+            most, found = self._sizes.num_bytes(shapes), []
+            for rank in range(self._ranks):
+                found.append(files.read(name, rank, most))
+                self._sizes.check(shapes, unpack(found[-1]))
+            return found
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            self._counters.files_refused += 1
+            logger.warning("KV eviction: %s of a store is not used: %s", files.path(name, 0), error)
+            files.remove(name, self._ranks)
+            return None
+
+
+def name_of(key: ShareKey) -> str:
+    """What a store is called outside: nothing of its prompt can be read from it."""
+    return key.digest.hex()[:40]
+
+
+def _copy(
+    name: str, store: PublishedStore, keep: bool, write: bool, payload: Payload | None = None
+) -> StoreCopy:
+    groups = [
+        StoreBlocks(group, [b.block_id for b in one.store], [b.block_id for b in one.tail])
+        for group, one in store.groups.items()
+    ]
+    return StoreCopy(name, groups, keep, write, payload)

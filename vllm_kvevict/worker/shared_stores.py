@@ -1,0 +1,61 @@
+"""What a worker does with stores that requests share: keep, enter, copy out and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.step_plan import Eviction, ReusedStore, StepPlan
+from vllm_kvevict.stores.host import HostStores
+
+
+class SharedStores:
+    """Published stores on one rank.
+
+    Args:
+        states: Device state of every group that evicts, by group id.
+        row_of: The state row of a request of the step.
+
+    """
+
+    def __init__(self, states: Mapping[int, GroupState], row_of: Callable[[str], int]) -> None:
+        self.tiers: HostStores | None = None
+        """Where stores are kept outside the KV cache, where the flags ask for it."""
+        self._states = states
+        self._row_of = row_of
+        self._plan = StepPlan()
+        self._reused: dict[str, list[ReusedStore]] = {}
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward pass: bring back stores that the step reads."""
+        self._plan, self._reused = plan, plan.reused
+        if self.tiers is not None:
+            self.tiers.load(plan.loads)
+
+    def enter(self) -> None:
+        """Enter the stores of requests that begin with this step.
+
+        Model Runner V2 gives them their rows within the step, so not before its batch is known.
+        """
+        reused, self._reused = self._reused, {}
+        for request_id, groups in reused.items():
+            row = self._row_of(request_id)
+            for group in groups:
+                state = self._states[group.group_id]
+                store = async_tensor_h2d(
+                    group.store, device=state.head_indptr.device, dtype=torch.int64
+                )
+                state.take(row, group.store[0], group.tail_start, store)
+
+    def end_step(self, evictions: Sequence[Eviction]) -> None:
+        """After these evictions: keep how heads share what others may take, and copy it out."""
+        for eviction in evictions:
+            published = [group for group in eviction.groups if group.published]
+            if published:
+                row = self._row_of(eviction.request_id)
+                for group in published:
+                    self._states[group.group_id].keep(row, group.store[0])
+        if self.tiers is not None:
+            self.tiers.save(self._plan.forgotten, self._plan.saves)
+            self._plan = StepPlan()
