@@ -22,9 +22,9 @@ from tests.e2e.tp_script import (
 from tests.oracles.engine import engine
 
 
-def two_ranks(model: Path, policy: str) -> dict[str, Any]:
+def two_ranks(model: Path, policy: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.tp_script", str(model), policy],
+        [sys.executable, "-m", "tests.e2e.tp_script", str(model), policy, str(folder)],
         cwd=Path(__file__).parents[2],
         env=os.environ | dict(VLLM_CPU_OMP_THREADS_BIND="0|1"),
         capture_output=True,
@@ -36,12 +36,14 @@ def two_ranks(model: Path, policy: str) -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULT "))
 
 
-def compared(model: Path, policy: str) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
+def compared(
+    model: Path, policy: str, folder: Path
+) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
     """Tokens of one rank and of two, whose evictions and blocks are those of one; all of two."""
     with engine(model, dict(policy=policy, **EVICTION), max_num_batched_tokens=256) as run:
         alone = run.generate(PROMPTS, NEW_TOKENS)
         counters = run.counters.as_dict()
-    result = two_ranks(model, policy)
+    result = two_ranks(model, policy, folder)
     first, second = result["rounds"]
     assert first == second, "also with prefix-cache hits"
     assert result["leaked"] == 0
@@ -59,6 +61,9 @@ def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
         assert (counters["stores_published"], counters["stores_reused"]) == (1, taken)
         assert counters["evictions_prefill"] == 1
     assert counters["preparations"] == 1 and counters["preparations_failed"] == 0
+    for tier in ("memory", "file"):
+        assert result[tier]["tokens"] == result["point"]["tokens"], "each rank gets its own part"
+        assert result[tier]["counters"][f"stores_restored_{tier}"] == 1
     if policy.startswith("ada-"):
         return
     settings = dict(policy=policy, **EVICTION)
@@ -74,8 +79,8 @@ def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 @pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", "tova", "nacl"])
-def test_two_ranks(tiny_model_kv4, policy):
-    alone, together, result = compared(tiny_model_kv4, policy)
+def test_two_ranks(tiny_model_kv4, policy, tmp_path):
+    alone, together, result = compared(tiny_model_kv4, policy, tmp_path)
     if not policy.startswith("ada-"):
         assert together == alone, "a uniform budget does not depend on how heads are split"
     else:

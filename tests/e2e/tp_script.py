@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from tests.models import random_prompt
 
@@ -19,10 +21,24 @@ SHARED = 40
 SHARING = ("snapkv", "ada-snapkv")
 
 
-def main(model: Path, policy: str) -> None:
+def lose(scheduler: Any, folder: Path, memory: bool) -> None:
+    """Let the KV cache lose its stores once both ranks have written theirs; ``memory``, too."""
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob("*/*.safetensors"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pool, stores = scheduler.kv_cache_manager.block_pool, scheduler._stores
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+    while memory and stores._kept:
+        name, size = stores._kept.popitem()
+        stores._next.forgotten.append(name)
+        stores.kept_bytes -= size
+
+
+def main(model: Path, policy: str, folder: Path) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
+    tiers = dict(store_memory="1G", store_path=str(folder)) if policy in SHARING else {}
     llm = LLM(
         str(model),
         tensor_parallel_size=2,
@@ -32,7 +48,7 @@ def main(model: Path, policy: str) -> None:
         block_size=32,
         max_model_len=2048,
         max_num_batched_tokens=256,
-        additional_config={"kv_eviction": dict(policy=policy, **EVICTION)},
+        additional_config={"kv_eviction": dict(policy=policy, **EVICTION) | tiers},
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -45,7 +61,10 @@ def main(model: Path, policy: str) -> None:
         )
         rounds.append([list(output.outputs[0].token_ids) for output in outputs])
     result = dict(rounds=rounds, counters=scheduler.eviction_counters.as_dict())
-    for name, asked in (("point", POINT), ("prepared", PREPARED)) if policy in SHARING else ():
+    asked_of = dict(point=POINT, memory=POINT, file=POINT, prepared=PREPARED)
+    for name, asked in asked_of.items() if policy in SHARING else ():
+        if name in ("memory", "file"):
+            lose(scheduler, folder, memory=name == "file")
         before = scheduler.eviction_counters.as_dict()
         outputs = llm.generate(
             [dict(prompt_token_ids=prompt) for prompt in QUESTIONS],
@@ -63,4 +82,4 @@ def main(model: Path, policy: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -161,7 +161,8 @@ class Invariants:
         assert {one.tail_start for one in taken} == {tail_start}
         for one in taken:
             made_of = self.expected.made_of(request, point)
-            assert self._stored[one.group_id, one.store[0]] == made_of, "a store of other tokens"
+            stored = self._stored.get((one.group_id, one.store[0]))
+            assert stored == made_of, "a store of other tokens"
             self._lives[request_id].tails[one.group_id] = one.tail_start
         self.tally.taken += 1
         self.tally.taken_behind += hit > point

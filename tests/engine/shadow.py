@@ -80,8 +80,8 @@ class ShadowWorker:
         self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]], int]] = {}
         """Tail start, store, its content and point, by group and first block of the store."""
         self.host: dict[str, list[tuple[Any, ...]]] = {}
-        """What host memory holds of stores: of each group what :attr:`published` has, and the
-        content of the blocks behind the store."""
+        """What host memory holds of stores: of each group what :attr:`published` has, and what
+        stood in its blocks."""
         self.restored = 0
 
     def execute(self, output: Any) -> dict[str, list[int]]:
@@ -170,21 +170,19 @@ class ShadowWorker:
         self.host[copy.name] = [
             (
                 self.published[one.group_id, one.store[0]] if one.store else None,
-                [list(self.memory[block]) for block in one.tail],
+                [list(self.memory[block]) for block in one.blocks],
             )
             for one in copy.groups
         ]
 
     def _load(self, copy: StoreCopy) -> None:
         self.restored += 1
-        for one, (published, tail) in zip(copy.groups, self.host[copy.name], strict=True):
+        for one, (published, memory) in zip(copy.groups, self.host[copy.name], strict=True):
             if published is not None:
                 tail_start, store, content, point = published
                 assert len(one.store) == len(store)
                 self.published[one.group_id, one.store[0]] = tail_start, one.store, content, point
-                for block, slots in zip(one.store, content, strict=True):
-                    self.memory[block] = list(slots)
-            for block, slots in zip(one.tail, tail, strict=True):
+            for block, slots in zip(one.blocks, memory, strict=True):
                 self.memory[block] = list(slots)
 
     def _write(self, row: Row, start: int, end: int) -> None:

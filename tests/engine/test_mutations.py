@@ -11,7 +11,7 @@ from tests.engine.scenarios import Scenario, run
 from vllm_kvevict.engine import stores
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
 from vllm_kvevict.engine.planner import StepPlanner
-from vllm_kvevict.engine.published import PublishedStore
+from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.scheduler import EvictionMixin
 from vllm_kvevict.engine.turns import Turns
@@ -19,6 +19,7 @@ from vllm_kvevict.policies.requirements import PolicyRequirements
 from vllm_kvevict.schedule.quote import Quote
 from vllm_kvevict.schedule.step_plan import PLAN
 from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.tiers.stores import TieredStores
 
 
 def caught(message: str) -> bool:
@@ -149,3 +150,31 @@ def test_accounting_catches_stores_shared_by_tenants(monkeypatch):
 def test_accounting_catches_a_store_that_is_not_held(monkeypatch):
     monkeypatch.setattr(EvictableAttentionManager, "_reused", lambda self, state: ())
     assert caught("a store is not held")
+
+
+def test_accounting_catches_a_store_that_does_not_come_back(monkeypatch):
+    wrap(monkeypatch, TieredStores, "copy", lambda self, plan: plan.loads.clear())
+    assert caught("a store of other tokens|holds something else")
+
+
+def test_accounting_catches_a_store_that_is_saved_too_late(monkeypatch):
+    """The step after the eviction: its blocks may be somebody else's by then."""
+
+    def late(self: Any, plan: Any) -> None:
+        kept = vars(self).setdefault("_late", [])
+        kept.append(plan.saves)
+        plan.saves = kept.pop(0) if len(kept) > 20 else []
+
+    wrap(monkeypatch, TieredStores, "copy", late)
+    assert caught("")
+
+
+def test_accounting_catches_blocks_that_are_taken_from_others(monkeypatch):
+    def take(self: Any, shape: Any) -> Any:
+        blocks = self._pool.blocks[1 : 1 + shape.blocks]
+        self._pool.touch(blocks)
+        store, tail = tuple(blocks[: shape.store]), tuple(blocks[shape.store :])
+        return PublishedGroup(shape.tail_start, store, tail)
+
+    monkeypatch.setattr(TieredStores, "_take", take)
+    assert caught("has another owner|holds something else")

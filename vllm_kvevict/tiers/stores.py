@@ -96,9 +96,11 @@ class TieredStores(PublishedStores):
         return True
 
     def find(self, state: RequestState) -> PublishedStore | None:
-        found = super().find(state)
-        if found is None and state.key is not None and self._may_take(state):
-            found = self._restore(state, state.key)
+        found, key = super().find(state), state.key
+        if found is None and key is not None and self._may_take(state):
+            return self._restore(state, key)
+        if found is not None and (name := name_of(found.key)) in self._kept:
+            self._kept.move_to_end(name)
         return found
 
     def waits(self, state: RequestState) -> bool:
