@@ -54,6 +54,7 @@ class Invariants:
                 admitted[request_id] = computed
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
         for copy in plan.loads:
+            assert copy.name in self._saved, "a store that nobody saved"
             for group, made_of in self._saved[copy.name].items():
                 (one,) = [one for one in copy.groups if one.group_id == group]
                 self._stored[group, one.store[0]] = made_of
