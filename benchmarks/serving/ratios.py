@@ -2,10 +2,11 @@
 
     python -m benchmarks.serving.ratios [--repeats 3] [--output benchmarks/results/serving_cpu.json]
 
-Two questions, each asked with alternating servers:
+Three questions, each asked with alternating servers:
 
 * ``memory_bound``: KV memory for two full prompts, budget 1/8 of a 2048-token prompt.
 * ``nothing_to_evict``: ample KV memory, a budget that no request reaches: the plugin's own cost.
+* ``idle_tiers``: eviction in both, and in one of them tiers that no request uses.
 """
 
 import argparse
@@ -29,7 +30,12 @@ class Question:
     kv_bytes: int
     eviction: tuple[str, ...]
     evicts: bool
+    without: tuple[str, ...] = ()
+    """Flags of the server that it is compared with."""
 
+
+_EVICTS = ("--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "256")
+_TIERS = ("--kv-eviction-store-memory", "1G", "--kv-eviction-store-path", ".cache/serving/stores")
 
 QUESTIONS = {
     "memory_bound": Question(
@@ -44,6 +50,13 @@ QUESTIONS = {
         ("--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "2304"),
         evicts=False,
     ),
+    "idle_tiers": Question(
+        Load(512, 256, num_prompts=48, concurrency=16),
+        64 * KV_BLOCKS * BLOCK_BYTES,
+        (*_EVICTS, *_TIERS),
+        evicts=True,
+        without=_EVICTS,
+    ),
 }
 
 
@@ -53,7 +66,7 @@ def run(name: str, question: Question, model: Path, repeats: int, bar: tqdm) -> 
     args[args.index("--kv-cache-memory-bytes") + 1] = str(question.kv_bytes)
     rows: dict[str, list[dict]] = {"stock": [], "eviction": []}
     for repeat in range(repeats):
-        for label, extra in (("stock", ()), ("eviction", question.eviction)):
+        for label, extra in (("stock", question.without), ("eviction", question.eviction)):
             bar.set_description(f"{name}, {label}, run {repeat + 1} of {repeats}")
             log = Path(".cache") / "serving" / f"{name}-{label}-{repeat}.log"
             with Server(model, [*args, *extra], log) as server:
@@ -74,6 +87,7 @@ def run(name: str, question: Question, model: Path, repeats: int, bar: tqdm) -> 
         "load": asdict(question.load),
         "kv_cache_bytes": question.kv_bytes,
         "eviction": " ".join(question.eviction),
+        "without": " ".join(question.without),
         "ratio_eviction_to_stock": {
             key: {"median": round(statistics.median(ratios(key)), 3), "runs": ratios(key)}
             for key in keys

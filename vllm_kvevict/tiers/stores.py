@@ -219,19 +219,20 @@ class TieredStores(PublishedStores):
         self, files: StoreFiles, name: str, shapes: dict[int, GroupShape]
     ) -> Payload | None:
         """All ranks' files of a store, checked; None where one is not what it must be."""
-        try:
-            most, found = self._sizes.num_bytes(shapes), []
-            for rank in range(self._ranks):
+        most, found = self._sizes.num_bytes(shapes), []
+        for rank in range(self._ranks):
+            try:
                 found.append(files.read(name, rank, most))
                 self._sizes.check(shapes, unpack(found[-1]))
-            return found
-        except FileNotFoundError:
-            return None
-        except (ValueError, OSError) as error:
-            self._counters.files_refused += 1
-            logger.warning("KV eviction: %s of a store is not used: %s", files.path(name, 0), error)
-            files.remove(name, self._ranks)
-            return None
+            except FileNotFoundError:
+                return None
+            except (ValueError, OSError) as error:
+                self._counters.files_refused += 1
+                path = files.path(name, rank)
+                logger.warning("KV eviction: the store in %s is not used: %s.", path, error)
+                files.remove(name, self._ranks)
+                return None
+        return found
 
 
 def name_of(key: ShareKey) -> str:
