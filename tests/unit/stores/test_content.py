@@ -1,0 +1,102 @@
+"""What a store is outside the KV cache does not depend on where and how it lay inside."""
+
+import pytest
+import torch
+
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.cache.page_values import PageValues
+from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.schedule.step_plan import StoreBlocks
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.stores.content import StoreContent
+from vllm_kvevict.stores.files import StoreFiles
+from vllm_kvevict.stores.host import HostStores
+
+HEADS, BLOCK, SIZE, BLOCKS = 2, 8, 4, 12
+NAMES = ("a", "b")
+
+
+def layout(seed: int) -> PageLayout:
+    """Offsets of every element of a page in some order."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.randperm(2 * BLOCK * SIZE, generator=generator).view(2, BLOCK, SIZE)
+    return PageLayout(offsets[0], offsets[1])
+
+
+class Rank:
+    """The device state of one server, filled at random."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, values: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = BLOCKS * HEADS, 2 * BLOCK * SIZE
+        self.caches = {
+            name: LayerCache(
+                torch.rand(shape, generator=generator).to(dtype), layout(seed + index), 1.0, 0.0
+            )
+            for index, name in enumerate(NAMES)
+        }
+        timeline = Timeline(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
+        self.state = GroupState(
+            0, NAMES, timeline, HEADS, 4, 512, torch.device("cpu"), num_slots=BLOCKS
+        )
+        self.state._kept.random_(0, 5, generator=generator)
+        self.values = None
+        if values:
+            self.values = PageValues(self.caches, dict.fromkeys(NAMES, HEADS), 2)
+            for name in NAMES:
+                self.values.layer(name).uniform_(generator=generator)
+        self.content = StoreContent({0: self.state}, self.caches, self.values)
+
+    def holds(self, blocks: StoreBlocks) -> list[torch.Tensor]:
+        """Everything that stands in some blocks, as their layers mean it."""
+        pages = torch.tensor([b * HEADS + h for b in blocks.blocks for h in range(HEADS)])
+        found = [self.state.split_kept(blocks.store[0])] if blocks.store else []
+        for name, cache in self.caches.items():
+            found += [cache.keys(pages), cache.values(pages)]
+            if self.values is not None:
+                found.append(self.values.layer(name)[pages])
+        return [tensor.clone() for tensor in found]
+
+
+OLD, NEW = StoreBlocks(0, [3, 1], [7, 2]), StoreBlocks(0, [9, 4], [0, 11])
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["", "values"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_server_reads_it_whatever_its_kernel(dtype, values):
+    here, there = Rank(1, dtype, values), Rank(5, dtype, values)
+    expected, others = here.holds(OLD), there.holds(OLD)
+    there.content.write([NEW], here.content.read([OLD]))
+    for found, one in zip(there.holds(NEW), expected, strict=True):
+        assert torch.equal(found, one)
+    for found, one in zip(there.holds(OLD), others, strict=True):
+        assert torch.equal(found, one), "nothing else is written to"
+
+
+def test_a_group_that_had_nothing_to_evict_has_no_split():
+    rank, tail = Rank(1, torch.float32, False), StoreBlocks(0, [], [7, 2])
+    assert set(rank.content.read([tail])) == {"0.0.pages", "0.1.pages"}
+
+
+def test_host_memory_holds_what_it_is_told_to(tmp_path):
+    from vllm_kvevict.schedule.step_plan import StoreCopy
+
+    rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {})
+    host = HostStores(rank.content, files, rank=0)
+    expected = rank.holds(OLD)
+    host.save([], [StoreCopy("x", [OLD], keep=True), StoreCopy("y", [OLD], keep=False, write=True)])
+    for cache in rank.caches.values():
+        cache.pages[torch.tensor([b * HEADS for b in OLD.blocks])] = 0
+    host.flush()
+    assert files.has("y", 1) and not files.has("x", 1)
+    host.load([StoreCopy("x", [NEW], keep=True)])
+    assert all(map(torch.equal, rank.holds(NEW), expected))
+    host.save(["x"], [])
+    with pytest.raises(AssertionError, match="nowhere"):
+        host.load([StoreCopy("x", [NEW], keep=True)])
+    data = files.read("y", 0, 10**6)
+    host.load([StoreCopy("y", [OLD], keep=True, payload=[data])])
+    assert all(map(torch.equal, rank.holds(OLD), expected))
+    host.load([StoreCopy("y", [NEW], keep=True)])
+    assert all(map(torch.equal, rank.holds(NEW), expected))

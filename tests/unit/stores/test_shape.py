@@ -1,0 +1,68 @@
+"""Sizes of stores are those of what is copied, and what comes from outside is checked."""
+
+import pytest
+import torch
+
+from tests.unit.stores.test_content import BLOCK, HEADS, NAMES, SIZE, Rank
+from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.schedule.step_plan import StoreBlocks
+from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.stores.key import ShareKey
+from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
+
+TIMELINE = Timeline(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
+
+
+def sizes(channels: int = 2) -> StoreSizes:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    full = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
+    )
+    return StoreSizes({0: EvictableAttentionSpec.of(full, TIMELINE)}, {0: len(NAMES)}, channels)
+
+
+def store(channels: bool = True):
+    rank, blocks = Rank(2, torch.float32, channels), StoreBlocks(0, [3, 1], [7])
+    rank.state._kept[:, 3] = torch.tensor([0, 3, 4], dtype=torch.int32)
+    return GroupShape(64, 2, 1), rank.content.read([blocks])
+
+
+@pytest.mark.parametrize("channels", [0, 2])
+def test_sizes_are_those_of_the_tensors(channels):
+    shape, tensors = store(bool(channels))
+    sizes(channels).check({0: shape}, tensors)
+    assert sizes(channels).num_bytes({0: shape}) == sum(t.nbytes for t in tensors.values())
+
+
+def key(point: int, blocks: int) -> ShareKey:
+    return ShareKey(b"", (), None, point, "snapkv", 0, ((0, blocks),))
+
+
+@pytest.mark.parametrize("point", [100, 104, 105])
+def test_shapes_follow_the_timeline(point):
+    specs = sizes().specs
+    tail_start = (point - 8) // BLOCK * BLOCK
+    blocks = -(-point // BLOCK)
+    assert group_shapes(key(point, 7), specs)[0] == GroupShape(
+        tail_start, 7, blocks - tail_start // BLOCK
+    )
+    assert group_shapes(key(point, 0), specs)[0] == GroupShape(0, 0, blocks)
+
+
+def broken(tensors):
+    split = tensors["0.split"]
+    yield {name: tensor for name, tensor in tensors.items() if name != "0.1.pages"}
+    yield tensors | {"0.2.pages": tensors["0.1.pages"]}
+    yield tensors | {"0.1.pages": tensors["0.1.pages"][1:]}
+    yield tensors | {"0.1.values": tensors["0.1.values"].double()}
+    yield tensors | {"0.split": split + 1}
+    yield tensors | {"0.split": torch.tensor([[0, 9, 4]] * 2, dtype=torch.int32)}
+    yield tensors | {"0.split": torch.tensor([[0, 2, 5]] * 2, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_what_is_no_such_store_is_refused(number):
+    shape, tensors = store()
+    with pytest.raises(ValueError):
+        sizes().check({0: shape}, list(broken(tensors))[number])
