@@ -84,6 +84,18 @@ class Expected:
             return apportioned(blocks, most // self._setup.block_size, shares)[group]
         return max(1, int(blocks))
 
+    def joins(self, group: int, request: Any) -> int | None:
+        """Where a prompt too short to evict does so first, for budgets in tokens."""
+        asked, bs = self.asked(request), self._setup.block_size
+        stride = -(-asked.interval_or(self._setup.interval) // bs) * bs
+        if asked.pressure or isinstance(self._budget(group, asked), str) or not stride:
+            return None
+        end = self.prefill_ends[request.request_id]
+        outgrown = self.store_blocks(group, request, end) * bs + self._setup.window + stride
+        last = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
+        due = max(outgrown, end + 1)
+        return due if due + 1 < last else None
+
     def most_blocks(self, group: int, request: Any, n: int) -> int:
         """Most blocks a group may hold up to ``n`` scheduled tokens if no eviction is postponed.
 

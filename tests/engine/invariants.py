@@ -240,6 +240,8 @@ class Invariants:
                 gives = [p for p in points if self.expected.gives(group, request, p, before)]
                 gives = [p for p in gives if p + 1 < request.num_prompt_tokens + request.max_tokens]
                 first = min(gives, default=first)
+            if first is None and not timeline.evicted:
+                first = self.expected.joins(group, request)
             due = life.due.get(group, first)
             life.due[group] = timeline.due
             if (part := parts.get(group)) is not None:
