@@ -9,6 +9,7 @@ from tests.e2e.test_sharing import CASES, DOCUMENT, NEW_TOKENS, OPTIONS, PROMPTS
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
+from tests.profiles import random_profile
 from vllm_kvevict.stores.files import unpack
 
 POINT = {"kv_eviction_at": len(DOCUMENT)}
@@ -63,6 +64,22 @@ def test_it_comes_back_from_host_memory(tiny_model, oracle, case):
                 assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
         assert run.counters.stores_saved == run.counters.stores_published == 1
         assert run.free_blocks() == free
+
+
+@pytest.mark.parametrize("policy", ["ada-probe", "snapkv"])
+def test_policies_that_protect_fewer_tokens_than_others(tiny_model_kv4, tmp_path, policy):
+    """Under probe the last 8 tokens stay, under others the window of 32: other tails."""
+    path, _ = random_profile(tmp_path, tiny_model_kv4)
+    server = dict(policy="ada-probe", budget=288, interval=32, allow="snapkv", profile=str(path))
+    asked = [POINT | {"kv_eviction": policy}] * 2
+    oracle = MaskedModel(tiny_model_kv4)
+    with serving(tiny_model_kv4, server | dict(store_memory="1G")) as run:
+        run.generate(PROMPTS[:1], 4, asked[:1])
+        lose(run)
+        outputs = run.generate(PROMPTS[1:3], 70, asked)
+        assert run.counters.stores_restored_memory == 1
+        for prompt, output, lives in zip(PROMPTS[1:3], outputs, run.lives(), strict=True):
+            assert check_tokens(oracle, prompt, output, lives) == (70, 70)
 
 
 def test_another_tenant_does_not_get_it(tiny_model):

@@ -76,7 +76,7 @@ class Preparations:
             running += asked.made_by is not None
         for key, asked in self._by_key.items():
             asked.ready = self._stores.has(key)
-            if asked.ready or self._stores.coming(key):
+            if asked.ready or self._stores.coming(next(iter(asked.askers.values()))):
                 continue
             if asked.made_by is None and running < MOST_UNDER_WAY:
                 self._try(key, asked)

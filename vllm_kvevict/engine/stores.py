@@ -94,8 +94,8 @@ class PublishedStores:
         """Whether the store of a key is there, as a whole."""
         return self._in_pool(key)
 
-    def coming(self, key: ShareKey) -> bool:
-        """Whether the store of a key will soon be there without being made."""
+    def coming(self, state: RequestState) -> bool:
+        """Whether a request's store will soon be there without being made."""
         return False
 
     def copy(self, plan: StepPlan) -> None:

@@ -34,9 +34,9 @@ class HostStores:
             tensors = self._kept.get(copy.name)
             if tensors is None:
                 assert copy.payload is not None, f"store {copy.name} is nowhere"
-                tensors = unpack(copy.payload[self._rank])
+                tensors = _pinned(unpack(copy.payload[self._rank]), self._content.device)
                 if copy.keep:
-                    self._kept[copy.name] = _pinned(tensors, self._content.device)
+                    self._kept[copy.name] = tensors
             self._content.write(copy.groups, tensors)
 
     def save(self, forgotten: Sequence[str], saves: Sequence[StoreCopy]) -> None:

@@ -7,7 +7,7 @@ import torch
 from vllm.utils.torch_utils import get_dtype_size
 
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
-from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 from vllm_kvevict.stores.key import ShareKey
 
 
@@ -24,16 +24,19 @@ class GroupShape:
         return self.store + self.tail
 
 
-def group_shapes(
-    key: ShareKey, specs: Mapping[int, EvictableAttentionSpec]
-) -> dict[int, GroupShape]:
-    """What the store of a key has in every group."""
+def group_shapes(key: ShareKey, rules: Mapping[int, Timeline]) -> dict[int, GroupShape]:
+    """What the store of a key has in every group.
+
+    Args:
+        key: The key.
+        rules: Of a request with this key: how many last tokens stay depends on its policy.
+
+    """
     shapes = {}
     for group, store in key.stores:
-        spec = specs[group]
-        assert spec.timeline is not None
-        tail_start = spec.timeline.tail_start(key.point) if store else 0
-        tail = blocks_for(key.point, spec.block_size) - tail_start // spec.block_size
+        rule = rules[group]
+        tail_start = rule.tail_start(key.point) if store else 0
+        tail = blocks_for(key.point, rule.block_size) - tail_start // rule.block_size
         shapes[group] = GroupShape(tail_start, store, tail)
     return shapes
 

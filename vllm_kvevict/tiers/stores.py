@@ -74,8 +74,10 @@ class TieredStores(PublishedStores):
     def has(self, key: ShareKey) -> bool:
         return super().has(key) or name_of(key) in self._kept or self._read(key) is not None
 
-    def coming(self, key: ShareKey) -> bool:
-        """Whether a store is being read from its files; begins with it where they are there."""
+    def coming(self, state: RequestState) -> bool:
+        """Whether a request's store is read from files; begins with it where they are there."""
+        key = state.key
+        assert key is not None
         name = name_of(key)
         if name in self._reading:
             return not self._reading[name].done()
@@ -90,7 +92,7 @@ class TieredStores(PublishedStores):
         if len(self._reading) >= MOST_READ and not self._drop_unclaimed(now):
             return True
         assert self._reader is not None
-        read = partial(self._read_files, self._files, name, group_shapes(key, self._sizes.specs))
+        read = partial(self._read_files, self._files, name, group_shapes(key, state.rules))
         self._reading[name] = self._reader.submit(read)
         self._until[name] = now + PATIENCE
         return True
@@ -104,7 +106,7 @@ class TieredStores(PublishedStores):
         return found
 
     def waits(self, state: RequestState) -> bool:
-        if state.key is not None and self._may_take(state) and self.coming(state.key):
+        if state.key is not None and self._may_take(state) and self.coming(state):
             return True
         return super().waits(state)
 
@@ -113,7 +115,7 @@ class TieredStores(PublishedStores):
     ) -> PublishedStore | None:
         store = super().publish(state, end, evictions)
         if store is not None:
-            self._save(store, write=self._files is not None and state.request.lora_request is None)
+            self._save(state, store)
         return store
 
     def copy(self, plan: StepPlan) -> None:
@@ -141,8 +143,9 @@ class TieredStores(PublishedStores):
     def _may_take(self, state: RequestState) -> bool:
         return state.context is None and self._may_reuse(state)
 
-    def _save(self, store: PublishedStore, write: bool) -> None:
-        name, shapes = name_of(store.key), group_shapes(store.key, self._sizes.specs)
+    def _save(self, state: RequestState, store: PublishedStore) -> None:
+        name, shapes = name_of(store.key), group_shapes(store.key, state.rules)
+        write = self._files is not None and state.request.lora_request is None
         self._absent.pop(name, None)
         keep = self._keep(name, self._sizes.num_bytes(shapes) * self._ranks)
         if keep or write:
@@ -168,7 +171,7 @@ class TieredStores(PublishedStores):
         payload = None if name in self._kept else self._read(key)
         if name not in self._kept and payload is None:
             return None
-        shapes = group_shapes(key, self._sizes.specs)
+        shapes = group_shapes(key, state.rules)
         rest = state.request.num_tokens + 1 - key.point
         need = sum(
             shape.blocks + blocks_for(rest, self._managers[group].block_size)

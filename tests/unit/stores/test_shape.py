@@ -1,5 +1,7 @@
 """Sizes of stores are those of what is copied, and what comes from outside is checked."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,15 +41,17 @@ def key(point: int, blocks: int) -> ShareKey:
     return ShareKey(b"", (), None, point, "snapkv", 0, ((0, blocks),))
 
 
+@pytest.mark.parametrize("recent", [None, 3], ids=["window", "recent"])
 @pytest.mark.parametrize("point", [100, 104, 105])
-def test_shapes_follow_the_timeline(point):
-    specs = sizes().specs
-    tail_start = (point - 8) // BLOCK * BLOCK
+def test_shapes_follow_the_requests_rule(point, recent):
+    """A request may choose a policy that protects fewer tokens than the server's."""
+    rules = {0: replace(TIMELINE, recent=recent)}
+    tail_start = (point - (recent or 8)) // BLOCK * BLOCK
     blocks = -(-point // BLOCK)
-    assert group_shapes(key(point, 7), specs)[0] == GroupShape(
+    assert group_shapes(key(point, 7), rules)[0] == GroupShape(
         tail_start, 7, blocks - tail_start // BLOCK
     )
-    assert group_shapes(key(point, 0), specs)[0] == GroupShape(0, 0, blocks)
+    assert group_shapes(key(point, 0), rules)[0] == GroupShape(0, 0, blocks)
 
 
 def broken(tensors):
