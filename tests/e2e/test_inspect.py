@@ -29,15 +29,19 @@ def prompt_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets for its own process; gone again for the tests behind this one."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """The oracle's recorder beside inspect's own, in this process."""
     from vllm_kvevict.worker.eviction import WorkerEviction
 
-    # Set by inspect for its own process; gone again for the tests behind this one.
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     recorder, lives = Recorder({}), []
     set_up = WorkerEviction.__init__
 
@@ -262,9 +266,6 @@ def failure(
     """The last line that a run in this process prints before it fails."""
     from vllm_kvevict.inspect.__main__ import main
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         status: Any = main([str(argument) for argument in arguments])
     except SystemExit as left:

@@ -173,10 +173,11 @@ HOOKS = {
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
-            Scheduler.update_from_output(scheduler_output,model_runner_output) Scheduler.shutdown()
-            Scheduler.add_request(request) Scheduler.finish_requests(request_ids,finished_status)
-            Scheduler._free_request(request) Scheduler._free_blocks(request)
-            Scheduler._preempt_request(request) Scheduler._get_local_prefix_cache_hit(request)
+            Scheduler.update_from_output(scheduler_output,model_runner_output)
+            Scheduler.reset_prefix_cache Scheduler.shutdown() Scheduler.add_request(request)
+            Scheduler.finish_requests(request_ids,finished_status) Scheduler._free_request(request)
+            Scheduler._free_blocks(request) Scheduler._preempt_request(request)
+            Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
             Scheduler.update_draft_token_ids(draft_token_ids) Scheduler.block_size

@@ -62,11 +62,11 @@ class Stream(threading.Thread):
         """Whether the client can tell that its answer is not whole.
 
         Python's client takes a connection that is closed between two chunks for the end; what
-        vLLM sends last is missing then.
+        vLLM says of a whole answer is missing then, as it is where it sends an error.
         """
         assert not self.is_alive()
-        whole = any(line.strip() == b"data: [DONE]" for line in self.lines[-4:])
-        return self.broken or not whole or any(b'"error"' in line for line in self.lines[-4:])
+        ends = b"data: [DONE]", b'"finish_reason":"length"'
+        return self.broken or not all(any(end in line for line in self.lines) for end in ends)
 
 
 def streams(server: Server, tokens: int) -> list[Stream]:
