@@ -219,7 +219,7 @@ class Invariants:
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
                     stores = sum(entry.timelines[group].wanted(end) for group in still_due)
                     short = self.pool.get_num_free_blocks() < stores
-                    must = self.setup.shared == "evict" or prepares(request_id)
+                    must = self._must(request_id)
                     assert short and must, (
                         f"{request_id}: postponed at the end of prefill with room for the store"
                     )
@@ -250,7 +250,7 @@ class Invariants:
                 reused = set(part.store[: part.reused])
                 assert mine >= reused and mine.isdisjoint(part.store[part.reused :])
                 gains = len(held_once(self.managers, mine) | reused) > len(part.store)
-                must = self.setup.shared == "evict" or prepares(request_id)
+                must = self._must(request_id)
                 assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
@@ -267,6 +267,12 @@ class Invariants:
                 life.postponed = True
                 life.put_off.setdefault(group, set()).add(due)
                 self.tally.put_off += 1
+
+    def _must(self, request_id: str) -> bool:
+        """Whether evictions of a request run at a loss, too."""
+        request = self.scheduler.requests[request_id]
+        again = self.expected.asked(request).prefill_interval and request.num_preemptions
+        return self.setup.shared == "evict" or prepares(request_id) or bool(again)
 
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""

@@ -176,3 +176,20 @@ def test_an_eviction_that_lacks_blocks_gets_them_before_new_requests(setup):
     assert long.request_id in seen, counters(core)
     core.release()
     core.finish()
+
+
+@BOTH
+def test_prompts_that_share_and_stream_in_do_not_preempt_each_other_for_ever(setup):
+    """A user sees no token any more: four equal prompts that fit the pool one by one.
+
+    Each put its evictions off because the others held the same blocks, none fitted whole, and all
+    were preempted together, and began together again from the prefix cache.
+    """
+    setup = replace(
+        setup, budget=40, window=4, blocks=88, block_size=16, max_num_seqs=5, pyramid=4, beta=2.0,
+        sliding_window=5, prefill_interval=200, longest=700, reserve_full=False,
+    )  # fmt: skip
+    core = engine(setup)
+    prompts = [core.add(tokens(448), 86) for _ in range(4)]
+    core.finish()
+    assert all(prompt.num_output_tokens == 86 for prompt in prompts)

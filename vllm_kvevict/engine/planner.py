@@ -107,7 +107,7 @@ class StepPlanner:
         Where evictions run whatever is shared: all. So do those that others will reuse.
         """
         quote = self._core.quote(state, groups, end)
-        if self._table.evicts_shared or state.context is not None:
+        if self._table.evicts_shared or state.context is not None or state.must_evict:
             return quote
         for group in quote.unprofitable:
             state.defer(group, end)

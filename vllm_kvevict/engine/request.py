@@ -161,6 +161,16 @@ class RequestState:
         return self.evicts and self.options.when == "pressure"
 
     @property
+    def must_evict(self) -> bool:
+        """Whether evictions run whatever is shared, so that the request gets on.
+
+        Where prompts evict as they stream in, requests with one prefix that all put it off, each
+        because of the others, may not fit, and be preempted together for ever.
+        """
+        inside = any(t.timeline.prefill_stride for t in self.timelines.values())
+        return inside and self.request.num_preemptions > 0
+
+    @property
     def context(self) -> int | None:
         """Tokens of the context that it prepares for others; None for requests of clients."""
         return self.options.context
