@@ -98,9 +98,8 @@ class RequestTable:
         state.phase = Phase.QUIET
 
     def _note_stops(self, state: RequestState) -> None:
-        at, tokens = state.options.at, state.request.num_tokens
-        # No chunk of prefill reaches beyond its end.
-        points = at is not None and at < tokens
+        # At the prompt's end, too: a preempted request replays tokens that are still to come.
+        points = state.options.at is not None
         if state.rules and (points or any(r.prefill_stride for r in state.rules.values())):
             self.stopping[state.request_id] = state
 
