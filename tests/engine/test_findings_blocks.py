@@ -193,3 +193,16 @@ def test_prompts_that_share_and_stream_in_do_not_preempt_each_other_for_ever(set
     prompts = [core.add(tokens(448), 86) for _ in range(4)]
     core.finish()
     assert all(prompt.num_output_tokens == 86 for prompt in prompts)
+
+
+@BOTH
+def test_a_replay_stops_at_a_point_that_is_the_prompts_end(setup):
+    """Preempted with a token in flight, it was taken for one that cannot reach beyond its point."""
+    core = engine(setup)
+    request = core.add(tokens(100), 20, asked={"kv_eviction_at": 100, "kv_eviction_interval": 0})
+    stopping = core.scheduler._table.stopping
+    assert request.request_id in stopping
+    for _ in range(4):
+        core.step()
+    assert request.request_id not in stopping, "its prompt is computed"
+    core.finish()
