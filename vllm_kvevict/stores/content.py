@@ -9,8 +9,7 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.schedule.step_plan import StoreBlocks
-
-Tensors = dict[str, torch.Tensor]
+from vllm_kvevict.stores.files import Tensors
 
 
 class StoreContent:

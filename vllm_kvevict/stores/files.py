@@ -5,9 +5,12 @@ import os
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from threading import Semaphore
+from time import time
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +24,9 @@ logger = init_logger("vllm.kv_eviction.tiers")
 SUFFIX = ".safetensors"
 MOST_WAITING = 16
 """Stores that wait to be written; a further one is not."""
+
+UNFINISHED_S = 3600
+"""Seconds after which nobody writes to a file any more that was not moved into place."""
 
 
 class StoreFiles:
@@ -47,7 +53,15 @@ class StoreFiles:
         self._most_bytes = most_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-eviction-store-writer")
-        self._waiting = 0
+        self._room = Semaphore(MOST_WAITING)
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what servers that were killed had begun to write."""
+        for path in self.folder.glob(".*"):
+            with suppress(OSError):
+                if time() - path.stat().st_mtime > UNFINISHED_S:
+                    path.unlink()
 
     def path(self, name: str, rank: int) -> Path:
         """Where the store called ``name`` is for a rank."""
@@ -55,20 +69,19 @@ class StoreFiles:
 
     def write_soon(self, name: str, rank: int, tensors: Tensors, ready: Callable[[], None]) -> None:
         """Write a store behind the caller's back, once ``ready`` returns."""
-        if self._waiting >= MOST_WAITING or self.path(name, rank).exists():
-            return
-        self._waiting += 1
-        self._writer.submit(self._write, name, rank, tensors, ready)
+        if self._room.acquire(blocking=False):
+            self._writer.submit(self._write, name, rank, tensors, ready)
 
     def _write(self, name: str, rank: int, tensors: Tensors, ready: Callable[[], None]) -> None:
         try:
-            ready()
-            self.write(name, rank, tensors)
-            self.trim()
+            if not self.path(name, rank).exists():
+                ready()
+                self.write(name, rank, tensors)
+                self.trim()
         except OSError as error:
             logger.warning_once("KV eviction: a store was not written to a file: %s", error)
         finally:
-            self._waiting -= 1
+            self._room.release()
 
     def write(self, name: str, rank: int, tensors: Tensors) -> None:
         """Write a store.
@@ -116,10 +129,6 @@ class StoreFiles:
                 raise ValueError("it is damaged")
             os.utime(descriptor)
         return data
-
-    def has(self, name: str, ranks: int) -> bool:
-        """Whether every rank's file of a store is there."""
-        return all(self.path(name, rank).exists() for rank in range(ranks))
 
     def remove(self, name: str, ranks: int) -> None:
         """Remove a store's files, as far as they are there and may be removed."""

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_kvevict.schedule.step_plan import StoreCopy
-from vllm_kvevict.stores.content import StoreContent, Tensors
-from vllm_kvevict.stores.files import StoreFiles, unpack
+from vllm_kvevict.stores.content import StoreContent
+from vllm_kvevict.stores.files import StoreFiles, Tensors, unpack
 
 
 class HostStores:

@@ -75,19 +75,17 @@ class TieredStores(PublishedStores):
         return super().has(key) or name_of(key) in self._kept or self._read(key) is not None
 
     def coming(self, state: RequestState) -> bool:
-        """Whether a request's store is read from files; begins with it where they are there."""
+        """Whether a request's store is looked for in files; begins with it."""
         key = state.key
         assert key is not None
         name = name_of(key)
         if name in self._reading:
-            return not self._reading[name].done()
+            # Asked for the result, it forgets what is not there.
+            return self._read(key) is None and name in self._reading
         if self._files is None or name in self._kept or self._in_pool(key):
             return False
         now = monotonic()
         if now < self._absent.get(name, 0):
-            return False
-        if not self._files.has(name, self._ranks):
-            self._miss(name)
             return False
         if len(self._reading) >= MOST_READ and not self._drop_unclaimed(now):
             return True

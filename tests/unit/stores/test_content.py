@@ -89,7 +89,7 @@ def test_host_memory_holds_what_it_is_told_to(tmp_path):
     for cache in rank.caches.values():
         cache.pages[torch.tensor([b * HEADS for b in OLD.blocks])] = 0
     host.flush()
-    assert files.has("y", 1) and not files.has("x", 1)
+    assert files.path("y", 0).exists() and not files.path("x", 0).exists()
     host.load([StoreCopy("x", [NEW], keep=True)])
     assert all(map(torch.equal, rank.holds(NEW), expected))
     host.save(["x"], [])

@@ -38,7 +38,7 @@ def same(found: dict[str, torch.Tensor], seed: int = 0) -> bool:
 def test_what_is_written_is_read(tmp_path):
     files = written(tmp_path)
     assert same(unpack(files.read(NAME, 0, 10**6)))
-    assert files.has(NAME, 1) and not files.has(NAME, 2)
+    assert files.path(NAME, 0).exists() and not files.path(NAME, 1).exists()
     assert [path.name for path in files.folder.iterdir()] == [f"{NAME}.0.safetensors"]
     assert files.folder.stat().st_mode & 0o077 == 0
     files.remove(NAME, 2)
@@ -172,3 +172,13 @@ def test_writing_waits_until_the_tensors_are_there(tmp_path):
     files.write_soon(NAME, 0, host, ready)
     files.flush()
     assert order == [False] and same(unpack(files.read(NAME, 0, 10**6)))
+
+
+def test_what_a_killed_server_began_to_write_goes(tmp_path):
+    files = written(tmp_path)
+    old, new = files.folder / ".old", files.folder / ".new"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    again = StoreFiles(tmp_path, {"model": "a"})
+    assert not old.exists() and new.exists() and again.path(NAME, 0).exists()
