@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Counters:
-    """Totals since start-up, kept by the scheduler.
+class Totals:
+    """What is counted once, whatever the policy.
 
     ``tokens_evicted`` counts cached tokens per KV head (average over heads), once per request
     and KV-cache group; blocks are vLLM's. ``evictions_in_place`` counts evictions, once per request
@@ -29,8 +29,6 @@ class Counters:
     bytes on all ranks; ``files_refused`` were not what they must be.
     """
 
-    evictions_prefill: int = 0
-    evictions_decode: int = 0
     evictions_pressure: int = 0
     blocks_freed: int = 0
     store_blocks_allocated: int = 0
@@ -60,12 +58,20 @@ class Counters:
     bytes_restored_file: int = 0
 
     @property
-    def evictions(self) -> int:
-        return self.evictions_prefill + self.evictions_decode
-
-    @property
     def postponed(self) -> int:
         return self.postponed_blocks + self.postponed_ring + self.postponed_turn
+
+
+@dataclass
+class Counters(Totals):
+    """Totals since start-up, kept by the scheduler."""
+
+    evictions_prefill: int = 0
+    evictions_decode: int = 0
+
+    @property
+    def evictions(self) -> int:
+        return self.evictions_prefill + self.evictions_decode
 
     def evicted(
         self,

@@ -5,10 +5,10 @@ statistics of KV connectors. Eviction refuses those, so the field is free.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.metrics.counters import Counters, Totals
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
@@ -20,40 +20,12 @@ KEY = "vllm_kvevict"
 MEASURED = "kv_eviction_measured"
 """Attribute of vLLM's ``ModelRunnerOutput`` that carries a worker's values to the engine core."""
 
-TOTALS = (
-    "tokens_evicted",
-    "blocks_freed",
-    "store_blocks_allocated",
-    "evictions_in_place",
-    "postponed_blocks",
-    "postponed_ring",
-    "postponed_turn",
-    "skipped_shared",
-    "prefix_hits_capped",
-    "stores_published",
-    "stores_reused",
-    "tokens_reused",
-    "preparations",
-    "preparations_failed",
-    "tokens_prepared",
-    "evictions_unscored",
-    "evictions_pressure",
-    "requests_whole",
-    "requests_evicted",
-    "stores_saved",
-    "files_refused",
-    "stores_restored_memory",
-    "stores_restored_file",
-    "tokens_restored_memory",
-    "tokens_restored_file",
-    "bytes_restored_memory",
-    "bytes_restored_file",
-)
-"""Fields of :class:`~vllm_kvevict.metrics.counters.Counters` that a report brings as growth."""
+TOTALS = tuple(one.name for one in fields(Totals))
+"""What a report brings as growth."""
 
 
 @dataclass
-class Report:
+class Report(Totals):
     """One engine's report.
 
     ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS`
@@ -64,33 +36,6 @@ class Report:
     """
 
     evictions: dict[str, list[int]] = field(default_factory=dict)
-    tokens_evicted: int = 0
-    blocks_freed: int = 0
-    store_blocks_allocated: int = 0
-    evictions_in_place: int = 0
-    postponed_blocks: int = 0
-    postponed_ring: int = 0
-    postponed_turn: int = 0
-    skipped_shared: int = 0
-    prefix_hits_capped: int = 0
-    stores_published: int = 0
-    stores_reused: int = 0
-    tokens_reused: int = 0
-    preparations: int = 0
-    preparations_failed: int = 0
-    tokens_prepared: int = 0
-    evictions_unscored: int = 0
-    evictions_pressure: int = 0
-    requests_whole: int = 0
-    requests_evicted: int = 0
-    stores_saved: int = 0
-    files_refused: int = 0
-    stores_restored_memory: int = 0
-    stores_restored_file: int = 0
-    tokens_restored_memory: int = 0
-    tokens_restored_file: int = 0
-    bytes_restored_memory: int = 0
-    bytes_restored_file: int = 0
     kept_share: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
@@ -100,11 +45,6 @@ class Report:
     mark_low: int = 0
     mark_high: int = 0
     pressing: bool = False
-
-    @property
-    def postponed(self) -> int:
-        """Steps in which an eviction waited, whatever for."""
-        return self.postponed_blocks + self.postponed_ring + self.postponed_turn
 
 
 class Reporter:

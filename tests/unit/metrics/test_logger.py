@@ -184,8 +184,8 @@ def test_the_periodic_line(build, records: list[logging.LogRecord]):
     send(manager, Report(postponed_turn=1), engine=1)
     send(
         manager,
-        Report({"tova": [1, 2]}, tokens_evicted=7, blocks_freed=9, store_blocks_allocated=4,
-               seconds=[0.002, 0.004, 0.006], blocks_saved=5),
+        Report(evictions={"tova": [1, 2]}, tokens_evicted=7, blocks_freed=9,
+               store_blocks_allocated=4, seconds=[0.002, 0.004, 0.006], blocks_saved=5),
         engine=1,
     )  # fmt: skip
     manager.log()
