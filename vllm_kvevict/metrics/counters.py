@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from vllm_kvevict.schedule.step_plan import GroupEviction
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Totals:
     """What is counted once, whatever the policy.
 

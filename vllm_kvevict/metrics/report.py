@@ -24,7 +24,7 @@ TOTALS = tuple(one.name for one in fields(Totals))
 """What a report brings as growth."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Report(Totals):
     """One engine's report.
 

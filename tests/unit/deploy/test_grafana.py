@@ -67,7 +67,8 @@ def manager(build) -> Iterator[StatLoggerManager]:
 def work(manager: StatLoggerManager) -> None:
     """One step in which a little of everything happened."""
     report = Report(
-        {"ada-snapkv": [1, 2]}, tokens_evicted=9, blocks_freed=9, store_blocks_allocated=3,
+        evictions={"ada-snapkv": [1, 2]}, tokens_evicted=9, blocks_freed=9,
+        store_blocks_allocated=3,
         postponed_ring=1, prefix_hits_capped=1, kept_share=[0.3], seconds=[0.02], head_spread=[1.4],
         blocks_saved=6, requests_whole=1, requests_evicted=2, stores_saved=1, files_refused=1,
         stores_restored_memory=1, tokens_restored_memory=900, bytes_restored_memory=4096,

@@ -65,7 +65,11 @@ def test_nothing_new_is_not_sent():
 
 def test_the_way_to_the_front_end():
     report = Report(
-        {"snapkv": [1, 2]}, tokens_evicted=9, seconds=[0.25], head_spread=[1.5], blocks_saved=-3
+        evictions={"snapkv": [1, 2]},
+        tokens_evicted=9,
+        seconds=[0.25],
+        head_spread=[1.5],
+        blocks_saved=-3,
     )
     outputs = {0: EngineCoreOutputs(), 3: EngineCoreOutputs(scheduler_stats=SchedulerStats())}
     attach(report, outputs)
