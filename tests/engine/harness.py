@@ -364,6 +364,9 @@ class Engine:
         self.settle()
         self.step()
         self.settle()
+        stores = self.scheduler._stores
+        if hasattr(stores, "_kept"):
+            assert self.worker.host.keys() - set(stores._next.forgotten) == stores._kept.keys()
         self.invariants.check_idle()
 
     def _tokens(self) -> tuple[int, int]:

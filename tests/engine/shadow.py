@@ -109,7 +109,7 @@ class ShadowWorker:
         for eviction in plan.evictions:
             self._evict(eviction, spans)
         for name in plan.forgotten:
-            del self.host[name]
+            self.host.pop(name, None)
         for copy in plan.saves:
             self._save(copy)
         sampled = {}

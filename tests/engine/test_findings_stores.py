@@ -40,3 +40,20 @@ def test_a_turn_that_was_computed_again_is_found(setup):
     repeated, output = say(turn, 2)
     assert hit(output, repeated) == 144, "the last turn is in the cache, whole"
     core.finish()
+
+
+@BOTH
+def test_two_stores_of_one_step_and_memory_for_one(setup):
+    """The second pushed out the first before it was saved: workers kept it for ever."""
+    core = engine(replace(setup, memory=2 * 8 * 1000 * 1000, max_batched=512))
+    stores = core.scheduler._stores
+    core.add(tokens(120), 4, asked=ONCE)
+    core.finish()
+    num_bytes = stores.kept_bytes
+    stores._memory = num_bytes + 1
+    for seed in (1, 2):
+        core.add(tokens(120, seed), 4, asked=ONCE)
+    core.finish()
+    assert counters(core).stores_published == 3
+    assert len(core.worker.host) == 1 and stores.kept_bytes == num_bytes
+    assert counters(core).stores_saved == 2, "the first alone, then one of the two"

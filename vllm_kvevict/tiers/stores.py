@@ -122,6 +122,7 @@ class TieredStores(PublishedStores):
             self._next.saves,
             self._next.forgotten,
         )
+        self._counters.stores_saved += len(plan.saves)
         self._next = StepPlan()
 
     def reset(self) -> None:
@@ -148,7 +149,6 @@ class TieredStores(PublishedStores):
         keep = self._keep(name, self._sizes.num_bytes(shapes) * self._ranks)
         if keep or write:
             self._next.saves.append(_copy(name, store, keep, write))
-            self._counters.stores_saved += 1
 
     def _keep(self, name: str, num_bytes: int) -> bool:
         """Make room in host memory; False where a store is too large for it."""
@@ -159,9 +159,17 @@ class TieredStores(PublishedStores):
         self._kept.move_to_end(name)
         while self.kept_bytes > self._memory:
             oldest, size = self._kept.popitem(last=False)
-            self._next.forgotten.append(oldest)
+            self._forget(oldest)
             self.kept_bytes -= size
         return True
+
+    def _forget(self, name: str) -> None:
+        """Let the workers forget a store, also one that the same step would still save."""
+        self._next.forgotten.append(name)
+        for copy in self._next.saves:
+            if copy.name == name:
+                copy.keep = False
+        self._next.saves = [copy for copy in self._next.saves if copy.keep or copy.write]
 
     def _restore(self, state: RequestState, key: ShareKey) -> PublishedStore | None:
         """Take blocks for a store that the next step's plan brings back, if there are enough."""
