@@ -12,9 +12,18 @@ PREPARES = "-prepare-"
 """In the id of a request that prepares a context, behind the id of a client's."""
 
 
+REPLAYS = "-audit-"
+"""In the id of one that computes the last tokens of a request again, behind that one's."""
+
+
+def replays(request_id: str) -> bool:
+    """Whether a request of the engine's own replays another one's last tokens."""
+    return REPLAYS in request_id
+
+
 def prepares(request_id: str) -> bool:
-    """Whether a request is one of the engine's own."""
-    return PREPARES in request_id
+    """Whether a request of the engine's own prepares a context."""
+    return PREPARES in request_id and not replays(request_id)
 
 
 class Expected:

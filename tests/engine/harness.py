@@ -32,6 +32,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker
 from tests.models import cached_tiny_llama
+from vllm_kvevict.audit.scheduler import AuditedAsyncScheduler, AuditedScheduler
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
@@ -81,6 +82,12 @@ class Setup:
     prefill_interval: int = 0
     longest: int | None = None
     memory: int = 0
+    audit: float = 0.0
+
+    @property
+    def audits(self) -> float:
+        """Share of the requests that are audited, where the server shares blocks."""
+        return self.audit if self.caching and self.sliding_window is None else 0.0
 
     @property
     def keeps(self) -> int:
@@ -185,6 +192,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         when=setup.when,
         allow="snapkv,streaming-llm,h2o,none",
         store_memory=setup.keeps,
+        audit=setup.audits,
         options=options | (dict(beta=setup.beta) if setup.policy in PYRAMIDS else {}),
     )
 
@@ -212,6 +220,8 @@ def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     kind: Any = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
     if setup.keeps:
         kind = TieredAsyncScheduler if setup.asynchronous else TieredScheduler
+    if setup.audits:
+        kind = AuditedAsyncScheduler if setup.asynchronous else AuditedScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
     layers = mock.patch(
         "vllm_kvevict.settings.budget_log.evictable_layers", lambda *_: setup.pyramid or 1
@@ -224,7 +234,7 @@ def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
             base_config()[1],
             block_size=setup.block_size,
             hash_block_size=setup.block_size,
-            log_stats=log_stats,
+            log_stats=log_stats or setup.audits > 0,
         )
 
 

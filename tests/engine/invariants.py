@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from tests.engine.asked import Asked
-from tests.engine.expected import PREPARES, Expected, prepares
+from tests.engine.expected import PREPARES, Expected, prepares, replays
 from tests.engine.shadow import ShadowWorker, extend_chain, of_store
 from tests.engine.tally import Life, Tally
 from tests.engine.views import admitted, held_once, holdings, owned
@@ -44,7 +44,9 @@ class Invariants:
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
         self._scheduled += 1
-        self._clients |= {r: q for r, q in self.scheduler.requests.items() if not prepares(r)}
+        self._clients |= {
+            r: q for r, q in self.scheduler.requests.items() if not (prepares(r) or replays(r))
+        }
         self._expect_preparations()
         self.tally.preemptions += len(output.preempted_req_ids or ())
         admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -65,7 +67,9 @@ class Invariants:
             self.tally.hits += hit > 0
             self.tally.hit_tokens += hit
             taken = plan.reused.get(request_id)
-            if taken is None:
+            if replays(request_id):
+                self._lives[request_id].postponed = True  # It holds what the other does.
+            elif taken is None:
                 self._expect_window_uncovered(request_id, hit)
             else:
                 self._lives[request_id].took = True
@@ -178,7 +182,7 @@ class Invariants:
         for request_id in output.num_scheduled_tokens:
             entry = admitted(self.scheduler).get(request_id)
             request = self.scheduler.requests[request_id]
-            if entry is None or request.resumable:
+            if entry is None or request.resumable or replays(request_id):
                 assert request_id not in evicted and request_id not in plan.rings
                 continue
             end = request.num_computed_tokens
@@ -310,6 +314,8 @@ class Invariants:
     def check(self) -> None:
         """All that must hold between any two moves."""
         references = Counter(block.block_id for block in self.held)
+        for waiting in self._replays():
+            references.update(block.block_id for block in waiting.held)
         positional: set[int] = set()
         stores: dict[int, tuple[int, ...]] = {}
         for manager in self.managers:
@@ -348,6 +354,10 @@ class Invariants:
         assert free == self.pool.get_num_free_blocks()
         self._check_published()
         self._check_entries()
+
+    def _replays(self) -> list[Any]:
+        audits = getattr(self.scheduler, "_replays", None)
+        return [] if audits is None else list(audits._waiting.values())
 
     def _check_published(self) -> None:
         """Reachable by hash means: what full attention computes for that prefix."""
@@ -409,7 +419,7 @@ class Invariants:
         """Nothing is left of anyone."""
         self.check()
         assert self.pool.get_num_free_blocks() == self.setup.blocks - 1
-        assert not self.scheduler._table.states
+        assert not self.scheduler._table.states and not self._replays()
         if self.scheduler._turns.slots is not None:
             assert self.scheduler._turns.slots.num_free == self.setup.ring_count
         for manager in self.managers:

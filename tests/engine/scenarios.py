@@ -54,6 +54,7 @@ def setups(draw: Any) -> Setup:
         reserve_full=draw(st.booleans()),
         shared=draw(st.sampled_from(["keep", "evict"])),
         memory=draw(st.sampled_from([0, 100_000, 10**9])),
+        audit=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
     )
 

@@ -8,6 +8,7 @@ and its plan.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,11 @@ class ShadowWorker:
         """What host memory holds of stores: of each group what :attr:`published` has, and what
         stood in its blocks."""
         self.restored = 0
+        self.heard: dict[str, dict[int, int]] = {}
+        """Content of the positions whose hidden states are kept: position p in slot p % w."""
+        self.left: dict[str, tuple[Row, dict[int, int]]] = {}
+        """By replay: what the request that it replays had, and was heard of it, at its eviction."""
+        self.compared = 0
 
     def execute(self, output: Any) -> dict[str, list[int]]:
         """Run a step; returns the sampled tokens by request id."""
@@ -93,7 +99,10 @@ class ShadowWorker:
         for source, target in output.kv_cache_block_copies or ():
             self.memory[target] = list(self.memory[source])
         for request_id, reused in plan.reused.items():
-            self._take(self.rows[request_id], reused)
+            if request_id in self.left:
+                self._replay(request_id, reused)
+            else:
+                self._take(self.rows[request_id], reused)
         spans = {
             request_id: (self.rows[request_id].computed, self.rows[request_id].computed + count)
             for request_id, count in output.num_scheduled_tokens.items()
@@ -108,6 +117,7 @@ class ShadowWorker:
         self._accumulate(plan, spans)
         for eviction in plan.evictions:
             self._evict(eviction, spans)
+        self._hear(plan, spans)
         for name in plan.forgotten:
             self.host.pop(name, None)
         for copy in plan.saves:
@@ -124,6 +134,9 @@ class ShadowWorker:
         return sampled
 
     def _follow(self, output: Any) -> None:
+        for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+            self.heard.pop(request_id, None)
+            self.left.pop(request_id, None)
         for request_id in output.finished_req_ids:
             self.rows.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -164,6 +177,44 @@ class ShadowWorker:
         row.over = (hash(repr(row.store_content)),)
         del row.content[point:]
         extend_chain(row.content, row.tokens[point : row.computed], *row.over)
+
+    def _replay(self, request_id: str, taken: list[ReusedStore]) -> None:
+        """Start from what the eviction of another request left it."""
+        row, (of, _) = self.rows[request_id], self.left[request_id]
+        groups = {one.group_id: one for one in taken}
+        for group, store in enumerate(of.stores):
+            assert bool(store) == (group in groups)
+            if store:
+                one = groups[group]
+                assert (one.tail_start, one.store) == (of.tail_start[group], store)
+        row.tail_start, row.stores = list(of.tail_start), list(of.stores)
+        row.store_content, row.over = list(of.store_content), of.over
+        row.content[:] = of.content[: row.computed]
+
+    def _hear(self, plan: StepPlan, spans: dict[str, tuple[int, int]]) -> None:
+        """Keep hidden states; a replay finds those of the positions that it computes."""
+        window = self.setup.window
+        for request_id, heard in plan.heard.items():
+            start, end = spans[request_id]
+            assert heard.start == start and heard.end == end and start <= heard.first < end
+            assert end - heard.first <= window
+            kept = self.heard.setdefault(request_id, {})
+            for position in range(heard.first, end):
+                kept[position % window] = self.rows[request_id].content[position]
+        for replay in plan.replays:
+            of = self.rows[replay.of]
+            kept = self.heard.pop(replay.of)
+            for position in range(replay.start, replay.end):
+                assert kept.get(position % window) == of.content[position], "was not heard"
+            assert max(of.tail_start) <= replay.start
+            self.left[replay.request_id] = deepcopy(of), kept
+        for replay in plan.compared:
+            of, _ = self.left.pop(replay.request_id)
+            kept, row = self.heard.pop(replay.request_id), self.rows[replay.request_id]
+            assert row.tokens[: replay.end] == of.tokens[: replay.end]
+            for position in range(replay.start, replay.end):
+                assert kept.get(position % window) == row.content[position], "was not replayed"
+            self.compared += 1
 
     def _save(self, copy: StoreCopy) -> None:
         assert copy.keep

@@ -165,7 +165,7 @@ def run(made: WorkerEviction, plans: list[StepPlan]) -> None:
     """The steps, with no forward pass in them."""
     for plan in plans:
         made.begin_step(SimpleNamespace(**{PLAN: plan}))
-        made.end_step()
+        made.end_step(None)
         made.evict()
 
 

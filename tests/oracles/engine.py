@@ -171,7 +171,8 @@ class Engine:
         def number(request_id: str) -> int:
             return int(request_id.split("-")[0])
 
-        return [self.recorder.lives[key] for key in sorted(self.recorder.lives, key=number)]
+        mine = (key for key in self.recorder.lives if "-audit-" not in key)
+        return [self.recorder.lives[key] for key in sorted(mine, key=number)]
 
     def free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

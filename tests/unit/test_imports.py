@@ -12,6 +12,7 @@ FLOORS = (
     {"__main__"},
     {"calibrate", "plan"},
     {"sizing", "inspect", "ray_serve"},
+    {"audit"},
     {"worker", "tiers"},
     {"engine", "front"},
     {"attention", "metrics", "policies", "stores"},

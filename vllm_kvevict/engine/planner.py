@@ -75,8 +75,9 @@ class StepPlanner:
             if state.reuse is not None:
                 plan.reused[state.request_id] = self._stores.plan(state)
                 state.reuse = None
-                self._counters.stores_reused += 1
-                self._counters.tokens_reused += state.request.num_computed_tokens
+                if state.given is None:
+                    self._counters.stores_reused += 1
+                    self._counters.tokens_reused += state.request.num_computed_tokens
         self._table.admitted.clear()
 
     def most_decode_evictions(self) -> int:

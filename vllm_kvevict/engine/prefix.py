@@ -86,7 +86,7 @@ class PrefixCaps:
         state = self._table.states.get(request.request_id)
         if state is None:
             return look_up(request)
-        state.begin(self._stores.find(state))
+        state.begin(state.given or self._stores.find(state))
         self._table.consider(state)
         if state.reuse is not None:
             return (*self._stores.hit(state), 0, False)

@@ -1,11 +1,16 @@
 """A store that several requests may hold."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from vllm_kvevict.stores.key import ShareKey
+
+if TYPE_CHECKING:
+    from vllm_kvevict.schedule.request_timeline import RequestTimeline
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,12 @@ class PublishedStore:
     suffix: dict[BlockHash, list[tuple[KVCacheBlock, bytes]]] = field(default_factory=dict)
     counted_idle: bool = False
     """Whether it was idle when it was last looked at."""
+
+    def advance(self, timelines: "Mapping[int, RequestTimeline]") -> None:
+        """Let the timelines of a request that begins with it stand behind its evictions."""
+        for timeline in timelines.values():
+            if timeline.is_due(self.key.point):
+                timeline.evict(self.key.point)
 
     @property
     def intact(self) -> bool:

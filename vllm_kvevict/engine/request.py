@@ -104,6 +104,10 @@ class RequestState:
     """What its store at its eviction point depends on; None where it shares none."""
     reuse: "PublishedStore | None" = None
     """The published store that it begins with; None once the workers know of it."""
+    given: "PublishedStore | None" = None
+    """What a replay, a request of the engine's own, begins with; None for all others."""
+    audited: bool = False
+    """Whether its evictions are replayed, so that the queries before them must be computed."""
     store: "PublishedStore | None" = None
     """The published store over which it computes; None once it has evicted again."""
     suffix_published: int = 0
@@ -187,9 +191,7 @@ class RequestState:
             self._refresh()
         self.reuse = reuse
         if reuse is not None:
-            for timeline in self.timelines.values():
-                if timeline.is_due(reuse.key.point):
-                    timeline.evict(reuse.key.point)
+            reuse.advance(self.timelines)
             self._refresh()
             self.compute_over(reuse)
 
@@ -335,7 +337,7 @@ class RequestState:
         caps = [
             t.hit_cap
             for t in self.timelines.values()
-            if (t.stops and t.point is not None) or self.needs.window != "none"
+            if (t.stops and t.point is not None) or self.needs.window != "none" or self.audited
         ]
         return min(caps, default=self.request.num_tokens)
 

@@ -164,10 +164,14 @@ class EvictionMixin(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         self._preparations.leave(self._table.admitted)
         self._memory.relieve(scheduler_output.num_scheduled_tokens)
-        plan = self._planner.plan(scheduler_output.num_scheduled_tokens)
+        plan = self._plan(scheduler_output.num_scheduled_tokens)
         super()._update_after_schedule(scheduler_output)
         if plan:
             setattr(scheduler_output, PLAN, plan)
+
+    def _plan(self, num_scheduled_tokens: dict[str, int]) -> StepPlan:
+        """What the step carries beside vLLM's own, by the tokens that requests compute in it."""
+        return self._planner.plan(num_scheduled_tokens)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
@@ -206,11 +210,11 @@ class EvictionMixin(Scheduler):
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state = self._table.states[request.request_id]
-        if request.num_computed_tokens:
+        if request.num_computed_tokens and state.given is None:
             self.eviction_counters.ended(state.evicted)
         # The last sampled token was never fed back, so it is not in the cache.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if self._reporter is not None and tokens > 0:
+        if self._reporter is not None and tokens > 0 and state.given is None:
             timelines = state.timelines if state.holds_blocks else {}
             self._reporter.kept(kept_share(timelines, self._layers, tokens))
         self._preparations.leave([state])

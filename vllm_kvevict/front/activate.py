@@ -30,11 +30,13 @@ SCHEDULERS = (
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
 OURS = {
-    # With tiers behind the KV cache, and asynchronous.
-    (False, False): "vllm_kvevict.engine.scheduler.EvictingScheduler",
-    (False, True): "vllm_kvevict.engine.scheduler.EvictingAsyncScheduler",
-    (True, False): "vllm_kvevict.tiers.scheduler.TieredScheduler",
-    (True, True): "vllm_kvevict.tiers.scheduler.TieredAsyncScheduler",
+    # By what is optional around eviction, and asynchronous.
+    ("", False): "vllm_kvevict.engine.scheduler.EvictingScheduler",
+    ("", True): "vllm_kvevict.engine.scheduler.EvictingAsyncScheduler",
+    ("tiers", False): "vllm_kvevict.tiers.scheduler.TieredScheduler",
+    ("tiers", True): "vllm_kvevict.tiers.scheduler.TieredAsyncScheduler",
+    ("audit", False): "vllm_kvevict.audit.scheduler.AuditedScheduler",
+    ("audit", True): "vllm_kvevict.audit.scheduler.AuditedAsyncScheduler",
 }
 
 
@@ -66,7 +68,9 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores that "
             "requests share through the prefix cache; remove --no-enable-prefix-caching or these."
         )
-    kind = OURS[config.has_tiers, bool(scheduler.async_scheduling)]
+    check_audit(vllm_config, config)
+    around = "audit" if config.audits else "tiers" if config.has_tiers else ""
+    kind = OURS[around, bool(scheduler.async_scheduling)]
     scheduler_cls = _scheduler(scheduler.scheduler_cls, kind)
     vllm_config.additional_config[KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls
@@ -76,6 +80,27 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     # Of several API servers only the parent speaks.
     if parallel._api_process_count == 1 or parallel._api_process_rank == -1:
         _report(vllm_config, config)
+
+
+def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
+    """Refuse audits where they could not run.
+
+    Raises:
+        ValueError: In one sentence, why.
+
+    """
+    if not config.audits:
+        return
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share "
+            "through the prefix cache; remove --no-enable-prefix-caching or it."
+        )
+    if vllm_config.lora_config is not None:
+        raise ValueError(
+            "KV eviction: --kv-eviction-audit compares logits of a step of its own, which adapters "
+            "do not know; remove --enable-lora or it."
+        )
 
 
 def _worker(worker_cls: Any) -> str:

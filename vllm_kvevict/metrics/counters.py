@@ -26,7 +26,8 @@ class Totals:
     ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
     that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host memory
     or files, ``*_restored_*`` came back from there, with the tokens that they stand for and their
-    bytes on all ranks; ``files_refused`` were not what they must be.
+    bytes on all ranks; ``files_refused`` were not what they must be. ``tokens_audited`` were
+    computed once more by replays, ``audits_dropped`` the evictions of drawn requests without one.
     """
 
     evictions_pressure: int = 0
@@ -56,6 +57,8 @@ class Totals:
     tokens_restored_file: int = 0
     bytes_restored_memory: int = 0
     bytes_restored_file: int = 0
+    tokens_audited: int = 0
+    audits_dropped: int = 0
 
     @property
     def postponed(self) -> int:

@@ -16,6 +16,8 @@ class Interval:
     blocks: int = 0
     timed: int = 0
     seconds: float = 0.0
+    audits: list[tuple[float, str]] = field(default_factory=list)
+    """KL divergence in nats and request of every eviction that was replayed."""
 
     def add(self, report: Report) -> None:
         for counts in report.evictions.values():
@@ -25,10 +27,11 @@ class Interval:
         self.blocks += report.blocks_freed - report.store_blocks_allocated
         self.timed += len(report.seconds)
         self.seconds += sum(report.seconds)
+        self.audits += [(nats, request_id) for request_id, _, _, nats, _ in report.audits]
         self.saved = report.blocks_saved
 
     def __bool__(self) -> bool:
-        return bool(any(self.evictions) or self.postponed)
+        return bool(any(self.evictions) or self.postponed or self.audits)
 
     def line(self) -> str:
         """For the log."""
@@ -40,4 +43,9 @@ class Interval:
         )
         if self.timed:
             text += f", {1000 * self.seconds / self.timed:.1f} ms an eviction"
+        if self.audits:
+            mean = sum(nats for nats, _ in self.audits) / len(self.audits)
+            worst, request_id = max(self.audits)
+            text += f", {len(self.audits)} audited: KL {mean:.3f} nats, at most {worst:.3f} in "
+            text += request_id
         return text

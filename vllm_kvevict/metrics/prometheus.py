@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
 import vllm_kvevict
+from vllm_kvevict.metrics.audited import AuditMetrics
 from vllm_kvevict.metrics.report import Report
 from vllm_kvevict.settings.config import EvictionConfig
 
@@ -78,6 +79,14 @@ COUNTERS = {
         "Published stores that were copied to host memory or to files.",
     ),
     "files_refused": ("refused_store_files", "Files of stores that were not what they must be."),
+    "tokens_audited": (
+        "audited_tokens",
+        "Tokens computed once more to see what evictions lost; in no request's usage.",
+    ),
+    "audits_dropped": (
+        "dropped_audits",
+        "Evictions of audited requests that were not replayed, because others came first.",
+    ),
     "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
     "requests_evicted": ("evicted_requests", "Requests that ended and were evicted before."),
 }
@@ -172,6 +181,7 @@ class EvictionMetrics:
             name: children(self._make("histogram", metric, text, buckets=buckets))
             for name, (metric, text, buckets) in histograms.items()
         }
+        self._audits = AuditMetrics(self._make, labels) if config.audits else None
         self._saved = children(
             self._make(
                 "gauge",
@@ -228,6 +238,8 @@ class EvictionMetrics:
         for name, histogram in self._histograms.items():
             for value in getattr(report, name):
                 histogram[engine].observe(value)
+        if self._audits is not None:
+            self._audits.record(report.audits, engine)
         self._saved[engine].set(report.blocks_saved)
         self._idle[engine].set(report.idle_stores)
         self._store_bytes[engine].set(report.store_bytes)

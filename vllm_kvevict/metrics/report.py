@@ -20,6 +20,10 @@ KEY = "vllm_kvevict"
 MEASURED = "kv_eviction_measured"
 """Attribute of vLLM's ``ModelRunnerOutput`` that carries a worker's values to the engine core."""
 
+Audited = tuple[str, str, float, float, float]
+"""What an eviction lost: request, policy, share of the tokens that were left, KL divergence of the
+next tokens in nats, share of equal first choices."""
+
 TOTALS = tuple(one.name for one in fields(Totals))
 """What a report brings as growth."""
 
@@ -30,7 +34,8 @@ class Report(Totals):
 
     ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS`
     are growth since the last report. ``kept_share`` has one value per finished request,
-    ``seconds`` one per eviction, ``head_spread`` one per sampled eviction. ``blocks_saved``, in
+    ``seconds`` one per eviction, ``head_spread`` one per sampled eviction, ``audits`` one per
+    eviction that was replayed. ``blocks_saved``, in
     blocks, and ``idle_stores`` are the state now, as is ``store_bytes`` of host memory; so are
     the marks of free blocks, and whether eviction under pressure runs.
     """
@@ -39,6 +44,7 @@ class Report(Totals):
     kept_share: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
+    audits: list[Audited] = field(default_factory=list)
     blocks_saved: int = 0
     idle_stores: int = 0
     store_bytes: int = 0
@@ -77,9 +83,14 @@ class Reporter:
         self._news = True
 
     def measured(
-        self, seconds: list[float], head_spread: list[float], failed: Sequence[float] = ()
+        self,
+        seconds: list[float],
+        head_spread: list[float],
+        failed: Sequence[float] = (),
+        audits: Sequence[Audited] = (),
     ) -> None:
         """Note what a worker measured; ``failed`` has an entry for each failure of a policy."""
+        self._next.audits += audits
         self._counters.evictions_unscored += len(failed)
         self._next.seconds += seconds
         self._next.head_spread += head_spread

@@ -23,12 +23,14 @@ class PolicyRequirements:
             where they were, or are not read.
         accumulates_attention: Whether the attention of every query is added up.
         shares_stores: Whether requests may reuse what its evictions keep.
+        weighs: Whether what it keeps has weights, which attention reads.
 
     """
 
     window: Literal["required", "optional", "none"]
     accumulates_attention: bool
     shares_stores: bool
+    weighs: bool = False
 
 
 NOTHING = PolicyRequirements("none", accumulates_attention=False, shares_stores=False)
@@ -39,7 +41,10 @@ def policy_requirements(config: EvictionConfig) -> dict[str, PolicyRequirements]
     """The needs of every policy that a request of this server may run under, by name."""
     return {
         name: PolicyRequirements(
-            _window(policy), policy.accumulates_attention, shares_stores(policy)
+            _window(policy),
+            policy.accumulates_attention,
+            shares_stores(policy),
+            isinstance(policy.scorer, WeightedScorer),
         )
         for name, policy in build_policies(config).items()
     }

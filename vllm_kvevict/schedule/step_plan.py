@@ -83,13 +83,41 @@ class StoreCopy:
 
 
 @dataclass
+class Heard:
+    """Positions [first, end) of a request whose step begins at ``start``: their hidden states are
+    kept, the last w of them."""
+
+    start: int
+    first: int
+    end: int
+
+
+@dataclass
+class Replay:
+    """Tokens [start, end) of the request ``of``, computed once more over what its eviction left.
+
+    ``request_id`` is the engine's own request that does so. ``kept`` is the share of the tokens
+    before ``end`` that was left, of all heads and layers.
+    """
+
+    request_id: str
+    of: str
+    policy: str
+    kept: float
+    start: int
+    end: int
+
+
+@dataclass
 class StepPlan:
     """``rings``: slot that records the step's last queries, by request id.
 
     ``accumulating``: requests whose policy counts the attention of every query, as long as an
     eviction is to come. ``reused``: stores of requests that this step admits, by request id.
     ``loads`` come before the forward pass, ``saves`` after the evictions, which make them;
-    ``forgotten`` are names that host memory no longer holds, in between.
+    ``forgotten`` are names that host memory no longer holds, in between. ``heard``: whose hidden
+    states are kept, by request id; ``replays`` of the step's evictions will come, ``compared`` end
+    with the step.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
@@ -99,6 +127,9 @@ class StepPlan:
     loads: list[StoreCopy] = field(default_factory=list)
     saves: list[StoreCopy] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
+    heard: dict[str, Heard] = field(default_factory=dict)
+    replays: list[Replay] = field(default_factory=list)
+    compared: list[Replay] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

@@ -70,3 +70,26 @@ def budget_share(budget: int | str) -> float | None:
 def budget_least(budget: int | str) -> int:
     """Tokens that a parsed share comes to at least."""
     return int(str(budget).partition(LEAST)[2] or 0)
+
+
+def check_cap(budget: int | str, cap: int | str) -> None:
+    """Refuse a cap on the budgets of requests that the server's own exceeds.
+
+    Raises:
+        ValueError: In one sentence, which of the two to change.
+
+    """
+    least = budget_least(budget)
+    if isinstance(cap, int) and cap < least:
+        raise ValueError(
+            f"--kv-eviction-max-budget {cap} is below the {least} tokens that the budget "
+            f"{budget} is at least; raise it or lower that"
+        )
+    mine = budget_share(budget) or budget_tokens(budget)
+    most = budget_share(cap) or budget_tokens(cap)
+    comparable = isinstance(cap, int) == isinstance(budget, int)
+    if comparable and mine is not None and most is not None and mine > most:
+        raise ValueError(
+            f"--kv-eviction-max-budget {cap} is below the budget of {budget} that every "
+            "request has; raise it or lower --kv-eviction-budget"
+        )

@@ -15,10 +15,12 @@ from pydantic import (
 
 from vllm_kvevict.schedule.layers import by_layer, pyramid
 from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.audit_share import Share, parse_share
 from vllm_kvevict.settings.budget import (
     budget_least,
     budget_share,
     budget_tokens,
+    check_cap,
     parse_budget,
     parse_server_budget,
 )
@@ -149,6 +151,13 @@ class EvictionConfig(BaseModel):
             "alike share it. Who may write there may change answers."
         ),
     )
+    audit: Share = Field(
+        default=0,
+        description=(
+            "Share of the requests, such as 1%, whose evictions are measured: their last tokens "
+            "are computed once more over what is left, and compared."
+        ),
+    )
     options: PolicyOptions = Field(
         default=PolicyOptions(),
         description=(
@@ -268,20 +277,8 @@ class EvictionConfig(BaseModel):
                 "--kv-eviction-allow lists none, which --kv-eviction-max-budget rules out; "
                 "give one of the two"
             )
-        cap, least = self.max_budget, budget_least(self.budget)
-        if isinstance(cap, int) and cap < least:
-            raise ValueError(
-                f"--kv-eviction-max-budget {cap} is below the {least} tokens that the budget "
-                f"{self.budget} is at least; raise it or lower that"
-            )
-        mine = self.budget_share if self.budget_tokens is None else self.budget_tokens
-        most = None if cap is None else budget_share(cap) or budget_tokens(cap)
-        comparable = cap is not None and isinstance(cap, int) == isinstance(self.budget, int)
-        if comparable and mine is not None and most is not None and mine > most:
-            raise ValueError(
-                f"--kv-eviction-max-budget {cap} is below the budget of {self.budget} that every "
-                "request has; raise it or lower --kv-eviction-budget"
-            )
+        if self.max_budget is not None:
+            check_cap(self.budget, self.max_budget)
         return self
 
     @property
@@ -303,6 +300,11 @@ class EvictionConfig(BaseModel):
     def has_tiers(self) -> bool:
         """Whether stores are kept outside the KV cache, too."""
         return parse_size(self.store_memory) > 0 or self.store_path is not None
+
+    @property
+    def audits(self) -> bool:
+        """Whether some evictions are replayed."""
+        return parse_share(self.audit) > 0
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ class TieredMixin(EvictionMixin):
             ValueError: In one sentence, why this server shares none.
 
         """
+        if not config.has_tiers:
+            return super()._make_stores(core, enabled, config)
         groups = dict(enumerate(self.kv_cache_config.kv_cache_groups))
         if (
             not enabled

@@ -23,6 +23,7 @@ from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
+from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fallback import Failures, checked, mean_for, recent, replaceable
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
@@ -75,11 +76,13 @@ class WorkerEviction:
         self.memories = Memories()
         self._failures = Failures()
         self._caches = caches
-        self._rows = rows
+        self.rows = rows
         self._fused = fused
         self._head_shares = head_shares
         self._probes = probes
-        self.stores = SharedStores(states, lambda one: int(self._rows.rows([one])[0]))
+        self.stores = SharedStores(states, lambda one: int(self.rows.rows([one])[0]))
+        self.comparison: Comparison | None = None
+        """Where evictions are audited."""
         self._plan: StepPlan | None = None
         self._due: Sequence[Eviction] = ()
         self._done = False
@@ -96,7 +99,7 @@ class WorkerEviction:
         """Follow the scheduler before the forward pass."""
         # A rank that was not asked to sample.
         self.evict()
-        cleared = self._rows.begin_step(scheduler_output)
+        cleared = self.rows.begin_step(scheduler_output)
         for state in self.states.values():
             state.clear(cleared)
         self.memories.clear(cleared)
@@ -104,10 +107,14 @@ class WorkerEviction:
             self._prompts.begin_step(scheduler_output)
         self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
         self.stores.begin_step(self._plan)
+        if self.comparison is not None:
+            self.comparison.begin_step(scheduler_output, self._plan)
         self._batch = None
 
-    def end_step(self, run: bool = True) -> None:
+    def end_step(self, scheduler_output: SchedulerOutput, run: bool = True) -> None:
         """The forward pass is over: its evictions are due, if it was run to its end."""
+        if run and self.comparison is not None:
+            self.comparison.hear(scheduler_output)
         plan, self._plan, self._batch = self._plan, None, None
         if run and plan is not None:
             self._due, self._done = plan.evictions, True
@@ -127,6 +134,8 @@ class WorkerEviction:
             self._evict_fused(policy, evictions)
         if done:
             self.stores.end_step(due)
+            if self.comparison is not None:
+                self.comparison.end_step()
 
     def _takes_fused(self, policy: str) -> bool:
         """Whether the kernels run evictions under a policy."""
@@ -143,7 +152,7 @@ class WorkerEviction:
             return None
         if self._batch is None:
             self.stores.enter()
-            self._batch = torch.from_numpy(self._rows.batch_rows(common))
+            self._batch = torch.from_numpy(self.rows.batch_rows(common))
         return self._batch
 
     def batch_rings(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
@@ -152,7 +161,7 @@ class WorkerEviction:
             return None
         batch = self.batch_rows(common)
         assert batch is not None
-        rows = torch.from_numpy(self._rows.rows(self._plan.rings))
+        rows = torch.from_numpy(self.rows.rows(self._plan.rings))
         most = int(max(batch.max(), rows.max())) + 1
         slots = torch.full((most,), -1, dtype=torch.int64, device="cpu")
         slots[rows] = torch.tensor(list(self._plan.rings.values()), device="cpu")
@@ -164,7 +173,7 @@ class WorkerEviction:
             return None
         batch = self.batch_rows(common)
         assert batch is not None
-        mine = torch.from_numpy(self._rows.rows(self._plan.accumulating))
+        mine = torch.from_numpy(self.rows.rows(self._plan.accumulating))
         return torch.isin(batch, mine).nonzero().flatten()
 
     def cache(self, layer_name: str) -> LayerCache:
@@ -173,14 +182,14 @@ class WorkerEviction:
 
     def _evict_fused(self, policy: str, evictions: Sequence[Eviction]) -> None:
         assert self._fused is not None
-        rows = self._rows.rows([eviction.request_id for eviction in evictions])
+        rows = self.rows.rows([eviction.request_id for eviction in evictions])
         with self.meter.evictions(len(evictions)):
             for pages in self._fused.run(policy, evictions, rows, self._shares_of(policy)):
                 self.meter.pages(pages)
         self.evictions += len(evictions)
 
     def _evict(self, eviction: Eviction) -> None:
-        row = int(self._rows.rows([eviction.request_id])[0])
+        row = int(self.rows.rows([eviction.request_id])[0])
         for group in eviction.groups:
             self._evict_group(eviction, group, row)
         self.evictions += 1
@@ -284,9 +293,7 @@ class WorkerEviction:
         """What the probes say of every candidate of each layer [H, P * block_size, C]."""
         assert self._probes is not None
         new = group.tail_start - group.old_tail_start
-        positions = self._rows.positions(
-            eviction.request_id, group.old_tail_start, group.tail_start
-        )
+        positions = self.rows.positions(eviction.request_id, group.old_tail_start, group.tail_start)
         on_device = async_tensor_h2d(positions, device=grid.device)
         return self._probes.scores(
             state, grid, grid.shape[-1] - new // state.timeline.block_size, on_device

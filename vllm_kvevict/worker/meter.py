@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_kvevict.metrics.report import MEASURED
+from vllm_kvevict.metrics.report import MEASURED, Audited
+from vllm_kvevict.schedule.step_plan import Replay
 
 SAMPLE_EVERY = 16
 """Of this many evictions in a row the head budgets of the first are looked at."""
 
-Measured = dict[str, list[float]]
+Measured = dict[str, list[Any]]
 
 
 def head_spread(pages: torch.Tensor) -> torch.Tensor:
@@ -47,6 +48,7 @@ class EvictionMeter:
         self._cuda = device.type == "cuda"
         self._evictions = self._failed = 0
         self._sampled: list[torch.Tensor] | None = None
+        self._compared: deque[tuple[Replay, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._pending: deque[tuple[Callable[[], float | None], int, list[torch.Tensor]]] = deque()
 
     @contextmanager
@@ -57,6 +59,15 @@ class EvictionMeter:
         stop = _device_watch() if self._cuda else _host_watch()
         yield
         self._pending.append((stop(), count, self._sampled or []))
+
+    def compared(self, replay: Replay, values: torch.Tensor) -> None:
+        """Take what was lost by an eviction: [2] float32 nats and share of equal first choices."""
+        event = None
+        if self._cuda:
+            host = torch.empty(2, dtype=values.dtype, pin_memory=True)
+            values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self._compared.append((replay, values, event))
 
     def failed(self) -> None:
         """Count a failure of a policy, once per KV-cache group."""
@@ -74,8 +85,6 @@ class EvictionMeter:
 
     def take(self) -> Measured | None:
         """What is known by now and was not taken yet; None for nothing."""
-        if not self._pending:
-            return None
         seconds: list[float] = []
         spreads: list[float] = []
         while self._pending and (taken := self._pending[0][0]()) is not None:
@@ -84,10 +93,24 @@ class EvictionMeter:
             # Groups of one eviction, and evictions of one launch, count as one: their mean.
             if sampled:
                 spreads.append(sum(map(float, sampled)) / len(sampled))
-        if not seconds:
+        audits = self._arrived()
+        if not seconds and not audits:
             return None
         failed, self._failed = [1.0] * self._failed, 0
-        return {"seconds": seconds, "head_spread": spreads} | ({"failed": failed} if failed else {})
+        more: Measured = {"failed": failed, "audits": audits}
+        return {"seconds": seconds, "head_spread": spreads} | {k: v for k, v in more.items() if v}
+
+    def _arrived(self) -> list[Audited]:
+        """Comparisons that the host can read by now."""
+        found: list[Audited] = []
+        while self._compared:
+            replay, values, event = self._compared[0]
+            if event is not None and not event.query():
+                break
+            self._compared.popleft()
+            nats, agreed = values.tolist()
+            found.append((replay.of, replay.policy, replay.kept, nats, agreed))
+        return found
 
 
 def _host_watch() -> Callable[[], Callable[[], float | None]]:

@@ -30,6 +30,7 @@ from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.host import HostStores
 from vllm_kvevict.worker.checks import check_layer, check_specs
+from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.head_shares import by_group
@@ -185,6 +186,13 @@ class EvictionWorkerMixin(Worker, ABC):
             probes,
         )
         self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
+        if self.eviction_config.audits:
+            self.kv_eviction.comparison = Comparison(
+                self.kv_eviction.rows,
+                self.eviction_config.window,
+                self.model_runner.get_model().compute_logits,
+                self.kv_eviction.meter.compared,
+            )
         self._bind(self.kv_eviction)
         logger.info(
             "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
@@ -331,7 +339,7 @@ class EvictionWorkerMixin(Worker, ABC):
             output = super().execute_model(scheduler_output)
             done = True
         finally:
-            self.kv_eviction.end_step(run=done)
+            self.kv_eviction.end_step(scheduler_output, run=done)
         if output is not None:
             self.kv_eviction.evict()
         return self._measured(output)

@@ -29,6 +29,11 @@ class RunnerRows(Protocol):
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
         """[R] int64 rows of the batch under way, in batch order."""
 
+    def hidden_states(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[torch.Tensor, dict[str, int]]:
+        """[N, D] last hidden states of the step, before it is sampled, and each request's first."""
+
     def positions(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         """[N] or [3, N] int64: what the model's rotary module is given for tokens of a request."""
 
@@ -74,6 +79,13 @@ class RowsV1:
         later = index[max(0, prompt - start) :] + (request.mrope_position_delta or 0)
         return torch.cat([told, later.expand(len(told), -1)], dim=1)
 
+    def hidden_states(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[torch.Tensor, dict[str, int]]:
+        return self._runner.execute_model_state.hidden_states, _starts(
+            self._runner.input_batch.req_ids, scheduler_output
+        )
+
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
         request_ids = self._runner.input_batch.req_ids
         rows = itemgetter(*request_ids)(self._row)
@@ -89,6 +101,7 @@ class RowsV2:
     """
 
     def __init__(self, runner: Any) -> None:
+        self._runner = runner
         self._index = runner.req_states.req_id_to_index
         self._batch: np.ndarray | None = None
         prepare = runner.model_state.prepare_attn
@@ -110,6 +123,21 @@ class RowsV2:
     def positions(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         return torch.arange(start, stop, device="cpu")
 
+    def hidden_states(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[torch.Tensor, dict[str, int]]:
+        state = self._runner.execute_model_state
+        return state.hidden_states, _starts(state.input_batch.req_ids, scheduler_output)
+
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
         assert self._batch is not None
         return np.asarray(self._batch, dtype=np.int64)
+
+
+def _starts(request_ids: Iterable[str], scheduler_output: SchedulerOutput) -> dict[str, int]:
+    """Where each request's tokens begin in a batch of this order."""
+    starts, start = {}, 0
+    for request_id in request_ids:
+        starts[request_id] = start
+        start += scheduler_output.num_scheduled_tokens[request_id]
+    return starts

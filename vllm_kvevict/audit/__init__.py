@@ -1,0 +1,1 @@
+"""What evictions lose, seen on the operator's own traffic."""

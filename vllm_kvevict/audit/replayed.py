@@ -1,0 +1,42 @@
+"""A store that only a replay takes."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
+from vllm_kvevict.stores.key import ShareKey
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from vllm_kvevict.schedule.request_timeline import RequestTimeline
+
+
+@dataclass(eq=False)
+class Replayed(PublishedStore):
+    """What an eviction has left, and the positional blocks behind it up to the tokens to replay.
+
+    No key leads to it, and its blocks carry no hash of it: whoever takes it is given it.
+    """
+
+    @classmethod
+    def at(cls, start: int, groups: dict[int, PublishedGroup]) -> Self:
+        """One that a request begins with at ``start``, the first token to be replayed."""
+        key = ShareKey(b"", (), None, start, "", 0, ())
+        return cls(key, groups, [])
+
+    @property
+    def blocks(self) -> "list[KVCacheBlock]":
+        """All blocks that the replay reads."""
+        return [block for one in self.groups.values() for block in (*one.store, *one.tail)]
+
+    def advance(self, timelines: "Mapping[int, RequestTimeline]") -> None:
+        """Let the timelines of the replay stand behind the eviction, with none to come."""
+        for group, timeline in timelines.items():
+            one = self.groups[group]
+            timeline.due = timeline.point = None
+            timeline.not_before = sys.maxsize
+            timeline.tail_start, timeline.store_blocks = one.tail_start, len(one.store)
+            timeline.computed_valid = self.key.point

@@ -1,0 +1,262 @@
+"""Requests of the engine's own, which run the last tokens of others once more over their stores."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_kvevict.audit.replayed import Replayed
+from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.published import PublishedGroup
+from vllm_kvevict.engine.request import Phase, RequestState
+from vllm_kvevict.metrics.kept import kept_share
+from vllm_kvevict.schedule.step_plan import Eviction, Heard, Replay, StepPlan
+from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.settings.requests import RequestOptions
+
+MOST = 8
+"""Replays that wait or run at once: each holds a store, and hidden states on every rank."""
+
+PATIENCE = 64
+"""Steps that a replay waits to be admitted; then it is given up."""
+
+SEED = 29
+
+
+@dataclass
+class Waiting:
+    """A replay that was not given up, and is not over.
+
+    ``held`` are the blocks that nobody may write to until the replay has them itself; ``asked``
+    counts steps. ``ready`` once all its tokens are known.
+    """
+
+    replay: Replay
+    of: Request
+    options: RequestOptions
+    store: Replayed
+    held: list[KVCacheBlock]
+    ready: bool = False
+    asked: int = 0
+
+
+class Replays:
+    """Draws requests, and has the last tokens before their evictions computed once more.
+
+    A request that is drawn lets the workers keep the hidden states of its last w tokens before
+    each eviction. After it, a request of the engine's own computes these tokens again, over what
+    is left: it begins with the store and with the blocks behind it, as a request does that reuses
+    a published one. The workers compare what both say of the next token. It never waits for
+    memory, and whatever needs the blocks that it holds ends it: then nothing is compared.
+
+    Args:
+        core: What the engine works on.
+        share: Of the requests, in [0, 1].
+        layers: Layers of every group that evicts.
+
+    """
+
+    def __init__(self, core: EvictionCore, share: float, layers: Mapping[int, int]) -> None:
+        self._core = core
+        self._scheduler = core.scheduler
+        self._pool = core.cache.block_pool
+        self._counters = core.counters
+        self._share = share
+        self._layers = layers
+        self._random = random.Random(SEED)
+        self._drawn: dict[str, RequestState] = {}
+        self._heard: dict[str, tuple[int, int]] = {}
+        """Positions whose hidden states the workers have without a gap, by request."""
+        self._waiting: dict[str, Waiting] = {}
+        self._made = 0
+
+    def draw(self, state: RequestState) -> None:
+        """Choose whether the evictions of a request that arrives are looked at."""
+        request = state.request
+        draws = self._random.random() < self._share
+        if draws and state.evicts and state.given is None and _replayable(state, request):
+            state.audited = True
+            self._drawn[state.request_id] = state
+
+    def listen(self, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Heard]:
+        """Before a step's evictions are planned: which hidden states the workers keep."""
+        table, heard = self._core.table, {}
+        for request_id, state in list(self._drawn.items()):
+            if table.states.get(request_id) is not state:
+                del self._drawn[request_id]
+                self._heard.pop(request_id, None)
+                continue
+            num_tokens = num_scheduled_tokens.get(request_id)
+            if num_tokens is None or not state.holds_blocks or state in table.admitted:
+                # The workers forget what they have of a request that is preempted.
+                self._heard.pop(request_id, None)
+            if num_tokens is None or not state.holds_blocks:
+                continue
+            start = state.request.num_computed_tokens
+            end = start + num_tokens
+            if state.observes(end):
+                first = max(start, end - table.window)
+                since, until = self._heard.get(request_id, (first, first))
+                # Drafts that were rejected are computed again.
+                goes_on = since <= first <= until
+                self._heard[request_id] = (since if goes_on else first, end)
+                heard[request_id] = Heard(start, first, end)
+        return heard
+
+    def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """After it: hold what replays will read, and say which end with the step."""
+        for eviction in plan.evictions:
+            state = self._drawn.get(eviction.request_id)
+            if state is not None:
+                for group in eviction.groups:
+                    # The workers keep how heads share the store, which a replay takes.
+                    group.published = True
+                self._ask(plan, state, eviction)
+        for request_id, waiting in self._waiting.items():
+            num_tokens = num_scheduled_tokens.get(request_id)
+            if num_tokens is not None:
+                start, replay = waiting.store.key.point, waiting.replay
+                at = self._scheduler.requests[request_id].num_computed_tokens
+                plan.heard[request_id] = Heard(at, max(at, start), at + num_tokens)
+                if at + num_tokens >= replay.end:
+                    plan.compared.append(replay)
+                    self._counters.tokens_audited += replay.end - start
+
+    def _ask(self, plan: StepPlan, state: RequestState, eviction: Eviction) -> None:
+        end, tails = eviction.num_tokens, [t.tail_start for t in state.timelines.values()]
+        start = max(end - self._core.table.window, *tails)
+        since, until = self._heard.get(state.request_id, (end, 0))
+        unheard = until != end or since > start
+        busy = len(self._waiting) >= MOST
+        if unheard or busy or any(one.of is state.request for one in self._waiting.values()):
+            self._counters.audits_dropped += 1
+            return
+        self._made += 1
+        share = kept_share(state.timelines, self._layers, end)
+        name = f"{state.request_id}-audit-{self._made}"
+        replay = Replay(name, state.request_id, eviction.policy, share, start, end)
+        store = Replayed.at(start, self._groups(state, start))
+        self._pool.touch(store.blocks)
+        self._waiting[name] = Waiting(replay, state.request, state.options, store, store.blocks)
+        plan.replays.append(replay)
+        # What was heard so far is the replay's; the next eviction's begins behind this one.
+        del self._heard[state.request_id]
+
+    def _groups(self, state: RequestState, start: int) -> dict[int, PublishedGroup]:
+        """What of a request's blocks a replay from ``start`` on reads, by group."""
+        groups = {}
+        for group, timeline in state.timelines.items():
+            size = self._core.managers[group].block_size
+            positional = self._core.managers[group].req_to_blocks[state.request_id]
+            tail = positional[timeline.tail_start // size : blocks_for(start, size)]
+            holding = state.holdings.get(group)
+            store = holding.store if holding is not None and timeline.evicted else []
+            groups[group] = PublishedGroup(timeline.tail_start, tuple(store), tuple(tail))
+        return groups
+
+    def start(self, plan: StepPlan) -> None:
+        """The evictions of a step have run: their replays may begin."""
+        for replay in plan.replays:
+            waiting = self._waiting.get(replay.request_id)
+            if waiting is None:
+                continue
+            # A request that was preempted may have lost a token that it had not read yet.
+            if waiting.of.num_tokens < replay.end or not self._room(waiting):
+                self._give_up(waiting)
+            else:
+                self._add(waiting)
+
+    def _add(self, waiting: Waiting) -> None:
+        of, replay = waiting.of, waiting.replay
+        request = Request(
+            request_id=replay.request_id,
+            prompt_token_ids=list(of.all_token_ids[: replay.end]),
+            sampling_params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+            pooling_params=None,
+            client_index=of.client_index,
+            cache_salt=of.cache_salt,
+            priority=of.priority,
+        )
+        options = replace(
+            waiting.options, at=None, interval=0, prepare=None, context=None,
+            when="always", prefill_interval=0,
+        )  # fmt: skip
+        self._core.table.add(request, options).given = waiting.store
+        self._scheduler.add_request(request)
+        queue = self._scheduler.waiting
+        if request in queue:
+            # Others wait for a whole prompt's blocks; it needs a few, and holds a store.
+            queue.remove_request(request)
+            queue.prepend_request(request)
+        waiting.ready = True
+
+    def _room(self, waiting: Waiting) -> bool:
+        """Whether there are blocks for a replay; the first to be preempted for others is it."""
+        needs = 0
+        for group, manager in self._core.managers.items():
+            size = manager.block_size
+            first = waiting.store.groups[group].tail_start // size
+            needs += 1 + blocks_for(waiting.replay.end + 1, size) - first
+        return needs <= self._core.free
+
+    def begin_step(self) -> None:
+        """Before a step is scheduled: end what is in the way of others, forget what is over."""
+        for request_id, waiting in list(self._waiting.items()):
+            if not waiting.ready:
+                continue
+            state = self._core.table.states.get(request_id)
+            if state is None:
+                self._release(waiting)
+                del self._waiting[request_id]
+            elif state.holds_blocks:
+                self._release(waiting)
+                if self._in_the_way(waiting):
+                    self._give_up(waiting)
+            else:
+                waiting.asked += 1
+                preempted = not waiting.held
+                # With nobody running, it may be what the others lack blocks for.
+                late = waiting.asked > (PATIENCE if self._scheduler.running else 1)
+                if preempted or late or self._in_the_way(waiting) or not self._room(waiting):
+                    self._give_up(waiting)
+
+    def reset(self) -> None:
+        """Hold nothing: vLLM forgets the prefix cache only where no block is in use."""
+        for waiting in list(self._waiting.values()):
+            self._give_up(waiting)
+
+    def _in_the_way(self, waiting: Waiting) -> bool:
+        """Whether the request that is replayed may evict once more: it would share its store."""
+        state = self._core.table.states.get(waiting.of.request_id)
+        if state is None or not state.holds_blocks:
+            return False
+        step = 1 + self._scheduler.num_spec_tokens
+        if state.phase is Phase.PREFILL:
+            step = self._scheduler.max_num_scheduled_tokens
+        # Two, as the async scheduler has one in flight.
+        return state.due <= state.request.num_computed_tokens + 2 * step
+
+    def _release(self, waiting: Waiting) -> None:
+        self._pool.free_blocks(waiting.held)
+        waiting.held = []
+
+    def _give_up(self, waiting: Waiting) -> None:
+        request_id = waiting.replay.request_id
+        if request_id in self._scheduler.requests:
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self._release(waiting)
+        del self._waiting[request_id]
+        self._counters.audits_dropped += 1
+
+
+def _replayable(state: RequestState, request: Request) -> bool:
+    """Whether a request's last tokens can be computed again: words, without weights beside them."""
+    return (
+        not request.mm_features
+        and request.prompt_embeds is None
+        and request.lora_request is None
+        and not state.needs.weighs
+    )

@@ -1,0 +1,64 @@
+"""The histograms of audits."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from vllm_kvevict.metrics.report import Audited
+
+NATS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10)
+AGREEMENT = (0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99, 1)
+KEPT = (0.0625, 0.125, 0.25, 0.5, 1)
+"""Upper ends of the shares that tell budgets apart."""
+
+MOST_OF_AN_ID = 100
+"""Characters of a request's id in an exemplar, which may have 128 in all."""
+
+
+def kept_label(share: float) -> str:
+    """The first of :data:`KEPT` that a share does not exceed, as ``12.5%``."""
+    return f"{100 * KEPT[min(bisect_left(KEPT, share), len(KEPT) - 1)]:g}%"
+
+
+class AuditMetrics:
+    """What audits say, by policy and by the share of the tokens that was left.
+
+    Args:
+        make: Makes a metric of a kind, name, text and labels.
+        labels: vLLM's own label values of each engine.
+
+    """
+
+    def __init__(self, make: Callable[..., Any], labels: Mapping[int, Sequence[str]]) -> None:
+        self._labels = labels
+        more = "policy", "kept"
+        self._nats = make(
+            "histogram",
+            "audit_kl_nats",
+            "KL divergence of the next tokens after an eviction from those before it, by the share "
+            "of the tokens that was left, rounded up.",
+            *more,
+            buckets=NATS,
+        )
+        self._agreement = make(
+            "histogram",
+            "audit_agreement",
+            "Share of the replayed tokens whose likeliest next token stayed the same.",
+            *more,
+            buckets=AGREEMENT,
+        )
+
+    def record(self, audits: Sequence[Audited], engine: int) -> None:
+        """Add what an engine reports."""
+        for request_id, policy, kept, nats, agreed in audits:
+            mine = *self._labels[engine], policy, kept_label(kept)
+            exemplar = {"request_id": request_id[:MOST_OF_AN_ID]}
+            for metric, value in ((self._nats, nats), (self._agreement, agreed)):
+                child = metric.labels(*mine)
+                if isinstance(child, MetricWrapperBase):
+                    child.observe(value, exemplar)
+                else:
+                    # Ray's have none.
+                    child.observe(value)
