@@ -87,3 +87,118 @@ def test_it_is_what_the_oracle_says(tiny_model, oracle, case):
         assert run.counters.audits_dropped == 0
         assert run.counters.tokens_audited == 2 * len(told) * WINDOW
         assert run.free_blocks() == free
+
+
+def told_of(told, number, count):
+    """Audits of the request at this place in the last call of ``generate``."""
+    return [one for one in told if int(one[0].split("-")[0]) % count == number]
+
+
+POINTS = {
+    "at a point": dict(kv_eviction_at=250, kv_eviction_interval=0),
+    "inside the prompt": dict(kv_eviction_prefill_interval=128, kv_eviction_interval=0),
+}
+
+
+@pytest.mark.parametrize("asked", POINTS.values(), ids=POINTS)
+def test_evictions_before_the_end_of_the_prompt(tiny_model, oracle, asked):
+    prompts = PROMPTS[:2]
+    with serving(tiny_model, CASES["ada-snapkv"] | dict(audit=1)) as run:
+        told = listen(run)
+        outputs = run.generate(prompts, 20, [asked] * 2)
+        dropped = run.counters.audits_dropped
+        assert len(told) >= 2
+        found = 0
+        for number, prompt in enumerate(prompts):
+            lives = run.lives()[number]
+            assert check_tokens(oracle, prompt, outputs[number], lives) == (20, 20)
+            wanted = expected(oracle, [*prompt, *outputs[number]], lives)
+            found += len(wanted)
+            # Evictions that follow too soon are left out.
+            for audit in told_of(told, number, 2):
+                assert any(
+                    audit[3] == pytest.approx(nats, rel=1e-3, abs=1e-5) for nats, _ in wanted
+                )
+        assert len(told) + dropped == found
+
+
+def test_a_policy_that_protects_fewer_tokens_than_the_window(tiny_model_kv4, tmp_path):
+    """Under probe the last 8 tokens stay: what is replayed begins behind the store."""
+    path, _ = random_profile(tmp_path, tiny_model_kv4)
+    oracle = MaskedModel(tiny_model_kv4)
+    settings = dict(policy="ada-probe", budget=288, profile=str(path), audit="100%")
+    prompt = random_prompt(600, seed=3)
+    with serving(tiny_model_kv4, settings) as run:
+        told = listen(run)
+        (output,) = run.generate([prompt], 60)
+        (lives,) = run.lives()
+        assert check_tokens(oracle, prompt, output, lives) == (60, 60)
+        assert run.counters.tokens_audited < len(told) * WINDOW
+        assert_told(told, expected(oracle, [*prompt, *output], lives))
+
+
+def test_a_preparation_is_audited_once(tiny_model, oracle):
+    document, asked = PROMPTS[0][:300], dict(kv_eviction_at=300, kv_eviction_interval=0)
+    asked["kv_eviction_prepare"] = random_prompt(40, seed=8)
+    prompts = [document + random_prompt(20, seed=seed) for seed in (1, 2)]
+    with serving(tiny_model, CASES["ada-snapkv"] | dict(audit="100%")) as run:
+        free, told = run.free_blocks(), listen(run)
+        run.generate(prompts, 10, [asked] * 2)
+        assert run.counters.stores_reused == 2 and run.counters.preparations == 1
+        (audit,) = told
+        assert "-prepare-" in audit[0] and audit[3] > 0
+        assert run.free_blocks() == free
+
+
+def test_only_a_share_is_drawn(tiny_model):
+    prompts = [random_prompt(200, seed=seed) for seed in range(40)]
+    with serving(tiny_model, CASES["ada-snapkv"] | dict(audit="25%", interval=0)) as run:
+        told = listen(run)
+        run.generate(prompts, 4)
+        assert run.counters.evictions == 40
+        assert 4 <= len({audit[0] for audit in told}) <= 16
+
+
+def test_it_gives_way_where_memory_is_short(tiny_model, oracle):
+    """A pool for two prompts: replays that do not fit are dropped, and nobody waits for them."""
+    prompts = [random_prompt(440, seed=seed) for seed in range(6)]
+    short = dict(num_gpu_blocks_override=36, max_model_len=1024, max_num_seqs=6)
+    with serving(tiny_model, CASES["ada-snapkv"] | dict(audit="100%"), **short) as run:
+        free, told = run.free_blocks(), listen(run)
+        outputs = run.generate(prompts, 70)
+        for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
+            assert check_tokens(oracle, prompt, output, lives) == (70, 70)
+        assert len(told) + run.counters.audits_dropped == run.counters.evictions
+        assert told and run.free_blocks() == free
+
+
+def test_drafts(tiny_model, oracle):
+    """Rejected drafts are computed again, and what is kept of them is overwritten."""
+    pattern = random_prompt(25, seed=4)
+    prompts = [(pattern * 20)[:500], (pattern * 12)[:300]]
+    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
+    settings = CASES["ada-snapkv"] | dict(audit="100%")
+    with serving(tiny_model, settings, speculative_config=drafts) as run:
+        told = listen(run)
+        outputs = run.generate(prompts, NEW_TOKENS)
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            lives = run.lives()[number]
+            assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
+            assert_told(told_of(told, number, 2), expected(oracle, [*prompt, *output], lives))
+        assert len(told) > 4
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        (dict(enable_prefix_caching=False), "--no-enable-prefix-caching"),
+        (dict(disable_log_stats=True), "--disable-log-stats"),
+    ],
+)
+def test_where_it_cannot_run_it_says_so(tiny_model, options, flag):
+    settings = CASES["ada-snapkv"] | dict(audit="1%")
+    with (
+        pytest.raises(ValueError, match=f"--kv-eviction-audit .*{flag}"),
+        serving(tiny_model, settings, **options),
+    ):
+        pass

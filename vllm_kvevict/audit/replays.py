@@ -11,11 +11,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvevict.audit.replayed import Replayed
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.published import PublishedGroup
-from vllm_kvevict.engine.request import Phase, RequestState
+from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.schedule.step_plan import Eviction, Heard, Replay, StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
-from vllm_kvevict.settings.requests import RequestOptions
 
 MOST = 8
 """Replays that wait or run at once: each holds a store, and hidden states on every rank."""
@@ -35,8 +34,7 @@ class Waiting:
     """
 
     replay: Replay
-    of: Request
-    options: RequestOptions
+    of: RequestState
     store: Replayed
     held: list[KVCacheBlock]
     ready: bool = False
@@ -84,6 +82,9 @@ class Replays:
     def listen(self, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Heard]:
         """Before a step's evictions are planned: which hidden states the workers keep."""
         table, heard = self._core.table, {}
+        for state in table.admitted:
+            if (waiting := self._waiting.get(state.request_id)) is not None:
+                self._release(waiting)
         for request_id, state in list(self._drawn.items()):
             if table.states.get(request_id) is not state:
                 del self._drawn[request_id]
@@ -130,8 +131,7 @@ class Replays:
         start = max(end - self._core.table.window, *tails)
         since, until = self._heard.get(state.request_id, (end, 0))
         unheard = until != end or since > start
-        busy = len(self._waiting) >= MOST
-        if unheard or busy or any(one.of is state.request for one in self._waiting.values()):
+        if unheard or len(self._waiting) >= MOST or state.replayed or self._soon(state, end):
             self._counters.audits_dropped += 1
             return
         self._made += 1
@@ -140,7 +140,8 @@ class Replays:
         replay = Replay(name, state.request_id, eviction.policy, share, start, end)
         store = Replayed.at(start, self._groups(state, start))
         self._pool.touch(store.blocks)
-        self._waiting[name] = Waiting(replay, state.request, state.options, store, store.blocks)
+        state.replayed = frozenset(block.block_id for block in store.blocks)
+        self._waiting[name] = Waiting(replay, state, store, store.blocks)
         plan.replays.append(replay)
         # What was heard so far is the replay's; the next eviction's begins behind this one.
         del self._heard[state.request_id]
@@ -164,13 +165,13 @@ class Replays:
             if waiting is None:
                 continue
             # A request that was preempted may have lost a token that it had not read yet.
-            if waiting.of.num_tokens < replay.end or not self._room(waiting):
+            if waiting.of.request.num_tokens < replay.end or not self._room(waiting):
                 self._give_up(waiting)
             else:
                 self._add(waiting)
 
     def _add(self, waiting: Waiting) -> None:
-        of, replay = waiting.of, waiting.replay
+        of, replay = waiting.of.request, waiting.replay
         request = Request(
             request_id=replay.request_id,
             prompt_token_ids=list(of.all_token_ids[: replay.end]),
@@ -181,7 +182,7 @@ class Replays:
             priority=of.priority,
         )
         options = replace(
-            waiting.options, at=None, interval=0, prepare=None, context=None,
+            waiting.of.options, at=None, interval=0, prepare=None, context=None,
             when="always", prefill_interval=0,
         )  # fmt: skip
         self._core.table.add(request, options).given = waiting.store
@@ -209,10 +210,8 @@ class Replays:
                 continue
             state = self._core.table.states.get(request_id)
             if state is None:
-                self._release(waiting)
-                del self._waiting[request_id]
+                self._forget(waiting)
             elif state.holds_blocks:
-                self._release(waiting)
                 if self._in_the_way(waiting):
                     self._give_up(waiting)
             else:
@@ -229,15 +228,18 @@ class Replays:
             self._give_up(waiting)
 
     def _in_the_way(self, waiting: Waiting) -> bool:
-        """Whether the request that is replayed may evict once more: it would share its store."""
-        state = self._core.table.states.get(waiting.of.request_id)
-        if state is None or not state.holds_blocks:
-            return False
-        step = 1 + self._scheduler.num_spec_tokens
-        if state.phase is Phase.PREFILL:
-            step = self._scheduler.max_num_scheduled_tokens
-        # Two, as the async scheduler has one in flight.
-        return state.due <= state.request.num_computed_tokens + 2 * step
+        """Whether the request that is replayed may evict soon: it must not share its blocks."""
+        state = waiting.of
+        return state.holds_blocks and self._soon(state, state.request.num_computed_tokens)
+
+    def _soon(self, state: RequestState, start: int) -> bool:
+        """Whether a request at ``start`` may evict within four steps, or later in its prompt.
+
+        So many from the step of an eviction to that of its replay, as the async scheduler has one
+        in flight.
+        """
+        steps = 4 * (1 + self._scheduler.num_spec_tokens)
+        return state.due <= max(start + steps, state.prefill_end)
 
     def _release(self, waiting: Waiting) -> None:
         self._pool.free_blocks(waiting.held)
@@ -247,9 +249,13 @@ class Replays:
         request_id = waiting.replay.request_id
         if request_id in self._scheduler.requests:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-        self._release(waiting)
-        del self._waiting[request_id]
+        self._forget(waiting)
         self._counters.audits_dropped += 1
+
+    def _forget(self, waiting: Waiting) -> None:
+        self._release(waiting)
+        waiting.of.replayed = frozenset()
+        del self._waiting[waiting.replay.request_id]
 
 
 def _replayable(state: RequestState, request: Request) -> bool:

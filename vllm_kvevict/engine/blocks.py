@@ -137,7 +137,11 @@ class EvictableAttentionManager(FullAttentionManager):
         self._reserve(state, self._reservation(state, end))
 
     def quote(
-        self, state: RequestState, end: int, computed: Sequence[KVCacheBlock] | None = None
+        self,
+        state: RequestState,
+        end: int,
+        computed: Sequence[KVCacheBlock] | None = None,
+        after_replay: bool = False,
     ) -> GroupQuote:
         """What the group's eviction at ``end`` or after takes and gives.
 
@@ -146,6 +150,7 @@ class EvictableAttentionManager(FullAttentionManager):
             end: Tokens in the cache.
             computed: Blocks of a prefix hit that a waiting request is about to hold; None for a
                 request that holds its blocks.
+            after_replay: Count blocks that a replay of the request holds as if it were over.
 
         """
         timeline = state.timelines[self.kv_cache_group_id]
@@ -155,10 +160,16 @@ class EvictableAttentionManager(FullAttentionManager):
         # References to a block that are the request's own.
         mine = 0 if computed is not None else 1
         table = self.req_to_blocks.get(state.request_id, ()) if computed is None else computed
-        shared = sum(block.ref_cnt > mine for block in table[first:last])
+        replayed = state.replayed if after_replay else frozenset()
+
+        def others(block: KVCacheBlock) -> int:
+            more = block.ref_cnt - mine
+            return more - 1 if more > 0 and block.block_id in replayed else more
+
+        shared = sum(others(block) > 0 for block in table[first:last])
         holding = state.holdings.get(self.kv_cache_group_id)
         store = self._reused(state) if holding is None else holding.store
-        own = sum(block.ref_cnt == mine for block in store) + max(0, last - first - shared)
+        own = sum(others(block) == 0 for block in store) + max(0, last - first - shared)
         reserved = len(holding.reserved) if holding is not None else 0
         return GroupQuote(self.kv_cache_group_id, timeline.wanted(end), own, reserved)
 
@@ -316,9 +327,12 @@ class EvictionCore:
         pool = self.cache.block_pool.num_gpu_blocks - 1 - watermark
         return blocks <= pool and whole <= self.table.max_model_len
 
-    def quote(self, state: RequestState, groups: Sequence[int], end: int) -> Quote:
+    def quote(
+        self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False
+    ) -> Quote:
         """What an eviction of ``groups`` at ``end``, or when it is due, takes and gives."""
-        return Quote(tuple(self.managers[group].quote(state, end) for group in groups))
+        quotes = (self.managers[g].quote(state, end, after_replay=after_replay) for g in groups)
+        return Quote(tuple(quotes))
 
     def evict(self, state: RequestState, quote: Quote, end: int) -> list[GroupEviction]:
         """Evict the groups of a quote that the pool has the fresh blocks for.

@@ -99,15 +99,18 @@ class StepPlanner:
 
     def _worth_recording(self, state: RequestState) -> bool:
         end = state.request.num_computed_tokens + 1
-        return bool(self._profitable(state, state.coming_groups(end), end).parts)
+        return bool(self._profitable(state, state.coming_groups(end), end, coming=True).parts)
 
-    def _profitable(self, state: RequestState, groups: list[int], end: int) -> Quote:
+    def _profitable(
+        self, state: RequestState, groups: list[int], end: int, coming: bool = False
+    ) -> Quote:
         """Quote those of ``groups`` whose next eviction gives back more blocks than it takes.
 
         The others share too much with other requests, and are put off to their next interval.
         Where evictions run whatever is shared: all. So do those that others will reuse.
+        A replay is over before an eviction that is ``coming``.
         """
-        quote = self._core.quote(state, groups, end)
+        quote = self._core.quote(state, groups, end, after_replay=coming)
         if self._table.evicts_shared or state.context is not None or state.must_evict:
             return quote
         for group in quote.unprofitable:
@@ -118,7 +121,7 @@ class StepPlanner:
     def _plan_observed(self, plan: StepPlan, state: RequestState, start: int, end: int) -> None:
         """A step that computes queries of a coming window, and may end with the eviction."""
         if state.in_prefill(end) and state.ring is None and state.needs.window != "none":
-            if not self._profitable(state, state.coming_groups(end), end).parts:
+            if not self._profitable(state, state.coming_groups(end), end, coming=True).parts:
                 return
             self._turns.record_prefill(state, start, end)
         if state.ring is not None:

@@ -108,6 +108,8 @@ class RequestState:
     """What a replay, a request of the engine's own, begins with; None for all others."""
     audited: bool = False
     """Whether its evictions are replayed, so that the queries before them must be computed."""
+    replayed: frozenset[int] = frozenset()
+    """Block ids that a replay of its last eviction holds."""
     store: "PublishedStore | None" = None
     """The published store over which it computes; None once it has evicted again."""
     suffix_published: int = 0
