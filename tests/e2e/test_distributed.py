@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_audit import listen
 from tests.e2e.tp_script import (
     EVICTION,
     NEW_TOKENS,
@@ -77,6 +78,21 @@ def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
         assert run.counters.preparations == 1
 
 
+def check_audits(model: Path, policy: str, result: dict[str, Any]) -> None:
+    """Each rank has half of the vocabulary and of the heads; what they find is what one finds."""
+    told = sorted(nats for *_, nats, _ in result["audits"])
+    assert len(told) == result["counters"]["evictions"] - result["counters"]["audits_dropped"] > 8
+    if policy.startswith("ada-"):
+        return
+    settings = dict(policy=policy, audit="100%", **EVICTION)
+    options = dict(enable_prefix_caching=True, disable_log_stats=False, max_num_batched_tokens=256)
+    with engine(model, settings, **options) as run:
+        alone = listen(run)
+        for _ in range(2):
+            run.generate(PROMPTS, NEW_TOKENS)
+    assert told == pytest.approx(sorted(nats for *_, nats, _ in alone), rel=1e-3)
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 @pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", "tova", "nacl"])
 def test_two_ranks(tiny_model_kv4, policy, tmp_path):
@@ -85,5 +101,6 @@ def test_two_ranks(tiny_model_kv4, policy, tmp_path):
         assert together == alone, "a uniform budget does not depend on how heads are split"
     else:
         assert together != alone, "an adaptive one does: two heads share it instead of four"
+    check_audits(tiny_model_kv4, policy, result)
     if policy in SHARING:
         check_sharing(tiny_model_kv4, policy, result)

@@ -39,5 +39,7 @@ def test_tokens_equal_the_oracle(tiny_model, scheduler):
     assert result["evictions_at_point"] == 2 and result["stores_reused"] == 1
     assert result["full_attention_agreed"] < result["total"] * 0.9
     assert result["evictions"] >= 10
+    assert result["audited"] >= 10 and result["audit_off_by"] < 1e-3
+    assert result["audited"] + result["audits_dropped"] == result["evictions"]
     assert result["evictions_on_worker"] == result["evictions"]
     assert result["blocks_leaked"] == 0

@@ -48,11 +48,18 @@ def main(model: Path, policy: str, folder: Path) -> None:
         block_size=32,
         max_model_len=2048,
         max_num_batched_tokens=256,
-        additional_config={"kv_eviction": dict(policy=policy, **EVICTION) | tiers},
+        disable_log_stats=False,
+        additional_config={"kv_eviction": dict(policy=policy, audit="100%", **EVICTION) | tiers},
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
+    free, audits, measured = pool.get_num_free_blocks(), [], scheduler._reporter.measured
+
+    def noted(**values: Any) -> None:
+        audits.extend(values.get("audits", ()))
+        measured(**values)
+
+    scheduler._reporter.measured = noted
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     rounds = []
     for _ in range(2):
@@ -61,6 +68,7 @@ def main(model: Path, policy: str, folder: Path) -> None:
         )
         rounds.append([list(output.outputs[0].token_ids) for output in outputs])
     result = dict(rounds=rounds, counters=scheduler.eviction_counters.as_dict())
+    result["audits"] = list(audits)
     asked_of = dict(point=POINT, memory=POINT, file=POINT, prepared=PREPARED)
     for name, asked in asked_of.items() if policy in SHARING else ():
         if name in ("memory", "file"):

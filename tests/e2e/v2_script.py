@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from tests.e2e.test_audit import expected, listen
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
@@ -28,19 +29,29 @@ def main(model: Path, scheduler: str) -> None:
     prompts = [random_prompt(n, seed=n) for n in (300, 133, 1, 280)]
     asked = [{}, {}, {}, {"kv_eviction_at": 200, "kv_eviction": "streaming-llm"}]
     options = dict(
-        max_num_batched_tokens=128, max_model_len=1024, max_num_seqs=4, enable_prefix_caching=True
-    )
+        max_num_batched_tokens=128, max_model_len=1024, max_num_seqs=8, enable_prefix_caching=True,
+        disable_log_stats=False,
+    )  # fmt: skip
     settings = dict(policy="ada-snapkv", budget=96, interval=32, allow="streaming-llm")
+    settings["audit"] = "100%"
     with engine(model, settings, **options) as run:
-        free = run.free_blocks()
+        free, told = run.free_blocks(), listen(run)
         oracle = MaskedModel(model)
-        agreed = total = full = points = 0
-        for _ in range(2):  # the second time with prefix hits
+        agreed = total = full = points = audited = 0
+        furthest = 0.0
+        for round_ in range(2):  # the second time with prefix hits
+            number = 4 * round_
             outputs = run.generate(prompts, 150, asked)
             for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
                 same, count = check_tokens(oracle, prompt, output, lives)
                 agreed, total = agreed + same, total + count
                 points += any(eviction.n == 200 < len(prompt) for eviction in lives[0].evictions)
+                wanted = expected(oracle, [*prompt, *output], lives)
+                for audit in told:
+                    if audit[0].startswith(f"{number}-"):
+                        furthest = max(furthest, min(abs(audit[3] - nats) for nats, _ in wanted))
+                        audited += 1
+                number += 1
                 full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
         result = dict(
             runner=type(run.worker.model_runner).__module__,
@@ -51,6 +62,9 @@ def main(model: Path, scheduler: str) -> None:
             full_attention_agreed=full,
             evictions_at_point=points,
             evictions=run.counters.evictions,
+            audited=audited,
+            audits_dropped=run.counters.audits_dropped,
+            audit_off_by=furthest,
             stores_reused=run.counters.stores_reused,
             evictions_on_worker=run.worker.kv_eviction.evictions,
             blocks_leaked=free - run.free_blocks(),

@@ -90,11 +90,16 @@ class Comparison:
         """After the step's evictions: set aside what replays will be compared with, and compare."""
         plan, self._plan = self._plan, StepPlan()
         for replay in plan.replays:
-            self._full[replay.request_id] = self._heard.pop(replay.of)
+            heard = self._heard.pop(replay.of, None)
+            if heard is not None:
+                self._full[replay.request_id] = heard
         for replay in plan.compared:
-            both = self._full.pop(replay.request_id), self._heard.pop(replay.request_id)
+            full, again = (of.pop(replay.request_id, None) for of in (self._full, self._heard))
+            if full is None or again is None:
+                # A step failed in between.
+                continue
             count = replay.end - replay.start
-            rows = [one.roll(-(replay.start % self._window), 0)[:count] for one in both]
+            rows = [one.roll(-(replay.start % self._window), 0)[:count] for one in (full, again)]
             logits = self._logits(torch.cat(rows))
             if logits is not None:
                 self._report(replay, divergence(logits[:count], logits[count:]))

@@ -29,6 +29,7 @@ DEFAULTS = {
     "attention": "auto",
     "store_memory": 0,
     "store_path": None,
+    "audit": 0,
     "options": {},
 }
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -76,6 +77,30 @@ def test_tiers_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchronou
 def test_tiers_need_prefix_caching(build: Any) -> None:
     with pytest.raises(ValueError, match=r"--kv-eviction-store-memory.*prefix cache"):
         build({"policy": "snapkv", "store_memory": "1G"}, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("tiers", [{}, {"store_memory": "1G"}])
+def test_audits_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchronous: bool) -> None:
+    config = build({"policy": "snapkv", "audit": "1%"} | tiers)
+    config.scheduler_config.async_scheduling = asynchronous
+    _activate(config, config.additional_config["kv_eviction"])
+    kind = config.scheduler_config.get_scheduler_cls()
+    assert kind.__module__ == "vllm_kvevict.audit.scheduler"
+    assert ("Async" in kind.__name__) == asynchronous
+
+
+@pytest.mark.parametrize(
+    "options, flag",
+    [
+        (dict(enable_prefix_caching=False), "--no-enable-prefix-caching"),
+        (dict(enable_lora=True), "--enable-lora"),
+    ],
+)
+def test_where_audits_cannot_run(build: Any, options: Any, flag: str) -> None:
+    build({"policy": "snapkv", "audit": "0%"}, **options)
+    with pytest.raises(ValueError, match=f"--kv-eviction-audit .*{flag}"):
+        build({"policy": "snapkv", "audit": "1%"}, **options)
 
 
 def test_activation_twice(build: Any) -> None:

@@ -95,6 +95,28 @@ def test_every_value_of_a_report(build):
     assert value("freed_blocks_total") == value("blocks_saved") == 0
 
 
+def test_audits_by_policy_and_share(build):
+    manager = StatLoggerManager(build(SETTINGS | {"audit": "1%"}, served_model_name="served"))
+    audits = [("a", "tova", 0.2, 0.04, 1.0), ("b", "tova", 0.25, 4.0, 0.5), ("c", "tova", 1, 0, 1)]
+    send(manager, Report(audits=audits, tokens_audited=96, audits_dropped=2))
+    quarter = dict(policy="tova", kept="25%")
+    assert value("audit_kl_nats_count", **quarter) == 2
+    assert value("audit_kl_nats_sum", **quarter) == pytest.approx(4.04)
+    assert value("audit_kl_nats_bucket", **quarter, le="0.05") == 1
+    assert value("audit_agreement_sum", **quarter) == 1.5
+    assert value("audit_kl_nats_count", policy="tova", kept="100%") == 1
+    assert value("audited_tokens_total") == 96 and value("dropped_audits_total") == 2
+    (family,) = [f for f in REGISTRY.collect() if f.name == "vllm_kvevict:audit_kl_nats"]
+    named = {s.exemplar.labels["request_id"] for s in family.samples if s.exemplar}
+    assert named == {"a", "b", "c"}
+
+
+def test_no_audits_have_no_histograms(build):
+    manager = StatLoggerManager(build(SETTINGS, served_model_name="served"))
+    send(manager, Report(evictions={"tova": [1, 0]}))
+    assert "vllm_kvevict:audit_kl_nats" not in ours()
+
+
 def test_settings_as_labels(build):
     StatLoggerManager(build(SETTINGS, served_model_name="served"))
     (family,) = [f for f in REGISTRY.collect() if f.name == "vllm_kvevict:config_info"]

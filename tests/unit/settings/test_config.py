@@ -16,7 +16,7 @@ from vllm_kvevict.settings.sentences import flag
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
 FIELDS += ["allow", "max_budget", "shared_blocks", "attention", "store_memory", "store_path"]
-FIELDS += ["options"]
+FIELDS += ["audit", "options"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -48,6 +48,7 @@ def test_defaults() -> None:
         "attention": "auto",
         "store_memory": 0,
         "store_path": None,
+        "audit": 0,
         "options": {},
     }
     assert parse().options.model_dump() == {

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvevict.metrics.report import MEASURED
+from vllm_kvevict.schedule.step_plan import Replay
 from vllm_kvevict.worker import meter as meter_module
 from vllm_kvevict.worker.meter import SAMPLE_EVERY, EvictionMeter, attach, head_spread
 
@@ -31,6 +32,17 @@ def test_seconds_of_every_eviction_and_a_sample_of_heads(monkeypatch):
         if index == 0:
             assert meter.take() == {"seconds": [3.0], "head_spread": [1.25]}
     assert meter.take() == {"seconds": [3.0] * 2 * SAMPLE_EVERY, "head_spread": [1.25, 1.25]}
+    assert meter.take() is None
+
+
+def test_what_was_compared_arrives_when_the_host_can_read_it():
+    meter = EvictionMeter(torch.device("cpu"))
+    meter.compared(Replay("x", "a", "tova", 0.25, 68, 100), torch.tensor([0.5, 0.75]))
+    assert meter.take() == {
+        "seconds": [],
+        "head_spread": [],
+        "audits": [("a", "tova", 0.25, 0.5, 0.75)],
+    }
     assert meter.take() is None
 
 

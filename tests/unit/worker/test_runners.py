@@ -53,3 +53,18 @@ def test_v2_rows_are_the_runners():
     # Of models with recurrent layers the metadata does not say it.
     assert rows.batch_rows(SimpleNamespace(req_idx=None)).tolist() == [3, 1]
     assert prepared == [{"for_capture": False}]
+
+
+def test_hidden_states_in_batch_order():
+    output = step()
+    output.num_scheduled_tokens = {"a": 3, "b": 1, "c": 4}
+    for kind in (RowsV1, RowsV2):
+        batch = SimpleNamespace(req_ids=["b", "c", "a"])
+        runner = SimpleNamespace(
+            input_batch=batch,
+            execute_model_state=SimpleNamespace(hidden_states="hidden", input_batch=batch),
+            req_states=SimpleNamespace(req_id_to_index={}),
+            model_state=SimpleNamespace(prepare_attn=lambda *_: None),
+        )
+        rows = RowsV1(runner, 3) if kind is RowsV1 else RowsV2(runner)
+        assert rows.hidden_states(output) == ("hidden", {"b": 0, "c": 1, "a": 5})

@@ -1,0 +1,38 @@
+"""Audits as an operator sees them: flags, histograms, the periodic line; the same answers."""
+
+from benchmarks.server import Server
+from tests.e2e.test_server import BASE, EVICTION
+from tests.models import random_prompt
+
+PROMPTS = [random_prompt(300 + 40 * seed, seed=seed) for seed in range(4)]
+NEW_TOKENS = 60
+
+
+def answers(server: Server) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        body = dict(
+            model=server.model, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0,
+            ignore_eos=True, return_token_ids=True,
+        )  # fmt: skip
+        found.append(server.post("/v1/completions", body)["choices"][0]["token_ids"])
+    return found
+
+
+def test_what_an_operator_sees(tiny_model, tmp_path):
+    with Server(tiny_model, [*BASE, *EVICTION], tmp_path / "plain.log") as server:
+        expected = answers(server)
+    flags = [*BASE, *EVICTION, "--kv-eviction-audit", "100%"]
+    log = tmp_path / "audited.log"
+    with Server(tiny_model, flags, log) as server:
+        assert answers(server) == expected
+        evictions = server.metric("vllm_kvevict:evictions_total")
+        audited = server.metric("vllm_kvevict:audit_kl_nats_count")
+        dropped = server.metric("vllm_kvevict:dropped_audits_total")
+        # The last may still be on its way.
+        assert evictions >= audited + dropped >= evictions - 1 and audited >= 4
+        assert server.metric("vllm_kvevict:audit_kl_nats_sum") > 0
+        assert server.metric("vllm_kvevict:audited_tokens_total") >= 32 * audited
+        # A client sees none of the requests that replay.
+        assert server.metric("vllm:request_success_total") == len(PROMPTS)
+        assert server.metric("vllm:prompt_tokens_total") == sum(map(len, PROMPTS))
