@@ -363,7 +363,7 @@ class Engine:
         """
         idle = stuck = 0
         known = self._tokens()
-        while self.scheduler.has_unfinished_requests():
+        while self.scheduler.has_unfinished_requests() or self._comes_to_more():
             output = self.step()
             busy = [output, *self.pending]
             idle = 0 if any(one.total_num_scheduled_tokens for one in busy) else idle + 1
@@ -378,6 +378,11 @@ class Engine:
         if hasattr(stores, "_kept"):
             assert self.worker.host.keys() - set(stores._next.forgotten) == stores._kept.keys()
         self.invariants.check_idle()
+
+    def _comes_to_more(self) -> bool:
+        """Whether what is in flight leaves requests of the engine's own."""
+        self.settle()
+        return self.scheduler.has_unfinished_requests()
 
     def _tokens(self) -> tuple[int, int]:
         """Grows with every token that is sampled and every request that ends."""

@@ -267,7 +267,8 @@ class Invariants:
                 holding = holdings(manager).get(request_id)
                 store = {b.block_id for b in holding.store} if timeline.evicted else set()
                 own = len(held_once(self.managers, store)) + last - first - shared
-                assert own <= timeline.wanted(max(end, due))
+                worth = own > timeline.wanted(max(end, due))
+                assert not worth, f"{request_id} was put off, and gives blocks back"
                 life.postponed = True
                 life.put_off.setdefault(group, set()).add(due)
                 self.tally.put_off += 1

@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine import days
 from tests.engine.scenarios import Scenario, run
+from vllm_kvevict.audit.replayed import Replayed
 from vllm_kvevict.engine import stores
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
 from vllm_kvevict.engine.planner import StepPlanner
@@ -171,3 +172,11 @@ def test_accounting_catches_blocks_that_are_taken_from_others(monkeypatch):
 
     monkeypatch.setattr(TieredStores, "_take", take)
     assert caught("has another owner|holds something else")
+
+
+def test_accounting_catches_a_replay_that_does_not_hold_the_tail(monkeypatch):
+    def stores(self: Any) -> list[Any]:
+        return [block for one in self.groups.values() for block in one.store]
+
+    monkeypatch.setattr(Replayed, "blocks", property(stores))
+    assert caught("overwritten or never computed|has another owner|references")

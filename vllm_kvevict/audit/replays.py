@@ -29,8 +29,8 @@ SEED = 29
 class Waiting:
     """A replay that was not given up, and is not over.
 
-    ``held`` are the blocks that nobody may write to until the replay has them itself; ``asked``
-    counts steps. ``ready`` once all its tokens are known.
+    ``held`` are the blocks that nobody may write to until the replay has them itself. ``ready``
+    once all its tokens are known. ``asked`` counts steps, ``alone`` those with nobody running.
     """
 
     replay: Replay
@@ -39,6 +39,7 @@ class Waiting:
     held: list[KVCacheBlock]
     ready: bool = False
     asked: int = 0
+    alone: int = 0
 
 
 class Replays:
@@ -216,9 +217,10 @@ class Replays:
                     self._give_up(waiting)
             else:
                 waiting.asked += 1
+                waiting.alone += not self._scheduler.running
                 preempted = not waiting.held
                 # With nobody running, it may be what the others lack blocks for.
-                late = waiting.asked > (PATIENCE if self._scheduler.running else 1)
+                late = waiting.asked > PATIENCE or waiting.alone > 1
                 if preempted or late or self._in_the_way(waiting) or not self._room(waiting):
                     self._give_up(waiting)
 

@@ -59,7 +59,7 @@ def needs(program: str) -> Any:
 
 @pytest.fixture
 def manager(build) -> Iterator[StatLoggerManager]:
-    yield StatLoggerManager(build("ada-snapkv", served_model_name="m"))
+    yield StatLoggerManager(build(dict(policy="ada-snapkv", audit="1%"), served_model_name="m"))
     while prometheus._registered:
         REGISTRY.unregister(prometheus._registered.pop())
 
@@ -74,6 +74,7 @@ def work(manager: StatLoggerManager) -> None:
         stores_restored_memory=1, tokens_restored_memory=900, bytes_restored_memory=4096,
         stores_restored_file=1, tokens_restored_file=900, bytes_restored_file=4096,
         store_bytes=4096,
+        audits=[("cmpl-1", "ada-snapkv", 0.12, 0.03, 0.94)], tokens_audited=32, audits_dropped=1,
     )  # fmt: skip
     stats = SchedulerStats(1, 1, kv_cache_usage=0.5, kv_connector_stats={KEY: vars(report)})
     stats.prefix_cache_stats.requests = stats.prefix_cache_stats.queries = 4
@@ -125,11 +126,12 @@ def documented(page: str) -> set[str]:
 
 
 def test_every_metric_of_ours_is_shown_and_documented(manager):
+    work(manager)
     ours = {n for n in published() if n.startswith("vllm_kvevict:") and not n.endswith("_created")}
     table = (ROOT / "docs" / "metrics.md").read_text()
     shown = " ".join(QUERIES)
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in ours}
-    assert len(families) == 33
+    assert len(families) == 37
     for family in families:
         assert family in shown, f"no panel shows {family}"
     assert documented(table) == families
