@@ -1,5 +1,8 @@
 """Audits as an operator sees them: flags, histograms, the periodic line; the same answers."""
 
+import subprocess
+import sys
+
 from benchmarks.server import Server
 from tests.e2e.test_server import BASE, EVICTION
 from tests.models import random_prompt
@@ -33,6 +36,12 @@ def test_what_an_operator_sees(tiny_model, tmp_path):
         assert evictions >= audited + dropped >= evictions - 1 and audited >= 4
         assert server.metric("vllm_kvevict:audit_kl_nats_sum") > 0
         assert server.metric("vllm_kvevict:audited_tokens_total") >= 32 * audited
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_kvevict", "audit", server.url],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and "ada-snapkv" in done.stdout, done.stderr
         # A client sees none of the requests that replay.
         assert server.metric("vllm:request_success_total") == len(PROMPTS)
         assert server.metric("vllm:prompt_tokens_total") == sum(map(len, PROMPTS))
