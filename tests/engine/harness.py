@@ -377,6 +377,7 @@ class Engine:
         stores = self.scheduler._stores
         if hasattr(stores, "_kept"):
             assert self.worker.host.keys() - set(stores._next.forgotten) == stores._kept.keys()
+        assert not self.worker.left, "workers keep hidden states for ever"
         self.invariants.check_idle()
 
     def _comes_to_more(self) -> bool:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from tests.engine.announced import Announced
 from tests.engine.asked import Asked
 from tests.engine.expected import PREPARES, Expected, prepares, replays
 from tests.engine.shadow import ShadowWorker, extend_chain, of_store
@@ -40,6 +41,7 @@ class Invariants:
         self._truth: dict[Any, list[int]] = {}
         self._stored: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._saved: dict[str, dict[int, tuple[Any, ...]]] = {}
+        self.announced = Announced(self.pool)
 
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
@@ -355,6 +357,7 @@ class Invariants:
         assert free == self.pool.get_num_free_blocks()
         self._check_published()
         self._check_entries()
+        self.announced.check()
 
     def _replays(self) -> list[Any]:
         audits = getattr(self.scheduler, "_replays", None)

@@ -201,6 +201,8 @@ class ShadowWorker:
             kept = self.heard.setdefault(request_id, {})
             for position in range(heard.first, end):
                 kept[position % window] = self.rows[request_id].content[position]
+        for request_id in plan.dropped:
+            del self.left[request_id]
         for replay in plan.replays:
             of = self.rows[replay.of]
             kept = self.heard.pop(replay.of)

@@ -19,6 +19,10 @@ from vllm_kvevict.schedule.timeline import blocks_for
 MOST = 8
 """Replays that wait or run at once: each holds a store, and hidden states on every rank."""
 
+MOST_HEARD = 32
+"""Requests whose hidden states are kept at once: 16 MiB where w is 32 and a state has 8,192 numbers
+of two bytes."""
+
 PATIENCE = 64
 """Steps that a replay waits to be admitted; then it is given up."""
 
@@ -70,6 +74,8 @@ class Replays:
         self._heard: dict[str, tuple[int, int]] = {}
         """Positions whose hidden states the workers have without a gap, by request."""
         self._waiting: dict[str, Waiting] = {}
+        self._dropped: list[str] = []
+        """Replays that the workers wait for, and that no step of vLLM's will name."""
         self._made = 0
 
     def draw(self, state: RequestState) -> None:
@@ -92,10 +98,11 @@ class Replays:
                 self._heard.pop(request_id, None)
                 continue
             num_tokens = num_scheduled_tokens.get(request_id)
-            if num_tokens is None or not state.holds_blocks or state in table.admitted:
+            if not state.holds_blocks or state in table.admitted:
                 # The workers forget what they have of a request that is preempted.
                 self._heard.pop(request_id, None)
-            if num_tokens is None or not state.holds_blocks:
+            full = len(self._heard) >= MOST_HEARD and request_id not in self._heard
+            if num_tokens is None or full or not state.holds_blocks:
                 continue
             start = state.request.num_computed_tokens
             end = start + num_tokens
@@ -110,6 +117,7 @@ class Replays:
 
     def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
         """After it: hold what replays will read, and say which end with the step."""
+        plan.dropped, self._dropped = self._dropped, []
         for eviction in plan.evictions:
             state = self._drawn.get(eviction.request_id)
             if state is not None:
@@ -229,6 +237,28 @@ class Replays:
         for waiting in list(self._waiting.values()):
             self._give_up(waiting)
 
+    def let_go(self, state: RequestState) -> bool:
+        """Give up replays that wait, and hold blocks of a request; True where there was one.
+
+        They may be another one's: both have a published store.
+        """
+        mine = {
+            block.block_id
+            for group, manager in self._core.managers.items()
+            for block in (
+                *manager.req_to_blocks.get(state.request_id, ()),
+                *(state.holdings[group].store if group in state.holdings else ()),
+            )
+        }
+        found = [
+            waiting
+            for waiting in self._waiting.values()
+            if any(block.block_id in mine for block in waiting.held)
+        ]
+        for waiting in found:
+            self._give_up(waiting)
+        return bool(found)
+
     def _in_the_way(self, waiting: Waiting) -> bool:
         """Whether the request that is replayed may evict soon: it must not share its blocks."""
         state = waiting.of
@@ -251,6 +281,8 @@ class Replays:
         request_id = waiting.replay.request_id
         if request_id in self._scheduler.requests:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        elif not waiting.ready:
+            self._dropped.append(request_id)
         self._forget(waiting)
         self._counters.audits_dropped += 1
 

@@ -40,6 +40,10 @@ class AuditedMixin(TieredMixin):
         self._replays = Replays(core, parse_share(config.audit), layers)
         return stores
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._planner.before_deferring = self._replays.let_go
+
     def add_request(self, request: Any) -> None:
         super().add_request(request)
         self._replays.draw(self._table.states[request.request_id])

@@ -1,6 +1,6 @@
 """The plan of each step: which requests record their queries, and which evict."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import RequestState
@@ -32,6 +32,8 @@ class StepPlanner:
         self._stores = stores
         self._reporter = reporter
         self._counters = core.counters
+        self.before_deferring: Callable[[RequestState], bool] = lambda state: False
+        """Asked before an eviction is put off; True where it let go of blocks of the request."""
         self._left = 0
         """Decode evictions that the step may still take."""
         self.short = 0
@@ -113,6 +115,8 @@ class StepPlanner:
         quote = self._core.quote(state, groups, end, after_replay=coming)
         if self._table.evicts_shared or state.context is not None or state.must_evict:
             return quote
+        if quote.unprofitable and self.before_deferring(state):
+            quote = self._core.quote(state, groups, end, after_replay=coming)
         for group in quote.unprofitable:
             state.defer(group, end)
             self._counters.skipped_shared += 1

@@ -82,6 +82,20 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         _report(vllm_config, config)
 
 
+def check_statistics(config: EvictionConfig, disabled: bool) -> None:
+    """Refuse audits where vLLM's statistics, which carry them, are ``disabled``.
+
+    Raises:
+        ValueError: In one sentence, what to do.
+
+    """
+    if config.audits and disabled:
+        raise ValueError(
+            "KV eviction: --kv-eviction-audit reports through vLLM's statistics; remove "
+            "--disable-log-stats (LLM(disable_log_stats=False) in Python) or it."
+        )
+
+
 def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """Refuse audits where they could not run.
 
@@ -95,6 +109,11 @@ def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         raise ValueError(
             "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share "
             "through the prefix cache; remove --no-enable-prefix-caching or it."
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "KV eviction: --kv-eviction-audit compares hidden states, which only the last pipeline "
+            "stage has; set --pipeline-parallel-size to 1 or remove it."
         )
     if vllm_config.lora_config is not None:
         raise ValueError(

@@ -195,9 +195,10 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
         _check_version()
         _check_hooks()
     vllm_config = original(engine_args, *args, **kwargs)
-    from vllm_kvevict.front.activate import activate
+    from vllm_kvevict.front.activate import activate, check_statistics
 
     with _sentence(engine_args):
+        check_statistics(config, getattr(engine_args, "disable_log_stats", False))
         activate(vllm_config, config)
     return vllm_config
 

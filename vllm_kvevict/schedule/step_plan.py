@@ -117,7 +117,7 @@ class StepPlan:
     ``loads`` come before the forward pass, ``saves`` after the evictions, which make them;
     ``forgotten`` are names that host memory no longer holds, in between. ``heard``: whose hidden
     states are kept, by request id; ``replays`` of the step's evictions will come, ``compared`` end
-    with the step.
+    with the step, and ``dropped`` are names of those that never will.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
@@ -130,6 +130,7 @@ class StepPlan:
     heard: dict[str, Heard] = field(default_factory=dict)
     replays: list[Replay] = field(default_factory=list)
     compared: list[Replay] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

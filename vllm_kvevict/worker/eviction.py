@@ -76,11 +76,11 @@ class WorkerEviction:
         self.memories = Memories()
         self._failures = Failures()
         self._caches = caches
-        self.rows = rows
+        self._rows = rows
         self._fused = fused
         self._head_shares = head_shares
         self._probes = probes
-        self.stores = SharedStores(states, lambda one: int(self.rows.rows([one])[0]))
+        self.stores = SharedStores(states, lambda one: int(self._rows.rows([one])[0]))
         self.comparison: Comparison | None = None
         """Where evictions are audited."""
         self._plan: StepPlan | None = None
@@ -99,7 +99,7 @@ class WorkerEviction:
         """Follow the scheduler before the forward pass."""
         # A rank that was not asked to sample.
         self.evict()
-        cleared = self.rows.begin_step(scheduler_output)
+        cleared = self._rows.begin_step(scheduler_output)
         for state in self.states.values():
             state.clear(cleared)
         self.memories.clear(cleared)
@@ -152,7 +152,7 @@ class WorkerEviction:
             return None
         if self._batch is None:
             self.stores.enter()
-            self._batch = torch.from_numpy(self.rows.batch_rows(common))
+            self._batch = torch.from_numpy(self._rows.batch_rows(common))
         return self._batch
 
     def batch_rings(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
@@ -161,7 +161,7 @@ class WorkerEviction:
             return None
         batch = self.batch_rows(common)
         assert batch is not None
-        rows = torch.from_numpy(self.rows.rows(self._plan.rings))
+        rows = torch.from_numpy(self._rows.rows(self._plan.rings))
         most = int(max(batch.max(), rows.max())) + 1
         slots = torch.full((most,), -1, dtype=torch.int64, device="cpu")
         slots[rows] = torch.tensor(list(self._plan.rings.values()), device="cpu")
@@ -173,7 +173,7 @@ class WorkerEviction:
             return None
         batch = self.batch_rows(common)
         assert batch is not None
-        mine = torch.from_numpy(self.rows.rows(self._plan.accumulating))
+        mine = torch.from_numpy(self._rows.rows(self._plan.accumulating))
         return torch.isin(batch, mine).nonzero().flatten()
 
     def cache(self, layer_name: str) -> LayerCache:
@@ -182,14 +182,14 @@ class WorkerEviction:
 
     def _evict_fused(self, policy: str, evictions: Sequence[Eviction]) -> None:
         assert self._fused is not None
-        rows = self.rows.rows([eviction.request_id for eviction in evictions])
+        rows = self._rows.rows([eviction.request_id for eviction in evictions])
         with self.meter.evictions(len(evictions)):
             for pages in self._fused.run(policy, evictions, rows, self._shares_of(policy)):
                 self.meter.pages(pages)
         self.evictions += len(evictions)
 
     def _evict(self, eviction: Eviction) -> None:
-        row = int(self.rows.rows([eviction.request_id])[0])
+        row = int(self._rows.rows([eviction.request_id])[0])
         for group in eviction.groups:
             self._evict_group(eviction, group, row)
         self.evictions += 1
@@ -293,7 +293,7 @@ class WorkerEviction:
         """What the probes say of every candidate of each layer [H, P * block_size, C]."""
         assert self._probes is not None
         new = group.tail_start - group.old_tail_start
-        positions = self.rows.positions(eviction.request_id, group.old_tail_start, group.tail_start)
+        positions = self._rows.positions(eviction.request_id, group.old_tail_start, group.tail_start)
         on_device = async_tensor_h2d(positions, device=grid.device)
         return self._probes.scores(
             state, grid, grid.shape[-1] - new // state.timeline.block_size, on_device

@@ -174,13 +174,14 @@ class EvictionWorkerMixin(Worker, ABC):
         channels = page_channels(self.eviction_config)
         values = PageValues(caches, heads, channels) if channels else None
         probes = self._probes(states, caches, values)
+        rows = self._rows()
         self.kv_eviction = WorkerEviction(
             build_policies(self.eviction_config),
             states,
             caches,
             self._rings,
             values,
-            self._rows(),
+            rows,
             self._fused(states, caches, values, probes),
             self._head_shares(states),
             probes,
@@ -188,7 +189,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
         if self.eviction_config.audits:
             self.kv_eviction.comparison = Comparison(
-                self.kv_eviction.rows,
+                rows,
                 self.eviction_config.window,
                 self.model_runner.get_model().compute_logits,
                 self.kv_eviction.meter.compared,

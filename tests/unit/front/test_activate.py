@@ -95,6 +95,8 @@ def test_audits_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchrono
     [
         (dict(enable_prefix_caching=False), "--no-enable-prefix-caching"),
         (dict(enable_lora=True), "--enable-lora"),
+        (dict(pipeline_parallel_size=2), "--pipeline-parallel-size"),
+        (dict(disable_log_stats=True), "--disable-log-stats"),
     ],
 )
 def test_where_audits_cannot_run(build: Any, options: Any, flag: str) -> None:

@@ -11,20 +11,28 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_kvevict.schedule.step_plan import Heard, Replay, StepPlan
 from vllm_kvevict.worker.comparison import Comparison, divergence
 
-WINDOW = 8
+WINDOW = 12
+"""More than are compared at once."""
 
 
 def test_divergence_is_torchs_own():
     torch.manual_seed(0)
     full, replayed = torch.randn(2, 19, 50).bfloat16()
     replayed[3] = full[3]
-    nats, agreed = divergence(full, replayed).tolist()
+    nats, agreed = divergence(full, replayed).mean(0).tolist()
     p, q = full.double().log_softmax(-1), replayed.double().log_softmax(-1)
     expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
     assert nats == pytest.approx(float(expected), rel=1e-5)
     same = sum(int(a.argmax()) == int(b.argmax()) for a, b in zip(full, replayed, strict=True))
     assert agreed == pytest.approx(same / 19)
-    assert divergence(full, full).tolist() == [0, 1]
+    assert divergence(full, full).tolist() == [[0, 1]] * 19
+
+
+def test_tokens_that_are_never_said():
+    full = torch.tensor([[1.0, 2.0, -torch.inf], [1.0, 2.0, -torch.inf]])
+    replayed = torch.tensor([[1.0, 2.0, -torch.inf], [2.0, 1.0, 0.0]])
+    same, other = divergence(full, replayed).tolist()
+    assert same == [0, 1] and 0 < other[0] < 10 and other[1] == 0
 
 
 class Rows:
@@ -72,9 +80,11 @@ def test_the_positions_of_both_are_the_same(end, late, cuts):
             named = {"replays": [replay]} if owner == 0 else {"compared": [replay]}
             step(owner, at, until, **(named if over else {}))
             at = until
-    (both,) = seen
-    expected = [[owner, p] for owner in (0, 1) for p in range(start, end)]
-    assert both.tolist() == expected and compared == [replay]
+    halves = [both.chunk(2) for both in seen]
+    for owner in (0, 1):
+        found = torch.cat([half[owner] for half in halves]).tolist()
+        assert found == [[owner, p] for p in range(start, end)]
+    assert compared == [replay]
     assert not one._heard and not one._full
 
 
