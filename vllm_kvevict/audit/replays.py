@@ -1,8 +1,8 @@
 """Requests of the engine's own, which run the last tokens of others once more over their stores."""
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -25,8 +25,6 @@ of two bytes."""
 
 PATIENCE = 64
 """Steps that a replay waits to be admitted; then it is given up."""
-
-SEED = 29
 
 
 @dataclass
@@ -69,7 +67,6 @@ class Replays:
         self._counters = core.counters
         self._share = share
         self._layers = layers
-        self._random = random.Random(SEED)
         self._drawn: dict[str, RequestState] = {}
         self._heard: dict[str, tuple[int, int]] = {}
         """Positions whose hidden states the workers have without a gap, by request."""
@@ -79,10 +76,12 @@ class Replays:
         self._made = 0
 
     def draw(self, state: RequestState) -> None:
-        """Choose whether the evictions of a request that arrives are looked at."""
+        """Choose whether the evictions of a request that arrives are looked at, by its id."""
         request = state.request
-        draws = self._random.random() < self._share
-        if draws and state.evicts and state.given is None and _replayable(state, request):
+        if not state.evicts or state.given is not None or not _replayable(state, request):
+            return
+        number = int.from_bytes(sha256(request.request_id.encode()).digest()[:8], "big")
+        if number < self._share * 2**64:
             state.audited = True
             self._drawn[state.request_id] = state
 

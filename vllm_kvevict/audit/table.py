@@ -18,7 +18,7 @@ class Audits:
 
     Args:
         policy: What chose the tokens.
-        kept: Upper end of the share that was left, such as ``25%``.
+        kept: Share that was left, rounded, such as ``25%``.
 
     """
 
@@ -74,7 +74,7 @@ def _add(audits: Audits, name: str, labels: Mapping[str, str], value: float) -> 
 
 def lines(summary: Summary) -> Iterable[str]:
     """A table, a row for each policy and share; then how many evictions it stands for."""
-    head = "policy", "kept, up to", "audits", "mean KL", "median", "90%", "same first choice"
+    head = "policy", "kept, about", "audits", "mean KL", "median", "90%", "same first choice"
     yield "  ".join(f"{name:>{_width(name)}}" for name in head)
     for one in summary.audits:
         cells = (

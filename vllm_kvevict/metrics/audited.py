@@ -1,6 +1,6 @@
 """The histograms of audits."""
 
-from bisect import bisect_left
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,15 +11,16 @@ from vllm_kvevict.metrics.report import Audited
 NATS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 AGREEMENT = (0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99, 1)
 KEPT = (0.0625, 0.125, 0.25, 0.5, 1)
-"""Upper ends of the shares that tell budgets apart."""
+"""Shares that tell budgets apart."""
 
 MOST_OF_AN_ID = 100
 """Characters of a request's id in an exemplar, which may have 128 in all."""
 
 
 def kept_label(share: float) -> str:
-    """The first of :data:`KEPT` that a share does not exceed, as ``12.5%``."""
-    return f"{100 * KEPT[min(bisect_left(KEPT, share), len(KEPT) - 1)]:g}%"
+    """The nearest of :data:`KEPT` by ratio, as ``12.5%``: pages and the tail add to a budget."""
+    nearest = min(KEPT, key=lambda one: abs(math.log(max(share, 1e-6) / one)))
+    return f"{100 * nearest:g}%"
 
 
 class AuditMetrics:
@@ -38,7 +39,7 @@ class AuditMetrics:
             "histogram",
             "audit_kl_nats",
             "KL divergence of the next tokens after an eviction from those before it, by the share "
-            "of the tokens that was left, rounded up.",
+            "of the tokens that was left, rounded.",
             *more,
             buckets=NATS,
         )

@@ -293,7 +293,9 @@ class WorkerEviction:
         """What the probes say of every candidate of each layer [H, P * block_size, C]."""
         assert self._probes is not None
         new = group.tail_start - group.old_tail_start
-        positions = self._rows.positions(eviction.request_id, group.old_tail_start, group.tail_start)
+        positions = self._rows.positions(
+            eviction.request_id, group.old_tail_start, group.tail_start
+        )
         on_device = async_tensor_h2d(positions, device=grid.device)
         return self._probes.scores(
             state, grid, grid.shape[-1] - new // state.timeline.block_size, on_device

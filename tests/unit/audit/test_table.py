@@ -14,7 +14,7 @@ from vllm_kvevict.metrics.audited import AGREEMENT, NATS, kept_label
 SEEN = [
     ("0", "probe", 0.2, 0.004, 1.0),
     ("1", "probe", 0.25, 0.25, 0.5),
-    ("0", "probe", 0.26, 20.0, 0.0),
+    ("0", "probe", 0.52, 20.0, 0.0),
     ("0", "ada-defensive", 0.06, 0.02, 0.9),
 ]
 
@@ -42,15 +42,17 @@ def metrics(seen) -> bytes:
 @pytest.mark.parametrize(
     "share, label",
     [
-        (0.01, "6.25%"),
-        (0.0625, "6.25%"),
-        (0.07, "12.5%"),
+        (0.0, "6.25%"),
+        (0.07, "6.25%"),
+        (0.11, "12.5%"),
         (0.25, "25%"),
-        (0.6, "100%"),
+        (0.27, "25%"),
+        (0.55, "50%"),
+        (0.8, "100%"),
         (1, "100%"),
     ],
 )
-def test_shares_are_rounded_up(share, label):
+def test_shares_are_rounded(share, label):
     assert kept_label(share) == label
 
 
