@@ -1,5 +1,10 @@
 """What audits report is what the masked oracle says of the same evictions, and changes no token."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.models import random_prompt
@@ -172,20 +177,18 @@ def test_it_gives_way_where_memory_is_short(tiny_model, oracle):
         assert told and run.free_blocks() == free
 
 
-def test_drafts(tiny_model, oracle):
-    """Rejected drafts are computed again, and what is kept of them is overwritten."""
-    pattern = random_prompt(25, seed=4)
-    prompts = [(pattern * 20)[:500], (pattern * 12)[:300]]
-    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
-    settings = CASES["ada-snapkv"] | dict(audit="100%")
-    with serving(tiny_model, settings, speculative_config=drafts) as run:
-        told = listen(run)
-        outputs = run.generate(prompts, NEW_TOKENS)
-        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            lives = run.lives()[number]
-            assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
-            assert_told(told_of(told, number, 2), expected(oracle, [*prompt, *output], lives))
-        assert len(told) > 4
+def test_drafts(tiny_model):
+    """In a process of its own: with numba, which n-gram drafts load, vLLM 0.32 starts no second
+    engine in one."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.audit_script", str(tiny_model)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1])["audits"] > 4
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ class PrefixCaps:
                 return
             if state is not None and state.phase is waiting:
                 core.admit(state, num_computed_tokens)
+            if state is not None and state.given is not None:
+                return
             if state is None or not state.timelines:
                 publish(request, num_computed_tokens)
                 return
