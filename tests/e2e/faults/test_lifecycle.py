@@ -89,10 +89,10 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path, short_tmp):
     several = [*ARGUMENTS, "--api-server-count", "2"]
     with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, env) as server:
         expected = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
-        # None ends before the kill.
+        # Reading the maps of torch's processes takes seconds, in which a stream may end.
+        mapped, victim = shared_memory(server), worker(server)
         clients = streams(server, 1500)
-        mapped = shared_memory(server)
-        worker(server).kill()
+        victim.kill()
         for client in clients:
             client.join(60)
             assert client.told()
@@ -112,8 +112,8 @@ def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path, short_tmp):
             answers = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
             assert answers == expected
             under_load = cycle % 2 == 1
-            clients = streams(server, 400) if under_load else []
             mapped = shared_memory(server)
+            clients = streams(server, 400) if under_load else []
             assert server.stop() == 0
         for client in clients:
             client.join(60)
