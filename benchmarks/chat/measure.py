@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.chat.conversation import Conversation, converse
 from benchmarks.chat.dialogue import Dialogue
-from benchmarks.chat.servers import ROWS, Setting
+from benchmarks.chat.servers import LOADED, ROWS, Setting
 from benchmarks.server import Server, Watch
 
 PREEMPTIONS = "preemptions"
@@ -20,6 +20,7 @@ def counts(server: Server) -> Counter[str]:
     """The server's totals by name; those of eviction are 0 on stock vLLM."""
     found = Counter(server.evictions())
     found[PREEMPTIONS] = int(server.metric("vllm:num_preemptions_total"))
+    found[LOADED] = int(server.metric("vllm:external_prefix_cache_hits_total"))
     return found
 
 

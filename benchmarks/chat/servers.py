@@ -1,11 +1,13 @@
 """The servers that are compared: their flags, and the keys of every request to them."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.demo import BLOCK, block_bytes
 from benchmarks.server import Server
+from vllm_kvevict.front.offload import CONNECTOR, OURS
 
 NO_PROFILE = "none"
 
@@ -20,6 +22,12 @@ _PREPARE = ("--kv-eviction", "{prepared_policy}", "--kv-eviction-budget", "{budg
 _AT = {"kv_eviction_at_message": 0}
 _FILES = ("--kv-eviction-store-path", "{stores}")
 _FROM_FILES = ("evictions", "stores_restored_file")
+_OFFLOAD = dict(
+    kv_connector=CONNECTOR,
+    kv_role="kv_both",
+    kv_connector_extra_config={"cpu_bytes_to_use": 4 << 30} | OURS,
+)
+"""What ``--kv-offloading-size 4`` comes to on a CPU under eviction, for stock vLLM."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,9 @@ class Row:
 
 STOCK = "stock"
 
+LOADED = "external_hits"
+"""Prompt tokens that came from the host memory of vLLM's own offload."""
+
 ROWS = {
     STOCK: Row("stock"),
     "always": Row("always", _EVICT, {}, ("evictions",)),
@@ -62,6 +73,12 @@ ROWS = {
     "tiers-files": Row("tiers, from files", (*_EVICT, *_FILES), _AT, _FROM_FILES),
     "restart": Row(
         "tiers, from files, restarted", (*_EVICT, *_FILES), _AT, _FROM_FILES, restarts=True
+    ),
+    "stock-offload": Row(
+        "stock, offload", ("--kv-transfer-config", "{offload}"), {}, (LOADED,)
+    ),
+    "offload": Row(
+        "offload", (*_EVICT, "--kv-offloading-size", "4"), {}, ("evictions", LOADED)
     ),
 }  # fmt: skip
 
@@ -99,7 +116,9 @@ class Setting:
     work: Path
 
     def _fill(self, text: Any, stores: Path | None = None) -> Any:
-        return text.format(**vars(self), stores=stores) if isinstance(text, str) else text
+        if not isinstance(text, str):
+            return text
+        return text.format(**vars(self), stores=stores, offload=json.dumps(_OFFLOAD))
 
     def xargs(self, row: Row) -> dict[str, Any]:
         """``vllm_xargs`` of the row's requests."""
@@ -108,7 +127,7 @@ class Setting:
     def flags(self, row: Row, stores: Path) -> list[str]:
         """The row's flags; ``stores`` is the folder of those that keep files."""
         flags = [self._fill(flag, stores) for flag in row.flags]
-        if flags and self.profile != NO_PROFILE:
+        if "--kv-eviction" in flags and self.profile != NO_PROFILE:
             flags += ["--kv-eviction-profile", self.profile]
         return flags
 

@@ -16,8 +16,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.utils.math_utils import round_up
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -36,6 +38,9 @@ from vllm_kvevict.audit.scheduler import AuditedAsyncScheduler, AuditedScheduler
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
+from vllm_kvevict.front.offload import CONNECTOR, OURS
+from vllm_kvevict.offload.scheduler import OffloadingAsyncScheduler, OffloadingScheduler
+from vllm_kvevict.offload.spec import MainMemorySpec
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import PYRAMIDS
 from vllm_kvevict.settings.profile import ModelIdentity, Profile
@@ -53,7 +58,8 @@ class Setup:
     second evictable group and ``sliding_window`` a group that does not evict. ``pyramid`` is the
     number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
     ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
-    ``memory`` is for stores outside the KV cache.
+    ``memory`` is for stores outside the KV cache; ``offload`` is the number of chunks, of
+    ``chunk`` blocks, that vLLM's own offload has.
     """
 
     budget: int | str = 40
@@ -83,6 +89,14 @@ class Setup:
     longest: int | None = None
     memory: int = 0
     audit: float = 0.0
+    offload: int = 0
+    chunk: int = 1
+
+    @property
+    def offloads(self) -> int:
+        """Chunks of vLLM's offload, where the server has no host memory for stores."""
+        alone = self.caching and self.sliding_window is None and not self.keeps
+        return self.offload if alone else 0
 
     @property
     def audits(self) -> float:
@@ -170,6 +184,17 @@ def vllm_config(setup: Setup) -> Any:
     scheduler.watermark = setup.watermark
     # The CPU platform turns it off whatever is asked.
     scheduler.async_scheduling = setup.asynchronous
+    if setup.offloads:
+        specs = [group.kv_cache_spec for group in kv_cache_config(setup).kv_cache_groups]
+        size = sum(spec.page_size_bytes for spec in specs) * setup.chunk
+        extra = dict(
+            cpu_bytes_to_use=setup.offloads * round_up(size, MainMemorySpec.BLOCK_SIZE_ALIGNMENT),
+            blocks_per_chunk=setup.chunk,
+            **OURS,
+        )
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra
+        )
     return config
 
 
@@ -220,6 +245,8 @@ def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     kind: Any = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
     if setup.keeps:
         kind = TieredAsyncScheduler if setup.asynchronous else TieredScheduler
+    if setup.offloads:
+        kind = OffloadingAsyncScheduler if setup.asynchronous else OffloadingScheduler
     if setup.audits:
         kind = AuditedAsyncScheduler if setup.asynchronous else AuditedScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
@@ -314,6 +341,7 @@ class Engine:
                 req_ids=ids,
                 req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
                 sampled_token_ids=[sampled[request_id] for request_id in ids],
+                kv_connector_output=self.worker.transferred,
             ),
         )
         self.invariants.check()
@@ -352,7 +380,17 @@ class Engine:
 
     def reset(self) -> None:
         """What sleep mode and weight updates do: preempt all, forget the prefix cache."""
-        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        # vLLM resets none of what a load has written to, or will.
+        offload = self.worker.offload
+        while offload is not None and (self.scheduler.kv_holding_waiting or offload.loading):
+            self.step()
+        if offload is not None:
+            self.settle()
+        # Else vLLM may load for a request in the step that it says is preempted, and end there.
+        connector = offload is not None
+        assert self.scheduler.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=connector
+        )
         self.invariants.check()
 
     def finish(self, patience: int = 1500) -> None:
@@ -369,7 +407,7 @@ class Engine:
             idle = 0 if any(one.total_num_scheduled_tokens for one in busy) else idle + 1
             stuck, known = (stuck + 1 if self._tokens() == known else 0), self._tokens()
             counts = f"{self.scheduler.get_request_counts()} (running, waiting)"
-            assert idle < 4, f"livelock: {counts}"
+            assert idle < (16 if self.setup.offloads else 4), f"livelock: {counts}"
             assert stuck < patience, f"no token in {patience} steps: {counts}"
         self.settle()
         self.step()

@@ -94,10 +94,11 @@ class Invariants:
         It publishes a request's blocks when it allocates them. Under the priority policy it may
         preempt that request later in the same call, and the step then never computes them.
         """
+        loaded = {request.request_id for request in self.scheduler.kv_holding_waiting}
         owners = {
             block
             for group in owned(self.managers)
-            for request_id in output.num_scheduled_tokens
+            for request_id in loaded | output.num_scheduled_tokens.keys()
             for block in group.get(request_id, ())
         }
         orphans = {
@@ -317,6 +318,8 @@ class Invariants:
     def check(self) -> None:
         """All that must hold between any two moves."""
         references = Counter(block.block_id for block in self.held)
+        for _, blocks in self.scheduler.deferred_frees:
+            references.update(block.block_id for block in blocks)
         for waiting in self._replays():
             references.update(block.block_id for block in waiting.held)
         positional: set[int] = set()
@@ -393,6 +396,7 @@ class Invariants:
     def _check_entries(self) -> None:
         entries, turns = admitted(self.scheduler), self.scheduler._turns
         running = {request.request_id for request in self.scheduler.running}
+        running |= {request.request_id for request in self.scheduler.kv_holding_waiting}
         # A session of streaming input keeps its blocks while it waits.
         assert {r for r, state in entries.items() if state.evicts} <= running
         slots = [e.ring for e in self.scheduler._table.states.values() if e.ring is not None]

@@ -55,6 +55,8 @@ def setups(draw: Any) -> Setup:
         shared=draw(st.sampled_from(["keep", "evict"])),
         memory=draw(st.sampled_from([0, 100_000, 10**9])),
         audit=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
+        offload=draw(st.sampled_from([0, 6, 60, 600])),
+        chunk=draw(st.sampled_from([1, 1, 2])),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
     )
 
@@ -130,6 +132,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("many"), LENGTHS, st.integers(2, 6), MAX_TOKENS, WISHES),
     st.tuples(st.just("squeeze"), st.integers(0, 60), st.integers(1, 12)),
     st.tuples(st.just("follow"), st.integers(0, 20), st.integers(1, 60), MAX_TOKENS),
+    st.tuples(st.just("lose"), st.integers(0, 20), MAX_TOKENS),
     st.tuples(st.just("steps"), st.integers(1, 30)),
     st.tuples(st.just("steps"), st.integers(1, 80)),
     st.tuples(st.just("steps"), st.integers(40, 120)),
@@ -336,6 +339,17 @@ class Day:
             salt = former.cache_salt if self.rng.random() < 0.75 else "another"
             self._submit(prompt, max_tokens, asked=about, salt=salt)
 
+    def lose(self, index: int, max_tokens: int) -> None:
+        """The pool loses what nobody holds, and a client says the same again."""
+        pool = self.engine.scheduler.kv_cache_manager.block_pool
+        idle = [b for b in pool.blocks if b.block_hash is not None and not b.ref_cnt]
+        pool.evict_blocks({block.block_id for block in idle})
+        if self.engine.requests:
+            former = self.engine.requests[index % len(self.engine.requests)]
+            asked = former.sampling_params.extra_args
+            prompt = list(former.prompt_token_ids or ())
+            self._submit(prompt, max_tokens, asked=asked, salt=former.cache_salt)
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             if self.engine.scheduler.has_unfinished_requests():
@@ -366,6 +380,7 @@ class Day:
 
     def totals(self) -> dict[str, int]:
         tally, counters = self.engine.invariants.tally, self.engine.scheduler.eviction_counters
+        offload = self.engine.worker.offload
         return {
             "scenarios": 1,
             "steps": self.engine.steps,
@@ -388,5 +403,7 @@ class Day:
             "taken_behind": tally.taken_behind,
             "taken_in_use": tally.taken_in_use,
             "taken_again": tally.taken_again,
+            "offload_loads": offload.loads if offload else 0,
+            "offload_waits": offload.waited if offload else 0,
             **counters.as_dict(),
         }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from tests.engine.offloaded import ShadowOffload
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
 
 if TYPE_CHECKING:
@@ -89,11 +90,18 @@ class ShadowWorker:
         self.left: dict[str, tuple[Row, dict[int, int]]] = {}
         """By replay: what the request that it replays had, and was heard of it, at its eviction."""
         self.compared = 0
+        self.offload: ShadowOffload | None = None
+        if setup.offloads:
+            self.offload = ShadowOffload(self.memory, setup.chunk, setup.blocks)
+        self.transferred: Any = None
+        """What the last step reported of copies."""
 
     def execute(self, output: Any) -> dict[str, list[int]]:
         """Run a step; returns the sampled tokens by request id."""
         self._follow(output)
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
+        if self.offload is not None:
+            self.offload.before(output.kv_connector_metadata)
         for copy in plan.loads:
             self._load(copy)
         for source, target in output.kv_cache_block_copies or ():
@@ -115,6 +123,9 @@ class ShadowWorker:
             self._read(self.rows[request_id], start, end)
         self._record(plan, spans)
         self._accumulate(plan, spans)
+        if self.offload is not None:
+            self.transferred = self.offload.after(output.kv_connector_metadata)
+            self.offload.settle(plan.settle)
         for eviction in plan.evictions:
             self._evict(eviction, spans)
         self._hear(plan, spans)

@@ -13,6 +13,7 @@ FLOORS = (
     {"calibrate", "plan"},
     {"sizing", "inspect", "ray_serve"},
     {"audit"},
+    {"offload"},
     {"worker", "tiers"},
     {"engine", "front"},
     {"attention", "metrics", "policies", "stores"},

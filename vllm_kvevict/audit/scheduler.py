@@ -1,4 +1,4 @@
-"""vLLM's schedulers with eviction, and with what is optional around it: tiers and audits."""
+"""vLLM's schedulers with eviction, and with all that is optional around it."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvevict.audit.replays import Replays
 from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.offload.scheduler import OffloadMixin
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 from vllm_kvevict.settings.audit_share import parse_share
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.tiers.scheduler import TieredMixin
 
 
-class AuditedMixin(TieredMixin):
+class AuditedMixin(OffloadMixin):
     """Has some evictions replayed."""
 
     def _make_stores(self, core: EvictionCore, enabled: bool, config: EvictionConfig) -> Any:
@@ -72,8 +72,8 @@ class AuditedMixin(TieredMixin):
 
 
 class AuditedScheduler(AuditedMixin):
-    """vLLM's synchronous scheduler with eviction, tiers and audits."""
+    """vLLM's synchronous scheduler with eviction, offload and audits."""
 
 
 class AuditedAsyncScheduler(AuditedMixin, AsyncScheduler):
-    """vLLM's async scheduler with eviction, tiers and audits."""
+    """vLLM's async scheduler with eviction, offload and audits."""

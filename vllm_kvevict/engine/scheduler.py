@@ -67,7 +67,7 @@ class EvictionMixin(Scheduler):
         core = EvictionCore(self, table, managers, counters)
         self._reporter = Reporter(counters) if self.log_stats else None
         self._turns = Turns(table, RingSlots(slots) if slots else None, 1 + self.num_spec_tokens)
-        may_share = not (self.connector or self.use_eagle or self.prefix_replay_tokens)
+        may_share = not (self.use_eagle or self.prefix_replay_tokens)
         self._stores = self._make_stores(core, may_share, config)
         self._planner = StepPlanner(core, self._turns, self._stores, self._reporter)
         self._memory = Memory(core, self._turns, self._planner)
@@ -239,7 +239,9 @@ class EvictionMixin(Scheduler):
         # A thousand requests may wait for one store: not one call more for each.
         if asked is not None and (not asked.ready or not self._stores.has(asked.key)):
             return False
-        return super()._handle_blocked_waiting_request(request) and not self._stores.waits(state)
+        # One that vLLM has loaded blocks for goes on with them.
+        ready = super()._handle_blocked_waiting_request(request)
+        return ready and (state.holds_blocks or not self._stores.waits(state))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._stores.reset()

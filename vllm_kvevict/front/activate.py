@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.front import admission
+from vllm_kvevict.front.offload import serve_offload
 from vllm_kvevict.front.profile import check_learned, load
 from vllm_kvevict.front.recommend import recommended
 from vllm_kvevict.front.support import check
@@ -35,6 +36,8 @@ OURS = {
     ("", True): "vllm_kvevict.engine.scheduler.EvictingAsyncScheduler",
     ("tiers", False): "vllm_kvevict.tiers.scheduler.TieredScheduler",
     ("tiers", True): "vllm_kvevict.tiers.scheduler.TieredAsyncScheduler",
+    ("offload", False): "vllm_kvevict.offload.scheduler.OffloadingScheduler",
+    ("offload", True): "vllm_kvevict.offload.scheduler.OffloadingAsyncScheduler",
     ("audit", False): "vllm_kvevict.audit.scheduler.AuditedScheduler",
     ("audit", True): "vllm_kvevict.audit.scheduler.AuditedAsyncScheduler",
 }
@@ -69,7 +72,12 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             "requests share through the prefix cache; remove --no-enable-prefix-caching or these."
         )
     check_audit(vllm_config, config)
-    around = "audit" if config.audits else "tiers" if config.has_tiers else ""
+    optional = dict(
+        audit=config.audits,
+        offload=serve_offload(vllm_config, config),
+        tiers=config.has_tiers,
+    )
+    around = next((name for name, on in optional.items() if on), "")
     kind = OURS[around, bool(scheduler.async_scheduling)]
     scheduler_cls = _scheduler(scheduler.scheduler_cls, kind)
     vllm_config.additional_config[KEY] = config.model_dump(mode="json")

@@ -171,12 +171,6 @@ REFUSALS = (
         lambda c: c.speculative_config is not None and c.model_config.is_hybrid,
     ),
     Refusal(
-        "KV connectors and KV offloading",
-        "they move positional blocks, which eviction frees",
-        "remove --kv-transfer-config and --kv-offloading-size or serve without --kv-eviction",
-        lambda c: c.kv_transfer_config is not None,
-    ),
-    Refusal(
         "encoder-cache connectors",
         "disaggregated encoders have not been tried with it",
         "remove --ec-transfer-config or serve without --kv-eviction",

@@ -271,6 +271,41 @@ HOOKS = {
             KVCacheConfig.kv_cache_groups KVCacheGroupSpec.layer_names
         """,
     },
+    "front/offload.py": {
+        "vllm.config": """
+            KVTransferConfig.kv_connector KVTransferConfig.kv_role
+            KVTransferConfig.kv_connector_extra_config
+        """,
+    },
+    "offload/scheduler.py": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
+        "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+        "vllm.v1.core.sched.scheduler": "Scheduler._get_local_prefix_cache_hit(request)",
+    },
+    "offload/blocks.py": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """
+            OffloadingConnector._max_loadable_tokens(request,num_computed_tokens)
+            OffloadingConnector.scheduler
+        """,
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": """
+            OffloadingConnectorScheduler._req_status OffloadingConnectorScheduler.config
+            OffloadingConnectorScheduler._block_id_to_pending_jobs
+            SchedulerOffloadConfig.kv_group_configs GroupOffloadConfig.tokens_per_chunk
+            RequestOffloadState.max_offload_tokens RequestOffloadState.transfer_jobs
+        """,
+        "vllm.v1.request": "Request.kv_transfer_params Request.skip_reading_prefix_cache",
+    },
+    "offload/spec.py": {
+        "vllm.v1.kv_offload.cpu.spec": "CPUOffloadingSpec.get_worker(kv_caches)",
+        "vllm.v1.kv_offload.base": """
+            OffloadingWorker.submit_store(job_id,src_spec,dst_spec)
+            OffloadingWorker.submit_load(job_id,src_spec,dst_spec) OffloadingWorker.get_finished
+            OffloadingWorker.wait(job_ids) OffloadingWorker.shutdown CanonicalKVCaches.tensors
+            CanonicalKVCaches.group_data_refs CanonicalKVCacheRef.tensor_idx
+            CanonicalKVCacheTensor.page_size_bytes GPULoadStoreSpec.group_sizes
+            GPULoadStoreSpec.block_indices BlockIDsLoadStoreSpec.block_ids TransferResult
+        """,
+    },
     "engine/table.py": {
         "vllm.v1.request": """
             Request.num_prompt_tokens Request.max_tokens Request.resumable Request.pooling_params

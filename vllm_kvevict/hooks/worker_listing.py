@@ -28,6 +28,15 @@ WORKER_HOOKS = {
         "vllm.model_executor.models.utils": "extract_layer_index",
         "vllm.utils.gpu_sync_debug": "with_gpu_sync_check gpu_sync_allowed",
     },
+    "worker/settle.py": {
+        "vllm.distributed.kv_transfer": "get_kv_transfer_group",
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": """
+            OffloadingConnectorMetadata
+        """,
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """
+            OffloadingConnector.handle_preemptions(kv_connector_metadata)
+        """,
+    },
     "worker/cpu.py": {
         "vllm.v1.worker.cpu_worker": "CPUWorker",
         "vllm.v1.attention.selector": "_cached_get_attn_backend",

@@ -1,7 +1,7 @@
 """What eviction did since the last report: plain data on its way to the front end.
 
 The engine core sends it inside vLLM's ``SchedulerStats``, in the ``dict`` that carries the
-statistics of KV connectors. Eviction refuses those, so the field is free.
+statistics of KV connectors, under a key of its own.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,8 @@ def attach(report: Report, outputs: "dict[int, EngineCoreOutputs]") -> None:
     """
     for output in outputs.values():
         if output.scheduler_stats is not None:
-            output.scheduler_stats.kv_connector_stats = {KEY: vars(report)}
+            stats = output.scheduler_stats
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: vars(report)}
             return
     raise RuntimeError("vLLM made no SchedulerStats for a step that evicted.")
 
@@ -131,5 +132,6 @@ def detach(stats: "SchedulerStats") -> Report | None:
     sent: dict[str, Any] | None = stats.kv_connector_stats
     if sent is None or KEY not in sent:
         return None
-    stats.kv_connector_stats = None
+    # What a connector sent stays for vLLM's own.
+    stats.kv_connector_stats = {k: v for k, v in sent.items() if k != KEY} or None
     return Report(**sent[KEY])

@@ -117,7 +117,8 @@ class StepPlan:
     ``loads`` come before the forward pass, ``saves`` after the evictions, which make them;
     ``forgotten`` are names that host memory no longer holds, in between. ``heard``: whose hidden
     states are kept, by request id; ``replays`` of the step's evictions will come, ``compared`` end
-    with the step, and ``dropped`` are names of those that never will.
+    with the step, and ``dropped`` are names of those that never will. ``settle``: copies of vLLM's
+    offload that are finished before the evictions.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
@@ -131,6 +132,7 @@ class StepPlan:
     replays: list[Replay] = field(default_factory=list)
     compared: list[Replay] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    settle: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

@@ -32,6 +32,7 @@ from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, sum_of_ranks
 from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
+from vllm_kvevict.worker.settle import settle
 from vllm_kvevict.worker.shared_stores import SharedStores
 
 
@@ -85,6 +86,7 @@ class WorkerEviction:
         """Where evictions are audited."""
         self._plan: StepPlan | None = None
         self._due: Sequence[Eviction] = ()
+        self._unsettled: set[int] = set()
         self._done = False
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
@@ -117,11 +119,14 @@ class WorkerEviction:
             self.comparison.hear(scheduler_output)
         plan, self._plan, self._batch = self._plan, None, None
         if run and plan is not None:
-            self._due, self._done = plan.evictions, True
+            self._due, self._unsettled, self._done = plan.evictions, plan.settle, True
 
     def evict(self) -> None:
         """Run the evictions that are due."""
         due, done, self._due, self._done = self._due, self._done, (), False
+        unsettled, self._unsettled = self._unsettled, set()
+        if unsettled:
+            settle(unsettled)
         fused: dict[str, list[Eviction]] = {}
         for eviction in due:
             if self._takes_fused(eviction.policy):

@@ -105,15 +105,21 @@ def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None
         # Three blocks of 32 tokens for each, and vLLM's null block; 2 bytes a number, K and V.
         memory = command[command.index("--kv-cache-memory-bytes") + 1]
         assert int(memory) == (4 * 3 + 1) * 32 * 2 * 3 * 16 * 2 * 2
-        assert ("--kv-eviction" in command) == (name != STOCK) == ("auto" in command)
-        assert not any("{" in argument for argument in command)
+        stock = name in (STOCK, "stock-offload")
+        assert ("--kv-eviction" in command) == (not stock) == ("auto" in command)
+        others = [one for one in command if "cpu_bytes_to_use" not in one]
+        assert not any("{" in argument for argument in others)
     for name, flag, value in (
         ("pressure", "--kv-eviction-when", "pressure"),
         ("prepared", "--kv-eviction", "defensive"),
         ("tiers", "--kv-eviction-store-memory", "4G"),
         ("restart", "--kv-eviction-store-path", str(tmp_path / "stores")),
+        ("offload", "--kv-offloading-size", "4"),
     ):
         assert commands[name][commands[name].index(flag) + 1] == value
+    offload = commands["stock-offload"]
+    given = json.loads(offload[offload.index("--kv-transfer-config") + 1])
+    assert given["kv_connector_extra_config"]["cpu_bytes_to_use"] == 4 << 30
     assert "--kv-eviction-profile" not in setting(tmp_path, profile="none").flags(
         ROWS["at"], tmp_path
     )

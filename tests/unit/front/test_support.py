@@ -208,16 +208,6 @@ def test_refuses_drafts_where_who_evicts_is_chosen_late(build: Build) -> None:
     assert_sentence(str(caught.value))
 
 
-def _kv_connector() -> dict[str, Any]:
-    from vllm.config import KVTransferConfig
-
-    return {
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector="OffloadingConnector", kv_role="kv_both"
-        )
-    }
-
-
 def _ec_connector() -> dict[str, Any]:
     from vllm.config import ECTransferConfig
 
@@ -236,8 +226,6 @@ def _ec_connector() -> dict[str, Any]:
             "this method of speculative decoding",
             "set the method of --speculative-config to ngram",
         ),
-        (_kv_connector, "KV connectors", "remove --kv-transfer-config"),
-        (dict(kv_offloading_size=0.1), "KV connectors and KV offloading", "--kv-offloading-size"),
         (_ec_connector, "encoder-cache connectors", "remove --ec-transfer-config"),
         (
             dict(tensor_parallel_size=2, decode_context_parallel_size=2),

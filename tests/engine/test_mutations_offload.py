@@ -1,0 +1,68 @@
+"""The accounting tests fail when a rule of vLLM's offload beside eviction is broken."""
+
+from dataclasses import replace
+
+from tests.engine import days, offloaded
+from tests.engine.scenarios import Scenario, run
+from vllm_kvevict.offload.blocks import OffloadedBlocks
+
+SETTLE = OffloadedBlocks.settle
+WRONG = "overwritten or never computed|holds something else|never heard|was not replayed"
+
+
+def caught(message: str) -> bool:
+    """Whether random days with offload end with this message."""
+
+    def day(scenario: Scenario) -> None:
+        setup = replace(
+            scenario.setup, offload=600, memory=0, caching=True, sliding_window=None, audit=0.0
+        )
+        events = []
+        for number, event in enumerate(scenario.events):
+            # Whose prompt was asked last, or lately, is asked again.
+            events += [event, ("steps", 4), ("lose", -1 - number % 4, 3)]
+        run(replace(scenario, setup=setup, events=events))
+
+    return days.hunt(day, message)
+
+
+def test_accounting_catches_an_eviction_before_its_copies(monkeypatch):
+    def unsettled(self, evictions):
+        SETTLE(self, evictions)
+        return set()
+
+    monkeypatch.setattr(OffloadedBlocks, "settle", unsettled)
+    assert caught(WRONG)
+
+
+def test_accounting_catches_survivors_where_others_are_copied_from(monkeypatch):
+    def own(self, evictions):
+        mine = [self._status(eviction.request_id) for eviction in evictions]
+        jobs = {job for status in mine for job in status.transfer_jobs}
+        return SETTLE(self, evictions) & jobs
+
+    monkeypatch.setattr(OffloadedBlocks, "settle", own)
+    # Requests end before their prompts are copied.
+    monkeypatch.setattr(offloaded, "LATE", 40)
+    assert caught(WRONG)
+
+
+def test_accounting_catches_what_is_stored_after_an_eviction(monkeypatch):
+    def settle(self, evictions):
+        jobs = SETTLE(self, evictions)
+        for eviction in evictions:
+            self._status(eviction.request_id).max_offload_tokens = None
+        return jobs
+
+    monkeypatch.setattr(OffloadedBlocks, "settle", settle)
+    assert caught(WRONG)
+
+
+def test_accounting_catches_what_is_stored_over_a_store(monkeypatch):
+    monkeypatch.setattr(OffloadedBlocks, "begin", lambda self, state: None)
+    assert caught(WRONG)
+
+
+def test_accounting_catches_a_load_that_covers_the_window(monkeypatch):
+    monkeypatch.setattr(OffloadedBlocks, "_most_loaded", lambda *args: None)
+    assert caught("a hit covers the window")

@@ -1,0 +1,1 @@
+"""vLLM's own offload of KV blocks to host memory, beside eviction."""
