@@ -142,4 +142,6 @@ class Setting:
             "--kv-cache-memory-bytes", str((self.memory * each + 1) * block_bytes(self.model)),
             *self.flags(ROWS[name], stores),
         ]  # fmt: skip
-        return Server(self.model, args, self.work / f"{name}.log")
+        # Where a connector is configured vLLM would leave a core more, or on two cores none.
+        env = dict(VLLM_CPU_NUM_OF_RESERVED_CPU="1")
+        return Server(self.model, args, self.work / f"{name}.log", env=env)
