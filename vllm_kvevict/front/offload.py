@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.front.support import Refusal
+from vllm_kvevict.settings.memory import evictable_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +61,12 @@ REFUSALS = (
         "it has not been tried with it",
         "set --pipeline-parallel-size to 1 or remove --kv-offloading-size",
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "KV offloading of models some of whose layers do not evict",
+        "it has not been tried with them",
+        "remove --kv-offloading-size or serve without --kv-eviction",
+        lambda c: evictable_layers(c) < c.model_config.get_total_num_hidden_layers(),
     ),
 )
 

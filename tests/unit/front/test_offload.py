@@ -68,6 +68,12 @@ def test_others_are_refused(build: Build, options: Any, what: str, advice: str) 
     assert what in message.split(", because ")[0] and advice in message.split("; ")[1]
 
 
+def test_layers_that_do_not_evict_are_refused(build: Build) -> None:
+    message = refusal(build, "Gemma3ForCausalLM", kv_offloading_size=0.1)
+    assert_sentence(message)
+    assert "some of whose layers do not evict" in message
+
+
 def test_host_memory_for_stores_beside_it_is_refused(build: Build) -> None:
     tiers = dict(policy="ada-snapkv", store_memory="1G")
     message = refusal(build, kv_offloading_size=0.1, additional_config={"kv_eviction": tiers})
