@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 from tests.e2e.test_audit import expected, listen
+from tests.e2e.test_offload import loaded, watch
+from tests.e2e.test_stores import lose
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
@@ -30,17 +32,19 @@ def main(model: Path, scheduler: str) -> None:
     asked = [{}, {}, {}, {"kv_eviction_at": 200, "kv_eviction": "streaming-llm"}]
     options = dict(
         max_num_batched_tokens=128, max_model_len=1024, max_num_seqs=8, enable_prefix_caching=True,
-        disable_log_stats=False,
+        disable_log_stats=False, kv_offloading_size=0.25,
     )  # fmt: skip
     settings = dict(policy="ada-snapkv", budget=96, interval=32, allow="streaming-llm")
     settings["audit"] = "100%"
     with engine(model, settings, **options) as run:
-        free, told = run.free_blocks(), listen(run)
+        free, told = run.free_blocks(), listen(watch(run))
         oracle = MaskedModel(model)
         agreed = total = full = points = audited = 0
         furthest = 0.0
-        for round_ in range(2):  # the second time with prefix hits
+        for round_ in range(3):  # the second time with prefix hits, the third with loads
             number = 4 * round_
+            if round_ == 2:
+                lose(run)
             outputs = run.generate(prompts, 150, asked)
             for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
                 same, count = check_tokens(oracle, prompt, output, lives)
@@ -66,6 +70,7 @@ def main(model: Path, scheduler: str) -> None:
             audits_dropped=run.counters.audits_dropped,
             audit_off_by=furthest,
             stores_reused=run.counters.stores_reused,
+            loaded=loaded(run),
             evictions_on_worker=run.worker.kv_eviction.evictions,
             blocks_leaked=free - run.free_blocks(),
         )
