@@ -256,7 +256,7 @@ class Invariants:
                 mine = {*part.old_store, *part.positional[:replaced]}
                 reused = set(part.store[: part.reused])
                 assert mine >= reused and mine.isdisjoint(part.store[part.reused :])
-                gains = len(held_once(self.managers, mine) | reused) > len(part.store)
+                gains = len(self._held_once(mine) | reused) > len(part.store)
                 must = self._must(request_id)
                 assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
@@ -266,15 +266,20 @@ class Invariants:
                 last = (max(end, due) - self.setup.window) // bs
                 first = timeline.tail_start // bs
                 table = manager.req_to_blocks[request_id][first:last]
-                shared = len(table) - len(held_once(self.managers, {b.block_id for b in table}))
+                shared = len(table) - len(self._held_once({b.block_id for b in table}))
                 holding = holdings(manager).get(request_id)
                 store = {b.block_id for b in holding.store} if timeline.evicted else set()
-                own = len(held_once(self.managers, store)) + last - first - shared
+                own = len(self._held_once(store)) + last - first - shared
                 worth = own > timeline.wanted(max(end, due))
                 assert not worth, f"{request_id} was put off, and gives blocks back"
                 life.postponed = True
                 life.put_off.setdefault(group, set()).add(due)
                 self.tally.put_off += 1
+
+    def _held_once(self, blocks: set[int]) -> set[int]:
+        """Those with one owner; vLLM may still hold what a request had that is over."""
+        over = {block.block_id for _, mine in self.scheduler.deferred_frees for block in mine}
+        return held_once(self.managers, blocks) - over
 
     def _must(self, request_id: str) -> bool:
         """Whether evictions of a request run at a loss, too."""

@@ -80,13 +80,14 @@ class EvictableAttentionManager(FullAttentionManager):
         if state.request_id == request_id:
             if apply_admission_cap:
                 num_tokens = min(num_tokens, self._at_once(state, num_tokens))
-            state.admitted_at = total_computed_tokens
-            more = sum(block.ref_cnt == 0 for block in self._reused(state))
-            computed = list(new_computed_blocks)
-            if self._has_partial_local_hit(computed, num_local_computed_tokens):
-                # The request gets a copy of this block, which vLLM holds too until it is made.
-                computed[-1] = KVCacheBlock(-1, ref_cnt=1)
-            more += self._reservation(state, num_tokens, computed)
+            if not state.holds_blocks:
+                state.admitted_at = total_computed_tokens
+                more = sum(block.ref_cnt == 0 for block in self._reused(state))
+                computed = list(new_computed_blocks)
+                if self._has_partial_local_hit(computed, num_local_computed_tokens):
+                    # The request gets a copy of this block, which vLLM holds too until it is made.
+                    computed[-1] = KVCacheBlock(-1, ref_cnt=1)
+                more += self._reservation(state, num_tokens, computed)
         return more + super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens,
             num_local_computed_tokens, *args, **kwargs,

@@ -239,9 +239,12 @@ class EvictionMixin(Scheduler):
         # A thousand requests may wait for one store: not one call more for each.
         if asked is not None and (not asked.ready or not self._stores.has(asked.key)):
             return False
-        # One that vLLM has loaded blocks for goes on with them.
         ready = super()._handle_blocked_waiting_request(request)
-        return ready and (state.holds_blocks or not self._stores.waits(state))
+        if ready and state.holds_blocks:
+            # vLLM has loaded blocks for it: it goes on with them, and is looked up no more.
+            self._table.consider(state)
+            return True
+        return ready and not self._stores.waits(state)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._stores.reset()

@@ -280,7 +280,10 @@ HOOKS = {
     "offload/scheduler.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
         "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
-        "vllm.v1.core.sched.scheduler": "Scheduler._get_local_prefix_cache_hit(request)",
+        "vllm.v1.core.sched.scheduler": """
+            Scheduler._get_local_prefix_cache_hit(request)
+            Scheduler.reset_prefix_cache(reset_running_requests,reset_connector)
+        """,
     },
     "offload/blocks.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """

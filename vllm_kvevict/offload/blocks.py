@@ -40,9 +40,13 @@ class OffloadedBlocks:
         self._table = table
         self._chunk = lcm(*(g.tokens_per_chunk for g in self._scheduler.config.kv_group_configs))
         connector._max_loadable_tokens = self._most_loaded
+        self.paused = False
+        """Whether nothing is loaded in the coming step."""
 
     def _most_loaded(self, request: "Request", num_computed_tokens: int) -> int | None:
         """Tokens that a load may add to the ``num_computed_tokens`` of a hit; None for any."""
+        if self.paused:
+            return 0
         state = self._table.states.get(request.request_id)
         if state is None or not state.evicts:
             return None

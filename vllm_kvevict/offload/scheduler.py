@@ -48,7 +48,16 @@ class OffloadMixin(TieredMixin):
         plan = super()._plan(num_scheduled_tokens)
         if self._offloaded is not None:
             plan.settle = self._offloaded.settle(plan.evictions)
+            self._offloaded.paused = False
         return plan
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        # The coming step names running requests as preempted, and vLLM ends if it loads for one.
+        if self._offloaded is not None:
+            self._offloaded.paused |= reset_running_requests
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
 
 class OffloadingScheduler(OffloadMixin):

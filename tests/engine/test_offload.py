@@ -1,0 +1,64 @@
+"""Requests for which vLLM loads blocks, in its real scheduler."""
+
+import pytest
+
+from tests.engine.harness import Engine, Setup
+
+SETUP = Setup(budget=40, window=8, interval=16, blocks=26, block_size=8, offload=600)
+PROMPT = [2 + number % 700 for number in range(195)]
+
+
+def lose(engine: Engine) -> None:
+    """The pool loses what nobody holds."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_prompt_longer_than_the_pool_goes_on_with_what_was_loaded(asynchronous: bool) -> None:
+    """vLLM asks for the blocks of the whole prompt again when they are there."""
+    setup = Setup(
+        **vars(SETUP) | dict(blocks=25, prefill_interval=64, longest=400, asynchronous=asynchronous)
+    )
+    engine = Engine(setup, lambda request_id, tokens: 5)
+    for number in range(3):
+        engine.add(PROMPT, 4)
+        engine.finish()
+        offload = engine.worker.offload
+        assert offload is not None and offload.loads == number
+        assert engine.requests[-1].num_output_tokens == 4
+        lose(engine)
+    assert engine.scheduler.eviction_counters.evictions_prefill >= 6
+
+
+def test_nothing_is_loaded_in_the_step_after_a_reset() -> None:
+    """vLLM ends where it loads for a request that the same step names as preempted."""
+    engine = Engine(SETUP, lambda request_id, tokens: 5)
+    engine.add(PROMPT, 4)
+    engine.finish()
+    engine.add(PROMPT, 9)
+    while not engine.scheduler.running:
+        engine.step()
+    offload = engine.worker.offload
+    assert offload is not None and offload.loads == 1
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    assert not offload.loading
+    engine.finish()
+    lose(engine)
+    engine.add(PROMPT, 4)
+    engine.finish()
+    assert offload.loads == 2, "from then on as before"
+
+
+@pytest.mark.parametrize("chunks", [3, 600])
+def test_memory_that_is_full_stores_nothing_wrong(chunks: int) -> None:
+    """vLLM tries again what it could not store, when the request has evicted."""
+    engine = Engine(Setup(**vars(SETUP) | dict(offload=chunks)), lambda request_id, tokens: 5)
+    for _ in range(3):
+        engine.add(PROMPT[:120], 70)
+        engine.finish()
+        lose(engine)
+    offload = engine.worker.offload
+    assert offload is not None and (offload.loads > 0) == (chunks > 3)
+    assert engine.scheduler.eviction_counters.evictions_decode >= 3
