@@ -157,7 +157,7 @@ CLASSES = {
 FULL_ATTENTION = ("full_attention", "attention", "hybrid")
 
 
-def architecture(name: str, path: Path) -> Path:
+def architecture(name: str, path: Path, **changes: Any) -> Path:
     """Write a float32 checkpoint with weights that make attention far from uniform."""
     import transformers
 
@@ -165,7 +165,7 @@ def architecture(name: str, path: Path) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     family = SAME.get(name, name)
     config = getattr(transformers, f"{family}Config")(
-        **SHAPE | CONFIGS[name],
+        **SHAPE | CONFIGS[name] | changes,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

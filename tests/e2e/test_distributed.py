@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank evicts its own heads, and all hold the same blocks."""
+"""Ranks: each evicts the heads and layers that it has, and all hold the same blocks."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_audit import listen
-from tests.e2e.tp_script import (
+from tests.e2e.architectures import architecture
+from tests.e2e.ranks_script import (
     EVICTION,
     NEW_TOKENS,
     POINT,
@@ -20,14 +20,28 @@ from tests.e2e.tp_script import (
     SHARED,
     SHARING,
 )
+from tests.e2e.test_audit import listen
 from tests.oracles.engine import engine
+from tests.profiles import random_profile
+
+TENSOR = dict(tensor_parallel_size=2, enforce_eager=True)
+# vLLM's CPU platform runs no pipeline stages where nothing is compiled.
+STAGES = dict(pipeline_parallel_size=2, compilation_config=dict(mode=3, backend="eager"))
+NEED_TWO = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 
 
-def two_ranks(model: Path, policy: str, folder: Path) -> dict[str, Any]:
+def ranks(
+    model: Path, eviction: dict[str, Any], options: dict[str, Any], folder: str = ""
+) -> dict[str, Any]:
+    each = options.get("pipeline_parallel_size", 1) * options.get("tensor_parallel_size", 1) // 2
+    asked = json.dumps(eviction), json.dumps(options)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.tp_script", str(model), policy, str(folder)],
+        [sys.executable, "-m", "tests.e2e.ranks_script", str(model), *asked, folder],
         cwd=Path(__file__).parents[2],
-        env=os.environ | dict(VLLM_CPU_OMP_THREADS_BIND="0|1"),
+        # Other tests build configurations of models for which vLLM compiles nothing, and says so
+        # in the environment.
+        env=os.environ
+        | dict(VLLM_CPU_OMP_THREADS_BIND="|".join("01" * each), VLLM_USE_BREAKABLE_CUDAGRAPH="0"),
         capture_output=True,
         text=True,
         timeout=400,
@@ -38,13 +52,13 @@ def two_ranks(model: Path, policy: str, folder: Path) -> dict[str, Any]:
 
 
 def compared(
-    model: Path, policy: str, folder: Path
+    model: Path, eviction: dict[str, Any], options: dict[str, Any], folder: str = ""
 ) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
-    """Tokens of one rank and of two, whose evictions and blocks are those of one; all of two."""
-    with engine(model, dict(policy=policy, **EVICTION), max_num_batched_tokens=256) as run:
+    """Tokens of one rank and of more, whose evictions and blocks are those of one; all of more."""
+    with engine(model, EVICTION | eviction, max_num_batched_tokens=256) as run:
         alone = run.generate(PROMPTS, NEW_TOKENS)
         counters = run.counters.as_dict()
-    result = two_ranks(model, policy, folder)
+    result = ranks(model, eviction, options, folder)
     first, second = result["rounds"]
     assert first == second, "also with prefix-cache hits"
     assert result["leaked"] == 0
@@ -62,7 +76,7 @@ def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
         assert (counters["stores_published"], counters["stores_reused"]) == (1, taken)
         assert counters["evictions_prefill"] == 1
     assert counters["preparations"] == 1 and counters["preparations_failed"] == 0
-    for tier in ("memory", "file"):
+    for tier in ("memory", "file") if "memory" in result else ():
         assert result[tier]["tokens"] == result["point"]["tokens"], "each rank gets its own part"
         assert result[tier]["counters"][f"stores_restored_{tier}"] == 1
     if policy.startswith("ada-"):
@@ -93,10 +107,10 @@ def check_audits(model: Path, policy: str, result: dict[str, Any]) -> None:
     assert told == pytest.approx(sorted(nats for *_, nats, _ in alone), rel=1e-3)
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+@NEED_TWO
 @pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", "tova", "nacl"])
 def test_two_ranks(tiny_model_kv4, policy, tmp_path):
-    alone, together, result = compared(tiny_model_kv4, policy, tmp_path)
+    alone, together, result = compared(tiny_model_kv4, dict(policy=policy), TENSOR, str(tmp_path))
     if not policy.startswith("ada-"):
         assert together == alone, "a uniform budget does not depend on how heads are split"
     else:
@@ -104,3 +118,56 @@ def test_two_ranks(tiny_model_kv4, policy, tmp_path):
     check_audits(tiny_model_kv4, policy, result)
     if policy in SHARING:
         check_sharing(tiny_model_kv4, policy, result)
+
+
+HEADS = ((1.6, 1.2, 0.8, 0.4), (0.4, 0.8, 1.2, 1.6), (1.0, 0.6, 1.4, 1.0), (0.7, 1.3, 0.7, 1.3))
+
+
+def in_groups(folder: Path, model: Path, **changes: Any) -> str:
+    """A profile whose layers of like share are the first of one stage and the last of the other."""
+    return str(random_profile(folder, model, layers=(1.5, 0.5, 0.5, 1.5), **changes)[0])
+
+
+@NEED_TWO
+def test_two_stages(tiny_model_kv4: Path) -> None:
+    """Layers alike: all is as on one rank, stores that requests share and audits included."""
+    eviction = dict(policy="ada-snapkv")
+    alone, together, result = compared(tiny_model_kv4, eviction, STAGES)
+    assert together == alone
+    check_sharing(tiny_model_kv4, "ada-snapkv", result)
+    check_audits(tiny_model_kv4, "ada-snapkv", result)
+
+
+@NEED_TWO
+def test_stages_share_groups_of_layers(tiny_model_kv4: Path, tmp_path: Path) -> None:
+    """Each stage has a layer of both groups, its own heads' shares and its own probes."""
+    eviction = dict(policy="probe", audit="0%")
+    eviction["profile"] = in_groups(tmp_path, tiny_model_kv4, heads=HEADS)
+    options = STAGES | dict(async_scheduling=True)
+    alone, together, result = compared(tiny_model_kv4, eviction, options)
+    assert together == alone
+    with engine(tiny_model_kv4, EVICTION | eviction | dict(profile=None, policy="snapkv")) as run:
+        run.generate(PROMPTS, NEW_TOKENS)
+        alike = run.counters.store_blocks_allocated
+    assert result["counters"]["store_blocks_allocated"] > alike, "two groups have two stores"
+
+
+@NEED_TWO
+def test_two_stages_of_two_ranks(tiny_model_kv4: Path, tmp_path: Path) -> None:
+    profile = in_groups(tmp_path, tiny_model_kv4, heads=None, policy="snapkv")
+    eviction = dict(policy="snapkv", profile=profile)
+    alone, together, _ = compared(
+        tiny_model_kv4, eviction, TENSOR | STAGES | dict(enforce_eager=False)
+    )
+    assert together == alone
+
+
+@pytest.mark.nightly
+@NEED_TWO
+def test_a_stage_without_a_layer_of_a_group(tmp_path: Path) -> None:
+    """vLLM makes groups of two layers: the first and third, whose stage that is, and so on."""
+    kinds = ["full_attention"] * 4 + ["sliding_attention"] * 2
+    model = architecture("Gemma3Text", tmp_path, layer_types=kinds, num_hidden_layers=6)
+    eviction = dict(policy="snapkv", audit="0%")
+    alone, together, _ = compared(model, eviction, STAGES)
+    assert together == alone

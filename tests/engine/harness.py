@@ -253,7 +253,7 @@ def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
         kind = AuditedAsyncScheduler if setup.asynchronous else AuditedScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
     layers = mock.patch(
-        "vllm_kvevict.settings.budget_log.evictable_layers", lambda *_: setup.pyramid or 1
+        "vllm_kvevict.settings.budget_log.evictable_stages", lambda *_: (setup.pyramid or 1,)
     )
     slots = mock.patch("vllm_kvevict.engine.scheduler.ring_slots", lambda *_: setup.ring_count)
     with slots, layers:

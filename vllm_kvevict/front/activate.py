@@ -66,6 +66,11 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     arrange(vllm_config, config)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     worker_cls = _worker(parallel.worker_cls)
+    if config.has_tiers and parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores of "
+            "layers that one process has; set --pipeline-parallel-size to 1 or remove these."
+        )
     if config.has_tiers and not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores that "
@@ -117,11 +122,6 @@ def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         raise ValueError(
             "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share "
             "through the prefix cache; remove --no-enable-prefix-caching or it."
-        )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError(
-            "KV eviction: --kv-eviction-audit compares hidden states, which only the last pipeline "
-            "stage has; set --pipeline-parallel-size to 1 or remove it."
         )
     if vllm_config.lora_config is not None:
         raise ValueError(

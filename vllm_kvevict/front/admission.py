@@ -16,7 +16,7 @@ from vllm_kvevict.front.capacity import capacity, check_capacity
 from vllm_kvevict.front.preparation import check_preparation, fill_in_tokens
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.limits import check_limits
-from vllm_kvevict.settings.memory import evictable_layers
+from vllm_kvevict.settings.memory import evictable_stages
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.requests import (
     AT,
@@ -97,7 +97,7 @@ def _rules(vllm_config: "VllmConfig", config: EvictionConfig) -> "tuple[Timeline
     cache = vllm_config.cache_config
     # What the engine core made of the flag, where blocks of full attention are larger.
     block_size = cache.effective_attention_block_size or cache.block_size
-    return config.timelines(block_size, evictable_layers(vllm_config))
+    return config.timelines(block_size, *evictable_stages(vllm_config))
 
 
 def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:

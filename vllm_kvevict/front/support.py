@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
-from vllm_kvevict.settings.memory import evictable_layers
+from vllm_kvevict.settings.memory import evictable_stages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -245,17 +245,10 @@ REFUSALS = (
 
 GROUP_REFUSALS = (
     Refusal(
-        "budgets by layer (--kv-eviction-profile, pyramidkv, ada-pyramid) with pipeline "
-        "parallelism",
-        "a stage holds some layers of a group and none of another, whose blocks would stay empty",
-        "set --pipeline-parallel-size to 1 or keep layers alike",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-    ),
-    Refusal(
         "budgets by layer (--kv-eviction-profile, pyramidkv, ada-pyramid) for this model",
-        "it has fewer than two layers with full attention",
-        "choose another policy",
-        lambda c: evictable_layers(c) < 2,
+        "it, or one of its pipeline stages, has fewer than two layers with full attention",
+        "choose another policy or a smaller --pipeline-parallel-size",
+        lambda c: min(evictable_stages(c)) < 2,
     ),
 )
 

@@ -8,6 +8,7 @@ section 4.2, which Ada-KV section 3.4 takes over as "Pyramid".
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import fsum
 from operator import mul
 
@@ -114,7 +115,10 @@ def pyramid(layers: int, beta: float) -> tuple[float, ...]:
 
 @lru_cache
 def by_layer(
-    shares: tuple[float, ...], most: int | None, steepest: float | None = None
+    shares: tuple[float, ...],
+    most: int | None,
+    steepest: float | None = None,
+    stages: tuple[int, ...] = (),
 ) -> tuple[Share, ...]:
     """The share of each layer's group, by depth; kept, as every checked request asks for it.
 
@@ -123,9 +127,15 @@ def by_layer(
         most: Groups; fewer where that wastes less memory. None for as few as come near enough to
             the layers' own shares (:data:`NEAR`).
         steepest: As :class:`Share` has it.
+        stages: Layers of each pipeline stage. A stage's memory serves its own layers only, so
+            that shares count relative to its mean.
 
     """
-    groups = _few_alike(shares) if most is None else alike(shares, most)
+    if len(stages) > 1:
+        parts = [shares[part.start : part.stop] for part in _parts(stages)]
+        shares = tuple(share * len(part) / fsum(part) for part in parts for share in part)
+        steepest = None if steepest is None else max(shares)
+    groups = _few_alike(shares, stages) if most is None else alike(shares, most, stages)
     sizes = tuple(map(len, groups))
     means = tuple(fsum(shares[layer] for layer in group) / len(group) for group in groups)
     place = {layer: number for number, group in enumerate(groups) for layer in group}
@@ -141,33 +151,51 @@ MOST_PADDING = 0.1
 """Share of the KV cache that uneven groups may leave unused before there are fewer groups."""
 
 
-def alike(shares: Sequence[float], most: int) -> list[tuple[int, ...]]:
+def alike(shares: Sequence[float], most: int, stages: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """Group layers of like share, in at most ``most`` groups as even in size as can be.
 
     Of all such groups these lose least: the squares of what layers differ from the mean of
     their group sum up to the least. Fewer groups where they waste less than the most would,
-    beyond :data:`MOST_PADDING`.
+    beyond :data:`MOST_PADDING`. Every group has layers of every stage, as a block that it takes
+    is taken in all of them.
+
+    Args:
+        shares: Of each layer, by depth.
+        most: Groups, at least 2.
+        stages: Layers of each pipeline stage; empty for one stage.
 
     Returns:
         The layers of each group, by depth; the group with the largest share comes first.
 
     """
-    layers = len(shares)
-    order = sorted(range(layers), key=lambda layer: -shares[layer])
+    stages = stages or (len(shares),)
 
     def waste(count: int) -> int:
-        missing = padding([layers // count + (rest < layers % count) for rest in range(count)])
-        return missing if missing > MOST_PADDING * layers else 0
+        sizes = [[n // count + (rest < n % count) for rest in range(count)] for n in stages]
+        missing = padding(*sizes)
+        return missing if missing > MOST_PADDING * len(shares) else 0
 
-    count = min(range(min(most, layers), min(layers, 2) - 1, -1), key=waste)
-    groups, start = [], 0
-    for size in _sizes([shares[layer] for layer in order], count):
-        groups.append(tuple(sorted(order[start : start + size])))
-        start += size
-    return groups
+    fewest = min(stages)
+    count = min(range(min(most, fewest), min(fewest, 2) - 1, -1), key=waste)
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for part in _parts(stages):
+        order = sorted(part, key=lambda layer: -shares[layer])
+        start = 0
+        sizes = _sizes([shares[layer] for layer in order], count)
+        for group, size in zip(groups, sizes, strict=True):
+            group += order[start : start + size]
+            start += size
+    groups.sort(key=lambda group: -fsum(shares[layer] for layer in group) / len(group))
+    return [tuple(sorted(group)) for group in groups]
 
 
-def _few_alike(shares: Sequence[float]) -> list[tuple[int, ...]]:
+def _parts(stages: Sequence[int]) -> list[range]:
+    """The layers of each pipeline stage."""
+    ends = list(accumulate(stages))
+    return [range(end - size, end) for size, end in zip(stages, ends, strict=True)]
+
+
+def _few_alike(shares: Sequence[float], stages: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """The fewest groups that are :data:`NEAR` enough, or those of up to 8 that lose least.
 
     A group that is padded leaves memory unused: its part of all counts like a part of the variance.
@@ -179,11 +207,16 @@ def _few_alike(shares: Sequence[float]) -> list[tuple[int, ...]]:
         return inside / whole if whole else 0.0
 
     def loss(groups: list[tuple[int, ...]]) -> float:
-        missing = padding([len(group) for group in groups])
+        missing = padding(*sizes_by_stage(groups, stages or (len(shares),)))
         return left(groups) + missing / (len(shares) + missing)
 
-    tried = [alike(shares, count) for count in range(2, MOST_GROUPS + 1)]
+    tried = [alike(shares, count, stages) for count in range(2, MOST_GROUPS + 1)]
     return next((groups for groups in tried if left(groups) <= NEAR), min(tried, key=loss))
+
+
+def sizes_by_stage(groups: Sequence[Sequence[int]], stages: Sequence[int]) -> list[list[int]]:
+    """Layers of every group on each pipeline stage."""
+    return [[sum(layer in part for layer in group) for group in groups] for part in _parts(stages)]
 
 
 def _sizes(ordered: Sequence[float], count: int) -> list[int]:
@@ -209,12 +242,20 @@ def _spread(shares: Sequence[float]) -> float:
     return fsum((share - mean) ** 2 for share in shares)
 
 
-def padding(sizes: Sequence[int]) -> int:
-    """Layers that vLLM adds to groups of these sizes, and whose memory nobody uses.
+def padding(*stages: Sequence[int]) -> int:
+    """Layers that vLLM adds to groups, and whose memory nobody uses.
 
     A block id stands for one block in every layer of a group, so vLLM makes all groups as large
     as the smallest, cutting larger ones up, or as the largest where that is less than 1.5 times
-    as large (``_get_kv_cache_groups_uniform_page_size``).
+    as large (``_get_kv_cache_groups_uniform_page_size``). Each of several pipeline stages has
+    memory for its own largest group.
+
+    Args:
+        stages: Sizes of the groups on each stage.
+
     """
+    if len(stages) > 1:
+        return sum(len(sizes) * max(sizes) - sum(sizes) for sizes in stages)
+    (sizes,) = stages
     size = max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes)
     return sum(-count % size for count in sizes)

@@ -1,6 +1,8 @@
 """What the scheduler tells the workers about one step. Plain data, pickled with the step."""
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 PLAN = "kv_eviction_plan"
 """Attribute of vLLM's ``SchedulerOutput`` that carries the :class:`StepPlan`."""
@@ -136,3 +138,15 @@ class StepPlan:
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
+
+    def of(self, groups: Collection[int]) -> Self:
+        """The plan of a pipeline stage that has layers of these KV-cache groups only."""
+        evictions = [
+            replace(eviction, groups=[one for one in eviction.groups if one.group_id in groups])
+            for eviction in self.evictions
+        ]
+        reused = {
+            request_id: [one for one in stores if one.group_id in groups]
+            for request_id, stores in self.reused.items()
+        }
+        return replace(self, evictions=evictions, reused=reused)

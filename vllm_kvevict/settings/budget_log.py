@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.schedule.layers import padding
+from vllm_kvevict.schedule.layers import padding, sizes_by_stage
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.memory import evictable_layers
+from vllm_kvevict.settings.memory import evictable_stages
 from vllm_kvevict.settings.profile import Profile
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) ->
     if not config.keeps_by_layer(config.policy):
         kept = timeline.store_blocks(0) * block_size + timeline.protected
         return kept, f"A budget of {kept}, or {smaller}, fits."
-    rules = config.timelines(block_size, evictable_layers(vllm_config))
+    rules = config.timelines(block_size, *evictable_stages(vllm_config))
     longest = vllm_config.model_config.max_model_len
     blocks = sum(rule.store_blocks(longest) for rule in rules)
     kept = blocks * block_size // len(rules) + timeline.protected
@@ -94,9 +94,10 @@ def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) ->
 
 def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) -> None:
     """Say which layers share a budget, what each keeps, and what uneven groups cost."""
-    layers = evictable_layers(vllm_config)
+    stages = evictable_stages(vllm_config)
+    layers = sum(stages)
     longest = vllm_config.model_config.max_model_len
-    timelines = config.timelines(block_size, layers)
+    timelines = config.timelines(block_size, *stages)
     groups = sorted(set(timelines), key=lambda rule: rule.share.group if rule.share else 0)
     sizes = [timelines.count(group) for group in groups]
     logger.info(
@@ -108,7 +109,8 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size
         longest,
     )
     _report_least(config, groups)
-    missing = padding(sizes)
+    members = [[at for at, rule in enumerate(timelines) if rule == group] for group in groups]
+    missing = padding(*sizes_by_stage(members, stages))
     # Among layers that do not evict vLLM makes other groups, and says itself what they waste.
     if missing and layers == vllm_config.model_config.get_total_num_hidden_layers():
         logger.warning(

@@ -352,20 +352,21 @@ class EvictionConfig(BaseModel):
             recent=None if recent == self.window else recent,
         )
 
-    def timelines(self, block_size: int, layers: int) -> tuple[Timeline, ...]:
+    def timelines(self, block_size: int, *stages: int) -> tuple[Timeline, ...]:
         """The eviction schedule of each layer that evicts, by depth; equal inside a group.
 
-        Where shares are measured, :attr:`profile` must hold them, not the file's name.
+        ``stages`` counts the layers of each pipeline stage. Where shares are measured,
+        :attr:`profile` must hold them, not the file's name.
         """
-        rule, groups = self.timeline(block_size), self.options.groups
+        rule, groups, layers = self.timeline(block_size), self.options.groups, sum(stages)
         if not self.has_groups:
             return (rule,) * layers
         if self.profile is None:
             falling = pyramid(layers, self.options.beta)
-            shares = by_layer(falling, groups or PYRAMID_GROUPS, steepest=falling[0])
+            shares = by_layer(falling, groups or PYRAMID_GROUPS, falling[0], stages)
         else:
             assert isinstance(self.profile, Profile) and len(self.profile.layers) == layers
-            shares = by_layer(self.profile.layers, groups)
+            shares = by_layer(self.profile.layers, groups, None, stages)
         return tuple(replace(rule, share=share) for share in shares)
 
     @classmethod

@@ -20,19 +20,27 @@ FULL_ATTENTION = ("full_attention", "attention", "hybrid")
 """What configurations call a layer with full attention, perhaps beside a recurrent part."""
 
 
-def evictable_layers(vllm_config: "VllmConfig") -> int:
-    """Full-attention layers with a cache of their own in the whole model, as configured.
+def evictable_stages(vllm_config: "VllmConfig") -> tuple[int, ...]:
+    """Full-attention layers with a cache of their own on each pipeline stage, as configured.
 
     Workers see the layers themselves, and refuse to start where budgets differ by layer and the
     two counts do.
     """
+    from vllm.distributed.utils import get_pp_indices
+
     text = vllm_config.model_config.hf_text_config
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     total = len(kinds) if kinds else vllm_config.model_config.get_total_num_hidden_layers()
     own = total - (getattr(text, "num_kv_shared_layers", None) or 0)
-    if kinds:
-        return sum(kind in FULL_ATTENTION for kind in kinds[:own])
-    return own
+    evicts = [kind in FULL_ATTENTION for kind in kinds[:own]] if kinds else [True] * own
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+    return tuple(sum(evicts[start:end]) for start, end in bounds)
+
+
+def evictable_layers(vllm_config: "VllmConfig") -> int:
+    """Full-attention layers with a cache of their own in the whole model, as configured."""
+    return sum(evictable_stages(vllm_config))
 
 
 def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:

@@ -40,20 +40,16 @@ def rank_specs(
     stages = vllm_config.parallel_config.pipeline_parallel_size
     block_size = vllm_config.cache_config.block_size
     kinds = _kinds(vllm_config)
-    if config is not None and config.has_groups and stages > 1:
-        raise SizingError("layers have budgets of their own only without pipeline parallelism")
-    evictable = kinds.count("full_attention")
-    timelines = iter(config.timelines(block_size, evictable) if config is not None else ())
+    parts = [slice(*get_pp_indices(len(kinds), stage, stages)) for stage in range(stages)]
+    evictable = [kinds[part].count("full_attention") for part in parts]
+    timelines = iter(config.timelines(block_size, *evictable) if config is not None else ())
     specs: list[KVCacheSpec] = []
     for kind in kinds:
         spec = _spec(vllm_config, kind)
         evicts = config is not None and isinstance(spec, FullAttentionSpec)
         specs.append(EvictableAttentionSpec.of(spec, next(timelines)) if evicts else spec)
-    found = []
-    for stage in range(stages):
-        start, end = get_pp_indices(len(kinds), stage, stages)
-        found.append({f"layers.{index}": specs[index] for index in range(start, end)})
-    return found
+    named = [(f"layers.{index}", spec) for index, spec in enumerate(specs)]
+    return [dict(named[part]) for part in parts]
 
 
 def _kinds(vllm_config: "VllmConfig") -> list[str]:

@@ -107,7 +107,8 @@ class WorkerEviction:
         self.memories.clear(cleared)
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
-        self._plan = getattr(scheduler_output, PLAN, None) or StepPlan()
+        plan: StepPlan = getattr(scheduler_output, PLAN, None) or StepPlan()
+        self._plan = plan.of(self.states)
         self.stores.begin_step(self._plan)
         if self.comparison is not None:
             self.comparison.begin_step(scheduler_output, self._plan)

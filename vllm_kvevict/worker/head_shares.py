@@ -24,7 +24,7 @@ def rank_shares(row: Sequence[float], first: int, heads: int, copies: int) -> li
 
 def by_group(
     shares: Sequence[Sequence[float]],
-    by_depth: Sequence[str],
+    depths: Mapping[str, int],
     states: Mapping[int, GroupState],
     first: int,
     ranks: int,
@@ -33,17 +33,16 @@ def by_group(
 
     Args:
         shares: Of every layer that evicts, by depth, and every KV head of it.
-        by_depth: Names of the layers that evict, by depth.
+        depths: Place of each layer of this rank among all that evict.
         states: Device state of every group that evicts, by group id.
         first: Number of the rank's first head in its layer, copies counted.
         ranks: Tensor-parallel ranks.
 
     """
-    depth = {name: index for index, name in enumerate(by_depth)}
     return {
         group_id: torch.tensor(
             [
-                rank_shares(shares[depth[name]], first, state.num_heads, ranks * state.num_heads)
+                rank_shares(shares[depths[name]], first, state.num_heads, ranks * state.num_heads)
                 for name in state.layer_names
             ],
             dtype=torch.float64,

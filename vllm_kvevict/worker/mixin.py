@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.gpu_sync_debug import with_gpu_sync_check
@@ -22,7 +23,7 @@ from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import page_channels, ring_slots
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.memory import beside_page_values, evictable_layers
+from vllm_kvevict.settings.memory import beside_page_values, evictable_stages
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.probe_weights import read
 from vllm_kvevict.settings.profile import Profile
@@ -90,26 +91,30 @@ class EvictionWorkerMixin(Worker, ABC):
         return specs
 
     def _give_timelines(self, specs: dict[str, Any], evictable: list[str]) -> None:
-        """Make the specs of the named layers evictable, in place.
+        """Make the specs of the named layers evictable, in place, and note how deep each is.
 
         Raises:
             ValueError: Budgets differ by layer, and the model's configuration has other layers.
 
         """
-        by_depth = evictable
+        stages: tuple[int, ...] = (len(evictable),)
+        by_depth, stage = evictable, 0
         if self.eviction_config.has_groups:
             by_depth = sorted(evictable, key=extract_layer_index)
-            expected = evictable_layers(self.vllm_config)
-            if len(evictable) != expected:
+            stages, stage = evictable_stages(self.vllm_config), get_pp_group().rank_in_group
+            if len(evictable) != stages[stage]:
                 raise ValueError(
                     "KV eviction cannot give this model's layers budgets of their own, because "
-                    f"{len(evictable)} of them evict and its configuration counts {expected}; "
-                    "serve it without --kv-eviction-profile, pyramidkv and ada-pyramid."
+                    f"{len(evictable)} of them evict and its configuration counts "
+                    f"{stages[stage]}; serve it without --kv-eviction-profile, pyramidkv and "
+                    "ada-pyramid."
                 )
+        first = sum(stages[:stage])
+        self._depths = {name: first + index for index, name in enumerate(by_depth)}
         block_size = specs[by_depth[0]].block_size
-        timelines = self.eviction_config.timelines(block_size, len(by_depth))
-        for name, timeline in zip(by_depth, timelines, strict=True):
-            specs[name] = EvictableAttentionSpec.of(specs[name], timeline)
+        timelines = self.eviction_config.timelines(block_size, *stages)
+        for name, depth in self._depths.items():
+            specs[name] = EvictableAttentionSpec.of(specs[name], timelines[depth])
 
     def determine_available_memory(self) -> int:
         """Reserve the rings first, and a share for page values, so that vLLM sizes around them.
@@ -153,7 +158,8 @@ class EvictionWorkerMixin(Worker, ABC):
         sharing = {name: target for name, target in targets.items() if target is not None}
         for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
-            if not isinstance(spec, EvictableAttentionSpec):
+            # A pipeline stage may have no layer of a group.
+            if not isinstance(spec, EvictableAttentionSpec) or not group.layer_names:
                 continue
             assert spec.timeline is not None
             states[group_id] = GroupState(
@@ -187,7 +193,8 @@ class EvictionWorkerMixin(Worker, ABC):
             probes,
         )
         self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
-        if self.eviction_config.audits:
+        # Only the last pipeline stage has the hidden states that logits are made of.
+        if self.eviction_config.audits and get_pp_group().is_last_rank:
             self.kv_eviction.comparison = Comparison(
                 rows,
                 self.eviction_config.window,
@@ -238,10 +245,9 @@ class EvictionWorkerMixin(Worker, ABC):
         shares = self.eviction_config.profile
         if not isinstance(shares, Profile) or shares.heads is None:
             return None
-        by_depth = sorted(self._evictable_layers, key=extract_layer_index)
         first = first_head(next(iter(states.values())).num_heads)
         ranks = self.parallel_config.tensor_parallel_size
-        return by_group(shares.heads, by_depth, states, first, ranks)
+        return by_group(shares.heads, self._depths, states, first, ranks)
 
     def _probes(
         self,
@@ -267,13 +273,12 @@ class EvictionWorkerMixin(Worker, ABC):
         profile = self.eviction_config.profile
         assert isinstance(profile, Profile) and profile.probe is not None and values is not None
         weights = read(profile.probe, profile.model)
-        by_depth = sorted(self._evictable_layers, key=extract_layer_index)
         heads = next(iter(states.values())).num_heads
         copies = self.parallel_config.tensor_parallel_size * heads // profile.model.kv_heads
         first = first_head(heads)
         mine = [(first + head) // copies for head in range(heads)]
         found = {}
-        for depth, name in enumerate(by_depth):
+        for name, depth in self._depths.items():
             size = self._layer(name).head_size
             if weights.head_size != size:
                 raise ValueError(

@@ -79,6 +79,12 @@ def test_tiers_need_prefix_caching(build: Any) -> None:
         build({"policy": "snapkv", "store_memory": "1G"}, enable_prefix_caching=False)
 
 
+def test_tiers_need_all_layers_in_one_process(build: Any) -> None:
+    build("snapkv", pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match=r"--kv-eviction-store-path.*--pipeline-parallel-size"):
+        build({"policy": "snapkv", "store_path": "/tmp/stores"}, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("tiers", [{}, {"store_memory": "1G"}])
 def test_audits_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchronous: bool) -> None:
@@ -95,7 +101,6 @@ def test_audits_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchrono
     [
         (dict(enable_prefix_caching=False), "--no-enable-prefix-caching"),
         (dict(enable_lora=True), "--enable-lora"),
-        (dict(pipeline_parallel_size=2), "--pipeline-parallel-size"),
         (dict(disable_log_stats=True), "--disable-log-stats"),
     ],
 )

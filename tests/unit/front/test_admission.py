@@ -21,6 +21,7 @@ def engine(eviction: Any = "snapkv") -> SimpleNamespace:
         additional_config=additional,
         speculative_config=None,
         cache_config=SimpleNamespace(block_size=32, effective_attention_block_size=None),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
             get_total_num_hidden_layers=lambda: 8,

@@ -27,6 +27,7 @@ def engine(times: float | None = None, **settings: Any) -> Any:
             kv_cache_max_concurrency=None if blocks is None else blocks / NEEDS,
             enable_prefix_caching=True,
         ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
             get_total_num_hidden_layers=lambda: 8,

@@ -90,10 +90,11 @@ def test_refusals(build: Any, file: Path, eviction: dict[str, Any], says: str) -
     assert says in str(caught.value)
 
 
-def test_pipeline_parallelism_is_refused(build: Any, file: Path) -> None:
+def test_a_stage_of_one_layer_is_refused(build: Any, file: Path) -> None:
     from vllm_kvevict.front.support import check
 
     config = build()
+    check(config, EvictionConfig(policy="snapkv", profile=str(file)))
     object.__setattr__(config.parallel_config, "pipeline_parallel_size", 2)
-    with pytest.raises(ValueError, match=r"budgets by layer .* with pipeline parallelism, because"):
+    with pytest.raises(ValueError, match=r"budgets by layer .* one of its pipeline stages, has"):
         check(config, EvictionConfig(policy="snapkv", profile=str(file)))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kvevict.front.profile import SHIPPED, read
-from vllm_kvevict.schedule.layers import Share, alike, by_layer, padding, pyramid
+from vllm_kvevict.schedule.layers import Share, alike, by_layer, padding, pyramid, sizes_by_stage
 from vllm_kvevict.schedule.request_timeline import RequestTimeline
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
@@ -271,3 +271,40 @@ def test_without_a_number_the_fewest_groups_that_come_near(shares):
             return left(most) + missing / (len(shares) + missing)
 
         assert lost(groups) == pytest.approx(min(map(lost, range(2, 9))))
+
+
+@given(shares=SHARES, stages=st.integers(1, 4), most=st.integers(2, 8))
+def test_every_stage_has_layers_of_every_group(shares, stages, most):
+    """As many of each as the others have, or one more: a block of a group is one in each stage."""
+    shares = tuple(shares) * 4
+    size = len(shares) // stages
+    sizes = (size,) * (stages - 1) + (len(shares) - size * (stages - 1),)
+    groups = alike(shares, most, sizes)
+    assert sorted(layer for group in groups for layer in group) == list(range(len(shares)))
+    ends = np.cumsum(sizes)
+    for start, end in zip(ends - sizes, ends, strict=True):
+        inside = [sum(start <= layer < end for layer in group) for group in groups]
+        assert max(inside) - min(inside) <= 1 and min(inside) >= 1
+    means = [np.mean([shares[layer] for layer in group]) for group in groups]
+    assert all(one >= next_ - 1e-9 for one, next_ in pairwise(means))
+
+
+def test_shares_count_within_their_stage():
+    """A stage's memory serves its own layers: what its neighbour does not need is no use to it."""
+    shares = (3.0, 1.0, 0.2, 0.6)
+    places = by_layer(shares, 2, None, (2, 2))
+    assert [share.value for share in places] == pytest.approx([1.5, 0.5, 0.5, 1.5])
+    assert places[0].sizes == (2, 2)
+    falling = pyramid(4, 20.0)
+    places = by_layer(falling, 4, falling[0], (2, 2))
+    assert [share.group for share in places] == [0, 1, 0, 1]
+    steepest = falling[2] / ((falling[2] + falling[3]) / 2)
+    assert places[0].steepest == pytest.approx(steepest)
+    assert by_layer(shares, 2, None, (4,)) == by_layer(shares, 2)
+
+
+def test_padding_of_stages():
+    """Each stage has memory for its largest group, as often as there are groups."""
+    assert padding([2, 1], [1, 2]) == 2
+    assert padding([2, 2], [3, 3]) == 0
+    assert sizes_by_stage([(0, 3, 4), (1, 2)], (3, 2)) == [[1, 2], [2, 0]]

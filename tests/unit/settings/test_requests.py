@@ -21,7 +21,7 @@ def server(**settings: Any) -> EvictionConfig:
 
 
 def rules(config: EvictionConfig) -> tuple[Timeline, ...]:
-    return config.timelines(BLOCK, layers=8)
+    return config.timelines(BLOCK, 8)
 
 
 def parse(prompt_len: int = 1000, config: EvictionConfig | None = None, **given: Any) -> Any:

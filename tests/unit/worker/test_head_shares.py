@@ -33,9 +33,10 @@ def test_layers_of_a_group_are_found_by_name():
         8: GroupState(8, ["l.2"], rule, 1, 2, 64, device),
     }
     shares = [[1.0, 3.0], [2.0, 1.0], [5.0, 1.0]]
-    found = by_group(shares, ["l.1", "l.2", "l.3"], states, 1, 2)
+    depths = {"l.1": 0, "l.2": 1, "l.3": 2}
+    found = by_group(shares, depths, states, 1, 2)
     assert {group: tensor.tolist() for group, tensor in found.items()} == {
         7: [[1.0], [1.0]], 8: [[1.0]],
     }  # fmt: skip
     whole = {8: GroupState(8, ["l.2"], rule, 2, 2, 64, device)}
-    assert by_group(shares, ["l.1", "l.2", "l.3"], whole, 0, 1)[8].tolist() == [[4 / 3, 2 / 3]]
+    assert by_group(shares, depths, whole, 0, 1)[8].tolist() == [[4 / 3, 2 / 3]]

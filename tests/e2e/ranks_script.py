@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on the CPU: tokens, evictions and leaks of some rounds, as JSON."""
+"""Some ranks on the CPU: tokens, evictions and leaks of some rounds, as JSON."""
 
 import json
 import os
@@ -34,24 +34,25 @@ def lose(scheduler: Any, folder: Path, memory: bool) -> None:
         stores.kept_bytes -= size
 
 
-def main(model: Path, policy: str, folder: Path) -> None:
+def main(model: Path, eviction: dict[str, Any], options: dict[str, Any], folder: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    tiers = dict(store_memory="1G", store_path=str(folder)) if policy in SHARING else {}
+    sharing = eviction["policy"] in SHARING
+    tiers = dict(store_memory="1G", store_path=folder) if folder and sharing else {}
     llm = LLM(
         str(model),
-        tensor_parallel_size=2,
         dtype="float32",
-        enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
         block_size=32,
         max_model_len=2048,
         max_num_batched_tokens=256,
         disable_log_stats=False,
-        additional_config={"kv_eviction": dict(policy=policy, audit="100%", **EVICTION) | tiers},
+        additional_config={"kv_eviction": dict(audit="100%", **EVICTION) | eviction | tiers},
+        **options,
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    sharing = sharing and len(scheduler._evicting) == len(scheduler.kv_cache_config.kv_cache_groups)
     pool = scheduler.kv_cache_manager.block_pool
     free, audits, measured = pool.get_num_free_blocks(), [], scheduler._reporter.measured
 
@@ -70,9 +71,11 @@ def main(model: Path, policy: str, folder: Path) -> None:
     result = dict(rounds=rounds, counters=scheduler.eviction_counters.as_dict())
     result["audits"] = list(audits)
     asked_of = dict(point=POINT, memory=POINT, file=POINT, prepared=PREPARED)
-    for name, asked in asked_of.items() if policy in SHARING else ():
+    for name, asked in asked_of.items() if sharing else ():
         if name in ("memory", "file"):
-            lose(scheduler, folder, memory=name == "file")
+            if not tiers:
+                continue
+            lose(scheduler, Path(folder), memory=name == "file")
         before = scheduler.eviction_counters.as_dict()
         outputs = llm.generate(
             [dict(prompt_token_ids=prompt) for prompt in QUESTIONS],
@@ -90,4 +93,4 @@ def main(model: Path, policy: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])
