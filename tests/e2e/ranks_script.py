@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.v2_script import force_async_scheduling
 from tests.models import random_prompt
 
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 60)]
@@ -38,6 +39,9 @@ def main(model: Path, eviction: dict[str, Any], options: dict[str, Any], folder:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
+    if options.get("async_scheduling"):
+        force_async_scheduling()
+
     sharing = eviction["policy"] in SHARING
     tiers = dict(store_memory="1G", store_path=folder) if folder and sharing else {}
     llm = LLM(
@@ -68,7 +72,8 @@ def main(model: Path, eviction: dict[str, Any], options: dict[str, Any], folder:
             [dict(prompt_token_ids=prompt) for prompt in PROMPTS], params, use_tqdm=False
         )
         rounds.append([list(output.outputs[0].token_ids) for output in outputs])
-    result = dict(rounds=rounds, counters=scheduler.eviction_counters.as_dict())
+    result: dict[str, Any] = dict(rounds=rounds, counters=scheduler.eviction_counters.as_dict())
+    result["scheduler"] = type(scheduler).__name__
     result["audits"] = list(audits)
     asked_of = dict(point=POINT, memory=POINT, file=POINT, prepared=PREPARED)
     for name, asked in asked_of.items() if sharing else ():
