@@ -13,7 +13,7 @@ help:
 	@echo "make demo     serve the same load without and with eviction; print one table"
 	@echo "make check    lint, types, units, one engine, one eviction: a minute or two"
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
-	@echo "make architectures  every architecture of docs/compatibility.md, drafts and images, token by token"
+	@echo "make architectures  every architecture of docs/compatibility.md, drafts, images, ranks and stages, token by token"
 	@echo "make fuzz     a million scheduler steps of random days, by a seed that is printed"
 	@echo "make nightly  fuzz, architectures and clients"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
@@ -64,7 +64,8 @@ architectures: setup
 	@packaging/setup_torchvision.sh
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/e2e/test_architectures.py \
 		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/e2e/test_speculation.py \
-		tests/unit/front/test_support.py $(PYTEST_ARGS)
+		tests/e2e/test_distributed.py tests/e2e/test_drafting.py tests/e2e/test_latent.py \
+		tests/e2e/test_gpu_on_cpu.py tests/e2e/test_audit.py tests/unit/front/test_support.py $(PYTEST_ARGS)
 
 clients: setup setup-clients
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_clients.py $(PYTEST_ARGS)

@@ -177,6 +177,7 @@ def test_it_gives_way_where_memory_is_short(tiny_model, oracle):
         assert told and run.free_blocks() == free
 
 
+@pytest.mark.nightly
 def test_drafts(tiny_model):
     """In a process of its own: with numba, which n-gram drafts load, vLLM 0.32 starts no second
     engine in one."""

@@ -26,8 +26,14 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=["V1", "V2"])
-@pytest.mark.parametrize("kernel", ["flash", "triton"])
+EVERY_NIGHT = (("flash", "1"), ("triton", "0"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "runner"),
+    [("flash", "0"), ("triton", "1")]
+    + [pytest.param(*each, marks=pytest.mark.nightly) for each in EVERY_NIGHT],
+)
 def test_tokens_equal_the_oracle(kernel, runner, tiny_model):
     environment = dict(
         os.environ,
