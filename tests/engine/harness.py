@@ -59,7 +59,7 @@ class Setup:
     number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
     ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
     ``memory`` is for stores outside the KV cache; ``offload`` is the number of chunks, of
-    ``chunk`` blocks, that vLLM's own offload has.
+    ``chunk`` blocks, that vLLM's own offload has, which stores ``answers``, too.
     """
 
     budget: int | str = 40
@@ -91,6 +91,7 @@ class Setup:
     audit: float = 0.0
     offload: int = 0
     chunk: int = 1
+    answers: bool = False
 
     @property
     def offloads(self) -> int:
@@ -190,6 +191,7 @@ def vllm_config(setup: Setup) -> Any:
         extra = dict(
             cpu_bytes_to_use=setup.offloads * round_up(size, MainMemorySpec.BLOCK_SIZE_ALIGNMENT),
             blocks_per_chunk=setup.chunk,
+            offload_prompt_only=not setup.answers,
             **OURS,
         )
         config.kv_transfer_config = KVTransferConfig(

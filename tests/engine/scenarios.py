@@ -57,6 +57,7 @@ def setups(draw: Any) -> Setup:
         audit=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
         offload=draw(st.sampled_from([0, 6, 60, 600])),
         chunk=draw(st.sampled_from([1, 1, 2])),
+        answers=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.05])),
     )
 
