@@ -47,6 +47,7 @@ HOOKS = {
         "vllm.entrypoints.openai.responses.serving": """
             OpenAIServingResponses._generate_with_builtin_tools
         """,
+        "vllm.entrypoints.launchers.api_server.entry": "run_server",
         "vllm.v1.engine": "EngineCoreRequest.resumable",
         "vllm.config": """
             CacheConfig.effective_attention_block_size CacheConfig.block_size
