@@ -6,7 +6,7 @@ PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
 .PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz architectures clients demo wheel dist sbom prometheus \
-	vllm-source clean
+	vllm-source hooks clean
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
@@ -22,6 +22,7 @@ help:
 	@echo "make sbom     after make dist: bill of materials with licences (CycloneDX), in dist/"
 	@echo "make prometheus  promtool and prometheus for the tests of deploy/grafana, in .cache/; no root"
 	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
+	@echo "make hooks    file and line of every hook in vLLM 0.32.0 and 0.33.0, into docs/vllm-hooks.tsv"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff fix what it can"
 	@echo "make clean    remove build outputs and caches; the environments stay"
@@ -87,6 +88,9 @@ prometheus:
 
 vllm-source:
 	@packaging/fetch_vllm_source.sh
+
+hooks: setup vllm-source
+	@$(PYTHON_VENV) -m vllm_kvevict.hooks --vllm .cache/vllm-source/0.33.0/vllm --write docs/vllm-hooks.tsv
 
 clean:
 	rm -rf build dist *.egg-info packaging/vllm-cpu-metadata/build packaging/vllm-cpu-metadata/*.egg-info

@@ -246,6 +246,8 @@ def pretended(monkeypatch: Any) -> Iterator[Watch]:
         for module in (ragged, state, eviction, nacl):
             monkeypatch.setattr(module, "async_tensor_h2d", async_tensor_h2d)
         monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
+        # vLLM 0.33 looks once, as the module is loaded.
+        monkeypatch.setattr(torch_utils, "PIN_MEMORY", True, raising=False)
         monkeypatch.setattr(torch.cuda, "Event", watch.stream.event)
         monkeypatch.setattr(torch.cuda, "synchronize", watch.stream.synchronize)
         monkeypatch.setattr(torch.accelerator, "synchronize", watch.stream.synchronize)

@@ -146,8 +146,7 @@ def _kv_cache(
     machine: Machine, setting: Setting, vllm_config: "VllmConfig"
 ) -> "tuple[KVCacheConfig, int]":
     """The KV cache and the bytes of the weights of one rank."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
+    from vllm_kvevict.hooks.shims import shim
     from vllm_kvevict.settings.config import EvictionConfig
     from vllm_kvevict.sizing.memory import share_out
     from vllm_kvevict.sizing.model import rank_specs
@@ -162,4 +161,5 @@ def _kv_cache(
         return share_out(options, vllm_config, eviction, specs).kv_cache_config, weights
     available = int(machine.card.memory * machine.utilization) - weights - activations
     specs = rank_specs(vllm_config, None)
-    return get_kv_cache_configs(vllm_config, specs, [available])[0], weights
+    configs: list[KVCacheConfig] = shim().kv_cache_configs(vllm_config, specs, [available])
+    return configs[0], weights

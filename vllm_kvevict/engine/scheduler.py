@@ -229,9 +229,10 @@ class EvictionMixin(Scheduler):
         self._table.remove(request.request_id)
 
     def _get_local_prefix_cache_hit(
-        self, request: "Request"
+        self, request: "Request", *args: Any, **kwargs: Any
     ) -> tuple["KVCacheBlocks", int, int, bool]:
-        return self._prefix.look_up(request, super()._get_local_prefix_cache_hit)
+        look_up = super()._get_local_prefix_cache_hit
+        return self._prefix.look_up(request, lambda asked: look_up(asked, *args, **kwargs))
 
     def _handle_blocked_waiting_request(self, request: "Request") -> bool:
         state = self._table.states[request.request_id]

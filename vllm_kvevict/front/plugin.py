@@ -145,8 +145,8 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
 
 def _wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
+    def add_cli_args(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
         try:
             add_flags(parser)
         except argparse.ArgumentError as error:

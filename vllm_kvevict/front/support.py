@@ -38,7 +38,11 @@ def _platform(vllm_config: "VllmConfig") -> bool:
 def _block_size(vllm_config: "VllmConfig") -> bool:
     from vllm.platforms import current_platform
 
-    return vllm_config.cache_config.block_size % (32 if current_platform.is_cpu() else 16) != 0
+    cache = vllm_config.cache_config
+    if current_platform.is_cpu():
+        # Left to vLLM 0.33's CPU build it is chosen once the model is loaded.
+        return cache.user_specified_block_size and cache.block_size % 32 != 0
+    return cache.block_size % 16 != 0
 
 
 def _quantised(vllm_config: "VllmConfig") -> bool:

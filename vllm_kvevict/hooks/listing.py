@@ -47,6 +47,7 @@ HOOKS = {
         "vllm.entrypoints.openai.responses.serving": """
             OpenAIServingResponses._generate_with_builtin_tools
         """,
+        "vllm.entrypoints.launchers.api_server.entry": "run_server",
         "vllm.v1.engine": "EngineCoreRequest.resumable",
         "vllm.config": """
             CacheConfig.effective_attention_block_size CacheConfig.block_size
@@ -89,7 +90,8 @@ HOOKS = {
             ModelConfig.is_mm_prefix_lm ModelConfig.uses_alibi ModelConfig.hf_text_config
             ModelConfig.get_sliding_window ModelConfig.attention_chunk_size CacheConfig.cache_dtype
             CacheConfig.sliding_window CacheConfig.block_size CacheConfig.kv_sharing_fast_prefill
-            CacheConfig.prefix_match_unit VllmConfig.speculative_config
+            CacheConfig.user_specified_block_size CacheConfig.prefix_match_unit
+            VllmConfig.speculative_config
             VllmConfig.kv_transfer_config VllmConfig.ec_transfer_config VllmConfig.diffusion_config
             VllmConfig.attention_config ParallelConfig.decode_context_parallel_size
             ParallelConfig.prefill_context_parallel_size ParallelConfig.use_ubatching
@@ -334,11 +336,20 @@ HOOKS = {
         "vllm.model_executor.models.utils": "extract_layer_index",
         "vllm.config": "ParallelConfig.worker_extension_cls",
     },
-    "sizing/memory.py": {
+    "hooks/shims/vllm_0_32.py": {
         "vllm.v1.core.kv_cache_utils": """
             get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory)
-            get_kv_cache_capacity
         """,
+    },
+    "hooks/shims/vllm_0_33.py": {
+        "vllm.v1.core.kv_cache_planning": """
+            get_global_kv_cache_groups(vllm_config,kv_cache_specs) get_kv_cache_configs(vllm_config,
+            kv_cache_specs,available_memory,global_kv_cache_groups)
+        """,
+        "vllm.config": "CacheConfig.user_specified_block_size CacheConfig.block_size",
+    },
+    "sizing/memory.py": {
+        "vllm.v1.core.kv_cache_utils": "get_kv_cache_capacity",
         "vllm.distributed.utils": "get_pp_indices",
     },
     "sizing/model.py": {

@@ -1,11 +1,23 @@
 """What a vLLM defines, read from its source: nothing of it is imported or run."""
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 Names = dict[str, tuple[ast.stmt, ast.alias | None]]
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Definition(NamedTuple):
+    """Where a name is defined: the module, and the statement that defines, assigns or imports."""
+
+    module: str
+    statement: ast.stmt
 
 
 class Source:
@@ -29,21 +41,46 @@ class Source:
             parameters: Names that the function takes; one with ``**`` takes all.
 
         """
+        found = self.find(module, name)
+        return found is not None and (not parameters or _takes(found.statement, parameters))
+
+    def find(self, module: str, name: str) -> Definition | None:
+        """The definition of a name, as :meth:`has` looks for it; None where there is none."""
         first, *rest = name.split(".")
         found = self._top(module, first)
-        if found is None:
-            return False
-        where, definition = found
         for member in rest:
-            if not isinstance(definition, ast.ClassDef):
-                return False
-            inside = self._member(where, definition, member)
-            if inside is None:
-                return False
-            where, definition = inside
-        return not parameters or _takes(definition, parameters)
+            if found is None or not isinstance(found.statement, ast.ClassDef):
+                return None
+            found = self._member(found.module, found.statement, member)
+        return found
 
-    def _top(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
+    def place(self, found: Definition) -> str:
+        """File below the folder ``vllm`` and line, as ``v1/request.py:77``."""
+        file = self._file(found.module)
+        assert file is not None
+        return f"{file.relative_to(self.root)}:{found.statement.lineno}"
+
+    def abstract(self, module: str, name: str) -> set[str]:
+        """Methods that a class leaves to its subclasses."""
+        found, names = self.find(module, name), set[str]()
+        if found is None or not isinstance(found.statement, ast.ClassDef):
+            return names
+        for base in self._bases(*found):
+            names |= self.abstract(base.module, base.statement.name)  # type: ignore[attr-defined]
+        for statement in found.statement.body:
+            if isinstance(statement, Function):
+                marks = {ast.unparse(mark).rpartition(".")[2] for mark in statement.decorator_list}
+                (names.add if "abstractmethod" in marks else names.discard)(statement.name)
+        return names
+
+    @property
+    def version(self) -> str:
+        """What the vLLM calls itself, without a local part; empty where it does not say."""
+        file = self._file("vllm._version")
+        said = re.search(r"__version__ = .*'([\d.]+\w*)", file.read_text()) if file else None
+        return said[1] if said else ""
+
+    def _top(self, module: str, name: str) -> Definition | None:
         """A name of a module and the module that defines it, through re-exports."""
         names = self._names(module)
         if name not in names:
@@ -52,14 +89,14 @@ class Source:
         if isinstance(statement, ast.ImportFrom) and alias is not None:
             source = _absolute(module, statement, self._is_package(module))
             if source.split(".")[0] != "vllm":
-                return module, statement
+                return Definition(module, statement)
             inner = self._top(source, alias.name)
             if inner is None and self._file(f"{source}.{alias.name}") is not None:
-                return module, statement
+                return Definition(module, statement)
             return inner
-        return module, statement
+        return Definition(module, statement)
 
-    def _starred(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
+    def _starred(self, module: str, name: str) -> Definition | None:
         for statement, alias in self._names(module).values():
             if isinstance(statement, ast.ImportFrom) and alias is not None and alias.name == "*":
                 source = _absolute(module, statement, self._is_package(module))
@@ -68,20 +105,25 @@ class Source:
                     return found
         return None
 
-    def _member(self, module: str, owner: ast.ClassDef, name: str) -> tuple[str, ast.stmt] | None:
+    def _member(self, module: str, owner: ast.ClassDef, name: str) -> Definition | None:
         for statement in _flat(owner.body):
             if name in _bound(statement):
-                return module, statement
-        if name in _assigned_to_self(owner):
-            return module, owner
-        for base in owner.bases:
+                return Definition(module, statement)
+        if (assigned := _assigned_to_self(owner).get(name)) is not None:
+            return Definition(module, assigned)
+        for base in self._bases(module, owner):
+            inherited = self._member(base.module, base.statement, name)  # type: ignore[arg-type]
+            if inherited is not None:
+                return inherited
+        return None
+
+    def _bases(self, module: str, owner: ast.stmt) -> Iterator[Definition]:
+        """The classes of vLLM's that a class names as its bases."""
+        for base in owner.bases if isinstance(owner, ast.ClassDef) else ():
             base = base.value if isinstance(base, ast.Subscript) else base
             found = self._top(module, base.id) if isinstance(base, ast.Name) else None
-            if found is not None and isinstance(found[1], ast.ClassDef):
-                inherited = self._member(found[0], found[1], name)
-                if inherited is not None:
-                    return inherited
-        return None
+            if found is not None and isinstance(found.statement, ast.ClassDef):
+                yield found
 
     def _names(self, module: str) -> "Names":
         file = self._file(module)
@@ -126,31 +168,26 @@ def _flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+    if isinstance(statement, ast.ClassDef | Function):
         return {statement.name}
     return {node.id for node in _targets(statement) if isinstance(node, ast.Name)}
 
 
 @cache
-def _assigned_to_self(owner: ast.ClassDef) -> set[str]:
-    """Attributes that the methods of a class give ``self``."""
-    found = set()
-    waiting: list[ast.stmt] = [
-        node for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+def _assigned_to_self(owner: ast.ClassDef) -> dict[str, ast.stmt]:
+    """Attributes that the methods of a class give ``self``, and where first."""
+    found: dict[str, ast.stmt] = {}
+    waiting: list[ast.stmt] = [node for node in owner.body if isinstance(node, Function)]
     while waiting:
         statement = waiting.pop()
         for field in ("body", "orelse", "finalbody"):
             waiting += getattr(statement, field, [])
         for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", [])):
             waiting += part.body
-        found |= {
-            node.attr
-            for node in _targets(statement)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        }
+        for node in _targets(statement):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                first = found.setdefault(node.attr, statement)
+                found[node.attr] = min(first, statement, key=lambda one: one.lineno)
     return found
 
 
@@ -168,7 +205,7 @@ def _targets(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _takes(definition: ast.stmt, parameters: Sequence[str]) -> bool:
-    if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+    if not isinstance(definition, Function):
         return False
     signature = definition.args
     named = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs]

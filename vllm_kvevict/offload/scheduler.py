@@ -36,9 +36,9 @@ class OffloadMixin(TieredMixin):
         self._offloaded = OffloadedBlocks(self.connector, self._table)
 
     def _get_local_prefix_cache_hit(
-        self, request: "Request"
+        self, request: "Request", *args: Any, **kwargs: Any
     ) -> tuple["KVCacheBlocks", int, int, bool]:
-        hit = super()._get_local_prefix_cache_hit(request)
+        hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         state = self._table.states.get(request.request_id)
         if self._offloaded is not None and state is not None:
             self._offloaded.begin(state)

@@ -10,6 +10,7 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.blocks import register_spec
+from vllm_kvevict.hooks.shims import shim
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.requirements import page_channels, ring_slots
@@ -94,7 +95,7 @@ def share_out(
         SizingError: The memory does not suffice.
 
     """
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
     register_spec()
     vllm_config.cache_config.kv_cache_layout = LAYOUT
@@ -131,7 +132,7 @@ def share_out(
         for evictable in (_evictable(specs) for specs in ranks)
     ]
     try:
-        configs = get_kv_cache_configs(vllm_config, list(ranks), left)
+        configs = shim().kv_cache_configs(vllm_config, list(ranks), left)
     except ValueError as error:
         raise SizingError(" ".join(str(error).split())) from None
     tables = max(_tables(vllm_config, one) for one in configs)

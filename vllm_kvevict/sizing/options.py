@@ -52,6 +52,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     from vllm.usage.usage_lib import UsageContext
 
     from vllm_kvevict.front.command import evict_by_default
+    from vllm_kvevict.hooks.shims import shim
     from vllm_kvevict.settings.config import EvictionConfig
     from vllm_kvevict.settings.names import KEY
 
@@ -81,6 +82,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
             raise SizingError(str(error.code).removeprefix("error: ")) from None
         except (OSError, ValueError) as error:
             raise SizingError(_sentence(args.model_config, error)) from None
+    shim().choose_block_size(vllm_config)
     config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
     if config is None:
         raise SizingError("eviction is off, so there is nothing to plan: give --kv-eviction")

@@ -161,3 +161,7 @@ class _MeasuredOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         return attach(self._measured, self._output.get_output())
+
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM 0.33 asks for where :meth:`get_output` fails."""
+        return self._output.get_kv_connector_output()

@@ -245,6 +245,18 @@ def test_refuses_feature(build: Build, options: Any, what: str, advice: str) -> 
     assert what in message.split(", because ")[0] and advice in message.split("; ")[1]
 
 
+def test_takes_a_block_size_that_vllm_will_choose(build: Build) -> None:
+    """As vLLM 0.33's CPU build leaves it at 16 until the model is loaded."""
+    vllm_config = build()
+    cache = vllm_config.cache_config
+    cache.block_size = 16
+    assert not cache.user_specified_block_size
+    assert not any(one.applies(vllm_config) for one in REFUSALS)
+    cache.user_specified_block_size = True
+    (refusal,) = (one for one in REFUSALS if one.applies(vllm_config))
+    assert refusal.what == "this block size"
+
+
 def test_refuses_sliding_window_without_hybrid_manager(build: Build) -> None:
     message = refusal(build, "Gemma3ForCausalLM", disable_hybrid_kv_cache_manager=True)
     assert_sentence(message)

@@ -60,7 +60,9 @@ def test_what_is_stored_is_what_is_loaded(data: st.DataObject) -> None:
     assert all(torch.equal(a, b.tensor) for a, b in zip(before, kept.tensors, strict=True))
     for one in kept.tensors:
         one.tensor.zero_()
-    assert worker.submit_load(2, CPULoadStoreSpec(chunks), loaded)
+    # As vLLM 0.33 submits what it waits for within the step.
+    more = dict(expedited=True) if data.draw(st.booleans()) else {}
+    assert worker.submit_load(2, CPULoadStoreSpec(chunks), loaded, **more)
     worker.wait({1, 2, 77})
     place = 0
     for refs, count in zip(kept.group_data_refs, counts, strict=True):

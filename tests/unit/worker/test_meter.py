@@ -50,6 +50,9 @@ class Late(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return ModelRunnerOutput(["a"], {"a": 0})
 
+    def get_kv_connector_output(self) -> str:
+        return "of the connector"
+
 
 MINE = {"seconds": [0.5], "head_spread": []}
 
@@ -61,6 +64,11 @@ def test_values_travel_with_the_output(output):
     arrived = pickle.loads(pickle.dumps(arrived))
     assert getattr(arrived, MEASURED) == MINE
     assert arrived.req_ids == ["a"]
+
+
+def test_what_a_failed_step_leaves_is_passed_on():
+    """vLLM 0.33 asks for it, and makes no output of a class that has no answer."""
+    assert attach(MINE, Late()).get_kv_connector_output() == "of the connector"
 
 
 def test_outputs_that_carry_nothing():
