@@ -104,7 +104,9 @@ HOOKS = {
         "vllm.config": """
             ModelConfig.get_total_num_hidden_layers ModelConfig.get_head_size
             ModelConfig.get_num_attention_heads(parallel_config)
+            ParallelConfig.pipeline_parallel_size
         """,
+        "vllm.distributed.utils": "get_pp_indices(num_hidden_layers,pp_rank,pp_size)",
     },
     "front/profile.py": {
         "vllm.config": """

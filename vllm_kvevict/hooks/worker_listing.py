@@ -13,6 +13,9 @@ WORKER_HOOKS = {
             Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
         """,
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.attn_groups GPUModelRunner.get_model",
+        "vllm.distributed.parallel_state": """
+            get_pp_group GroupCoordinator.rank_in_group GroupCoordinator.is_last_rank
+        """,
         "vllm.v1.worker.gpu.model_runner": "GPUModelRunner.get_model",
         "vllm.model_executor.models.interfaces_base": """
             VllmModelForTextGeneration.compute_logits(hidden_states)
