@@ -1,13 +1,20 @@
 """MLA: latent caches evict by token. Tokens and survivors are those of transformers."""
 
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.e2e import latent_script as ranked
 from tests.e2e.architectures import MaskedArchitecture, architecture
 from tests.e2e.test_prefill_interval import POINTS, SETTINGS, evicted_at
 from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
-from tests.oracles.engine import engine
+from tests.oracles.engine import Recorder, engine
 from tests.oracles.masked import Kept, Life, check_tokens
 from vllm_kvevict.settings.config import EvictionConfig
 
@@ -125,3 +132,43 @@ def test_query_compression_and_grouped_experts(tmp_path):
     path = architecture("DeepseekV3", tmp_path)
     with engine(path, dict(policy="snapkv", **EVICTION)) as run:
         assert_exact(MaskedArchitecture(path), run, PROMPTS, 150)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize("policy", ["snapkv", pytest.param("tova", marks=pytest.mark.nightly)])
+def test_two_ranks(model, policy, tmp_path):
+    """Each rank has a cache of its own, and evicts by its own query heads."""
+    target = tmp_path / "result"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.latent_script", str(model), policy, str(target)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | dict(VLLM_CPU_OMP_THREADS_BIND="0|1"),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    result = pickle.loads(target.read_bytes())
+    assert result["leaked"] == 0
+    ranks = []
+    for records in result["records"]:
+        recorder = Recorder({0: [0, 1, 2, 3]})
+        names = sorted({one.eviction.request_id for one in records}, key=lambda n: n.split("-")[0])
+        for name, prompt in zip(names, ranked.PROMPTS, strict=True):
+            recorder.admitted(name, len(prompt))
+        for record in records:
+            recorder(record)
+        ranks.append([recorder.lives[name][0] for name in names])
+    oracle = MaskedArchitecture(model)
+    oracle.group = oracle.heads // 2
+    lives = zip(*ranks, strict=True)
+    apart = 0
+    for prompt, output, (first, second) in zip(
+        ranked.PROMPTS, result["tokens"], lives, strict=True
+    ):
+        for one, other in zip(first.evictions, second.evictions, strict=True):
+            assert (one.n, one.tail_start) == (other.n, other.tail_start)
+            apart += one.positions != other.positions
+            one.positions = [a + b for a, b in zip(one.positions, other.positions, strict=True)]
+        assert check_tokens(oracle, prompt, output, [first]) == (ranked.NEW_TOKENS,) * 2
+    assert (apart > 4) == (policy == "snapkv"), "tova averages over the ranks"

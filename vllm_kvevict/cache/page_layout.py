@@ -26,12 +26,12 @@ class PageLayout:
 
     Args:
         keys: [block_size, D] int64 offsets of the keys.
-        values: [block_size, D] int64 offsets of the values; None where they have none.
+        values: [block_size, D] int64 offsets of the values, [block_size, 0] in a latent cache.
 
     """
 
     keys: torch.Tensor
-    values: torch.Tensor | None
+    values: torch.Tensor
 
     @classmethod
     def measure(
@@ -76,7 +76,8 @@ class PageLayout:
     @classmethod
     def latent(cls, block_size: int, head_size: int) -> "PageLayout":
         """Entries of a latent cache, one after another."""
-        return cls(torch.arange(block_size * head_size).view(block_size, head_size), None)
+        entries = torch.arange(block_size * head_size).view(block_size, head_size)
+        return cls(entries, entries[:, :0])
 
     @property
     def block_size(self) -> int:
@@ -84,7 +85,7 @@ class PageLayout:
 
     @cached_property
     def _views(self) -> tuple["_View", ...]:
-        return tuple(_View(part) for part in (self.keys, self.values) if part is not None)
+        return tuple(_View(part) for part in (self.keys, self.values) if part.numel())
 
     def read_keys(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages.
