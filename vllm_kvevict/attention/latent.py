@@ -59,7 +59,7 @@ class EvictingLatentBuilder(MLACommonMetadataBuilder[EvictingLatentMetadata]):
         rows = self.binding.rows(common) if self.binding is not None else None
         if self.binding is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
-        held = token_by_token(over_stores(common, self.binding.state, rows))
+        held = over_stores(common, self.binding.state, rows)
         metadata = super().build(common_prefix_len, held, fast_build)
         metadata.binding = self.binding
         metadata.observation = self.binding.observation(common)
@@ -107,7 +107,7 @@ class EvictingLatentImpl(CPUMLAImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attention of the other tokens of a batch: prompts from their first token on.
+        """Attention of the other tokens of a batch: parts of prompts, and prompts.
 
         Args:
             q: [T, query heads, nope + rope].
@@ -163,34 +163,6 @@ def over_stores(
     )
     return common.replace(
         block_table_tensor=table[0], seq_lens=lengths[0], seq_lens_cpu_upper_bound=lengths[0]
-    )
-
-
-def token_by_token(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """A batch in which every new token of a request that has cached ones is a sequence.
-
-    vLLM's CPU backend computes prompts from their first token on, or single tokens. Requests with
-    cached tokens come before the others in a batch.
-    """
-    counts = common.query_start_loc.diff()
-    extends = (common.seq_lens > counts) & (counts > 1)
-    if not extends.any():
-        return common
-    pieces = torch.where(extends, counts, 1).long()
-    request = torch.arange(len(counts)).repeat_interleave(pieces)
-    following = pieces.cumsum(0)[request] - torch.arange(len(request)) - 1
-    seq_lens = (common.seq_lens[request] - following).int()
-    lengths = torch.where(extends, 1, counts)[request]
-    starts = torch.zeros(len(request) + 1, dtype=torch.int32)
-    starts[1:] = lengths.cumsum(0)
-    return common.replace(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=seq_lens,
-        seq_lens_cpu_upper_bound=seq_lens,
-        num_reqs=len(request),
-        max_query_len=int(lengths.max()),
-        block_table_tensor=common.block_table_tensor[request],
     )
 
 

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from vllm_kvevict.attention.latent import over_stores, token_by_token
+from vllm_kvevict.attention.latent import EvictingLatentImpl, _observed, over_stores
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.schedule.timeline import Timeline
 
@@ -57,28 +56,8 @@ def test_an_evicted_request_is_its_store_and_its_tail():
     assert over_stores(common, evicted, ROWS) is common
 
 
-def test_new_tokens_of_requests_with_cached_ones_are_sequences():
-    held = token_by_token(batch([1, 3, 2, 40], [50, 20, 33, 40]))
-    assert held.num_reqs == 1 + 3 + 2 + 1
-    assert held.query_start_loc.tolist() == [0, 1, 2, 3, 4, 5, 6, 46]
-    assert held.query_start_loc_cpu.tolist() == held.query_start_loc.tolist()
-    assert held.seq_lens.tolist() == [50, 18, 19, 20, 32, 33, 40]
-    assert held.seq_lens_cpu_upper_bound.tolist() == held.seq_lens.tolist()
-    assert held.block_table_tensor[:, 0].tolist() == [0, 100, 100, 100, 200, 200, 300]
-    assert held.max_query_len == 40
-    assert split_decodes_and_prefills(held) == (6, 1, 6, 40)
-
-
-def test_nothing_else_changes_a_batch():
-    for counts, lengths in (([1, 1], [40, 50]), ([30, 20], [30, 20]), ([1, 20], [9, 20])):
-        common = batch(counts, lengths)
-        assert token_by_token(common) is common
-
-
 def test_queries_are_recorded_as_they_meet_the_cache():
     """A product with a key equals that with its latent entry, and the others are left alone."""
-    from vllm_kvevict.attention.latent import EvictingLatentImpl, _observed
-
     heads, nope, rope, rank = 3, 8, 4, 16
     impl = EvictingLatentImpl.__new__(EvictingLatentImpl)
     impl.qk_nope_head_dim, impl.qk_rope_head_dim = nope, rope
