@@ -22,6 +22,13 @@ def check_specs(specs: dict[str, KVCacheSpec]) -> None:
                 f"KV eviction does not support {type(spec).__name__} (layer {name}), whose state "
                 "cannot be dropped token by token: serve this model without --kv-eviction."
             )
+    kinds = {type(spec) for spec in specs.values()}
+    if MLAAttentionSpec in kinds and len(kinds) > 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"KV eviction does not support latent caches (MLA) beside other layers ({names}), which "
+            "has not been tried: serve this model without --kv-eviction."
+        )
 
 
 def check_layer(name: str, layer: Any) -> None:

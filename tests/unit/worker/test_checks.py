@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 from vllm_kvevict.cache.spec import is_evictable
@@ -40,6 +41,14 @@ def test_plain_layers_pass():
 def test_state_that_cannot_lose_tokens_is_refused(spec, name):
     with pytest.raises(ValueError, match=name):
         check_specs({"a": FullAttentionSpec(**FULL), "b": spec})
+
+
+def test_latent_caches_beside_other_layers_are_refused():
+    latent = MLAAttentionSpec(**LATENT)
+    check_specs({"a": latent, "b": latent})
+    for other in (FullAttentionSpec(**FULL), SlidingWindowMLASpec(**LATENT, sliding_window=64)):
+        with pytest.raises(ValueError, match="beside other layers"):
+            check_specs({"a": latent, "b": other})
 
 
 def test_attention_that_needs_more_than_keys_is_refused():
