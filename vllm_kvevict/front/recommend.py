@@ -43,9 +43,10 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
         if config.profile not in (None, AUTO):
             raise
         refusal = str(error)
-    without = LATENT if vllm_config.model_config.use_mla else WITHOUT_PROFILE
+    latent = vllm_config.model_config.use_mla
+    without = LATENT if latent else WITHOUT_PROFILE
     found = _changed(config, {"policy": without, "profile": None} | _budget(config, BUDGET))
-    return _settled(vllm_config, config, found, refusal)
+    return _settled(vllm_config, config, found, "" if latent else refusal)
 
 
 def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:

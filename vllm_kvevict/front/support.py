@@ -351,6 +351,11 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
     from vllm_kvevict.policies.base import WeightedScorer
     from vllm_kvevict.policies.registry import build_policies
 
+    if latent and config.profile is not None:
+        raise ValueError(
+            "KV eviction does not support --kv-eviction-profile for MLA models, because a profile "
+            "has shares of heads and probes of keys; remove the flag."
+        )
     # Also where nothing is refused: a policy of another package may not load.
     policies = build_policies(config).items()
     for name, policy in policies if latent else ():

@@ -26,8 +26,8 @@ def check_specs(specs: dict[str, KVCacheSpec]) -> None:
     if MLAAttentionSpec in kinds and len(kinds) > 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(
-            f"KV eviction does not support latent caches (MLA) beside other layers ({names}), which "
-            "has not been tried: serve this model without --kv-eviction."
+            f"KV eviction does not support latent caches (MLA) beside other layers ({names}), "
+            "which has not been tried: serve this model without --kv-eviction."
         )
 
 

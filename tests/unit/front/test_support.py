@@ -413,6 +413,13 @@ def test_policies_of_latent_caches(build: Build, policy: str, served: bool) -> N
     assert_sentence(str(caught.value))
 
 
+def test_refuses_profiles_of_latent_caches(build: Build) -> None:
+    config = build("DeepseekV2ForCausalLM")
+    with pytest.raises(ValueError, match="-profile for MLA models") as caught:
+        support.check(config, EvictionConfig(policy="snapkv", profile="auto"))
+    assert_sentence(str(caught.value))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "what"),
     [
