@@ -42,8 +42,28 @@ YARN: dict[str, Any] = dict(
     truncate=False,
     original_max_position_embeddings=2048,
 )
+LATENT: dict[str, Any] = dict(
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=2,
+    rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0, truncate=True),
+)
+"""An entry of 512 + 64 numbers is the only one that vLLM's CPU kernel reads. Without YaRN vLLM 0.32
+turns (RoPE) only the first head of queries on a CPU."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "Cohere2": dict(**GQA, **SLIDING, tie_word_embeddings=True, logit_scale=1.0),
+    "DeepseekV2": dict(**LATENT, q_lora_rank=None, topk_method="greedy"),
+    "DeepseekV3": dict(**LATENT, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid"),
     "Ernie4_5": HEADS,
     "Exaone4": dict(**HEADS, **SLIDING),
     "FalconH1": dict(**HEADS, **MAMBA, mamba_d_ssm=512),
@@ -224,7 +244,8 @@ class MaskedArchitecture(MaskedModel):
                 path, config=config, dtype=torch.float32, attn_implementation="eager"
             ).eval()
         self.heads = config.num_attention_heads
-        self.group = self.heads // config.num_key_value_heads
+        latent = hasattr(config, "kv_lora_rank")
+        self.group = self.heads // (1 if latent else config.num_key_value_heads)
         self._masks: list[torch.Tensor] = []
         types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
         full = [

@@ -374,6 +374,7 @@ def test_the_command(tiny_model, prompt_file) -> None:
             sys.executable, "-m", "vllm_kvevict.inspect", str(tiny_model),
             "--prompt-file", str(prompt_file), "--output", str(picture),
             "--kv-eviction", "snapkv", "--kv-eviction-budget", "25%", "--max-tokens", "4",
+            "--max-model-len", "2048", "--kv-cache-memory-bytes", "64M",
         ],
         cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

@@ -72,6 +72,16 @@ def test_layers_with_sliding_windows(said, tmp_path):
     check_start_up(planned, said, path, settings, kv_cache_memory_bytes=16 << 20)
 
 
+def test_a_latent_cache(said, tmp_path):
+    path = architecture("DeepseekV2", tmp_path)
+    load = ["--prompt", "600", "--output", "100", "--kv-cache-memory-bytes", "64M"]
+    planned = plan(path, *load, "--kv-eviction", "snapkv", "--budget", "128")
+    # 16 tokens of 512 + 64 numbers of 4 bytes, in four layers.
+    assert planned["memory"]["blocks"] == (64 << 20) // (16 * 576 * 4 * 4)
+    settings = dict(policy="snapkv", budget=128)
+    check_start_up(planned, said, path, settings, kv_cache_memory_bytes=64 << 20)
+
+
 def check_start_up(planned, said, model, settings, **options) -> None:
     """Start the engine; compare with what it says and holds, and serve the planned load."""
     # Whose defaults are those of ``LLM``, not of a server.
@@ -96,6 +106,7 @@ def check_start_up(planned, said, model, settings, **options) -> None:
         caches = {
             storage.data_ptr(): storage.nbytes()
             for layer in config.compilation_config.static_forward_context.values()
+            if hasattr(layer, "kv_cache")
             for storage in [layer.kv_cache.untyped_storage()]
         }
         assert sum(caches.values()) == memory["kv_cache"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from tests.engine.harness import Setup, make_scheduler, vllm_config
@@ -99,3 +99,20 @@ def test_registration_is_idempotent_and_names_our_manager():
     assert KVCacheSpecRegistry.get_manager_class(FULL) is FullAttentionManager
     (manager,) = make_scheduler(Setup()).kv_cache_manager.coordinator.single_type_managers
     assert type(manager) is EvictableAttentionManager
+
+
+def test_a_latent_cache_keeps_its_form():
+    """One vector a token, no values, and what else vLLM tells of it."""
+    latent = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.float32
+    )
+    timelines = [Timeline(16, 8, 64, budget_tokens=budget) for budget in (64, 64, 128)]
+    specs = [EvictableAttentionSpec.of(latent, timeline) for timeline in timelines]
+    merged = type(specs[0]).merge(specs[:2])
+    assert isinstance(merged, MLAAttentionSpec) and merged.timeline == timelines[0]
+    assert merged.page_size_bytes == latent.page_size_bytes == 16 * 576 * 4
+    assert merged.max_tp_shards == 1 and merged.head_size_v == 0
+    register_spec()
+    assert KVCacheSpecRegistry.get_manager_class(merged) is EvictableAttentionManager
+    with pytest.raises(AssertionError, match="different eviction timelines"):
+        type(specs[0]).merge(specs)

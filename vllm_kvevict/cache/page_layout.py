@@ -19,12 +19,14 @@ Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class PageLayout:
     """Element offsets of every (token, dimension) in a page of ``2 * block_size * D`` elements.
 
+    Half as many in a latent cache, whose values are a part of its keys.
+
     vLLM's CPU kernels store keys transposed or in tiles, depending on the instruction set, so
     the layout is measured once: a page is written with numbered elements and read back.
 
     Args:
         keys: [block_size, D] int64 offsets of the keys.
-        values: [block_size, D] int64 offsets of the values.
+        values: [block_size, D] int64 offsets of the values, [block_size, 0] in a latent cache.
 
     """
 
@@ -71,13 +73,19 @@ class PageLayout:
         offsets = order.view(2, block_size, head_size)
         return cls(offsets[0].contiguous(), offsets[1].contiguous())
 
+    @classmethod
+    def latent(cls, block_size: int, head_size: int) -> "PageLayout":
+        """Entries of a latent cache, one after another."""
+        entries = torch.arange(block_size * head_size).view(block_size, head_size)
+        return cls(entries, entries[:, :0])
+
     @property
     def block_size(self) -> int:
         return self.keys.shape[0]
 
     @cached_property
-    def _views(self) -> tuple["_View", "_View"]:
-        return _View(self.keys), _View(self.values)
+    def _views(self) -> tuple["_View", ...]:
+        return tuple(_View(part) for part in (self.keys, self.values) if part.numel())
 
     def read_keys(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages.

@@ -3,7 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    replace_as,
+)
 
 from vllm_kvevict.schedule.timeline import Timeline
 
@@ -28,10 +33,12 @@ class EvictableAttentionSpec(FullAttentionSpec):
             timeline = replace(self.timeline, block_size=self.block_size)
             object.__setattr__(self, "timeline", timeline)
 
-    @classmethod
-    def of(cls, spec: FullAttentionSpec, timeline: Timeline) -> Self:
+    @staticmethod
+    def of(spec: FullAttentionSpec, timeline: Timeline) -> "EvictableAttentionSpec":
         """The evictable form of a full-attention spec."""
-        return replace_as(spec, cls, timeline=timeline)
+        latent = isinstance(spec, MLAAttentionSpec)
+        kind = EvictableLatentSpec if latent else EvictableAttentionSpec
+        return replace_as(spec, kind, timeline=timeline)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -65,14 +72,31 @@ class EvictableAttentionSpec(FullAttentionSpec):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvictableLatentSpec(EvictableAttentionSpec, MLAAttentionSpec):
+    """A latent cache (MLA): one head of keys, whose first part is the values."""
+
+    head_size_v: int = 0
+
+
 def is_evictable(spec: KVCacheSpec) -> bool:
     """Whether a layer with this spec can evict: plain causal full attention, and nothing else."""
     return (
-        type(spec) is FullAttentionSpec
+        (type(spec) is FullAttentionSpec or (type(spec) is MLAAttentionSpec and _is_dense(spec)))
         and spec.sliding_window is None
         and spec.attention_chunk_size is None
         and not spec.non_causal
         and spec.num_head_slots is None
         and spec.state_content_bytes is None
         and spec.tokens_per_state == 1
+    )
+
+
+def _is_dense(spec: MLAAttentionSpec) -> bool:
+    """Whether a layer with a latent cache attends to all of it."""
+    return (
+        spec.alignment is None
+        and spec.model_version is None
+        and not spec.is_index_group_leader
+        and not spec.non_causal_multi_token_decode
     )

@@ -15,6 +15,8 @@ logger = init_logger("vllm.kv_eviction.auto")
 
 WITH_PROFILE = "probe"
 WITHOUT_PROFILE = "ada-defensive"
+LATENT = "snapkv"
+"""Of a latent cache, which has one head and no values."""
 BUDGET = "25%"
 """Where no profile says which budget it was made for."""
 
@@ -41,8 +43,10 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
         if config.profile not in (None, AUTO):
             raise
         refusal = str(error)
-    found = _changed(config, {"policy": WITHOUT_PROFILE, "profile": None} | _budget(config, BUDGET))
-    return _settled(vllm_config, config, found, refusal)
+    latent = vllm_config.model_config.use_mla
+    without = LATENT if latent else WITHOUT_PROFILE
+    found = _changed(config, {"policy": without, "profile": None} | _budget(config, BUDGET))
+    return _settled(vllm_config, config, found, "" if latent else refusal)
 
 
 def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:

@@ -6,6 +6,8 @@ The worker looks again at the real layers, for what no configuration tells.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.settings.memory import evictable_stages
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.settings.config import EvictionConfig
+
+DISTANCES = ("subgen",)
+"""Policies that compare keys with each other."""
 
 WITHOUT = "serve this model without --kv-eviction"
 
@@ -38,10 +43,11 @@ def _platform(vllm_config: "VllmConfig") -> bool:
 def _block_size(vllm_config: "VllmConfig") -> bool:
     from vllm.platforms import current_platform
 
-    cache = vllm_config.cache_config
+    cache, latent = vllm_config.cache_config, vllm_config.model_config.use_mla
     if current_platform.is_cpu():
         # Left to vLLM 0.33's CPU build it is chosen once the model is loaded.
-        return cache.user_specified_block_size and cache.block_size % 32 != 0
+        given = cache.user_specified_block_size
+        return given and cache.block_size % (16 if latent else 32) != 0
     return cache.block_size % 16 != 0
 
 
@@ -72,6 +78,20 @@ def _narrow_values(vllm_config: "VllmConfig") -> bool:
     size = getattr(model.hf_text_config, "v_head_dim", None)
     # Latent attention pads its values where it is served without its latent cache.
     return not model.is_deepseek_mla and size not in (None, model.get_head_size())
+
+
+def _sparse(vllm_config: "VllmConfig") -> bool:
+    text = vllm_config.model_config.hf_text_config
+    return hasattr(text, "index_topk") or hasattr(text, "compress_ratios")
+
+
+def _latent_backend(vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM serves MLA with another backend than its reference for CPUs."""
+    from vllm.platforms import current_platform
+
+    named = vllm_config.attention_config.backend
+    amx = torch.cpu._is_amx_tile_supported() and (named is None or named.name != "CPU_MLA")
+    return not current_platform.is_cpu() or amx
 
 
 def _bidirectional(vllm_config: "VllmConfig") -> bool:
@@ -119,12 +139,6 @@ REFUSALS = (
         "every layer of this one has a sliding window, which bounds its cache already",
         WITHOUT,
         lambda c: c.cache_config.sliding_window is not None,
-    ),
-    Refusal(
-        "MLA models",
-        "all heads share one latent entry per token, so heads cannot evict apart",
-        WITHOUT,
-        lambda c: c.model_config.use_mla,
     ),
     Refusal(
         "values of another size than their keys",
@@ -256,6 +270,52 @@ GROUP_REFUSALS = (
     ),
 )
 
+LATENT_REFUSALS = (
+    Refusal(
+        "sparse MLA models",
+        "their indexer keeps every token in a cache of its own",
+        WITHOUT,
+        _sparse,
+    ),
+    Refusal(
+        "MLA models on GPUs and on CPUs with AMX",
+        "it has run on vLLM's CPU_MLA backend only",
+        "on a CPU set --attention-backend CPU_MLA, elsewhere serve this model without "
+        "--kv-eviction",
+        _latent_backend,
+    ),
+    Refusal(
+        "MLA models with recurrent layers",
+        "it has not been tried with them",
+        WITHOUT,
+        lambda c: c.model_config.is_hybrid,
+    ),
+    Refusal(
+        "MLA models with pipeline parallelism",
+        "it has not been tried with it",
+        "set --pipeline-parallel-size to 1",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "MLA models under Model Runner V2",
+        "it has not been tried with it",
+        "set VLLM_USE_V2_MODEL_RUNNER to 0",
+        lambda c: c.use_v2_model_runner,
+    ),
+    Refusal(
+        "speculative decoding of MLA models",
+        "it has not been tried with it",
+        "remove --speculative-config or serve without --kv-eviction",
+        lambda c: c.speculative_config is not None,
+    ),
+    Refusal(
+        "FP8 caches of MLA models",
+        "it has not been tried with them",
+        "set --kv-cache-dtype to auto",
+        lambda c: c.cache_config.cache_dtype in CACHE_DTYPES,
+    ),
+)
+
 PRESSURE_REFUSALS = (
     Refusal(
         "--kv-eviction-when pressure with speculative decoding",
@@ -277,22 +337,37 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
         ValueError: In one sentence: what is unsupported, why, and what to do.
 
     """
+    latent = vllm_config.model_config.use_mla
     refusals = REFUSALS + (GROUP_REFUSALS if config.has_groups else ())
+    refusals += LATENT_REFUSALS if latent else ()
     for refusal in refusals + (PRESSURE_REFUSALS if config.when == "pressure" else ()):
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())
-    _check_policies(config)
+    _check_policies(config, latent)
 
 
-def _check_policies(config: "EvictionConfig") -> None:
+def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
     """Refuse policies that do not load, or whose attention path this platform does not have."""
     from vllm.platforms import current_platform
 
     from vllm_kvevict.policies.base import WeightedScorer
     from vllm_kvevict.policies.registry import build_policies
 
+    if latent and config.profile is not None:
+        raise ValueError(
+            "KV eviction does not support --kv-eviction-profile for MLA models, because a profile "
+            "has shares of heads and probes of keys; remove the flag."
+        )
     # Also where nothing is refused: a policy of another package may not load.
     policies = build_policies(config).items()
+    for name, policy in policies if latent else ():
+        scorer = policy.scorer
+        values = scorer.needs_values or scorer.needs_value_shares or scorer.page_channels
+        if values or name in DISTANCES:
+            raise ValueError(
+                f"KV eviction does not support the policy {name} for MLA models, because a latent "
+                "cache has no keys and values of its own; choose snapkv, tova or streaming-llm."
+            )
     if current_platform.is_cpu():
         return
     for name, policy in policies:

@@ -96,7 +96,8 @@ HOOKS = {
             VllmConfig.attention_config ParallelConfig.decode_context_parallel_size
             ParallelConfig.prefill_context_parallel_size ParallelConfig.use_ubatching
             ParallelConfig.enable_elastic_ep ParallelConfig.enable_fault_tolerance
-            AttentionConfig.use_non_causal AttentionConfig.hisparse_config
+            AttentionConfig.use_non_causal AttentionConfig.hisparse_config AttentionConfig.backend
+            VllmConfig.use_v2_model_runner
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
     },
@@ -120,6 +121,9 @@ HOOKS = {
             FullAttentionSpec.is_uniform_with_collection FullAttentionSpec.sliding_window
             AttentionSpec.num_kv_heads FullAttentionSpec.attention_chunk_size
             AttentionSpec.head_size FullAttentionSpec.max_memory_usage_bytes(vllm_config)
+            MLAAttentionSpec.merge(specs) MLAAttentionSpec.head_size_v MLAAttentionSpec.alignment
+            MLAAttentionSpec.model_version MLAAttentionSpec.is_index_group_leader
+            MLAAttentionSpec.non_causal_multi_token_decode
         """,
     },
     "engine/blocks.py": {

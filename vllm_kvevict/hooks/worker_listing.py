@@ -23,6 +23,7 @@ WORKER_HOOKS = {
         "vllm.model_executor.layers.attention.attention": """
             Attention.kv_sharing_target_layer_name Attention.head_size Attention.head_size_v
         """,
+        "vllm.model_executor.layers.attention.mla_attention": "MLAAttention.use_sparse",
         "vllm.config": "CompilationConfig.static_forward_context CacheConfig.enable_prefix_caching",
         "vllm.v1.kv_cache_interface": """
             AttentionSpec MLAAttentionSpec MambaSpec KVCacheConfig.kv_cache_groups
@@ -43,7 +44,9 @@ WORKER_HOOKS = {
     "worker/cpu.py": {
         "vllm.v1.worker.cpu_worker": "CPUWorker",
         "vllm.v1.attention.selector": "_cached_get_attn_backend",
-        "vllm.v1.attention.backends.registry": "AttentionBackendEnum.CPU_ATTN register_backend",
+        "vllm.v1.attention.backends.registry": """
+            AttentionBackendEnum.CPU_ATTN AttentionBackendEnum.CPU_MLA register_backend
+        """,
         "vllm._custom_ops": "cpu_attn_reshape_and_cache(kv_cache_dtype)",
         "vllm.v1.attention.backend": "AttentionLayer._k_scale_float AttentionLayer._v_scale_float",
     },
@@ -125,6 +128,21 @@ WORKER_HOOKS = {
             cpu_attn_get_scheduler_metadata(kv_cache_dtype) cpu_attention_with_kv_cache(s_aux,
             k_scale,v_scale,kv_cache_dtype)
         """,
+    },
+    "attention/latent.py": {
+        "vllm.model_executor.layers.attention.mla_attention": """
+            MLACommonMetadata.num_decode_tokens MLAAttention.layer_name
+            MLAAttention.process_weights_after_loading
+            MLACommonMetadataBuilder.__init__(metadata_cls)
+            MLACommonMetadataBuilder.build(common_prefix_len,common_attn_metadata,fast_build)
+        """,
+        "vllm.v1.attention.backends.mla.cpu_mla": """
+            CPUMLABackend CPUMLAImpl.qk_nope_head_dim CPUMLAImpl.qk_rope_head_dim
+            CPUMLAImpl.forward_mqa(q,kv_c_and_k_pe_cache,attn_metadata,layer)
+            CPUMLAImpl.forward_mha(q,kv_c_normed,k_pe,kv_c_and_k_pe_cache,attn_metadata,k_scale,
+            output,output_scale)
+        """,
+        "vllm.v1.attention.backend": "CommonAttentionMetadata.replace",
     },
     "attention/flash.py": {
         "vllm.v1.attention.backends.flash_attn": """

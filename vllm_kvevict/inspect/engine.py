@@ -135,7 +135,8 @@ def start(engine_args: Any) -> Any:
     from vllm import LLM
 
     try:
-        return LLM.from_engine_args(engine_args)
+        # A copy has the fields alone, without what our flags noted beside them.
+        return LLM.from_engine_args(replace(engine_args))
     except (OSError, ValueError) as error:
         raise InspectError(first_line(error)) from None
 

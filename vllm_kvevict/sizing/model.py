@@ -6,6 +6,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_quant_mode,
 )
@@ -87,4 +88,6 @@ def _spec(vllm_config: "VllmConfig", kind: str) -> "FullAttentionSpec | SlidingW
     )
     if kind == "sliding_attention":
         return SlidingWindowSpec(**shape, sliding_window=model.get_sliding_window())
+    if model.use_mla:
+        return MLAAttentionSpec(**shape, max_tp_shards=1, cache_dtype_str=cache_dtype)
     return FullAttentionSpec(**shape)

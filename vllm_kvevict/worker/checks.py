@@ -4,6 +4,8 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec
 
+from vllm_kvevict.cache.spec import is_evictable
+
 
 def check_specs(specs: dict[str, KVCacheSpec]) -> None:
     """Refuse kinds of layers that the configuration does not always reveal.
@@ -15,11 +17,18 @@ def check_specs(specs: dict[str, KVCacheSpec]) -> None:
     for name, spec in specs.items():
         # Recurrent layers keep one state, which stays.
         known = isinstance(spec, (AttentionSpec, MambaSpec))
-        if not known or isinstance(spec, MLAAttentionSpec):
+        if not known or (isinstance(spec, MLAAttentionSpec) and not is_evictable(spec)):
             raise ValueError(
                 f"KV eviction does not support {type(spec).__name__} (layer {name}), whose state "
                 "cannot be dropped token by token: serve this model without --kv-eviction."
             )
+    kinds = {type(spec) for spec in specs.values()}
+    if MLAAttentionSpec in kinds and len(kinds) > 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"KV eviction does not support latent caches (MLA) beside other layers ({names}), "
+            "which has not been tried: serve this model without --kv-eviction."
+        )
 
 
 def check_layer(name: str, layer: Any) -> None:
@@ -41,7 +50,13 @@ def check_layer(name: str, layer: Any) -> None:
             f"(layer {name}), but one a layer: serve it without --kv-cache-dtype fp8 or without "
             "--kv-eviction."
         )
-    if layer.head_size_v != layer.head_size:
+    if getattr(layer, "use_sparse", False):
+        raise ValueError(
+            "KV eviction does not support sparse attention, whose indexer keeps every token in a "
+            f"cache of its own (layer {name}): serve this model without --kv-eviction."
+        )
+    # A latent cache holds no values.
+    if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
         raise ValueError(
             "KV eviction does not support values of another size than their keys (layer "
             f"{name}): serve this model without --kv-eviction."

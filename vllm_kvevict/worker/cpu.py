@@ -9,9 +9,11 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_kvevict.attention.latent import EvictingLatentImpl
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.cache.spec import EvictableAttentionSpec, EvictableLatentSpec
+from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
 
@@ -21,6 +23,9 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
     def _register_backend(self) -> None:
         register_backend(
             AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.attention.cpu.EvictingCPUBackend"
+        )
+        register_backend(
+            AttentionBackendEnum.CPU_MLA, "vllm_kvevict.attention.latent.EvictingLatentBackend"
         )
         # An engine without eviction may have run in this process and chosen vLLM's backend.
         selector._cached_get_attn_backend.cache_clear()
@@ -34,6 +39,9 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
                 "another; serve this model without --kv-eviction."
             )
         size = spec.block_size * (spec.head_size + spec.head_size_v)
+        if isinstance(spec, EvictableLatentSpec):
+            latent = PageLayout.latent(spec.block_size, spec.head_size)
+            return LayerCache(cache.view(-1, size), latent, layer.impl.scale, softcap=0.0)
         return LayerCache(
             pages=cache.view(-1, size),
             layout=measure_layout(
@@ -50,6 +58,13 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
             value_scale=layer._v_scale_float,
             sinks=sinks_of(layer.impl),
         )
+
+    def _bind(self, worker: WorkerEviction) -> None:
+        super()._bind(worker)
+        for name in self._evictable_layers:
+            layer = self._layer(name)
+            if isinstance(layer.impl, EvictingLatentImpl):
+                layer.impl.layer = layer
 
 
 @lru_cache

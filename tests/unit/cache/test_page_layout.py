@@ -79,3 +79,15 @@ def test_a_lossy_packing_is_refused():
 
     with pytest.raises(ValueError, match="not a permutation"):
         PageLayout.measure(write, 8, 4, torch.float32, torch.float32)
+
+
+def test_entries_of_a_latent_cache_move_whole():
+    layout = PageLayout.latent(4, 6)
+    pages = torch.arange(3 * 24.0).view(3, 24)
+    entries = pages.clone().view(3, 4, 6)
+    assert torch.equal(layout.read_keys(pages, torch.tensor([2, 0])), entries[[2, 0]])
+    # Page 1 takes tokens of itself and of others.
+    layout.copy(pages, torch.tensor([0, 1, 1, 2]), torch.tensor([3, 0, 2, 1]), torch.tensor([1]))
+    expected = torch.stack([entries[0, 3], entries[1, 0], entries[1, 2], entries[2, 1]])
+    assert torch.equal(pages.view(3, 4, 6)[1], expected)
+    assert torch.equal(pages.view(3, 4, 6)[[0, 2]], entries[[0, 2]])

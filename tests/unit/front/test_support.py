@@ -3,12 +3,18 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_kvevict.front import support
-from vllm_kvevict.front.support import GROUP_REFUSALS, PRESSURE_REFUSALS, REFUSALS
+from vllm_kvevict.front.support import (
+    GROUP_REFUSALS,
+    LATENT_REFUSALS,
+    PRESSURE_REFUSALS,
+    REFUSALS,
+)
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import evictable_layers
 
@@ -153,8 +159,7 @@ def assert_sentence(message: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "what", "why"),
     [
-        ("DeepseekV2ForCausalLM", "MLA models", "share one latent entry"),
-        ("GlmMoeDsaForCausalLM", "MLA models", "share one latent entry"),
+        ("GlmMoeDsaForCausalLM", "sparse MLA models", "indexer keeps every token"),
         ("MiMoV2FlashForCausalLM", "values of another size than their keys", "of its own"),
         ("MambaForCausalLM", "models without full-attention layers", "without attention"),
         ("MistralForCausalLM", "models without full-attention layers", "has a sliding window"),
@@ -379,6 +384,93 @@ def test_accepts(build: Build, architecture: str, options: dict[str, Any]) -> No
     assert config.parallel_config.worker_cls == "vllm_kvevict.worker.cpu.EvictingCPUWorker"
 
 
+def test_serves_latent_caches_on_their_backend_for_cpus(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = build("DeepseekV2ForCausalLM")
+    assert config.cache_config.block_size == 16 and evictable_layers(config) == 2
+    automatic = build("DeepseekV2ForCausalLM", additional_config={"kv_eviction": "auto"})
+    assert automatic.additional_config["kv_eviction"]["policy"] == "snapkv"
+    build("DeepseekV2ForCausalLM", tensor_parallel_size=2)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    with pytest.raises(ValueError, match="on CPUs with AMX, because") as caught:
+        _check(config)
+    assert_sentence(str(caught.value))
+    config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+    _check(config)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    with pytest.raises(ValueError, match="MLA models on GPUs"):
+        _check(config)
+
+
+@pytest.mark.parametrize(
+    ("policy", "served"),
+    [
+        *((name, True) for name in ("snapkv", "ada-snapkv", "tova", "streaming-llm", "pyramidkv")),
+        *((name, False) for name in ("defensive", "ada-defensive", "h2o", "subgen-stream")),
+        ("subgen", False),
+    ],
+)
+def test_policies_of_latent_caches(build: Build, policy: str, served: bool) -> None:
+    config = build("DeepseekV2ForCausalLM")
+    if served:
+        return _check(config, policy)
+    with pytest.raises(ValueError, match=f"the policy {policy} for MLA models") as caught:
+        _check(config, policy)
+    assert_sentence(str(caught.value))
+
+
+def test_refuses_profiles_of_latent_caches(build: Build) -> None:
+    config = build("DeepseekV2ForCausalLM")
+    with pytest.raises(ValueError, match="-profile for MLA models") as caught:
+        support.check(config, EvictionConfig(policy="snapkv", profile="auto"))
+    assert_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [
+        ("model_config.hf_text_config.index_topk", 32, "sparse MLA models"),
+        ("model_config.hf_text_config.compress_ratios", [1], "sparse MLA models"),
+        ("speculative_config", SimpleNamespace(method="ngram"), "decoding of MLA models"),
+        ("cache_config.cache_dtype", "fp8", "FP8 caches of MLA models"),
+        ("parallel_config.pipeline_parallel_size", 2, "MLA models with pipeline parallelism"),
+    ],
+)
+def test_refuses_beside_latent_caches(build: Build, path: str, value: Any, what: str) -> None:
+    config = build("DeepseekV2ForCausalLM")
+    *owners, name = path.split(".")
+    owner = config
+    for part in owners:
+        owner = getattr(owner, part)
+    object.__setattr__(owner, name, value)
+    with pytest.raises(ValueError, match=what) as caught:
+        _check(config)
+    assert_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "what"),
+    [
+        ("model_config", "is_hybrid", "MLA models with recurrent layers"),
+        (None, "use_v2_model_runner", "under Model Runner V2"),
+    ],
+)
+def test_refuses_what_vllm_derives_beside_latent_caches(
+    build: Build, monkeypatch: pytest.MonkeyPatch, owner: str | None, name: str, what: str
+) -> None:
+    config = build("DeepseekV2ForCausalLM")
+    monkeypatch.setattr(type(getattr(config, owner) if owner else config), name, True)
+    with pytest.raises(ValueError, match=what) as caught:
+        _check(config)
+    assert_sentence(str(caught.value))
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "HND"])
 def test_accepts_head_major_layout(
     build: Build, monkeypatch: pytest.MonkeyPatch, layout: str
@@ -387,7 +479,7 @@ def test_accepts_head_major_layout(
     build()
 
 
-ROWS = REFUSALS + GROUP_REFUSALS + PRESSURE_REFUSALS
+ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + PRESSURE_REFUSALS
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)

@@ -138,11 +138,12 @@ def test_refusals(model, argv, says):
         plan(model, *argv)
 
 
-def test_mla_is_refused(model):
+def test_sparse_mla_is_refused(model):
     from pathlib import Path
 
-    (Path(model) / "config.json").write_text(json.dumps(MLA))
-    with pytest.raises(SizingError, match="does not support MLA models"):
+    sparse = MLA | dict(index_topk=32)
+    (Path(model) / "config.json").write_text(json.dumps(sparse))
+    with pytest.raises(SizingError, match="does not support sparse MLA models"):
         plan(model, *LOAD, *KV)
 
 

@@ -9,15 +9,18 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 from vllm_kvevict.cache.spec import is_evictable
 from vllm_kvevict.worker.checks import check_layer, check_specs
 
 FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+LATENT = FULL | dict(num_kv_heads=1, head_size=576)
 
 
 def test_plain_layers_pass():
+    check_specs({"latent": MLAAttentionSpec(**LATENT)})
     state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
     check_specs({"a": FullAttentionSpec(**FULL), "recurrent": state})
     impl = SimpleNamespace(alibi_slopes=None, sinks=torch.ones(2))
@@ -28,12 +31,24 @@ def test_plain_layers_pass():
     ("spec", "name"),
     [
         (KVCacheSpec(block_size=32), "KVCacheSpec"),
-        (MLAAttentionSpec(**{**FULL, "num_kv_heads": 1}), "MLAAttentionSpec"),
+        (MLAAttentionSpec(**LATENT, is_index_group_leader=True), "MLAAttentionSpec"),
+        (MLAAttentionSpec(**LATENT, state_content_bytes=656), "MLAAttentionSpec"),
+        (MLAAttentionSpec(**LATENT, tokens_per_state=4), "MLAAttentionSpec"),
+        (MLAAttentionSpec(**LATENT, model_version="deepseek_v4"), "MLAAttentionSpec"),
+        (MLAAttentionSpec(**LATENT, non_causal_multi_token_decode=True), "MLAAttentionSpec"),
     ],
 )
 def test_state_that_cannot_lose_tokens_is_refused(spec, name):
     with pytest.raises(ValueError, match=name):
         check_specs({"a": FullAttentionSpec(**FULL), "b": spec})
+
+
+def test_latent_caches_beside_other_layers_are_refused():
+    latent = MLAAttentionSpec(**LATENT)
+    check_specs({"a": latent, "b": latent})
+    for other in (FullAttentionSpec(**FULL), SlidingWindowMLASpec(**LATENT, sliding_window=64)):
+        with pytest.raises(ValueError, match="beside other layers"):
+            check_specs({"a": latent, "b": other})
 
 
 def test_attention_that_needs_more_than_keys_is_refused():
@@ -43,6 +58,13 @@ def test_attention_that_needs_more_than_keys_is_refused():
     plain = SimpleNamespace(alibi_slopes=None)
     with pytest.raises(ValueError, match="values of another size"):
         check_layer("a", SimpleNamespace(impl=plain, head_size=64, head_size_v=32))
+
+
+def test_sparse_attention_is_refused():
+    layer = dict(impl=SimpleNamespace(), head_size=576)
+    check_layer("a", SimpleNamespace(**layer, use_sparse=False))
+    with pytest.raises(ValueError, match="sparse attention"):
+        check_layer("a", SimpleNamespace(**layer, use_sparse=True))
 
 
 def test_scales_of_each_head_are_refused():

@@ -1,0 +1,174 @@
+"""MLA: latent caches evict by token. Tokens and survivors are those of transformers."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e import latent_script as ranked
+from tests.e2e.architectures import MaskedArchitecture, architecture
+from tests.e2e.test_prefill_interval import POINTS, SETTINGS, evicted_at
+from tests.e2e.test_tokens import assert_exact
+from tests.models import random_prompt
+from tests.oracles.engine import Recorder, engine
+from tests.oracles.masked import Kept, Life, check_tokens
+from vllm_kvevict.settings.config import EvictionConfig
+
+PROMPTS = [random_prompt(n, seed=n) for n in (700, 333, 60)]
+EVICTION = dict(budget=128, interval=64)
+POLICIES = (
+    *("snapkv", "ada-snapkv", "tova", "ada-tova", "streaming-llm"),
+    *("scissorhands", "ada-scissorhands", "nacl"),
+)
+WINDOW, BLOCK, POOLED = EvictionConfig(policy="snapkv").window, 16, 7
+
+
+class LatentOracle(MaskedArchitecture):
+    """Also says how much attention the last tokens of a sequence pay to those before them."""
+
+    @torch.inference_mode()
+    def attention(self, tokens: list[int], evictions: list[Kept]) -> torch.Tensor:
+        """[layers, tokens - WINDOW]: averaged over the last WINDOW queries and all heads.
+
+        Every key is made of its latent entry, as transformers does it.
+        """
+        n, life = len(tokens), Life(len(tokens), evictions)
+        self._masks = [self._mask(index, 0, n, life) for index in range(self._layers)]
+        found = self.model(torch.tensor([tokens]), output_attentions=True, use_cache=False)
+        self._masks = []
+        weights = torch.stack([layer[0, :, -WINDOW:, :-WINDOW] for layer in found.attentions])
+        return weights.mean((1, 2))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return architecture("DeepseekV2", tmp_path_factory.mktemp("DeepseekV2"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model):
+    return LatentOracle(model)
+
+
+def test_tokens_of_every_policy(model, oracle):
+    settings = dict(policy=POLICIES[0], allow=POLICIES[1:], **EVICTION)
+    with engine(model, settings) as run:
+        assert run.scheduler.block_size == BLOCK
+        free = run.free_blocks()
+        for name in POLICIES:
+            asked = [{"kv_eviction": name}] * len(PROMPTS)
+            outputs = assert_exact(oracle, run, PROMPTS, 150, asked)
+            assert [len(lives[0].evictions) for lives in run.lives()] == [3, 3, 1], name
+            agreed, total = check_tokens(oracle, PROMPTS[0], outputs[0], [Life(700)])
+            assert agreed < total * 0.9, "the oracle could not tell: full attention agrees"
+            assert run.free_blocks() == free
+
+
+def test_what_is_kept_got_most_attention(model, oracle):
+    """At the end of prefill and in decode, where earlier evictions have taken their share."""
+    with engine(model, dict(policy="snapkv", **EVICTION)) as run:
+        outputs = run.generate(PROMPTS, 150)
+        compared = 0
+        for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
+            tokens, evictions = [*prompt, *output], lives[0].evictions
+            for index, kept in enumerate(evictions):
+                seen = oracle.attention(tokens[: kept.n], evictions[:index])
+                for layer, (mine,) in enumerate(kept.positions):
+                    earlier = evictions[index - 1] if index else None
+                    held = [] if earlier is None else list(earlier.positions[layer][0])
+                    held += range(earlier.tail_start if earlier else 0, kept.n - WINDOW)
+                    pooled = torch.nn.functional.max_pool1d(
+                        seen[layer, held][None], POOLED, stride=1, padding=POOLED // 2
+                    )[0]
+                    score = dict(zip(held, pooled.tolist(), strict=True))
+                    lost = [t for t in held if t < kept.tail_start and t not in set(mine)]
+                    assert len(mine) == (128 - WINDOW) // BLOCK * BLOCK and lost
+                    assert min(score[t] for t in mine) >= max(score[t] for t in lost) - 1e-7
+                    compared += 1
+        assert compared == 4 * 7
+
+
+def test_preemption_and_evictions_in_place(model, oracle):
+    prompts = [random_prompt(n, seed=n) for n in (500, 480, 460, 440, 420, 400)]
+    with engine(
+        model,
+        dict(policy="snapkv", budget=128, interval=256),
+        num_gpu_blocks_override=70,
+        max_model_len=1024,
+    ) as run:
+        assert_exact(oracle, run, prompts, 300)
+        assert run.counters.evictions_in_place > 0
+        assert any(len(lives) > 1 and lives[-1].evictions for lives in run.lives())
+        assert run.free_blocks() == 69
+
+
+def test_eviction_points_inside_prompts(model, oracle):
+    """What follows a point is computed over the store, beside prompts and decoding requests."""
+    prompts = [random_prompt(n, seed=n) for n in (720, 333, 200, 60)]
+    asked = [{}, {}, {"kv_eviction_at": 100, "kv_eviction_budget": 64}, {}]
+    with engine(model, dict(policy="snapkv", **SETTINGS)) as run:
+        free = run.free_blocks()
+        outputs = assert_exact(oracle, run, prompts, 60, asked)
+        assert [points[:-1] for points in evicted_at(run)][:1] == [POINTS]
+        assert evicted_at(run)[2][0] == 100
+        agreed, total = check_tokens(oracle, prompts[0], outputs[0], [Life(720)])
+        assert agreed < total * 0.9, "the oracle could not tell: full attention agrees"
+        assert run.free_blocks() == free
+
+
+def test_layers_with_budgets_of_their_own(model, oracle):
+    with engine(model, dict(policy="pyramidkv", budget=192, interval=64)) as run:
+        assert len(run.worker.kv_eviction.states) > 1
+        assert_exact(oracle, run, PROMPTS, 150)
+        stores = {len(layer[0]) for layer in run.lives()[0][0].evictions[0].positions}
+        assert len(stores) > 1
+
+
+def test_query_compression_and_grouped_experts(tmp_path):
+    path = architecture("DeepseekV3", tmp_path)
+    with engine(path, dict(policy="snapkv", **EVICTION)) as run:
+        assert_exact(MaskedArchitecture(path), run, PROMPTS, 150)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize("policy", ["snapkv", pytest.param("tova", marks=pytest.mark.nightly)])
+def test_two_ranks(model, policy, tmp_path):
+    """Each rank has a cache of its own, and evicts by its own query heads."""
+    target = tmp_path / "result"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.latent_script", str(model), policy, str(target)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | dict(VLLM_CPU_OMP_THREADS_BIND="0|1"),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    result = pickle.loads(target.read_bytes())
+    assert result["leaked"] == 0
+    ranks = []
+    for records in result["records"]:
+        recorder = Recorder({0: [0, 1, 2, 3]})
+        names = sorted({one.eviction.request_id for one in records}, key=lambda n: n.split("-")[0])
+        for name, prompt in zip(names, ranked.PROMPTS, strict=True):
+            recorder.admitted(name, len(prompt))
+        for record in records:
+            recorder(record)
+        ranks.append([recorder.lives[name][0] for name in names])
+    oracle = MaskedArchitecture(model)
+    oracle.group = oracle.heads // 2
+    lives = zip(*ranks, strict=True)
+    apart = 0
+    for prompt, output, (first, second) in zip(
+        ranked.PROMPTS, result["tokens"], lives, strict=True
+    ):
+        for one, other in zip(first.evictions, second.evictions, strict=True):
+            assert (one.n, one.tail_start) == (other.n, other.tail_start)
+            apart += one.positions != other.positions
+            one.positions = [a + b for a, b in zip(one.positions, other.positions, strict=True)]
+        assert check_tokens(oracle, prompt, output, [first]) == (ranked.NEW_TOKENS,) * 2
+    assert (apart > 4) == (policy == "snapkv"), "tova averages over the ranks"
