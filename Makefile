@@ -66,7 +66,7 @@ architectures: setup
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/e2e/test_architectures.py \
 		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/e2e/test_speculation.py \
 		tests/e2e/test_distributed.py tests/e2e/test_drafting.py tests/e2e/test_latent.py \
-		tests/e2e/test_gpu_on_cpu.py tests/e2e/test_audit.py tests/unit/front/test_support.py $(PYTEST_ARGS)
+		tests/e2e/test_gpu_on_cpu.py tests/e2e/test_audit.py tests/e2e/test_ray.py tests/unit/front/test_support.py $(PYTEST_ARGS)
 
 clients: setup setup-clients
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_clients.py $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""deploy/ray for real: two replicas behind one OpenAI endpoint, eviction counted on both."""
+"""Ray: two replicas of deploy/ray behind one OpenAI endpoint, and workers that are actors."""
 
 import contextlib
 import json
@@ -14,9 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.ranks_script import EVICTION, NEW_TOKENS, PROMPTS
+from tests.e2e.test_distributed import NEED_TWO, STAGES, TENSOR
+from tests.oracles.engine import engine
+
 ROOT = Path(__file__).parents[2]
 RESULT = "RESULT "
 MARK = "KVEVICT_RAY_TEST"
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
+"""Actors import the tests, too. The other as in tests/e2e/test_distributed.py."""
 
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed; `make setup` installs it"
@@ -33,16 +39,17 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture(scope="module")
-def run() -> dict[str, Any]:
+def run_script(module: str, *arguments: str) -> dict[str, Any]:
+    """What a script says that starts Ray in the folder that is its last argument."""
     mark = uuid.uuid4().hex
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="kv-ray-", dir="/tmp") as folder:
         log = Path(folder) / "log"
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.ray_script", folder],
-                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {MARK: mark},
+                [sys.executable, "-m", module, *arguments, folder],
+                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT | {MARK: mark},
             )  # fmt: skip
             try:
                 process.wait(timeout=900)
@@ -55,6 +62,11 @@ def run() -> dict[str, Any]:
         text = log.read_text()
     assert process.returncode == 0, text[-6000:]
     return json.loads(text.split(RESULT)[1].splitlines()[0]) | dict(outlived=left)
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    return run_script("tests.e2e.ray_script")
 
 
 def test_both_replicas_evict(run):
@@ -77,3 +89,23 @@ def test_chat(run):
 
 def test_all_of_rays_processes_end(run):
     assert run["processes"] > 5 and run["left"] == [] and run["outlived"] == []
+
+
+@NEED_TWO
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("ada-snapkv", STAGES), pytest.param("snapkv", TENSOR, marks=pytest.mark.nightly)],
+    ids=["stages", "tensor"],
+)
+def test_workers_that_are_actors(tiny_model_kv4: Path, policy: str, options: Any) -> None:
+    """vLLM's executor for several machines: tokens, evictions and blocks are those of one rank."""
+    with engine(tiny_model_kv4, EVICTION | dict(policy=policy), max_num_batched_tokens=256) as run:
+        alone = run.generate(PROMPTS, NEW_TOKENS)
+        counters = run.counters.as_dict()
+    asked = str(tiny_model_kv4), policy, json.dumps(options)
+    result = run_script("tests.e2e.ray_executor_script", *asked)
+    assert result["executor"] == "RayExecutorV2"
+    assert result["tokens"] == alone
+    assert result["leaked"] == 0 and not result["outlived"]
+    for name in ("evictions", "store_blocks_allocated", "tokens_evicted"):
+        assert result["counters"][name] == counters[name] > 0
