@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 WITHOUT = "serve this model without --kv-eviction"
 
 
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+
+
 class Refusal(NamedTuple):
     """One row: ``applies`` says whether the configuration has ``what``; ``advice`` what to do."""
 
@@ -162,7 +165,7 @@ REFUSALS = (
         "step is planned",
         "set the method of --speculative-config to ngram, remove the flag or serve without "
         "--kv-eviction",
-        lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
+        lambda c: c.speculative_config is not None and c.speculative_config.method not in METHODS,
     ),
     Refusal(
         "speculative decoding of models with recurrent layers",
