@@ -78,21 +78,45 @@ class Oracle:
     Args:
         path: The drafter as a Llama.
         first: The drafter's layers are those from this one on.
-        shift: 1 where entry p of its cache is of token p + 1 (EAGLE), 0 where it is of token p.
+        method: Of drafting.
 
     """
 
-    def __init__(self, path: Path, first: int, shift: int) -> None:
-        self.model, self.first, self.shift = MaskedModel(path), first, shift
+    def __init__(self, path: Path, first: int, method: str) -> None:
+        self.model, self.first, self.method = MaskedModel(path), first, method
+        # Entry p of its cache is of token p; with EAGLE and MTP of token p + 1.
+        self.shift = int(method != "draft_model")
+        if method == "eagle3":
+            self._cut_residual()
+
+    def _cut_residual(self) -> None:
+        layer, before = self.model.model.model.layers[0], []
+        layer.register_forward_pre_hook(lambda _, args: before.__setitem__(slice(None), args[:1]))
+        layer.self_attn.register_forward_hook(
+            lambda _, args, output: (output[0] - before[0], *output[1:])
+        )
+
+    def _read(self, tokens: list[int]) -> list[int]:
+        """The tokens that the drafter reads."""
+        return [drafters.ZERO, *tokens[2:]] if self.method == "mtp" else tokens[self.shift :]
 
     def agreed(self, tokens: list[int], cached: int, drafts: list[int], life: Life) -> int:
-        """How many of the drafts that follow ``cached`` tokens and a sampled one are right."""
+        """How many of the drafts that follow ``cached`` tokens and a sampled one are right.
+
+        EAGLE-3 feeds back a state that is not modelled here: all of its drafts count as the first.
+        """
+        if self.method == "eagle3":
+            return len(drafts) * self.agreed_all(tokens, cached, drafts[:1], life)
+        return self.agreed_all(tokens, cached, drafts, life)
+
+    def agreed_all(self, tokens: list[int], cached: int, drafts: list[int], life: Life) -> int:
+        """:meth:`agreed` for drafts that follow from tokens alone."""
         evictions = [
             Kept(kept.n, kept.tail_start, kept.positions[self.first :])
             for kept in life.evictions
             if kept.n < cached
         ]
-        seen = [*tokens[self.shift : cached + 1], *drafts[:-1]]
+        seen = [*self._read(tokens[: cached + 1]), *drafts[:-1]]
         mine = Life(cached + 1 - self.shift, evictions)
         expected = self.model.predictions(seen, mine).argmax(-1).tolist()
         return sum(a == b for a, b in zip(expected, drafts, strict=True))
@@ -102,7 +126,7 @@ class Oracle:
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         model = self.model.model.model
-        ids = torch.tensor([tokens[self.shift :]])
+        ids = torch.tensor([self._read(tokens)])
         layer, embedded = model.layers[0], model.embed_tokens(ids)
         query = layer.self_attn.q_proj(layer.input_layernorm(embedded))
         query = query.unflatten(-1, (self.model.heads, -1)).transpose(1, 2)
@@ -129,26 +153,29 @@ def places(run: Any) -> list[list[int]]:
     return [[kept.n for kept in lives[0].evictions] for lives in run.lives()]
 
 
-def checkpoints(method: str, folder: Path) -> tuple[Path, Path]:
-    """The model and what drafts for it."""
+def checkpoints(method: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """The model as a Llama, what is served, and what drafts for it."""
+    speculative: dict[str, Any] = dict(method=method, num_speculative_tokens=DRAFTS)
     if method == "draft_model":
         model = cached_tiny_llama()
-        return model, model
+        return model, model, speculative | dict(model=str(model))
     model = drafters.one_layer(folder / "model")
-    return model, getattr(drafters, method)(folder / "draft", model)
+    if method == "mtp":
+        return model, drafters.mimo(folder / "mimo", model), speculative
+    draft = getattr(drafters, method)(folder / "draft", model)
+    return model, model, speculative | dict(model=str(draft))
 
 
 def main(method: str, policy: str, folder: Path, **options: Any) -> None:
-    model, draft = checkpoints(method, folder)
+    model, served, speculative = checkpoints(method, folder)
     eviction = dict(policy=policy, budget=96, interval=32)
-    speculative = dict(method=method, model=str(draft), num_speculative_tokens=DRAFTS)
     with engine(
-        model, eviction, speculative_config=speculative, max_model_len=1024, **options
+        served, eviction, speculative_config=speculative, max_model_len=1024, **options
     ) as run:
         names = run.worker.kv_eviction.states[0].layer_names
         target = MaskedModel(model)
         first = len(target.model.model.layers)
-        oracle = Oracle(model, first, shift=int(method != "draft_model"))
+        oracle = Oracle(model, first, method)
         drafter, windows = Drafter(run), Windows(run, names[first])
         free = run.free_blocks()
         drafter.answers = expected = run.generate(PROMPTS, NEW_TOKENS)
