@@ -181,8 +181,11 @@ def main(method: str, policy: str, folder: Path, **options: Any) -> None:
         drafter.answers = expected = run.generate(PROMPTS, NEW_TOKENS)
         natural = drafter.drafted, drafter.accepted
         where = places(run)
-        evicted_at = {(key, kept.n) for key in run.recorder.lives
-                      for kept in run.recorder.lives[key][-1].evictions}
+        evicted_at = {
+            (key, kept.n)
+            for key in run.recorder.lives
+            for kept in run.recorder.lives[key][-1].evictions
+        }
         unexplained = sum(at not in evicted_at for at in drafter.rejected_at)
         alike = total_kept = agreed = full = right = made = unlike = 0
         for drafter.phase in (None, *range(EVERY)):

@@ -6,6 +6,7 @@ The worker looks again at the real layers, for what no configuration tells.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvevict.front.drafting import METHODS, check_drafting
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.settings.memory import evictable_layers
 
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from vllm_kvevict.settings.config import EvictionConfig
 
 WITHOUT = "serve this model without --kv-eviction"
-
-
-METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 
 
 class Refusal(NamedTuple):
@@ -161,11 +159,13 @@ REFUSALS = (
     # Features.
     Refusal(
         "this method of speculative decoding",
-        "layers that draft would have to evict with the others, and drafts must be known when a "
-        "step is planned",
-        "set the method of --speculative-config to ngram, remove the flag or serve without "
-        "--kv-eviction",
-        lambda c: c.speculative_config is not None and c.speculative_config.method not in METHODS,
+        "drafts must be known when a step is planned, and it has not been tried",
+        f"set the method of --speculative-config to one of ngram, {', '.join(METHODS)}, remove "
+        "the flag or serve without --kv-eviction",
+        lambda c: (
+            c.speculative_config is not None
+            and c.speculative_config.method not in ("ngram", *METHODS)
+        ),
     ),
     Refusal(
         "speculative decoding of models with recurrent layers",
@@ -288,6 +288,7 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())
     _check_policies(config)
+    check_drafting(vllm_config, config)
 
 
 def _check_policies(config: "EvictionConfig") -> None:
