@@ -34,6 +34,8 @@ class Drafter:
         self.drafted = self.accepted = 0
         self.made: list[tuple[int, int, list[int]]] = []
         """Prompt, tokens of its cache, and what the drafter itself drafted then."""
+        self.given: list[dict[int, int]] = [{} for _ in PROMPTS]
+        """What vLLM said is the next token, by prompt and entry of the cache, before its end."""
         self.rejected_at: list[tuple[str, int]] = []
         self._runner = run.worker.model_runner
         self._propose = self._runner.drafter.propose
@@ -52,6 +54,8 @@ class Drafter:
             index = [prompt[0] for prompt in PROMPTS].index(first[row])
             prompt = PROMPTS[index]
             if cached < len(prompt):
+                # vLLM takes the prompt's last token for the one that follows a chunk.
+                self.given[index][cached - 1] = int(kwargs["next_token_ids"][row])
                 continue
             self.made.append((index, cached, drafts[row].tolist()))
             if self.phase is not None:
@@ -96,29 +100,31 @@ class Oracle:
             lambda _, args, output: (output[0] - before[0], *output[1:])
         )
 
-    def _read(self, tokens: list[int]) -> list[int]:
-        """The tokens that the drafter reads."""
-        return [drafters.ZERO, *tokens[2:]] if self.method == "mtp" else tokens[self.shift :]
+    def read(self, tokens: list[int], given: dict[int, int]) -> list[int]:
+        """The tokens of the drafter's cache."""
+        if self.method == "draft_model":
+            return tokens
+        seen = [given.get(entry, token) for entry, token in enumerate(tokens[1:])]
+        return [drafters.ZERO, *seen[1:]] if self.method == "mtp" else seen
 
-    def agreed(self, tokens: list[int], cached: int, drafts: list[int], life: Life) -> int:
-        """How many of the drafts that follow ``cached`` tokens and a sampled one are right.
+    def agreed(self, seen: list[int], cached: int, drafts: list[int], life: Life) -> int:
+        """How many drafts that follow ``cached`` tokens and a sampled one, ``seen``, are right.
 
         EAGLE-3 feeds back a state that is not modelled here: all of its drafts count as the first.
         """
         if self.method == "eagle3":
-            return len(drafts) * self.agreed_all(tokens, cached, drafts[:1], life)
-        return self.agreed_all(tokens, cached, drafts, life)
+            return len(drafts) * self.agreed_all(seen, cached, drafts[:1], life)
+        return self.agreed_all(seen, cached, drafts, life)
 
-    def agreed_all(self, tokens: list[int], cached: int, drafts: list[int], life: Life) -> int:
+    def agreed_all(self, seen: list[int], cached: int, drafts: list[int], life: Life) -> int:
         """:meth:`agreed` for drafts that follow from tokens alone."""
         evictions = [
             Kept(kept.n, kept.tail_start, kept.positions[self.first :])
             for kept in life.evictions
             if kept.n < cached
         ]
-        seen = [*self._read(tokens[: cached + 1]), *drafts[:-1]]
-        mine = Life(cached + 1 - self.shift, evictions)
-        expected = self.model.predictions(seen, mine).argmax(-1).tolist()
+        mine = Life(len(seen), evictions)
+        expected = self.model.predictions([*seen, *drafts[:-1]], mine).argmax(-1).tolist()
         return sum(a == b for a, b in zip(expected, drafts, strict=True))
 
     def queries(self, tokens: list[int]) -> torch.Tensor:
@@ -126,7 +132,7 @@ class Oracle:
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         model = self.model.model.model
-        ids = torch.tensor([self._read(tokens)])
+        ids = torch.tensor([tokens])
         layer, embedded = model.layers[0], model.embed_tokens(ids)
         query = layer.self_attn.q_proj(layer.input_layernorm(embedded))
         query = query.unflatten(-1, (self.model.heads, -1)).transpose(1, 2)
@@ -203,12 +209,14 @@ def main(method: str, policy: str, folder: Path, **options: Any) -> None:
             for index, cached, drafts in drafter.made:
                 tokens = [*PROMPTS[index], *expected[index]]
                 if cached < len(tokens) - 1:
-                    right += oracle.agreed(tokens, cached, drafts, lives[index][0])
+                    seen = oracle.read(tokens[: cached + 1], drafter.given[index])
+                    right += oracle.agreed(seen, cached, drafts, lives[index][0])
                     made += len(drafts)
             for request_id, n, recorded in windows.seen:
                 order = sorted(run.recorder.lives, key=lambda key: int(key.split("-")[0]))
                 index = order.index(request_id)
                 tokens = [*PROMPTS[index], *expected[index]][: n + oracle.shift]
+                tokens = oracle.read(tokens, drafter.given[index])
                 near = torch.isclose(recorded, oracle.queries(tokens)[-32:], atol=1e-3)
                 unlike += int((~near).sum())
         result = dict(
