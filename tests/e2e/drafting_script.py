@@ -24,17 +24,19 @@ class Drafter:
 
     Args:
         run: The engine.
+        prompts: Of all requests; no two begin alike where drafts are replaced.
 
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, prompts: list[list[int]]) -> None:
+        self._prompts = prompts
         self.answers: list[list[int]] = []
         self.phase: int | None = None
         """Where every fourth token is wrong; None leaves the drafts as they are."""
         self.drafted = self.accepted = 0
         self.made: list[tuple[int, int, list[int]]] = []
         """Prompt, tokens of its cache, and what the drafter itself drafted then."""
-        self.given: list[dict[int, int]] = [{} for _ in PROMPTS]
+        self.given: list[dict[int, int]] = [{} for _ in prompts]
         """What vLLM said is the next token, by prompt and entry of the cache, before its end."""
         self.rejected_at: list[tuple[str, int]] = []
         self._runner = run.worker.model_runner
@@ -51,8 +53,8 @@ class Drafter:
         drafts = self._propose(**kwargs)
         first = self._runner.input_batch.token_ids_cpu[:, 0]
         for row, cached in enumerate(lengths.tolist()):
-            index = [prompt[0] for prompt in PROMPTS].index(first[row])
-            prompt = PROMPTS[index]
+            index = [prompt[0] for prompt in self._prompts].index(first[row])
+            prompt = self._prompts[index]
             if cached < len(prompt):
                 # vLLM takes the prompt's last token for the one that follows a chunk.
                 self.given[index][cached - 1] = int(kwargs["next_token_ids"][row])
@@ -182,7 +184,7 @@ def main(method: str, policy: str, folder: Path, **options: Any) -> None:
         target = MaskedModel(model)
         first = len(target.model.model.layers)
         oracle = Oracle(model, first, method)
-        drafter, windows = Drafter(run), Windows(run, names[first])
+        drafter, windows = Drafter(run, PROMPTS), Windows(run, names[first])
         free = run.free_blocks()
         drafter.answers = expected = run.generate(PROMPTS, NEW_TOKENS)
         natural = drafter.drafted, drafter.accepted
