@@ -21,7 +21,7 @@ POLICIES = ("ada-snapkv", "streaming-llm", "ada-defensive")
 def main(method: str, folder: Path, **eviction: Any) -> None:
     model, served, speculative = checkpoints(method, folder)
     eviction = dict(policy=POLICIES[0], allow=POLICIES, budget=96, interval=32) | eviction
-    options = dict(num_gpu_blocks_override=20, max_num_batched_tokens=192, max_num_seqs=6)
+    options = dict(num_gpu_blocks_override=22, max_num_batched_tokens=192, max_num_seqs=6)
     with engine(
         served, eviction, speculative_config=speculative, max_model_len=608,
         enable_prefix_caching=True, **options,
@@ -37,6 +37,16 @@ def main(method: str, folder: Path, **eviction: Any) -> None:
             return hit
 
         run.scheduler._get_local_prefix_cache_hit = counted
+        schedule, steps = run.scheduler.schedule, 0
+
+        def preempting(*args: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 60:
+                run.scheduler.reset_prefix_cache(reset_running_requests=True)
+            return schedule(*args)
+
+        run.scheduler.schedule = preempting
         for _ in range(2):
             asked = [dict(kv_eviction=POLICIES[i % len(POLICIES)]) for i in range(len(PROMPTS))]
             outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
