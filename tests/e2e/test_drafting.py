@@ -45,7 +45,7 @@ def test_drafts_and_tokens_are_those_of_the_oracle(method, policy, options, tmp_
     assert found["full_attention_agreed"] < 0.5 * found["total"]
     assert found["evictions_of_a_request"] >= 3
     assert found["layers_that_draft"] == (4 if method == "draft_model" else 1)
-    assert found["drafts_right"] == found["drafts"] > 1000
+    assert found["drafts_right"] == found["drafts"] > 800
     assert found["accepted"] > 0 and found["rejected"] > 0
     assert found["queries_unlike"] == 0 and found["windows"] == found["kept"]
     assert found["postponed"] == found["blocks_leaked"] == 0
