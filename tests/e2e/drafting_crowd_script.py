@@ -16,6 +16,15 @@ PROMPTS = [
 ]
 NEW_TOKENS = 130
 POLICIES = ("ada-snapkv", "streaming-llm", "ada-defensive")
+INSIDE = [
+    dict(kv_eviction_at=200),
+    dict(kv_eviction_at=100),
+    dict(kv_eviction_prefill_interval=128),
+    {},
+    dict(kv_eviction_prefill_interval=128),
+    {},
+]
+"""What requests ask for in the second round: evictions inside their prompts."""
 
 
 def main(method: str, folder: Path, **eviction: Any) -> None:
@@ -27,7 +36,7 @@ def main(method: str, folder: Path, **eviction: Any) -> None:
         enable_prefix_caching=True, **options,
     ) as run:  # fmt: skip
         drafter, target, free = Drafter(run, PROMPTS), MaskedModel(model), run.free_blocks()
-        hits = agreed = full = preempted = evictions = 0
+        hits = inside = agreed = full = preempted = evictions = 0
         look_up = run.scheduler._get_local_prefix_cache_hit
 
         def counted(request: Any) -> Any:
@@ -47,20 +56,25 @@ def main(method: str, folder: Path, **eviction: Any) -> None:
             return schedule(*args)
 
         run.scheduler.schedule = preempting
-        for _ in range(2):
-            asked = [dict(kv_eviction=POLICIES[i % len(POLICIES)]) for i in range(len(PROMPTS))]
+        for points in ([{}] * len(PROMPTS), INSIDE):
+            asked = [
+                dict(kv_eviction=POLICIES[i % len(POLICIES)], **more)
+                for i, more in enumerate(points)
+            ]
             outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
             for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
                 agreed += check_tokens(target, prompt, output, lives)[0]
                 full += check_tokens(target, prompt, output, [Life(len(prompt))])[0]
                 preempted += len(lives) - 1
                 evictions += sum(len(life.evictions) for life in lives)
+                inside += sum(kept.n < len(prompt) for life in lives for kept in life.evictions)
         result = dict(
             agreed=agreed,
             total=2 * len(PROMPTS) * NEW_TOKENS,
             full_attention_agreed=full,
             preempted=preempted,
             evictions=evictions,
+            inside=inside,
             in_place=run.counters.evictions_in_place,
             hits=hits,
             accepted=drafter.accepted,
