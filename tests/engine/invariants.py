@@ -425,7 +425,8 @@ class Invariants:
                     continue
                 held = sum(not b.is_null for b in manager.req_to_blocks[request_id])
                 held += len(holding.blocks) if holding else 0
-                bound = self.expected.most_blocks(group, request, request.num_computed_tokens + 1)
+                reach = request.num_computed_tokens + 1 + self.scheduler.num_lookahead_tokens
+                bound = self.expected.most_blocks(group, request, reach)
                 assert held <= bound, f"{request_id} holds {held} blocks, bound {bound}"
 
     def check_idle(self) -> None:

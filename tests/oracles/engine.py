@@ -89,10 +89,13 @@ def _first(copy: Any) -> tuple[int, int]:
 
 
 def layers_by_depth(states: dict[int, Any]) -> dict[int, list[int]]:
-    """Each group's layers, numbered by depth among the layers that evict."""
+    """Each group's layers, numbered by depth among the layers that evict, a draft model's last."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    depth = {g: [extract_layer_index(n) for n in s.layer_names] for g, s in states.items()}
+    def place(name: str) -> tuple[bool, int]:
+        return name.startswith("draft_model."), extract_layer_index(name)
+
+    depth = {g: [place(n) for n in s.layer_names] for g, s in states.items()}
     order = sorted(index for indices in depth.values() for index in indices)
     return {group: [order.index(i) for i in indices] for group, indices in depth.items()}
 

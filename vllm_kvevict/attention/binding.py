@@ -39,11 +39,21 @@ class GroupBinding:
     """Bound to the metadata builder of a group whose layers evict.
 
     Outside a scheduled step (profiling, warm-up) every row counts as not evicted.
+
+    Args:
+        worker: What the backend asks of the worker.
+        state: The group's.
+        beyond: Tokens of a request in a drafter's first pass after those of the step.
+
     """
 
-    def __init__(self, worker: WorkerView, state: GroupState) -> None:
+    guesses = False
+    """Whether the pass computes tokens that a drafter guessed, whose queries are not recorded."""
+
+    def __init__(self, worker: WorkerView, state: GroupState, beyond: int = 0) -> None:
         self._worker = worker
         self.state = state
+        self._beyond = beyond
 
     def rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """[R] int64 state rows in batch order; None outside a scheduled step."""
@@ -60,12 +70,11 @@ class GroupBinding:
 
     def observation(self, common: CommonAttentionMetadata) -> Observation | None:
         """Tokens to record in this step and their ring entries; None where there are none."""
-        ring = self._worker.batch_rings(common)
+        ring = None if self.guesses else self._worker.batch_rings(common)
         if ring is None:
             return None
-        return observe_index(
-            common.query_start_loc, common.seq_lens, ring, self.state.timeline.window
-        )
+        window = self.state.timeline.window
+        return observe_index(common.query_start_loc, common.seq_lens, ring, window, self._beyond)
 
     def accumulation(self, common: CommonAttentionMetadata) -> Accumulation | None:
         """Requests of this step whose policy counts every query; None where there are none."""

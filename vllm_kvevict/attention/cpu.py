@@ -104,6 +104,14 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             stock_tokens=stock_tokens,
         )
 
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> CPUAttentionMetadata:
+        """A drafter's pass: the first is over the step's tokens, later ones are over guesses."""
+        if self.binding is not None:
+            self.binding.guesses = draft_index > 0
+        return super().build_for_drafting(common_attn_metadata, draft_index)
+
 
 class EvictingCPUImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention; evicted requests run as one sequence per (request, KV head)."""

@@ -67,6 +67,7 @@ class EvictableAttentionManager(FullAttentionManager):
         new_computed_blocks: Sequence[KVCacheBlock],
         total_computed_tokens: int,
         num_local_computed_tokens: int,
+        num_tokens_main_model: int,
         *args: Any,
         apply_admission_cap: bool = False,
         **kwargs: Any,
@@ -87,10 +88,12 @@ class EvictableAttentionManager(FullAttentionManager):
                 if self._has_partial_local_hit(computed, num_local_computed_tokens):
                     # The request gets a copy of this block, which vLLM holds too until it is made.
                     computed[-1] = KVCacheBlock(-1, ref_cnt=1)
-                more += self._reservation(state, num_tokens, computed)
+                # Without the slots of drafts that are still to come.
+                end = min(num_tokens, num_tokens_main_model)
+                more += self._reservation(state, end, computed)
         return more + super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens,
-            num_local_computed_tokens, *args, **kwargs,
+            num_local_computed_tokens, num_tokens_main_model, *args, **kwargs,
         )  # fmt: skip
 
     def _at_once(self, state: RequestState, num_tokens: int) -> int:

@@ -65,8 +65,8 @@ class PrefixCaps:
         def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
             return find(block_hashes, min(max_cache_hit_length, self._cap))
 
-        def allocate_new_blocks(request_id: str, num_tokens: int, *args: Any) -> Any:
-            allocated = allocate(request_id, num_tokens, *args)
+        def allocate_new_blocks(request_id: str, slots: int, num_tokens: int, *args: Any) -> Any:
+            allocated = allocate(request_id, slots, num_tokens, *args)
             state = states.get(request_id)
             if state is not None and state.phase is Phase.WAITING:
                 core.admit(state, num_tokens)

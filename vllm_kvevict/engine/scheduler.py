@@ -67,7 +67,7 @@ class EvictionMixin(Scheduler):
         core = EvictionCore(self, table, managers, counters)
         self._reporter = Reporter(counters) if self.log_stats else None
         self._turns = Turns(table, RingSlots(slots) if slots else None, 1 + self.num_spec_tokens)
-        may_share = not (self.use_eagle or self.prefix_replay_tokens)
+        may_share = not (self.num_lookahead_tokens or self.prefix_replay_tokens)
         self._stores = self._make_stores(core, may_share, config)
         self._planner = StepPlanner(core, self._turns, self._stores, self._reporter)
         self._memory = Memory(core, self._turns, self._planner)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from vllm_kvevict.front.drafting import METHODS, check_drafting
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.settings.memory import evictable_stages
 
@@ -176,11 +177,13 @@ REFUSALS = (
     # Features.
     Refusal(
         "this method of speculative decoding",
-        "layers that draft would have to evict with the others, and drafts must be known when a "
-        "step is planned",
-        "set the method of --speculative-config to ngram, remove the flag or serve without "
-        "--kv-eviction",
-        lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
+        "drafts must be known when a step is planned, and it has not been tried",
+        f"set the method of --speculative-config to one of ngram, {', '.join(METHODS)}, remove "
+        "the flag or serve without --kv-eviction",
+        lambda c: (
+            c.speculative_config is not None
+            and c.speculative_config.method not in ("ngram", *METHODS)
+        ),
     ),
     Refusal(
         "speculative decoding of models with recurrent layers",
@@ -344,6 +347,7 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())
     _check_policies(config, latent)
+    check_drafting(vllm_config, config)
 
 
 def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:

@@ -101,11 +101,23 @@ HOOKS = {
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
     },
+    "front/drafting.py": {
+        "vllm.config": """
+            SpeculativeConfig.method SpeculativeConfig.draft_model_config
+            SpeculativeConfig.kv_cache_dtype SpeculativeConfig.parallel_drafting
+            SpeculativeConfig.use_gemma4_mtp SpeculativeConfig.use_step3p5_mtp
+            SpeculativeConfig.use_multi_module_mtp
+            SpeculativeConfig.uses_dynamic_speculative_decoding VllmConfig.use_v2_model_runner
+            ModelConfig.get_num_kv_heads(parallel_config) ModelConfig.is_multimodal_model
+            ParallelConfig.world_size_across_dp
+        """,
+    },
     "settings/memory.py": {
         "vllm.config": """
             ModelConfig.get_total_num_hidden_layers ModelConfig.get_head_size
             ModelConfig.get_num_attention_heads(parallel_config)
             ParallelConfig.pipeline_parallel_size
+            SpeculativeConfig.uses_draft_kv_cache SpeculativeConfig.draft_model_config
         """,
         "vllm.distributed.utils": "get_pp_indices(num_hidden_layers,pp_rank,pp_size)",
     },
@@ -135,6 +147,7 @@ HOOKS = {
             FullAttentionManager.req_to_blocks
             FullAttentionManager.get_num_blocks_to_allocate(request_id,num_tokens,
             new_computed_blocks,total_computed_tokens,num_local_computed_tokens,
+            num_tokens_main_model,
             apply_admission_cap) FullAttentionManager._has_partial_local_hit
             FullAttentionManager.pop_blocks_for_free(request_id)
             FullAttentionManager.add_local_computed_blocks(request_id)
@@ -194,7 +207,7 @@ HOOKS = {
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
             Scheduler.update_draft_token_ids(draft_token_ids) Scheduler.block_size
             Scheduler.kv_cache_manager Scheduler.num_spec_tokens Scheduler.connector
-            Scheduler.use_eagle Scheduler.prefix_replay_tokens
+            Scheduler.num_lookahead_tokens Scheduler.prefix_replay_tokens
             Scheduler._handle_blocked_waiting_request(request)
         """,
         "vllm.v1.core.sched.async_scheduler": """
@@ -213,7 +226,7 @@ HOOKS = {
         "vllm.v1.core.kv_cache_coordinator": """
             KVCacheCoordinator.cache_blocks(request,num_computed_tokens)
             KVCacheCoordinator.find_longest_cache_hit(block_hashes,max_cache_hit_length)
-            KVCacheCoordinator.allocate_new_blocks(request_id,num_tokens)
+            KVCacheCoordinator.allocate_new_blocks(request_id,num_tokens,num_tokens_main_model)
         """,
         "vllm.v1.core.block_pool": """
             BlockPool.get_cached_block(block_hash,kv_cache_group_ids) BlockPool.hash_block_size

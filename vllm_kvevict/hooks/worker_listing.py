@@ -12,7 +12,14 @@ WORKER_HOOKS = {
             Worker.initialize_from_config(kv_cache_config) Worker.execute_model(scheduler_output)
             Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
         """,
-        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner.attn_groups GPUModelRunner.get_model",
+        "vllm.v1.worker.gpu_model_runner": """
+            GPUModelRunner.attn_groups GPUModelRunner.get_model GPUModelRunner.drafter
+        """,
+        "vllm.v1.spec_decode.llm_base_proposer": """
+            SpecDecodeBaseProposer.draft_attn_groups
+            SpecDecodeBaseProposer.net_num_new_slots_per_request
+        """,
+        "vllm.v1.worker.utils": "AttentionGroup.kv_cache_group_id",
         "vllm.distributed.parallel_state": """
             get_pp_group GroupCoordinator.rank_in_group GroupCoordinator.is_last_rank
         """,
@@ -122,6 +129,7 @@ WORKER_HOOKS = {
     "attention/cpu.py": {
         "vllm.v1.attention.backends.cpu_attn": """
             CPUAttentionBackend CPUAttentionMetadataBuilder.build CPUAttentionBackendImpl.forward
+            CPUAttentionMetadataBuilder.build_for_drafting(common_attn_metadata,draft_index)
             CPUAttentionBackendImpl.sinks
         """,
         "vllm._custom_ops": """

@@ -43,11 +43,19 @@ def evictable_layers(vllm_config: "VllmConfig") -> int:
     return sum(evictable_stages(vllm_config))
 
 
+def drafting_layers(vllm_config: "VllmConfig") -> int:
+    """Layers with a cache that only draft; a drafter is whole on every rank that has it."""
+    draft = vllm_config.speculative_config
+    if draft is None or not draft.uses_draft_kv_cache():
+        return 0
+    return draft.draft_model_config.get_total_num_hidden_layers()
+
+
 def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
     """Most bytes of one ring slot on one rank: [layers, window, query heads, head size]."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = blocks_for(model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)
-    layers = min(layers, evictable_layers(vllm_config))
+    layers = min(layers, evictable_layers(vllm_config)) + drafting_layers(vllm_config)
     heads = model.get_num_attention_heads(parallel)
     return layers * config.window * heads * model.get_head_size() * model.dtype.itemsize
 

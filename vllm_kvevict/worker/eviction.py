@@ -118,13 +118,17 @@ class WorkerEviction:
         """The forward pass is over: its evictions are due, if it was run to its end."""
         if run and self.comparison is not None:
             self.comparison.hear(scheduler_output)
-        plan, self._plan, self._batch = self._plan, None, None
-        if run and plan is not None:
+        if run and self._plan is not None:
+            # A drafter reads the plan too, until evictions run.
+            plan = self._plan
             self._due, self._unsettled, self._done = plan.evictions, plan.settle, True
+        else:
+            self._plan = self._batch = None
 
     def evict(self) -> None:
         """Run the evictions that are due."""
         due, done, self._due, self._done = self._due, self._done, (), False
+        self._plan = self._batch = None
         unsettled, self._unsettled = self._unsettled, set()
         if unsettled:
             settle(unsettled)

@@ -310,8 +310,14 @@ class EvictionWorkerMixin(Worker, ABC):
         return RowsV1(self.model_runner, self.scheduler_config.max_num_seqs)
 
     def _bind(self, worker: WorkerEviction) -> None:
+        drafter = getattr(self.model_runner, "drafter", None)
+        # A draft model computes the sampled token with those of the step.
+        more = getattr(drafter, "net_num_new_slots_per_request", 0)
+        drafting = [(one, more) for one in getattr(drafter, "draft_attn_groups", ())]
         for group_id, state in worker.states.items():
-            for attn_group in self.model_runner.attn_groups[group_id]:
+            mine = [(group, 0) for group in self.model_runner.attn_groups[group_id]]
+            mine += [(one, more) for one, more in drafting if one.kv_cache_group_id == group_id]
+            for attn_group, beyond in mine:
                 for builder in attn_group.metadata_builders:
                     if not hasattr(builder, "binding"):
                         raise ValueError(
@@ -324,7 +330,7 @@ class EvictionWorkerMixin(Worker, ABC):
                             f"({state.timeline.block_size} tokens): set --block-size to "
                             f"{builder.kv_cache_spec.block_size}."
                         )
-                    builder.binding = GroupBinding(worker, state)
+                    builder.binding = GroupBinding(worker, state, beyond)
 
     def _layer(self, name: str) -> Any:
         return self.compilation_config.static_forward_context[name]

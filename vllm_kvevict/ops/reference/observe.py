@@ -4,7 +4,11 @@ import torch
 
 
 def observe_index(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, ring: torch.Tensor, window: int
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    ring: torch.Tensor,
+    window: int,
+    beyond: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens of a batch are recorded, and where.
 
@@ -16,17 +20,18 @@ def observe_index(
         seq_lens: [R] int: length of each request, this step's tokens included.
         ring: [R] int: ring slot of each request, -1 for none.
         window: Queries in a slot.
+        beyond: Tokens at the end of each request in the batch that are not recorded.
 
     Returns:
         Token indices [K] and ring entries ``slot * window + p % window`` [K], both int64.
 
     """
     holders = (ring >= 0).nonzero().flatten()
-    ends = query_start_loc[1:][holders].long()
+    ends = query_start_loc[1:][holders].long() - beyond
     counts = (ends - query_start_loc[:-1][holders].long()).clamp(max=window)
     back = counts.repeat_interleave(counts) - _ranges(counts)
     tokens = ends.repeat_interleave(counts) - back
-    positions = seq_lens[holders].long().repeat_interleave(counts) - back
+    positions = (seq_lens[holders].long() - beyond).repeat_interleave(counts) - back
     slots = ring[holders].long().repeat_interleave(counts)
     return tokens, slots * window + positions % window
 

@@ -1,0 +1,70 @@
+"""Layers that draft evict beside those of the model; vLLM 0.32 on the CPU, synchronous.
+
+Every draft that a real drafter makes is the oracle's, over what its layers kept; then right and
+wrong drafts stand at every place around an eviction.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: object) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.e2e.{script}", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+CACHED = dict(enable_prefix_caching=True)
+CHUNKS = dict(max_num_batched_tokens=96, max_num_seqs=8)
+CASES = [
+    ("draft_model", "ada-snapkv", CACHED | CHUNKS),
+    ("eagle", "ada-snapkv", CHUNKS),
+    ("eagle", "ada-defensive", CACHED),
+    ("eagle3", "snapkv", {}),
+    ("mtp", "tova", {}),
+]
+
+
+@pytest.mark.parametrize(("method", "policy", "options"), CASES)
+def test_drafts_and_tokens_are_those_of_the_oracle(method, policy, options, tmp_path):
+    found = run("drafting_script", method, policy, tmp_path, json.dumps(options))
+    assert found["agreed"] == found["total"]
+    assert found["full_attention_agreed"] < 0.5 * found["total"]
+    assert found["evictions_of_a_request"] >= 3
+    assert found["layers_that_draft"] == (4 if method == "draft_model" else 1)
+    assert found["drafts_right"] == found["drafts"] > 800
+    assert found["accepted"] > 0 and found["rejected"] > 0
+    assert found["queries_unlike"] == 0 and found["windows"] == found["kept"]
+    assert found["postponed"] == found["blocks_leaked"] == 0
+    if method == "draft_model":
+        # The model drafts for itself: all its layers keep alike, and only drafts that were made
+        # before an eviction, and verified after it, are wrong.
+        assert found["kept_alike"] == found["kept"]
+        assert found["rejected_far_from_evictions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "eviction"),
+    [("eagle", {}), ("draft_model", dict(shared_blocks="evict")), ("mtp", dict(window=8))],
+)
+def test_a_crowd_that_shares_prefixes_and_is_preempted(method, eviction, tmp_path):
+    found = run("drafting_crowd_script", method, tmp_path, json.dumps(eviction))
+    assert found["agreed"] == found["total"]
+    assert found["full_attention_agreed"] < 0.6 * found["total"]
+    assert found["preempted"] >= 2 and found["hits"] > 0 and found["in_place"] > 0
+    assert found["evictions"] >= 40 and found["inside"] >= 2
+    assert found["accepted"] > 0 and found["rejected"] > 0
+    assert found["blocks_leaked"] == 0

@@ -1,0 +1,55 @@
+"""Slots that a drafter's layers take beyond the tokens of a step."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.test_in_place import parts
+from tests.engine.test_scheduler import SYNC, engine, evictions, tokens
+from vllm_kvevict.engine.memory import Forecast
+
+DRAFTS = 1
+
+
+def with_slots(setup):
+    core = engine(setup)
+    core.scheduler.num_lookahead_tokens = DRAFTS
+    return core
+
+
+def test_an_admission_counts_the_store_where_slots_go_beyond_the_prompt(monkeypatch):
+    """The prompt's eviction is due where its tokens end, not where its slots do."""
+    monkeypatch.setattr(Forecast, "peak", lambda _: 0)
+    core = with_slots(replace(SYNC, max_batched=512, shared="evict", reserve_full=False))
+    first = core.add(tokens(100), 70)
+    core.step()
+    core.settle()
+    sharer = core.add(tokens(100), 70, resumable=True)
+    core.step()
+    core.settle()
+    second = core.add(tokens(96) + tokens(4, 9), 70)
+    # Two blocks beyond the hit, and a store, of which no block is its own.
+    core.hold(5)
+    assert second.request_id not in core.schedule().num_scheduled_tokens
+    core.settle()
+    core.release(1)
+    output = core.schedule()
+    assert evictions(output) == {second.request_id: 100}
+    assert parts(output)[0].reused == 0
+    core.settle()
+    core.release()
+    for request in (first, sharer):
+        core.abort(request)
+    core.finish()
+
+
+@pytest.mark.parametrize("shared", ["keep", "evict"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_blocks_of_slots_come_back(shared, caching):
+    core = with_slots(replace(SYNC, shared=shared, caching=caching))
+    free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    for seed, length in enumerate((103, 64, 150, 31)):
+        core.add(tokens(length, seed % 2), 90)
+    core.finish()
+    assert core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    assert core.scheduler.eviction_counters.evictions_decode >= 4
