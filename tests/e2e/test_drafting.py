@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +30,18 @@ def run(script: str, *arguments: object) -> dict[str, int]:
 
 CACHED = dict(enable_prefix_caching=True)
 CHUNKS = dict(max_num_batched_tokens=96, max_num_seqs=8)
+
+
+def nightly(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 CASES = [
     ("draft_model", "ada-snapkv", CACHED | CHUNKS),
     ("eagle", "ada-snapkv", CHUNKS),
-    ("eagle", "ada-defensive", CACHED),
-    ("eagle3", "snapkv", {}),
-    ("mtp", "tova", {}),
+    nightly("eagle", "ada-defensive", CACHED),
+    nightly("eagle3", "snapkv", {}),
+    nightly("mtp", "tova", {}),
 ]
 
 
@@ -58,7 +65,11 @@ def test_drafts_and_tokens_are_those_of_the_oracle(method, policy, options, tmp_
 
 @pytest.mark.parametrize(
     ("method", "eviction"),
-    [("eagle", {}), ("draft_model", dict(shared_blocks="evict")), ("mtp", dict(window=8))],
+    [
+        ("draft_model", dict(shared_blocks="evict")),
+        nightly("eagle", {}),
+        nightly("mtp", dict(window=8)),
+    ],
 )
 def test_a_crowd_that_shares_prefixes_and_is_preempted(method, eviction, tmp_path):
     found = run("drafting_crowd_script", method, tmp_path, json.dumps(eviction))
