@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +105,19 @@ def test_ranks_share_heads_layers_and_weights(model):
     assert tensor["block_bytes"] == one["block_bytes"], "one KV head cannot be split"
     stages = as_json(plan(model, *LOAD, *device, "--pipeline-parallel-size", "2"))["memory"]
     assert stages["block_bytes"] * 2 == one["block_bytes"]
+
+
+def test_stages_have_layers_of_every_group(model, tmp_path):
+    config = json.loads(Path(model, "config.json").read_text()) | {"num_hidden_layers": 4}
+    (path := tmp_path / "config.json").write_text(json.dumps(config))
+    stages = "--pipeline-parallel-size", "2"
+    alike, groups = (
+        as_json(plan(str(path), *LOAD, *KV, *stages, "--kv-eviction", policy))["memory"]
+        for policy in ("snapkv", "pyramidkv")
+    )
+    # Of the two layers of a stage each is of another group, which a block is for.
+    assert groups["block_bytes"] * 2 == alike["block_bytes"]
+    assert groups["blocks"] == 2 * alike["blocks"]
 
 
 def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
