@@ -192,6 +192,14 @@ REFUSALS = (
         lambda c: c.speculative_config is not None and c.model_config.is_hybrid,
     ),
     Refusal(
+        "speculative decoding with pipeline parallelism",
+        "it has not been tried with it",
+        "remove --speculative-config or set --pipeline-parallel-size to 1",
+        lambda c: (
+            c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1
+        ),
+    ),
+    Refusal(
         "encoder-cache connectors",
         "disaggregated encoders have not been tried with it",
         "remove --ec-transfer-config or serve without --kv-eviction",

@@ -192,6 +192,8 @@ def test_serves_drafts_from_n_grams_but_beside_recurrent_layers(build: Build) ->
     message = refusal(build, "JambaForCausalLM", speculative_config=NGRAM)
     assert_sentence(message)
     assert "of models with recurrent layers" in message
+    message = refusal(build, "LlamaForCausalLM", speculative_config=NGRAM, pipeline_parallel_size=2)
+    assert "speculative decoding with pipeline parallelism" in message
 
 
 def test_refuses_drafts_where_who_evicts_is_chosen_late(build: Build) -> None:
