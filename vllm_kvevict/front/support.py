@@ -195,9 +195,7 @@ REFUSALS = (
         "speculative decoding with pipeline parallelism",
         "it has not been tried with it",
         "remove --speculative-config or set --pipeline-parallel-size to 1",
-        lambda c: (
-            c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1
-        ),
+        lambda c: c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1,
     ),
     Refusal(
         "encoder-cache connectors",
