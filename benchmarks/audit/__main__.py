@@ -52,6 +52,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.kinds = [KINDS[index] for index in chosen]
     if min(options.samples, options.prompts, options.requests, options.rounds) < 1:
         parser.error("--samples, --prompts, --requests and --rounds: 1 or more")
+    if options.out.suffix != ".json":
+        parser.error("--out: give a name that ends in .json")
     return options
 
 

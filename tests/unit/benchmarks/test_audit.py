@@ -217,6 +217,7 @@ def test_a_part_is_added_to_the_others_and_a_missing_one_says_so(tmp_path: Path)
 def test_kinds_are_given_by_number() -> None:
     assert parse(["--part", "answers"]).kinds == list(KINDS)
     assert parse(["--part", "answers", "--kinds", "1,3"]).kinds == [NEEDLE, PROSE]
-    with pytest.raises(SystemExit):
-        parse(["--part", "answers", "--samples", "0"])
+    for wrong in (["--samples", "0"], ["--out", "audit.md"]):
+        with pytest.raises(SystemExit):
+            parse(["--part", "answers", *wrong])
     assert cast(list, parse(["--part", "cost"]).shares) == ["1%", "100%"]
