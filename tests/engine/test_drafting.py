@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.test_in_place import parts
-from tests.engine.test_scheduler import SYNC, engine, evictions, tokens
+from tests.engine.test_in_place import check_sharer
+from tests.engine.test_scheduler import SYNC, engine, tokens
 from vllm_kvevict.engine.memory import Forecast
 
 DRAFTS = 1
@@ -24,23 +24,7 @@ def test_an_admission_counts_the_store_where_slots_go_beyond_the_prompt(monkeypa
     first = core.add(tokens(100), 70)
     core.step()
     core.settle()
-    sharer = core.add(tokens(100), 70, resumable=True)
-    core.step()
-    core.settle()
-    second = core.add(tokens(96) + tokens(4, 9), 70)
-    # Two blocks beyond the hit, and a store, of which no block is its own.
-    core.hold(5)
-    assert second.request_id not in core.schedule().num_scheduled_tokens
-    core.settle()
-    core.release(1)
-    output = core.schedule()
-    assert evictions(output) == {second.request_id: 100}
-    assert parts(output)[0].reused == 0
-    core.settle()
-    core.release()
-    for request in (first, sharer):
-        core.abort(request)
-    core.finish()
+    check_sharer(core, first)
 
 
 @pytest.mark.parametrize("shared", ["keep", "evict"])

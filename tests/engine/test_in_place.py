@@ -191,6 +191,11 @@ def test_a_sharer_is_admitted_with_what_its_eviction_must_take(setup, monkeypatc
     assert part.reused == 0
     core.settle()
     core.release()
+    check_sharer(core, first)
+
+
+def check_sharer(core, first):
+    """One that shares the prompt of ``first`` waits for the blocks that its eviction must take."""
     sharer = core.add(tokens(100), 70, resumable=True)
     core.step()
     core.settle()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_kvevict.settings.memory import evictable_layers
+from vllm_kvevict.settings.memory import drafting_layers, evictable_layers
 from vllm_kvevict.settings.requests import PREPARE, PREPARING_ANSWERS, RequestOptions
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def check_preparation(
         needs = "prefix caching, which this server has switched off"
     elif evictable_layers(vllm_config) < layers:
         needs = "a model whose layers all evict"
+    elif drafting_layers(vllm_config):
+        needs = "a server without layers that draft, beside which no store is shared"
     elif getattr(params, "prompt_logprobs", None) is not None:
         needs = "a request without prompt_logprobs, whose prompt is computed as a whole"
     else:

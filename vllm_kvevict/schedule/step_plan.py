@@ -141,6 +141,8 @@ class StepPlan:
 
     def of(self, groups: Collection[int]) -> Self:
         """The plan of a pipeline stage that has layers of these KV-cache groups only."""
+        if not (self.evictions or self.reused):
+            return self
         evictions = [
             replace(eviction, groups=[one for one in eviction.groups if one.group_id in groups])
             for eviction in self.evictions

@@ -127,8 +127,12 @@ def test_responses_refuse_before_their_stream_begins(monkeypatch):
     assert hasattr(generate(serving, sampling_params=asking(), **asked), "__anext__")
 
 
-def preparing(policy="snapkv", caching=True, kinds=None, **params: Any) -> None:
+def preparing(policy="snapkv", caching=True, kinds=None, drafts=0, **params: Any) -> None:
     config = engine(policy)
+    config.speculative_config = SimpleNamespace(
+        uses_draft_kv_cache=lambda: bool(drafts),
+        draft_model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: drafts),
+    )
     config.cache_config.enable_prefix_caching = caching
     config.model_config.hf_text_config.layer_types = kinds
     asked = SamplingParams(
@@ -144,6 +148,7 @@ def preparing(policy="snapkv", caching=True, kinds=None, **params: Any) -> None:
         (dict(caching=False), "prefix caching"),
         (dict(kinds=["full_attention"] * 4 + ["sliding_attention"] * 4), "whose layers all evict"),
         (dict(prompt_logprobs=1), "without prompt_logprobs"),
+        (dict(drafts=1), "without layers that draft"),
     ],
 )
 def test_a_context_is_not_prepared_where_its_store_cannot_be_taken(given, need):
