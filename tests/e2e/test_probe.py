@@ -118,6 +118,10 @@ def test_scores_beside_survivors_are_those_of_keys_before_rotation(
         if index == SNAPKV:
             continue
         life, tokens = lives[index][-1], [*PROMPTS[index], *outputs[index][:-1]]
+        # By keys alone nothing is fitted, and in an FP8 cache nothing either.
+        assert {eviction.fitted for eviction in life.evictions} == {
+            window == "auto" and dtype == "auto"
+        }
         if dtype == "auto":
             agreed = check_tokens(oracle, PROMPTS[index], outputs[index], lives[index])
             assert agreed == (NEW_TOKENS, NEW_TOKENS)

@@ -9,18 +9,21 @@ from pathlib import Path
 
 import torch
 
+from tests.oracles.fitted import FittedValues
+
 
 @dataclass
 class Kept:
     """An eviction at length ``n``: from then on head h of layer l sees ``positions[l][h]``
     and everything from ``tail_start`` on. ``weights[l][h]`` are the log-weights of these
     positions in the numerator and the denominator, None where each counts for itself. None for a
-    layer that this eviction left alone."""
+    layer that this eviction left alone. ``fitted``: values were fitted to the last queries."""
 
     n: int
     tail_start: int
     positions: list[list[list[int]] | None]
     weights: list[list[list[list[float]]]] | None = None
+    fitted: bool = False
 
 
 @dataclass
@@ -40,15 +43,21 @@ class Life:
         return min([self.prefill_end, *(eviction.n for eviction in self.evictions)])
 
 
-def two_biases(module, query, key, value, attention_mask, scaling, **kwargs):
+def two_biases(module, query, key, value, attention_mask, scaling, fits=None, **kwargs):
     """transformers' eager attention with a bias [1, heads, q, n] on the products, or with two,
-    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it."""
+    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it. ``fits``
+    say what values are at which row."""
+    parts = query, key, value
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     products = query @ key.mT * scaling
     if attention_mask is None or len(attention_mask) == 1:
         bias = 0.0 if attention_mask is None else attention_mask
-        result = (products + bias).softmax(-1) @ value
+        weights = (products + bias).softmax(-1)
+        if fits is not None:
+            result = fits.attend(module.layer_idx, weights, parts, scaling)
+        else:
+            result = weights @ value
     else:
         products = products.double() - products.double().amax(-1, keepdim=True)
         above, below = (products + bias.double() for bias in attention_mask[:, None])
@@ -88,6 +97,7 @@ class MaskedModel:
         self.heads = self.model.config.num_attention_heads
         self.group = self.heads // self.model.config.num_key_value_heads
         self._masks: list[torch.Tensor] = []
+        self._fits: FittedValues | None = None
         for index, layer in enumerate(self.model.model.layers):
             layer.self_attn.register_forward_pre_hook(self._hook(index), with_kwargs=True)
 
@@ -95,6 +105,8 @@ class MaskedModel:
         def hook(module, args, kwargs):
             if self._masks:
                 kwargs["attention_mask"] = self._masks[index]
+            if self._fits is not None:
+                kwargs["fits"] = self._fits
             return args, kwargs
 
         return hook
@@ -105,6 +117,8 @@ class MaskedModel:
         n, start = len(tokens), life.full
         ids = torch.tensor([tokens])
         self._masks = []
+        fitted = any(eviction.fitted for eviction in life.evictions)
+        self._fits = FittedValues(life) if fitted else None
         first = self.model(ids[:, :start], use_cache=True, logits_to_keep=1)
         logits = [first.logits[0]]
         if n > start:
@@ -112,6 +126,7 @@ class MaskedModel:
             rest = self.model(ids[:, start:], past_key_values=first.past_key_values)
             logits.append(rest.logits[0])
             self._masks = []
+        self._fits = None
         return torch.cat(logits)[life.prefill_end - start :]
 
     @property

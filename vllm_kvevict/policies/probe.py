@@ -1,7 +1,7 @@
 """Probe: what was learned once of a model's keys, joined with the window where there is one."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ class Probe(Scorer):
     Args:
         kernel: As ``defensive`` averages the window's weights.
         reach: As ``defensive`` takes the maximum of neighbours.
+        fit: As :attr:`Scorer.fit_values`.
 
     """
 
@@ -36,6 +37,11 @@ class Probe(Scorer):
 
     kernel: int = 5
     reach: int = 17
+    fit: Literal["auto", "on", "off"] = "auto"
+
+    @property
+    def fit_values(self) -> Literal["auto", "on", "off"]:
+        return self.fit
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         """As :meth:`Scorer.scores`.
@@ -71,4 +77,5 @@ class KeyProbe(Probe):
 
 def build(config: EvictionConfig) -> Scorer:
     """Scorer of the policies ``probe`` and ``ada-probe``."""
-    return Probe() if config.options.probe_window == "auto" else KeyProbe()
+    options = config.options
+    return Probe(fit=options.fit_values) if options.probe_window == "auto" else KeyProbe()

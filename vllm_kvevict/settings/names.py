@@ -61,7 +61,7 @@ TABLE = {
         "what the model's profile says of a key, and the last queries",
         True,
         learned=True,
-        options=("probe_window", "probe_recent"),
+        options=("probe_window", "probe_recent", "fit_values"),
     ),
     "h2o": Entry(
         "h2o",

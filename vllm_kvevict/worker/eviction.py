@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from zlib import crc32
 
 import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
@@ -16,20 +15,21 @@ from vllm_kvevict.cache.memories import Memories
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.ops.reference.value_shares import value_shares
-from vllm_kvevict.policies.base import Candidates, Policy, Summary, WeightedScorer, protect
+from vllm_kvevict.policies.base import Candidates, Policy, Scorer, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
+from vllm_kvevict.worker.candidates import CandidateReader
 from vllm_kvevict.worker.comparison import Comparison
-from vllm_kvevict.worker.fallback import Failures, checked, mean_for, recent, replaceable
+from vllm_kvevict.worker.fallback import Failures, checked, recent, replaceable
+from vllm_kvevict.worker.fitted import fitted_values
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
-from vllm_kvevict.worker.ranks import first_head, sum_of_ranks
+from vllm_kvevict.worker.ranks import sum_of_ranks
 from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.settle import settle
@@ -91,6 +91,7 @@ class WorkerEviction:
         self._batch: torch.Tensor | None = None
         random = any(policy.scorer.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
+        self._reader = CandidateReader(policies, caches, rings, page_values, self._prompts)
 
     def warm_up(self) -> None:
         """Load what evictions run, before there is a request."""
@@ -224,12 +225,15 @@ class WorkerEviction:
             made = self._key_scores(state, grid[..., :candidate_pages], eviction, group)
         summaries: list[Summary] = []
 
+        def read(index: int) -> Candidates:
+            name = state.layer_names[index]
+            where = grid[index], padding[index], candidate_pages
+            return self._reader.candidates(state, name, *where, eviction, group)
+
         def choose() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             found = []
             for index, name in enumerate(state.layer_names):
-                candidates = self._candidates(
-                    name, grid[index], padding[index], candidate_pages, eviction, group
-                )
+                candidates = read(index)
                 if scorer.needs_value_shares:
                     mine = made[index][:, : candidates.valid.shape[1], 0]
                     candidates = replace(candidates, value_shares=mine)
@@ -249,6 +253,7 @@ class WorkerEviction:
             pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
             return scores, pages, select_tokens(scores, pages, bs)
 
+        fits = self._fits(scorer, eviction, state)
         try:
             scores, pages, columns = choose()
             source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
@@ -257,13 +262,20 @@ class WorkerEviction:
                 raise
             self._failures.note(self.policies[eviction.policy], error)
             self.meter.failed()
+            fits = False
             size = candidate_pages, len(group.store), bs
             scores, pages, columns = recent(padding, *size, eviction.protect_first)
             source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
         for index, name in enumerate(state.layer_names):
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
+            fitted = None
+            if fits:
+                kept = columns[index], pages[index]
+                fitted = fitted_values(cache, read(index), grid[index], *kept)
             cache.layout.copy(cache.pages, *source, target_page)
+            if fitted is not None:
+                cache.layout.write_values(cache.pages, target_page, fitted)
             if made:
                 assert self.page_values is not None
                 self.page_values.keep(name, made[index], columns[index], pages[index], target_page)
@@ -275,10 +287,18 @@ class WorkerEviction:
             log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
         state.record(row, group.tail_start, store, pages, weighted=log_weights is not None)
         self.meter.pages(pages)
+        told = columns, pages, padding * bs, scores, log_weights, fits
         for listener in self.listeners:
-            listener(
-                EvictionRecord(eviction, group, columns, pages, padding * bs, scores, log_weights)
-            )
+            listener(EvictionRecord(eviction, group, *told))
+
+    def _fits(self, scorer: Scorer, eviction: Eviction, state: GroupState) -> bool:
+        """Whether the values of kept tokens are fitted to the window's queries."""
+        if eviction.ring is None or not scorer.wants_window or scorer.fit_values == "off":
+            return False
+        if any(self._caches[name].is_fp8 for name in state.layer_names):
+            return False
+        # Whoever listens sees what the kernels do.
+        return scorer.fit_values == "on" or self._fused is None
 
     def _value_shares(
         self, state: GroupState, grid: torch.Tensor, group: GroupEviction
@@ -336,62 +356,3 @@ class WorkerEviction:
             self.memories.keep(row, name, scorer.moved(summary.memory, mine))
             layers.append(weights.flatten(0, 1))
         return torch.stack(layers)
-
-    def _candidates(
-        self,
-        layer_name: str,
-        grid: torch.Tensor,
-        padding: torch.Tensor,
-        candidate_pages: int,
-        eviction: Eviction,
-        group: GroupEviction,
-    ) -> Candidates:
-        """One layer of the request, with what its policy reads."""
-        cache = self._caches[layer_name]
-        state = self.states[group.group_id]
-        bs, window = state.timeline.block_size, state.timeline.window
-        store_pages = grid.shape[-1] - len(group.positional)
-        columns = store_pages * bs + eviction.num_tokens - group.old_tail_start
-        policy = self.policies[eviction.policy]
-        queries = None
-        recorded_window = policy.wants_window and eviction.ring is not None
-        read = grid if policy.scorer.needs_keys or recorded_window else grid[:, :0]
-        keys = cache.sequences(cache.keys(read))[:, :columns]
-        if policy.needs_window or recorded_window:
-            assert self.rings is not None and eviction.ring is not None
-            recorded = window_queries(
-                self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, window
-            )
-            seen = recorded.float() * cache.query_scale
-            queries = seen.unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
-        accumulated = None
-        if policy.accumulates_attention:
-            assert self.page_values is not None
-            sums = self.page_values.layer(layer_name)[grid, :, 0]
-            accumulated = sums.flatten(1)[:, :columns]
-        values = None
-        if policy.scorer.needs_values:
-            values = cache.sequences(cache.values(grid))[:, :columns].float()
-        return Candidates(
-            keys=keys,
-            valid=torch.arange(columns, device=grid.device) >= (padding * bs)[:, None],
-            queries=queries,
-            window=window,
-            num_candidates=candidate_pages * bs,
-            scale=cache.scale,
-            softcap=cache.softcap,
-            mean_of_ranks=partial(mean_for, policy.scorer),
-            keep=len(group.store) * bs,
-            seed=self._seed(eviction),
-            layer=crc32(layer_name.encode()),
-            first_head=first_head(state.num_heads),
-            accumulated=accumulated,
-            values=values,
-            protected=eviction.protect_first,
-            sinks=None if cache.sinks is None else cache.sinks.float(),
-        )
-
-    def _seed(self, eviction: Eviction) -> tuple[int, ...]:
-        if self._prompts is None:
-            return ()
-        return self._prompts.of(eviction.request_id), eviction.num_tokens

@@ -64,6 +64,7 @@ def test_defaults() -> None:
         "value_share": 0.25,
         "probe_window": "auto",
         "probe_recent": 8,
+        "fit_values": "auto",
         "beta": 20.0,
         "groups": None,
         "low_mark": 0.05,
