@@ -73,6 +73,7 @@ def test_two_servers_say_what_one_says(tiny_model, tmp_path):
         points = sum(len(prompt) - 1 for prompt in PROMPTS)
         assert decode.metric("vllm_kvevict:restored_tokens_total") == points
         assert decode.metric("vllm_kvevict:reused_tokens_total") == points
+        assert decode.metric("vllm_kvevict:restored_seconds_total") > 0
         assert decode.evictions()["evictions_prefill"] == 0
         assert prefill.evictions()["evictions_prefill"] == len(PROMPTS)
         files = (tmp_path / "stores").glob("*/*.safetensors")

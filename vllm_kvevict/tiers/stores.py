@@ -76,6 +76,8 @@ class TieredStores(PublishedStores):
         self._reading: dict[str, Future[Payload | None]] = {}
         self._until: dict[str, float] = {}
         self._absent: dict[str, float] = {}
+        self._read_seconds: dict[str, float] = {}
+        """What reading took, of files that are about to come back."""
         self._reader = ThreadPoolExecutor(2, "kv-eviction-store-reader") if files else None
 
     def has(self, key: ShareKey) -> bool:
@@ -154,6 +156,7 @@ class TieredStores(PublishedStores):
         self._files = None
         self._reading.clear()
         self._until.clear()
+        self._read_seconds.clear()
 
     def _may_take(self, state: RequestState) -> bool:
         return state.context is None and self._may_reuse(state)
@@ -209,6 +212,8 @@ class TieredStores(PublishedStores):
         self._until.pop(name, None)
         self._next.loads.append(_copy(name, store, self._keep(name, num_bytes), False, payload))
         self._counters.restored(key.point, num_bytes, from_file=payload is not None)
+        if payload is not None:
+            self._counters.restoring(self._read_seconds.pop(name, 0.0), from_file=True)
         return store
 
     def _take(self, shape: GroupShape) -> PublishedGroup:
@@ -232,6 +237,7 @@ class TieredStores(PublishedStores):
         for name, reading in self._reading.items():
             if reading.done() and now > self._until[name]:
                 del self._reading[name], self._until[name]
+                self._read_seconds.pop(name, None)
                 return True
         return False
 
@@ -245,7 +251,7 @@ class TieredStores(PublishedStores):
         self, files: StoreFiles, name: str, shapes: dict[int, GroupShape]
     ) -> Payload | None:
         """All ranks' files of a store, checked; None where one is not what it must be."""
-        most, found = self._sizes.num_bytes(shapes), []
+        begun, most, found = monotonic(), self._sizes.num_bytes(shapes), []
         for rank in range(self._ranks):
             try:
                 found.append(files.read(name, rank, most))
@@ -258,6 +264,7 @@ class TieredStores(PublishedStores):
                 logger.warning("KV eviction: the store in %s is not used: %s.", path, error)
                 files.remove(name, self._ranks)
                 return None
+        self._read_seconds[name] = monotonic() - begun
         return found
 
 
