@@ -176,6 +176,33 @@ def test_points_and_their_stores(tiny_model, oracle, late):
         assert loaded(run) - before == 490 // 32 * 32
 
 
+def test_stores_outside_the_kv_cache_beside_it(tiny_model, oracle, late, monkeypatch):
+    """A store comes back into blocks that requests before it gave back and that are copied yet."""
+    waited, settle_first = [], OffloadedBlocks.settle_first
+
+    def counted(self, loads):
+        waited.append(settle_first(self, loads))
+        return waited[-1]
+
+    monkeypatch.setattr(OffloadedBlocks, "settle_first", counted)
+    point, none = {"kv_eviction_at": 490}, {"kv_eviction": "none"}
+    settings, prompt = SETTINGS | dict(store_memory="1G"), PROMPTS[0]
+    small = OPTIONS | dict(num_gpu_blocks_override=24, max_model_len=700, max_num_seqs=1)
+    with engine(tiny_model, settings, **small) as run:
+        watch(run)
+        expected = checked(run, oracle, [prompt], [point])
+        for number in range(4):
+            other = random_prompt(640 + number, seed=50 + number % 2)
+            for asked in (none, {}):
+                # It ends with copies under way.
+                outputs = run.generate([other, prompt], [1, NEW_TOKENS], [asked, point])
+                assert outputs[1] == expected[0]
+                for text, output, lives in zip([other, prompt], outputs, run.lives(), strict=True):
+                    assert check_tokens(oracle, text, output, lives) == (len(output), len(output))
+        assert run.counters.stores_restored_memory == 8
+        assert loaded(run) > 500 and any(waited)
+
+
 def test_requests_that_never_evict_are_vllms(tiny_model, late):
     never = [{"kv_eviction": "none"}] * len(PROMPTS)
     with engine(tiny_model, SETTINGS, **OPTIONS | dict(kv_offloading_size=None)) as other:

@@ -95,9 +95,8 @@ class Setup:
 
     @property
     def offloads(self) -> int:
-        """Chunks of vLLM's offload, where the server has no host memory for stores."""
-        alone = self.caching and self.sliding_window is None and not self.keeps
-        return self.offload if alone else 0
+        """Chunks of vLLM's offload, where all layers evict."""
+        return self.offload if self.caching and self.sliding_window is None else 0
 
     @property
     def audits(self) -> float:

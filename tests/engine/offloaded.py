@@ -45,13 +45,16 @@ class ShadowOffload:
     def before(self, metadata: Any) -> None:
         """What comes before a forward pass."""
         flush = metadata.jobs_to_flush or set()
-        for job_id in flush & metadata.store_jobs.keys():
-            self._unsubmitted[job_id] = metadata.store_jobs.pop(job_id)
-        self.settle(flush)
+        self.settle(flush, metadata)
         self.waited -= len(flush)
 
-    def settle(self, jobs: set[int]) -> None:
-        """Begin what was not begun, and make these copies and those before them."""
+    def settle(self, jobs: set[int], coming: Any = None) -> None:
+        """Begin what was not begun, and make these copies and those before them.
+
+        Those among ``coming``, which a step brings with it, are begun now as well.
+        """
+        for job_id in jobs & coming.store_jobs.keys() if coming is not None else ():
+            self._unsubmitted[job_id] = coming.store_jobs.pop(job_id)
         for job_id, job in self._unsubmitted.items():
             self._stores.append([job_id, job, self._rng.randrange(LATE)])
         self._unsubmitted.clear()

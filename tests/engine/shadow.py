@@ -100,10 +100,12 @@ class ShadowWorker:
         """Run a step; returns the sampled tokens by request id."""
         self._follow(output)
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
-        if self.offload is not None:
-            self.offload.before(output.kv_connector_metadata)
+        if self.offload is not None and plan.settle_first:
+            self.offload.settle(plan.settle_first, output.kv_connector_metadata)
         for copy in plan.loads:
             self._load(copy)
+        if self.offload is not None:
+            self.offload.before(output.kv_connector_metadata)
         for source, target in output.kv_cache_block_copies or ():
             self.memory[target] = list(self.memory[source])
         for request_id, reused in plan.reused.items():

@@ -1,8 +1,11 @@
 """Requests for which vLLM loads blocks, in its real scheduler."""
 
+from random import Random
+
 import pytest
 
 from tests.engine.harness import Engine, Setup
+from vllm_kvevict.offload.blocks import OffloadedBlocks
 
 SETUP = Setup(budget=40, window=8, interval=16, blocks=26, block_size=8, offload=600)
 PROMPT = [2 + number % 700 for number in range(195)]
@@ -62,3 +65,36 @@ def test_memory_that_is_full_stores_nothing_wrong(chunks: int) -> None:
     offload = engine.worker.offload
     assert offload is not None and (offload.loads > 0) == (chunks > 3)
     assert engine.scheduler.eviction_counters.evictions_decode >= 3
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_store_comes_back_into_blocks_that_are_still_copied(monkeypatch, settles: bool) -> None:
+    """A prompt's blocks are free before vLLM has copied them, and a store needs them."""
+
+    class Never(Random):
+        def randrange(self, *args: int) -> int:
+            return 10**6
+
+    if not settles:
+        monkeypatch.setattr(OffloadedBlocks, "settle_first", lambda self, loads: set())
+    engine = Engine(Setup(**vars(SETUP) | dict(memory=10**9)), lambda request_id, tokens: 5)
+    offload, other = engine.worker.offload, [number + 3 for number in PROMPT]
+    assert offload is not None
+    engine.add(PROMPT, 2, asked={"kv_eviction_at": 180})
+    engine.finish()
+    rng, offload._rng = offload._rng, Never()
+    engine.add(other, 2, asked={"kv_eviction": "none"})
+    engine.finish()
+    lose(engine)
+    engine.add(PROMPT, 2, asked={"kv_eviction_at": 180})
+    engine.finish()
+    assert engine.scheduler.eviction_counters.stores_restored_memory == 1
+    offload._rng = rng
+    lose(engine)
+    engine.add([*other, 9], 2, asked={"kv_eviction": "none"})
+    if settles:
+        engine.finish()
+        assert offload.loads >= 1
+    else:
+        with pytest.raises(AssertionError, match="overwritten or never computed"):
+            engine.finish()

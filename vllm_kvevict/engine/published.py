@@ -39,6 +39,8 @@ class PublishedStore:
     suffix: dict[BlockHash, list[tuple[KVCacheBlock, bytes]]] = field(default_factory=dict)
     counted_idle: bool = False
     """Whether it was idle when it was last looked at."""
+    written: bool = False
+    """Whether it is in files, or will be soon."""
 
     def advance(self, timelines: "Mapping[int, RequestTimeline]") -> None:
         """Let the timelines of a request that begins with it stand behind its evictions."""

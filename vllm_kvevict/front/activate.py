@@ -79,7 +79,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     check_audit(vllm_config, config)
     optional = dict(
         audit=config.audits,
-        offload=serve_offload(vllm_config, config),
+        offload=serve_offload(vllm_config),
         tiers=config.has_tiers,
     )
     around = next((name for name, on in optional.items() if on), "")

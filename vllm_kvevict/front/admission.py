@@ -15,6 +15,7 @@ from vllm_kvevict.front import context, preparation
 from vllm_kvevict.front.capacity import capacity, check_capacity
 from vllm_kvevict.front.preparation import check_preparation, fill_in_tokens
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.handover import shares_prompt
 from vllm_kvevict.settings.limits import check_limits
 from vllm_kvevict.settings.memory import evictable_stages
 from vllm_kvevict.settings.names import KEY
@@ -90,7 +91,8 @@ def _asked(
     """The server's settings where a request must be checked against them, else None."""
     settings = vllm_config.additional_config.get(KEY)
     stops = isinstance(settings, dict) and settings.get("prefill_interval")
-    return EvictionConfig.parse(settings) if stops or asks(extra_args) else None
+    checked = stops or asks(extra_args) or shares_prompt(extra_args)
+    return EvictionConfig.parse(settings) if checked else None
 
 
 def _rules(vllm_config: "VllmConfig", config: EvictionConfig) -> "tuple[Timeline, ...]":

@@ -8,8 +8,6 @@ from vllm_kvevict.settings.memory import evictable_layers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.settings.config import EvictionConfig
-
 CONNECTOR = "OffloadingConnector"
 SPEC = "CPUOffloadingSpec"
 OURS = {"spec_name": "MainMemorySpec", "spec_module_path": "vllm_kvevict.offload.spec"}
@@ -71,7 +69,7 @@ REFUSALS = (
 )
 
 
-def serve_offload(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
+def serve_offload(vllm_config: "VllmConfig") -> bool:
     """Check vLLM's offload, and give it our copies on the CPU platform.
 
     Returns:
@@ -88,12 +86,6 @@ def serve_offload(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
     for refusal in REFUSALS:
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())
-    if config.has_tiers:
-        raise ValueError(
-            "KV eviction does not support --kv-offloading-size with --kv-eviction-store-memory or "
-            "--kv-eviction-store-path, because what one reads the other may overwrite; remove one "
-            "of them."
-        )
     if current_platform.is_cpu():
         _extra(vllm_config).update(OURS)
     return True

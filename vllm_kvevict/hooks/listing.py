@@ -177,7 +177,10 @@ HOOKS = {
             BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
             BlockPool.get_num_free_blocks
         """,
-        "vllm.v1.request": "Request.lora_request Request.num_tokens",
+        "vllm.v1.request": """
+            Request.lora_request Request.num_tokens Request.kv_transfer_params
+            Request.arrival_time
+        """,
     },
     "engine/stores.py": {
         "vllm.v1.core.kv_cache_manager": """
@@ -217,6 +220,9 @@ HOOKS = {
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
         "vllm.v1.request": "RequestStatus.RUNNING",
         "vllm.config": "ModelConfig.get_vocab_size",
+    },
+    "tiers/scheduler.py": {
+        "vllm.v1.core.sched.scheduler": "Scheduler._free_request(request)",
     },
     "engine/prefix.py": {
         "vllm.v1.core.kv_cache_manager": """

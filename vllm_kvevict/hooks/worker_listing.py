@@ -47,6 +47,7 @@ WORKER_HOOKS = {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """
             OffloadingConnector.handle_preemptions(kv_connector_metadata)
         """,
+        "vllm.v1.core.sched.output": "SchedulerOutput.kv_connector_metadata",
     },
     "worker/cpu.py": {
         "vllm.v1.worker.cpu_worker": "CPUWorker",

@@ -25,8 +25,9 @@ class Totals:
     ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
     ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
     that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host memory
-    or files, ``*_restored_*`` came back from there, with the tokens that they stand for and their
-    bytes on all ranks; ``files_refused`` were not what they must be. ``tokens_audited`` were
+    or files, ``*_restored_*`` came back from there, with the tokens that they stand for, their
+    bytes on all ranks, and the seconds of reading and copying them; ``files_refused`` were not
+    what they must be. ``tokens_audited`` were
     computed once more by replays, ``audits_dropped`` the evictions of drawn requests without one.
     """
 
@@ -57,6 +58,8 @@ class Totals:
     tokens_restored_file: int = 0
     bytes_restored_memory: int = 0
     bytes_restored_file: int = 0
+    seconds_restored_memory: float = 0.0
+    seconds_restored_file: float = 0.0
     tokens_audited: int = 0
     audits_dropped: int = 0
 
@@ -112,9 +115,16 @@ class Counters(Totals):
             self.tokens_restored_memory += tokens
             self.bytes_restored_memory += num_bytes
 
-    def as_dict(self) -> dict[str, int]:
+    def restoring(self, seconds: float, from_file: bool) -> None:
+        """Count seconds in which stores are read, or copied into the KV cache."""
+        if from_file:
+            self.seconds_restored_file += seconds
+        else:
+            self.seconds_restored_memory += seconds
+
+    def as_dict(self) -> dict[str, float]:
         return {"evictions": self.evictions, "postponed": self.postponed, **asdict(self)}
 
     def line(self) -> str:
         """All totals as ``name=value`` pairs, for one log line."""
-        return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+        return " ".join(f"{name}={round(value, 3)}" for name, value in self.as_dict().items())

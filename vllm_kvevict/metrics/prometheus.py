@@ -96,6 +96,7 @@ RESTORED = {
     "stores_restored": ("restored_stores", "Stores that came back into the KV cache."),
     "tokens_restored": ("restored_tokens", "Tokens of the contexts that these stores stand for."),
     "bytes_restored": ("restored_bytes", "Bytes of these stores, on all ranks."),
+    "seconds_restored": ("restored_seconds", "Seconds of reading and copying these stores."),
 }
 """As :data:`COUNTERS`, by the tier that a store came back from: field less ``_TIER``."""
 

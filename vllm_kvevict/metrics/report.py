@@ -88,8 +88,15 @@ class Reporter:
         head_spread: list[float],
         failed: Sequence[float] = (),
         audits: Sequence[Audited] = (),
+        restores: Sequence[tuple[str, float]] = (),
     ) -> None:
-        """Note what a worker measured; ``failed`` has an entry for each failure of a policy."""
+        """Note what a worker measured.
+
+        ``failed`` has an entry for each failure of a policy, ``restores`` the tier and the seconds
+        of each store that came back.
+        """
+        for tier, taken in restores:
+            self._counters.restoring(taken, from_file=tier == "file")
         self._next.audits += audits
         self._counters.evictions_unscored += len(failed)
         self._next.seconds += seconds

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.table import RequestTable
-from vllm_kvevict.schedule.step_plan import Eviction
+from vllm_kvevict.schedule.step_plan import Eviction, StoreCopy
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -80,6 +80,15 @@ class OffloadedBlocks:
                 for block in (*group.positional, *group.store):
                     jobs |= pending.get(block, set())
         return jobs
+
+    def settle_first(self, loads: Iterable[StoreCopy]) -> set[int]:
+        """Copies that must be finished before stores come back into blocks that they read.
+
+        Requests that ended gave these blocks back, and vLLM does not know who has them.
+        """
+        pending = self._scheduler._block_id_to_pending_jobs
+        blocks = (block for copy in loads for group in copy.groups for block in group.blocks)
+        return {job for block in blocks for job in pending.get(block, ())}
 
     def _status(self, request_id: str) -> "RequestOffloadState | None":
         return self._scheduler._req_status.get(request_id)

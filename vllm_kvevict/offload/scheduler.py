@@ -48,6 +48,7 @@ class OffloadMixin(TieredMixin):
         plan = super()._plan(num_scheduled_tokens)
         if self._offloaded is not None:
             plan.settle = self._offloaded.settle(plan.evictions)
+            plan.settle_first = self._offloaded.settle_first(plan.loads)
             self._offloaded.paused = False
         return plan
 

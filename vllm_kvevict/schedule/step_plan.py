@@ -120,7 +120,7 @@ class StepPlan:
     ``forgotten`` are names that host memory no longer holds, in between. ``heard``: whose hidden
     states are kept, by request id; ``replays`` of the step's evictions will come, ``compared`` end
     with the step, and ``dropped`` are names of those that never will. ``settle``: copies of vLLM's
-    offload that are finished before the evictions.
+    offload that are finished before the evictions, ``settle_first`` those before the ``loads``.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
@@ -135,6 +135,7 @@ class StepPlan:
     compared: list[Replay] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     settle: set[int] = field(default_factory=set)
+    settle_first: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.budget import budget_share, budget_tokens, parse_budget
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.handover import shares_prompt
 from vllm_kvevict.settings.names import KEY, NONE, keeps_by_layer
 from vllm_kvevict.settings.sentences import shown
 
@@ -134,6 +135,8 @@ def parse_options(
     )
     if options.prepare is not None:
         _check_prepare(config, options, prompt_len)
+    elif shares_prompt(extra_args):
+        options = _before_last(config, options, prompt_len)
     if not options.evicts:
         # Settings that do not go together have no timeline, not even an unused one.
         return replace(options, budget=None, interval=None, prefill_interval=None)
@@ -261,6 +264,22 @@ def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
     return point
 
 
+def _before_last(
+    config: EvictionConfig, options: RequestOptions, prompt_len: int
+) -> RequestOptions:
+    """Let a prompt that another server answers evict one token before its end.
+
+    The server that answers needs a token to compute. Only its own eviction point, or evictions
+    inside the prompt, keep a request from it.
+    """
+    interval = options.prefill_interval
+    inside = config.prefill_interval if interval is None else interval
+    fits = config.store_path and prompt_len > 1 and options.when == WHENS[0]
+    if options.at is not None or inside or not fits:
+        return options
+    return replace(options, at=prompt_len - 1)
+
+
 def _prepare(value: Any) -> tuple[int, ...] | str:
     # A tokenizer takes no halves of surrogate pairs, which JSON may spell.
     if isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value):
@@ -333,7 +352,8 @@ def _check_store(
         # Where nothing evicts later, all that follows the point stays.
         held = min(asked, length) + prompt_len - length
         most = max(cap.budget(prompt_len), rule.budget(prompt_len))
-        if options.at is not None and not rule.interval and held > most:
+        # One token has no room in a budget that is full, and a point needs one behind it.
+        if prompt_len - length > 1 and not rule.interval and held > most:
             raise ValueError(
                 f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
                 f"prompt on a server that evicts once, the {prompt_len - length} behind the point "

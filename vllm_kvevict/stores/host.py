@@ -1,6 +1,7 @@
 """Host memory of one rank that holds published stores, as the scheduler says."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -19,10 +20,18 @@ class HostStores:
         content: Copies stores out of the KV cache and into it.
         files: Where they are written to as well, or None.
         rank: This one.
+        timed: Times a copy into the KV cache from the tier that is named.
 
     """
 
-    def __init__(self, content: StoreContent, files: StoreFiles | None, rank: int) -> None:
+    def __init__(
+        self,
+        content: StoreContent,
+        files: StoreFiles | None,
+        rank: int,
+        timed: Callable[[str], AbstractContextManager[None]] = lambda tier: nullcontext(),
+    ) -> None:
+        self._timed = timed
         self._content = content
         self._files = files
         self._rank = rank
@@ -31,13 +40,17 @@ class HostStores:
     def load(self, loads: Sequence[StoreCopy]) -> None:
         """Before the forward pass: bring back what requests of the step read."""
         for copy in loads:
-            tensors = self._kept.get(copy.name)
-            if tensors is None:
-                assert copy.payload is not None, f"store {copy.name} is nowhere"
-                tensors = _pinned(unpack(copy.payload[self._rank]), self._content.device)
-                if copy.keep:
-                    self._kept[copy.name] = tensors
-            self._content.write(copy.groups, tensors)
+            with self._timed("memory" if copy.payload is None else "file"):
+                self._load(copy)
+
+    def _load(self, copy: StoreCopy) -> None:
+        tensors = self._kept.get(copy.name)
+        if tensors is None:
+            assert copy.payload is not None, f"store {copy.name} is nowhere"
+            tensors = _pinned(unpack(copy.payload[self._rank]), self._content.device)
+            if copy.keep:
+                self._kept[copy.name] = tensors
+        self._content.write(copy.groups, tensors)
 
     def save(self, forgotten: Sequence[str], saves: Sequence[StoreCopy]) -> None:
         """After the evictions: forget stores by name, and copy others out of the KV cache."""

@@ -1,6 +1,6 @@
 """vLLM's schedulers with eviction and with tiers behind the KV cache."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -8,10 +8,14 @@ from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.scheduler import EvictionMixin
 from vllm_kvevict.policies.requirements import page_channels
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.handover import TAKEN_OVER
 from vllm_kvevict.settings.store_tiers import parse_size
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.shape import StoreSizes
 from vllm_kvevict.tiers.stores import TieredStores
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class TieredMixin(EvictionMixin):
@@ -49,6 +53,12 @@ class TieredMixin(EvictionMixin):
             parse_size(config.store_memory),
             store_files(self.vllm_config, self.kv_cache_config, config),
         )
+
+    def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+        state, stores = self._table.states[request.request_id], self._stores
+        handed = isinstance(stores, TieredStores) and stores.hands_over(state)
+        params, other = super()._free_request(request, *args, **kwargs)
+        return (dict(TAKEN_OVER) if handed else params), other
 
 
 class TieredScheduler(TieredMixin):

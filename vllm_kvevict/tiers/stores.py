@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from time import monotonic
+from time import monotonic, time
 
 from vllm.logger import init_logger
 
@@ -14,6 +14,7 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.schedule.step_plan import GroupEviction, StepPlan, StoreBlocks, StoreCopy
 from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.settings.handover import hands_over, takes_over
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
@@ -28,6 +29,12 @@ MOST_ABSENT = 4096
 
 PATIENCE = 10.0
 """Seconds after which a file is looked for again, and what was read and not taken may go."""
+
+HANDOVER_S = 5.0
+"""Seconds for which a request that takes a prompt over looks for its file, which may be late."""
+
+LOOK_AGAIN_S = 0.02
+"""Seconds between two looks then."""
 
 Payload = list[bytes]
 
@@ -69,6 +76,8 @@ class TieredStores(PublishedStores):
         self._reading: dict[str, Future[Payload | None]] = {}
         self._until: dict[str, float] = {}
         self._absent: dict[str, float] = {}
+        self._read_seconds: dict[str, float] = {}
+        """What reading took, of files that are about to come back."""
         self._reader = ThreadPoolExecutor(2, "kv-eviction-store-reader") if files else None
 
     def has(self, key: ShareKey) -> bool:
@@ -81,12 +90,16 @@ class TieredStores(PublishedStores):
         name = name_of(key)
         if name in self._reading:
             # Asked for the result, it forgets what is not there.
-            return self._read(key) is None and name in self._reading
+            absent = self._read(key) is None
+            return absent and (name in self._reading or _on_its_way(state))
         if self._files is None or name in self._kept or self._in_pool(key):
             return False
         now = monotonic()
-        if now < self._absent.get(name, 0):
-            return False
+        if now < (until := self._absent.get(name, 0)):
+            if not _on_its_way(state):
+                return False
+            if now < until - PATIENCE + LOOK_AGAIN_S:
+                return True
         if len(self._reading) >= MOST_READ and not self._drop_unclaimed(now):
             return True
         assert self._reader is not None
@@ -116,6 +129,11 @@ class TieredStores(PublishedStores):
             self._save(state, store)
         return store
 
+    def hands_over(self, state: RequestState) -> bool:
+        """Whether another server that takes a request over will find its store in files."""
+        store = state.store
+        return store is not None and store.written and hands_over(state.request.kv_transfer_params)
+
     def copy(self, plan: StepPlan) -> None:
         plan.loads, plan.saves, plan.forgotten = (
             self._next.loads,
@@ -138,13 +156,14 @@ class TieredStores(PublishedStores):
         self._files = None
         self._reading.clear()
         self._until.clear()
+        self._read_seconds.clear()
 
     def _may_take(self, state: RequestState) -> bool:
         return state.context is None and self._may_reuse(state)
 
     def _save(self, state: RequestState, store: PublishedStore) -> None:
         name, shapes = name_of(store.key), group_shapes(store.key, state.rules)
-        write = self._files is not None and state.request.lora_request is None
+        write = store.written = self._files is not None and state.request.lora_request is None
         self._absent.pop(name, None)
         keep = self._keep(name, self._sizes.num_bytes(shapes) * self._ranks)
         if keep or write:
@@ -187,11 +206,14 @@ class TieredStores(PublishedStores):
             return None
         store = self._enter(key, {group: self._take(shape) for group, shape in shapes.items()})
         self._pool.free_blocks([block for block, _ in store.hashes])
+        store.written = payload is not None
         num_bytes = self._sizes.num_bytes(shapes) * self._ranks
         self._reading.pop(name, None)
         self._until.pop(name, None)
         self._next.loads.append(_copy(name, store, self._keep(name, num_bytes), False, payload))
         self._counters.restored(key.point, num_bytes, from_file=payload is not None)
+        if payload is not None:
+            self._counters.restoring(self._read_seconds.pop(name, 0.0), from_file=True)
         return store
 
     def _take(self, shape: GroupShape) -> PublishedGroup:
@@ -215,6 +237,7 @@ class TieredStores(PublishedStores):
         for name, reading in self._reading.items():
             if reading.done() and now > self._until[name]:
                 del self._reading[name], self._until[name]
+                self._read_seconds.pop(name, None)
                 return True
         return False
 
@@ -228,7 +251,7 @@ class TieredStores(PublishedStores):
         self, files: StoreFiles, name: str, shapes: dict[int, GroupShape]
     ) -> Payload | None:
         """All ranks' files of a store, checked; None where one is not what it must be."""
-        most, found = self._sizes.num_bytes(shapes), []
+        begun, most, found = monotonic(), self._sizes.num_bytes(shapes), []
         for rank in range(self._ranks):
             try:
                 found.append(files.read(name, rank, most))
@@ -241,12 +264,19 @@ class TieredStores(PublishedStores):
                 logger.warning("KV eviction: the store in %s is not used: %s.", path, error)
                 files.remove(name, self._ranks)
                 return None
+        self._read_seconds[name] = monotonic() - begun
         return found
 
 
 def name_of(key: ShareKey) -> str:
     """What a store is called outside: nothing of its prompt can be read from it."""
     return key.digest.hex()[:40]
+
+
+def _on_its_way(state: RequestState) -> bool:
+    """Whether another server that computed a request's prompt may still write its store."""
+    request = state.request
+    return takes_over(request.kv_transfer_params) and time() < request.arrival_time + HANDOVER_S
 
 
 def _copy(

@@ -110,6 +110,8 @@ class WorkerEviction:
             self._prompts.begin_step(scheduler_output)
         plan: StepPlan = getattr(scheduler_output, PLAN, None) or StepPlan()
         self._plan = plan.of(self.states)
+        if plan.settle_first:
+            settle(plan.settle_first, scheduler_output)
         self.stores.begin_step(self._plan)
         if self.comparison is not None:
             self.comparison.begin_step(scheduler_output, self._plan)

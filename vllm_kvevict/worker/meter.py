@@ -49,6 +49,7 @@ class EvictionMeter:
         self._evictions = self._failed = 0
         self._sampled: list[torch.Tensor] | None = None
         self._compared: deque[tuple[Replay, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._restores: deque[tuple[str, Callable[[], float | None]]] = deque()
         self._pending: deque[tuple[Callable[[], float | None], int, list[torch.Tensor]]] = deque()
 
     @contextmanager
@@ -59,6 +60,13 @@ class EvictionMeter:
         stop = _device_watch() if self._cuda else _host_watch()
         yield
         self._pending.append((stop(), count, self._sampled or []))
+
+    @contextmanager
+    def restore(self, tier: str) -> Iterator[None]:
+        """Time the copy of a store into the KV cache, which comes from ``tier``."""
+        stop = _device_watch() if self._cuda else _host_watch()
+        yield
+        self._restores.append((tier, stop()))
 
     def compared(self, replay: Replay, values: torch.Tensor) -> None:
         """Take what was lost by an eviction: [2] float32 nats and share of equal first choices."""
@@ -93,11 +101,13 @@ class EvictionMeter:
             # Groups of one eviction, and evictions of one launch, count as one: their mean.
             if sampled:
                 spreads.append(sum(map(float, sampled)) / len(sampled))
-        audits = self._arrived()
-        if not seconds and not audits:
+        audits, restores = self._arrived(), []
+        while self._restores and (taken := self._restores[0][1]()) is not None:
+            restores.append((self._restores.popleft()[0], taken))
+        if not seconds and not audits and not restores:
             return None
         failed, self._failed = [1.0] * self._failed, 0
-        more: Measured = {"failed": failed, "audits": audits}
+        more: Measured = {"failed": failed, "audits": audits, "restores": restores}
         return {"seconds": seconds, "head_spread": spreads} | {k: v for k, v in more.items() if v}
 
     def _arrived(self) -> list[Audited]:

@@ -222,7 +222,9 @@ class EvictionWorkerMixin(Worker, ABC):
         if not config.has_tiers:
             return None
         files = store_files(self.vllm_config, kv_cache_config, config)
-        return HostStores(StoreContent(states, caches, values), files, self.rank)
+        assert self.kv_eviction is not None
+        content, meter = StoreContent(states, caches, values), self.kv_eviction.meter
+        return HostStores(content, files, self.rank, meter.restore)
 
     def shutdown(self) -> None:
         """Write the stores that wait to be written, and end."""

@@ -49,6 +49,11 @@ def test_a_point_in_a_seeded_prompt_is_refused_where_it_would_end_the_worker(mon
 
     with pytest.raises(ValueError, match="kv_eviction_at and seed cannot be combined"):
         check_request(engine(), seeded(kv_eviction_at=4), [1] * 5, None)
+    stores = engine({"policy": "snapkv", "store_path": "/stores"})
+    taken = {"kv_transfer_params": {"do_remote_prefill": True}}
+    with pytest.raises(ValueError, match="kv_eviction_at and seed cannot be combined"):
+        check_request(stores, seeded(**taken), [1] * 5, None)
+    check_request(engine(), seeded(**taken), [1] * 5, None)
     for harmless in (
         seeded(kv_eviction_at=5),
         seeded(kv_eviction_at=4, temperature=0),

@@ -55,6 +55,7 @@ def test_every_value_of_a_report(build):
         idle_stores=8, evictions_pressure=2, requests_whole=9, requests_evicted=6,
         mark_low=50, mark_high=90, pressing=True, stores_saved=3, files_refused=1,
         stores_restored_memory=2, tokens_restored_file=500, store_bytes=77,
+        seconds_restored_file=0.25,
     )  # fmt: skip
     send(manager, report, engine=1)
     second = Report(evictions={"tova": [0, 5]}, blocks_saved=7, stores_reused=2, idle_stores=3)
@@ -82,6 +83,7 @@ def test_every_value_of_a_report(build):
     assert value("restored_stores_total", 1, tier="memory") == 2
     assert value("restored_stores_total", 1, tier="file") == 0
     assert value("restored_tokens_total", 1, tier="file") == 500
+    assert value("restored_seconds_total", 1, tier="file") == 0.25
     assert value("store_memory_bytes", 1) == 0, "the last report's"
     assert value("eviction_seconds_count", 1) == 3
     assert value("eviction_seconds_sum", 1) == pytest.approx(0.207)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_kvevict.metrics.report import MEASURED
+from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.metrics.report import MEASURED, Reporter
 from vllm_kvevict.schedule.step_plan import Replay
 from vllm_kvevict.worker import meter as meter_module
 from vllm_kvevict.worker.meter import SAMPLE_EVERY, EvictionMeter, attach, head_spread
@@ -33,6 +34,20 @@ def test_seconds_of_every_eviction_and_a_sample_of_heads(monkeypatch):
             assert meter.take() == {"seconds": [3.0], "head_spread": [1.25]}
     assert meter.take() == {"seconds": [3.0] * 2 * SAMPLE_EVERY, "head_spread": [1.25, 1.25]}
     assert meter.take() is None
+
+
+def test_seconds_of_stores_that_come_back(monkeypatch):
+    now = iter([10.0, 12.0, 20.0, 25.0])
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: next(now))
+    meter = EvictionMeter(torch.device("cpu"))
+    for tier in ("file", "memory"):
+        with meter.restore(tier):
+            pass
+    counters = Counters()
+    taken = meter.take()
+    assert taken is not None and meter.take() is None
+    Reporter(counters).measured(**taken)
+    assert (counters.seconds_restored_file, counters.seconds_restored_memory) == (2.0, 5.0)
 
 
 def test_what_was_compared_arrives_when_the_host_can_read_it():
