@@ -183,7 +183,7 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-def _set_aside() -> None:
+def set_aside() -> None:
     """Free what former engines left, and leave all else out of vLLM's garbage collections.
 
     There are five at a start and three at an end, 0.7 s each over all that imports made.
@@ -210,7 +210,7 @@ def engine(model: Path, eviction: dict[str, Any] | None, **options: Any):
         seed=0,
     )
     settings.update(options)
-    _set_aside()
+    set_aside()
     llm = LLM(
         str(model),
         additional_config={"kv_eviction": eviction} if eviction else {},

@@ -1,5 +1,5 @@
 """The engine whose evictions are recorded is that of the benchmarks."""
 
-from benchmarks.oracles.engine import Engine, Recorder, engine, layers_by_depth
+from benchmarks.oracles.engine import Engine, Recorder, engine, layers_by_depth, set_aside
 
-__all__ = ["Engine", "Recorder", "engine", "layers_by_depth"]
+__all__ = ["Engine", "Recorder", "engine", "layers_by_depth", "set_aside"]
