@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz architectures clients demo wheel dist sbom prometheus \
+.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients demo wheel dist sbom prometheus \
 	vllm-source hooks clean
 
 help:
@@ -15,7 +15,9 @@ help:
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, drafts, images, ranks and stages, token by token"
 	@echo "make fuzz     a million scheduler steps of random days, by a seed that is printed"
-	@echo "make nightly  fuzz, architectures and clients"
+	@echo "make nightly  fuzz, cells, kernels, architectures and clients"
+	@echo "make cells    more of what make test runs: chunk sizes, prefix caches, several servers"
+	@echo "make kernels  what to run when csrc/ or ops/ change: every scene under sanitizers, each barrier left out once"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
 	@echo "make dist     what a package index takes, checked by twine, in dist/; same commit, same bytes"
@@ -51,7 +53,17 @@ check: lint
 test: setup setup-kvpress
 	$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-nightly: fuzz architectures clients
+nightly: fuzz cells kernels architectures clients
+
+# One more of many like it, in files of which `make test` runs the others.
+cells: setup
+	$(PYTHON_VENV) -m pytest -m nightly $(PARALLEL) tests/e2e/test_tokens.py tests/e2e/test_server.py \
+		tests/e2e/test_offload_server.py tests/e2e/test_abort.py tests/e2e/test_own_settings.py \
+		tests/e2e/test_startup_errors.py $(PYTEST_ARGS)
+
+kernels: setup
+	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/unit/ops tests/unit/worker \
+		tests/unit/test_cuda_build.py $(PYTEST_ARGS)
 
 # Another seed every night; one that failed: make fuzz KVEVICT_SEED=...
 KVEVICT_SEED ?= $(shell date +%Y%m%d)

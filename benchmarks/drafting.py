@@ -3,7 +3,7 @@
     python -m benchmarks.drafting
 
 Tiny Llamas with random weights, each with a drafter that makes what the model does
-(tests/drafters.py), so that what eviction costs in drafts is seen apart from what a drafter does
+(drafters.py), so that what eviction costs in drafts is seen apart from what a drafter does
 not know. A draft that was made before an eviction and is verified after it is the model's own no
 more.
 """
@@ -26,9 +26,9 @@ PROMPTS, PROMPT, ANSWER, BUDGET, INTERVAL = 8, 512, 256, 256, 64
 
 def measure(method: str, policy: str | None) -> dict[str, Any]:
     """Drafts of one server, and how many of them were accepted."""
-    from tests.e2e.drafting_script import checkpoints
-    from tests.models import random_prompt
-    from tests.oracles.engine import engine
+    from benchmarks.drafters import checkpoints
+    from benchmarks.oracles.engine import engine
+    from benchmarks.tiny_model import random_prompt
 
     prompts = [random_prompt(PROMPT, seed=seed) for seed in range(PROMPTS)]
     eviction = dict(policy=policy, budget=BUDGET, interval=INTERVAL) if policy else None

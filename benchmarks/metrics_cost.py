@@ -35,7 +35,7 @@ class Side:
         from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-        from tests.engine.harness import Setup, make_request, make_scheduler
+        from benchmarks.bare_scheduler import Setup, make_request, make_scheduler
         from vllm_kvevict.metrics.logger import install
 
         install()

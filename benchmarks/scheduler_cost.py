@@ -27,7 +27,7 @@ class Load:
     """One scheduler with its running requests and the seconds it took, step by step."""
 
     def __init__(self, scheduler: Any, setup: Any, requests: int, max_tokens: int) -> None:
-        from tests.engine.harness import make_request
+        from benchmarks.bare_scheduler import make_request
 
         self.scheduler = scheduler
         self.seconds: list[float] = []
@@ -66,7 +66,7 @@ def schedulers(requests: int, max_tokens: int, asynchronous: bool) -> dict[str, 
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from tests.engine.harness import (
+    from benchmarks.bare_scheduler import (
         Setup,
         base_config,
         kv_cache_config,

@@ -29,7 +29,7 @@ LIMIT = 1.10
 
 
 def setup_of(asynchronous: bool) -> Any:
-    from tests.engine.harness import Setup
+    from benchmarks.bare_scheduler import Setup
 
     return Setup(
         budget=256,
@@ -52,7 +52,7 @@ def waiting(asynchronous: bool) -> dict[str, Load]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
 
-    from tests.engine.harness import (
+    from benchmarks.bare_scheduler import (
         base_config,
         kv_cache_config,
         make_request,
@@ -96,7 +96,7 @@ def groups(asynchronous: bool) -> dict[str, Load]:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from tests.engine.harness import base_config, kv_cache_config, make_scheduler, vllm_config
+    from benchmarks.bare_scheduler import base_config, kv_cache_config, make_scheduler, vllm_config
 
     shares = (2.2, 1.6, 1.2, 1.0, 0.8, 0.6, 0.4, 0.2)
     setup = replace(

@@ -22,6 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else every server of every test pins its worker to the same core.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# A server's worker runs in the process of its engine: two processes import vLLM, not three.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def no_gpu_reason() -> str | None:

@@ -51,7 +51,7 @@ class Offline:
             kept: Its ``Kept``.
 
         """
-        from tests.oracles.masked import Kept, Life
+        from benchmarks.oracles.masked import Kept, Life
 
         start = max(kept.n - WINDOW, kept.tail_start)
         again = Kept(start, kept.tail_start, kept.positions)
@@ -76,8 +76,8 @@ def measure(
     found: Callable[[dict[str, Any]], object],
 ) -> None:
     """Each prompt under each policy at each budget; arguments as in part 1."""
-    from tests.oracles.engine import Engine
-    from tests.oracles.masked import MaskedModel
+    from benchmarks.oracles.engine import Engine
+    from benchmarks.oracles.masked import MaskedModel
 
     mixture, oracle = Mixture(LocalChat(model), tokens, kinds), Offline(MaskedModel(model))
     seeds = -(-prompts // len(kinds))

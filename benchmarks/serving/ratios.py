@@ -21,7 +21,7 @@ from benchmarks.load import Load, measure
 from benchmarks.provenance import provenance
 from benchmarks.server import Server
 from benchmarks.serving.tiny import BLOCK_BYTES, KV_BLOCKS, KV_HEADS, OUTPUT, PROMPT, server_args
-from tests.models import cached_tiny_llama
+from benchmarks.tiny_model import cached_tiny_llama
 
 
 @dataclass(frozen=True)

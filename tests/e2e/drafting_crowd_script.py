@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.drafting_script import Drafter, checkpoints
+from benchmarks.drafters import checkpoints
+from tests.e2e.drafting_script import Drafter
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens

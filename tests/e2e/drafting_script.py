@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from tests import drafters
-from tests.models import cached_tiny_llama, random_prompt
+from benchmarks.drafters import ZERO, checkpoints
+from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Kept, Life, MaskedModel, check_tokens
 from vllm_kvevict.ops.reference.observe import window_queries
 
 PROMPTS = [random_prompt(n, seed=n) for n in (333, 150)]
 NEW_TOKENS = 110
-DRAFTS = 3
 EVERY = 4
 
 
@@ -107,7 +106,7 @@ class Oracle:
         if self.method == "draft_model":
             return tokens
         seen = [given.get(entry, token) for entry, token in enumerate(tokens[1:])]
-        return [drafters.ZERO, *seen[1:]] if self.method == "mtp" else seen
+        return [ZERO, *seen[1:]] if self.method == "mtp" else seen
 
     def agreed(self, seen: list[int], cached: int, drafts: list[int], life: Life) -> int:
         """How many drafts that follow ``cached`` tokens and a sampled one, ``seen``, are right.
@@ -161,19 +160,6 @@ class Windows:
 
 def places(run: Any) -> list[list[int]]:
     return [[kept.n for kept in lives[0].evictions] for lives in run.lives()]
-
-
-def checkpoints(method: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """The model as a Llama, what is served, and what drafts for it."""
-    speculative: dict[str, Any] = dict(method=method, num_speculative_tokens=DRAFTS)
-    if method == "draft_model":
-        model = cached_tiny_llama()
-        return model, model, speculative | dict(model=str(model))
-    model = drafters.one_layer(folder / "model")
-    if method == "mtp":
-        return model, drafters.mimo(folder / "mimo", model), speculative
-    draft = getattr(drafters, method)(folder / "draft", model)
-    return model, model, speculative | dict(model=str(draft))
 
 
 def main(method: str, policy: str, folder: Path, **options: Any) -> None:

@@ -64,7 +64,7 @@ class Scene:
         self.llm.abort_request([self.names[1]])
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_abort_at_any_step(tiny_model, caching):
     with engine(
         tiny_model, EVICTION, max_num_batched_tokens=96, enable_prefix_caching=caching

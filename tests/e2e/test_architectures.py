@@ -25,10 +25,14 @@ def assert_exact(oracle, run) -> None:
     assert full < 0.9 * len(PROMPTS) * NEW_TOKENS, "full attention would agree as well"
 
 
+def nightly(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     "shape",
     [
-        dict(heads=4, kv_heads=4, head_dim=64),
+        nightly(dict(heads=4, kv_heads=4, head_dim=64)),
         dict(heads=4, kv_heads=1, head_dim=64),
         dict(heads=6, kv_heads=2, head_dim=128, hidden=192),
     ],
@@ -49,9 +53,7 @@ EVERY_NIGHT = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2", *(pytest.param(name, marks=pytest.mark.nightly) for name in EVERY_NIGHT)]
-)
+@pytest.mark.parametrize("name", ["Qwen2", *map(nightly, EVERY_NIGHT)])
 def test_every_architecture(name, tmp_path):
     path = architecture(name, tmp_path)
     with engine(path, EVICTION) as run:
@@ -60,8 +62,15 @@ def test_every_architecture(name, tmp_path):
         assert run.free_blocks() == free
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text"])
+@pytest.mark.parametrize(
+    ("name", "caching"),
+    [
+        ("Gemma2", True),
+        ("Gemma3Text", False),
+        nightly("Gemma2", False),
+        nightly("Gemma3Text", True),
+    ],
+)
 def test_sliding_window_layers_are_left_alone(name, caching, tmp_path):
     path = architecture(name, tmp_path)
     with engine(path, EVICTION, enable_prefix_caching=caching) as run:

@@ -67,17 +67,23 @@ def assert_told(told, wanted):
 
 CASES = {
     "ada-snapkv": dict(policy="ada-snapkv", budget=96),
-    "ada-defensive": dict(policy="ada-defensive", budget="25%"),
     "a policy without a window": dict(policy="streaming-llm", budget=96),
     "groups": dict(policy="pyramidkv", budget=128, options=dict(groups=2)),
-    "draws": dict(policy="nacl", budget=96),
     "sums of attention": dict(policy="h2o", budget=96),
+}
+MORE = {
+    "ada-defensive": dict(policy="ada-defensive", budget="25%"),
+    "draws": dict(policy="nacl", budget=96),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+def nightly(case):
+    return pytest.param(case, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("case", [*CASES, *(nightly(case) for case in MORE)])
 def test_it_is_what_the_oracle_says(tiny_model, oracle, case):
-    settings = CASES[case] | dict(audit="100%")
+    settings = (CASES | MORE)[case] | dict(audit="100%")
     with serving(tiny_model, settings) as run:
         free, told = run.free_blocks(), listen(run)
         for _ in range(2):  # The second time with prefix hits.

@@ -6,6 +6,7 @@ import sys
 from benchmarks.server import Server
 from tests.e2e.test_server import BASE, EVICTION
 from tests.models import random_prompt
+from tests.oracles.engine import engine
 
 PROMPTS = [random_prompt(300 + 40 * seed, seed=seed) for seed in range(4)]
 NEW_TOKENS = 60
@@ -23,8 +24,9 @@ def answers(server: Server) -> list[list[int]]:
 
 
 def test_what_an_operator_sees(tiny_model, tmp_path):
-    with Server(tiny_model, [*BASE, *EVICTION], tmp_path / "plain.log") as server:
-        expected = answers(server)
+    settings = dict(policy="ada-snapkv", budget=96, interval=32, shared_blocks="evict")
+    with engine(tiny_model, settings, max_model_len=2048) as run:
+        expected = run.generate(PROMPTS, NEW_TOKENS)
     flags = [*BASE, *EVICTION, "--kv-eviction-audit", "100%"]
     log = tmp_path / "audited.log"
     with Server(tiny_model, flags, log) as server:

@@ -1,5 +1,6 @@
 """``python -m vllm_kvevict.calibrate`` on a tiny model, and a server of its file."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.models import random_prompt, random_text
-from tests.oracles.engine import engine
+from tests.oracles.engine import engine, set_aside
 from vllm_kvevict.calibrate import lessons
 from vllm_kvevict.calibrate.__main__ import main
 from vllm_kvevict.calibrate.costs import Costs
@@ -25,6 +26,8 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    set_aside()
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 def test_the_shares_are_those_of_the_scores(tiny_model_kv4, tmp_path: Path, capsys) -> None:

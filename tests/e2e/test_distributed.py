@@ -119,7 +119,9 @@ def nightly(*values: Any) -> Any:
 
 
 @NEED_TWO
-@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", nightly("tova"), nightly("nacl")])
+@pytest.mark.parametrize(
+    "policy", ["snapkv", nightly("ada-snapkv"), nightly("tova"), nightly("nacl")]
+)
 def test_two_ranks(tiny_model_kv4, policy, tmp_path):
     alone, together, result = compared(tiny_model_kv4, dict(policy=policy), TENSOR, str(tmp_path))
     if not policy.startswith("ada-"):
@@ -149,6 +151,7 @@ def test_two_stages(tiny_model_kv4: Path) -> None:
     check_audits(tiny_model_kv4, "ada-snapkv", result)
 
 
+@pytest.mark.nightly
 @NEED_TWO
 def test_stages_share_groups_of_layers(tiny_model_kv4: Path, tmp_path: Path) -> None:
     """Each stage has a layer of both groups, its own heads' shares and its own probes.

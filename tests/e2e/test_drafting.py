@@ -66,7 +66,7 @@ def test_drafts_and_tokens_are_those_of_the_oracle(method, policy, options, tmp_
 @pytest.mark.parametrize(
     ("method", "eviction"),
     [
-        ("draft_model", dict(shared_blocks="evict")),
+        nightly("draft_model", dict(shared_blocks="evict")),
         nightly("eagle", {}),
         nightly("mtp", dict(window=8)),
     ],

@@ -1,6 +1,7 @@
 """``python -m vllm_kvevict.inspect`` against the recorder of the token oracle."""
 
 import base64
+import gc
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.models import random_text
-from tests.oracles.engine import Recorder, layers_by_depth
+from tests.oracles.engine import Recorder, layers_by_depth, set_aside
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,8 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    set_aside()
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @contextmanager

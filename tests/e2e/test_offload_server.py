@@ -37,7 +37,7 @@ def lose(server: Server, host: bool) -> None:
         assert answer.status == 200
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_next_question_loads_the_document(tiny_model, tmp_path, ranks):
     env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:ranks]))
     flags = [*FLAGS, "--tensor-parallel-size", str(ranks)]

@@ -55,8 +55,14 @@ def assert_exact(oracle, run) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
-@pytest.mark.parametrize("chunk", [64, 512, 8192])
+CELLS = [(64, True), (512, False)]
+MORE = [(64, False), (512, True), (8192, False), (8192, True)]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "caching"),
+    [*CELLS, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in MORE)],
+)
 def test_a_mixed_batch_equals_the_oracle(tiny_model, oracle, chunk, caching):
     options = dict(max_num_batched_tokens=chunk, enable_prefix_caching=caching)
     # Else a step carries a bounded number of decode evictions.

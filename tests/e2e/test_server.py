@@ -259,6 +259,7 @@ def check_metrics(server: Server, engine: int = 0) -> dict[str, float]:
     return found
 
 
+@pytest.mark.nightly
 def test_several_api_servers_and_engines(tiny_model, truth, tmp_path):
     """Two of each: every report reaches one API server, and /metrics adds up over both."""
     several = ["--api-server-count", "2", "--data-parallel-size", "2"]

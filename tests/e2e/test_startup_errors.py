@@ -33,10 +33,11 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
             "h2o, ada-pyramid, pyramidkv, streaming-llm, ada-scissorhands, scissorhands, ada-tova, "
             "tova, subgen, subgen-stream, nacl, auto",
         ),
-        (
+        pytest.param(
             ["--additional-config", '{"kv_eviction": {"policy": "snapkv", "budget": 32}}'],
             "error: KV eviction: budget 32 leaves no room beside the window of 32 tokens; "
             "raise --kv-eviction-budget or lower --kv-eviction-window",
+            marks=pytest.mark.nightly,
         ),
         (
             ["--kv-eviction", "snapkv", "--block-size", "16"],

@@ -37,18 +37,22 @@ def assert_exact(oracle, run, prompts, max_tokens, asked=None) -> list[list[int]
     return outputs
 
 
+def nightly(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("policy", "chunk", "caching"),
     [
         ("ada-snapkv", 64, True),
         ("ada-snapkv", 512, False),
-        ("ada-snapkv", 4096, True),
-        ("snapkv", 64, False),
+        nightly("ada-snapkv", 4096, True),
+        nightly("snapkv", 64, False),
         ("snapkv", 512, True),
-        ("snapkv", 4096, False),
-        ("streaming-llm", 64, True),
-        ("streaming-llm", 512, True),
-        ("streaming-llm", 4096, False),
+        nightly("snapkv", 4096, False),
+        nightly("streaming-llm", 64, True),
+        nightly("streaming-llm", 512, True),
+        ("streaming-llm", 4096, True),
     ],
 )
 def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
@@ -149,7 +153,12 @@ def test_budget_as_a_share_of_the_prompt(tiny_model, oracle):
 
 @pytest.mark.parametrize(
     ("policy", "caching"),
-    [("ada-snapkv", False), ("ada-snapkv", True), ("streaming-llm", True), ("nacl", False)],
+    [
+        nightly("ada-snapkv", False),
+        ("ada-snapkv", True),
+        nightly("streaming-llm", True),
+        ("nacl", False),
+    ],
 )
 def test_preemption(tiny_model, oracle, policy, caching):
     """A pool too small for the load: requests are preempted, recomputed, evicted anew."""
@@ -174,8 +183,10 @@ def test_preemption(tiny_model, oracle, policy, caching):
         assert run.free_blocks() == 45
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "h2o"])
-@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix-caching"])
+@pytest.mark.parametrize(
+    ("policy", "caching"),
+    [("ada-snapkv", True), ("h2o", False), nightly("ada-snapkv", False), nightly("h2o", True)],
+)
 def test_a_prompt_that_fills_the_pool(tiny_model, oracle, policy, caching):
     """Survivors go into blocks of the prompt, three times: no block of the pool is free."""
     prompts = [random_prompt(45 * 32 - 100, seed=1), random_prompt(700, seed=2)]

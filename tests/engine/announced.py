@@ -29,7 +29,13 @@ class Announced:
         pool.take_events = self._follow
         self._believed: set[tuple[Any, Any]] = set()
         self._removed: set[tuple[Any, Any]] = set()
+        self._names: dict[Any, tuple[Any, Any]] = {}
         self.events = 0
+
+    def _name(self, one: Any) -> tuple[Any, Any]:
+        """How events name what the prefix cache has; vLLM reads the environment each time."""
+        self._names[one] = maybe_convert_block_hash(get_block_hash(one)), get_group_id(one)
+        return self._names[one]
 
     def _follow(self) -> list[Any]:
         events = list(self._take())
@@ -51,7 +57,7 @@ class Announced:
         """Compare what the events so far say with what the pool has."""
         self._follow()
         there = {
-            (maybe_convert_block_hash(get_block_hash(one)), get_group_id(one))
+            self._names.get(one) or self._name(one)
             for one in self._pool.cached_block_hash_to_block._cache
         }
         assert self._believed <= there, "a block is announced that is not in the prefix cache"

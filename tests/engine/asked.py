@@ -50,13 +50,14 @@ def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[i
     total = mean * len(shares)
     if total <= len(shares):
         return [1] * len(shares)
-    low, high = Fraction(0), Fraction(10**6)
+    # Floats, to the sixth digit: halving fractions takes half of all accounting.
+    goal, parts = float(total), [float(share) for share in shares]
+    low, high = 0.0, 1e6
     for _ in range(80):
         each = (low + high) / 2
-        filled = sum(min(max(each * share, Fraction(1)), most) for share in shares)
-        low, high = (each, high) if filled < total else (low, each)
-    exact = [min(max(high * share, Fraction(1)), Fraction(most)) for share in shares]
-    exact = [Fraction(round(blocks, 6)) for blocks in exact]
+        filled = sum(min(max(each * share, 1.0), most) for share in parts)
+        low, high = (each, high) if filled < goal else (low, each)
+    exact = [round(min(max(high * share, 1.0), float(most)), 6) for share in parts]
     kept = [int(blocks) for blocks in exact]
     for group in sorted(range(len(kept)), key=lambda group: kept[group] - exact[group]):
         if sum(kept) + 1 <= total and kept[group] < most:

@@ -3,12 +3,11 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
-
 from tests.engine.announced import Announced
 from tests.engine.asked import Asked
 from tests.engine.expected import PREPARES, Expected, prepares, replays
-from tests.engine.shadow import ShadowWorker, extend_chain, of_store
+from tests.engine.published import Published
+from tests.engine.shadow import ShadowWorker, of_store
 from tests.engine.tally import Life, Tally
 from tests.engine.views import admitted, held_once, holdings, owned
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
@@ -35,17 +34,14 @@ class Invariants:
         self._steps: dict[int, dict[str, int]] = {}
         self._clients: dict[str, Any] = {}
         self.expected = Expected(setup, self._clients)
-        self._scheduled = self._executed = 0
-        self._published: dict[int, tuple[Any, int]] = {}
-        self._chains: dict[str, list[int]] = {}
-        self._truth: dict[Any, list[int]] = {}
+        self.published = Published(setup, scheduler, worker, self.tally)
         self._stored: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._saved: dict[str, dict[int, tuple[Any, ...]]] = {}
         self.announced = Announced(self.pool)
 
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
-        self._scheduled += 1
+        self.published.scheduled += 1
         self._clients |= {
             r: q for r, q in self.scheduler.requests.items() if not (prepares(r) or replays(r))
         }
@@ -86,33 +82,7 @@ class Invariants:
                 for one in copy.groups
                 if one.store
             }
-        self._forget_what_no_step_computes(output)
-
-    def _forget_what_no_step_computes(self, output: Any) -> None:
-        """Work around vLLM, which has this flaw without eviction too.
-
-        It publishes a request's blocks when it allocates them. Under the priority policy it may
-        preempt that request later in the same call, and the step then never computes them.
-        """
-        loaded = {request.request_id for request in self.scheduler.kv_holding_waiting}
-        owners = {
-            block
-            for group in owned(self.managers)
-            for request_id in loaded | output.num_scheduled_tokens.keys()
-            for block in group.get(request_id, ())
-        }
-        orphans = {
-            block.block_id
-            for block in self.pool.blocks
-            if block.block_hash is not None
-            and not of_store(block.block_hash)
-            and block.block_id not in owners
-            and self._published.get(block.block_id, (None, 0))[0] != block.block_hash
-        }
-        if orphans:
-            assert self.setup.priority and output.preempted_req_ids, f"{orphans} never computed"
-            self.tally.orphans += len(orphans)
-            self.pool.evict_blocks(orphans)
+        self.published.forget_what_no_step_computes(output)
 
     def _expect_preparations(self) -> None:
         """A preparing request reads the context and what its client asked to be read behind it."""
@@ -302,7 +272,7 @@ class Invariants:
 
     def executed(self, output: Any) -> None:
         """Every block a step touched still belongs to its request when the step is processed."""
-        self._executed += 1
+        self.published.executed += 1
         owners = owned(self.managers)
         running = {request.request_id for request in self.scheduler.running}
         for request_id, number in self._steps.pop(id(output)).items():
@@ -363,40 +333,13 @@ class Invariants:
         queued = self.pool.free_block_queue.get_all_free_blocks()
         assert len(queued) == free == len({b.block_id for b in queued})
         assert free == self.pool.get_num_free_blocks()
-        self._check_published()
+        self.published.check()
         self._check_entries()
         self.announced.check()
 
     def _replays(self) -> list[Any]:
         audits = getattr(self.scheduler, "_replays", None)
         return [] if audits is None else list(audits._waiting.values())
-
-    def _check_published(self) -> None:
-        """Reachable by hash means: what full attention computes for that prefix."""
-        for request in self.scheduler.requests.values():
-            self._learn(request)
-        for block in self.pool.blocks:
-            if block.block_hash is None or of_store(block.block_hash):
-                self._published.pop(block.block_id, None)
-                continue
-            known = self._published.get(block.block_id)
-            if known is None or known[0] != block.block_hash:
-                self._published[block.block_id] = known = (block.block_hash, self._scheduled)
-                self.tally.published += 1
-            if known[1] <= self._executed:
-                expected = self._truth[get_block_hash(block.block_hash)]
-                assert self.worker.memory[block.block_id] == expected, (
-                    f"block {block.block_id} is published and holds something else"
-                )
-
-    def _learn(self, request: Any) -> None:
-        chain = self._chains.setdefault(request.request_id, [])
-        if len(chain) == request.num_tokens:
-            return
-        extend_chain(chain, request.all_token_ids[len(chain) :])
-        bs = self.setup.block_size
-        for index, block_hash in enumerate(request.block_hashes):
-            self._truth[block_hash] = chain[index * bs : (index + 1) * bs]
 
     def _check_entries(self) -> None:
         entries, turns = admitted(self.scheduler), self.scheduler._turns

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.config import SpeculativeConfig
 
-from tests.engine import harness
+from benchmarks import bare_scheduler
 from tests.engine.test_scheduler import BOTH, SYNC, engine, evictions, hit, tokens
 
 
@@ -37,7 +37,7 @@ def test_a_request_whose_windows_follow_one_another_lets_others_record(setup, ho
 
 def with_drafts(drafts: int) -> Any:
     """The configuration of a server that drafts by n-grams."""
-    make = harness.vllm_config
+    make = bare_scheduler.vllm_config
 
     def vllm_config(setup: Any) -> Any:
         config = make(setup)
@@ -62,7 +62,7 @@ def test_padded_drafts_do_not_reach_across_the_next_eviction(policy, length, mon
     counted: they are rejected, and the step has evicted as if they were the request's.
     """
     setup = replace(SYNC, window=4, interval=16, max_batched=512)
-    monkeypatch.setattr(harness, "vllm_config", with_drafts(6))
+    monkeypatch.setattr(bare_scheduler, "vllm_config", with_drafts(6))
     core = engine(setup)
     about = {"kv_eviction_at": 100, "kv_eviction": policy, "kv_eviction_interval": 16}
     core.add(tokens(length), 2, asked=about)

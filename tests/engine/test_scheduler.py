@@ -270,12 +270,12 @@ def test_a_group_that_does_not_evict_is_left_alone_but_not_published(setup):
 
 
 def test_a_scheduler_without_an_evictable_group_says_so(monkeypatch):
-    from tests.engine import harness
+    from benchmarks import bare_scheduler
 
-    plain = harness.kv_cache_config(SYNC, evictable=False)
-    monkeypatch.setattr(harness, "kv_cache_config", lambda setup: plain)
+    plain = bare_scheduler.kv_cache_config(SYNC, evictable=False)
+    monkeypatch.setattr(bare_scheduler, "kv_cache_config", lambda setup: plain)
     with pytest.raises(RuntimeError, match="without an evictable KV-cache group"):
-        harness.make_scheduler(SYNC)
+        bare_scheduler.make_scheduler(SYNC)
 
 
 @BOTH

@@ -1,188 +1,21 @@
-"""The token oracle: transformers with each head's kept positions as an attention mask.
+"""The model whose heads are masked is that of the benchmarks."""
 
-It shares no code with the package: it only reads which positions an eviction kept.
-"""
+from benchmarks.oracles.masked import (
+    Kept,
+    Life,
+    MaskedModel,
+    check_tokens,
+    cut_to_fp8,
+    two_biases,
+    two_biases_fp8,
+)
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
-
-from tests.oracles.fitted import FittedValues
-
-
-@dataclass
-class Kept:
-    """An eviction at length ``n``: from then on head h of layer l sees ``positions[l][h]``
-    and everything from ``tail_start`` on. ``weights[l][h]`` are the log-weights of these
-    positions in the numerator and the denominator, None where each counts for itself. None for a
-    layer that this eviction left alone. ``fitted``: values were fitted to the last queries."""
-
-    n: int
-    tail_start: int
-    positions: list[list[list[int]] | None]
-    weights: list[list[list[list[float]]]] | None = None
-    fitted: bool = False
-
-
-@dataclass
-class Life:
-    """A request from one admission to its finish or preemption.
-
-    ``prefill_end`` tokens were prefilled, those before the first eviction with full attention;
-    later ones were decoded.
-    """
-
-    prefill_end: int
-    evictions: list[Kept] = field(default_factory=list)
-
-    @property
-    def full(self) -> int:
-        """Tokens that saw everything before them."""
-        return min([self.prefill_end, *(eviction.n for eviction in self.evictions)])
-
-
-def two_biases(module, query, key, value, attention_mask, scaling, fits=None, **kwargs):
-    """transformers' eager attention with a bias [1, heads, q, n] on the products, or with two,
-    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it. ``fits``
-    say what values are at which row."""
-    parts = query, key, value
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    products = query @ key.mT * scaling
-    if attention_mask is None or len(attention_mask) == 1:
-        bias = 0.0 if attention_mask is None else attention_mask
-        weights = (products + bias).softmax(-1)
-        if fits is not None:
-            result = fits.attend(module.layer_idx, weights, parts, scaling)
-        else:
-            result = weights @ value
-    else:
-        products = products.double() - products.double().amax(-1, keepdim=True)
-        above, below = (products + bias.double() for bias in attention_mask[:, None])
-        result = above.exp() @ value.double() / below.exp().sum(-1, keepdim=True)
-    return result.to(query.dtype).transpose(1, 2).contiguous(), None
-
-
-def cut_to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of float8_e4m3fn next to ``x`` towards zero: vLLM's CPU kernel does not round."""
-    near = x.to(torch.float8_e4m3fn)
-    above = near.float().abs() > x.abs()
-    return (near.view(torch.uint8) - above.to(torch.uint8)).view(torch.float8_e4m3fn).to(x.dtype)
-
-
-def two_biases_fp8(module, query, key, value, attention_mask, scaling, **kwargs):
-    """:func:`two_biases` over keys and values as an FP8 cache with scales of 1 holds them."""
-    key, value = cut_to_fp8(key), cut_to_fp8(value)
-    return two_biases(module, query, key, value, attention_mask, scaling, **kwargs)
-
-
-class MaskedModel:
-    """Teacher-forced greedy decoding of a Llama checkpoint under per-head masks.
-
-    ``attention`` is :func:`two_biases` or :func:`two_biases_fp8`.
-    """
-
-    def __init__(self, path: Path, attention: Callable = two_biases) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
-        from transformers.masking_utils import eager_mask
-
-        name = attention.__name__
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, eager_mask)
-        self.model = LlamaForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=name
-        ).eval()
-        self.heads = self.model.config.num_attention_heads
-        self.group = self.heads // self.model.config.num_key_value_heads
-        self._masks: list[torch.Tensor] = []
-        self._fits: FittedValues | None = None
-        for index, layer in enumerate(self.model.model.layers):
-            layer.self_attn.register_forward_pre_hook(self._hook(index), with_kwargs=True)
-
-    def _hook(self, index: int):
-        def hook(module, args, kwargs):
-            if self._masks:
-                kwargs["attention_mask"] = self._masks[index]
-            if self._fits is not None:
-                kwargs["fits"] = self._fits
-            return args, kwargs
-
-        return hook
-
-    @torch.inference_mode()
-    def predictions(self, tokens: list[int], life: Life) -> torch.Tensor:
-        """Logits [len(tokens) - prefill_end + 1, vocab] that chose token ``prefill_end`` on."""
-        n, start = len(tokens), life.full
-        ids = torch.tensor([tokens])
-        self._masks = []
-        fitted = any(eviction.fitted for eviction in life.evictions)
-        self._fits = FittedValues(life) if fitted else None
-        first = self.model(ids[:, :start], use_cache=True, logits_to_keep=1)
-        logits = [first.logits[0]]
-        if n > start:
-            self._masks = [self._mask(index, start, n, life) for index in range(self._layers)]
-            rest = self.model(ids[:, start:], past_key_values=first.past_key_values)
-            logits.append(rest.logits[0])
-            self._masks = []
-        self._fits = None
-        return torch.cat(logits)[life.prefill_end - start :]
-
-    @property
-    def _layers(self) -> int:
-        return len(self.model.model.layers)
-
-    def _mask(self, layer: int, start: int, n: int, life: Life) -> torch.Tensor:
-        seen = torch.ones(self.heads // self.group, n - start, n, dtype=torch.bool)
-        seen &= torch.arange(n) <= torch.arange(start, n)[:, None]
-        for eviction in life.evictions:
-            row = eviction.n - start
-            for head, positions in enumerate(eviction.positions[layer] or ()):
-                keep = torch.zeros(n, dtype=torch.bool)
-                keep[positions] = True
-                keep[eviction.tail_start :] = True
-                causal = torch.arange(n) <= torch.arange(start + row, n)[:, None]
-                seen[head, row:] = causal & keep
-        seen = seen.repeat_interleave(self.group, dim=0)
-        if any(eviction.weights is not None for eviction in life.evictions):
-            biases = self._weights(layer, start, n, life).repeat_interleave(self.group, dim=1)
-            return biases.masked_fill(~seen, float("-inf"))
-        return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None]
-
-    def _weights(self, layer: int, start: int, n: int, life: Life) -> torch.Tensor:
-        """[2, KV heads, n - start, n] log-weights as the last eviction before each row has them."""
-        biases = torch.zeros(2, self.heads // self.group, n - start, n)
-        for eviction in life.evictions:
-            if eviction.positions[layer] is None:
-                continue
-            assert eviction.weights is not None
-            biases[:, :, eviction.n - start :] = 0.0
-            for head, positions in enumerate(eviction.positions[layer]):
-                mine = torch.tensor(eviction.weights[layer][head]).T[:, None]
-                biases[:, head, eviction.n - start :, positions] = mine
-        return biases
-
-
-def check_tokens(
-    model: MaskedModel, prompt: list[int], output: list[int], lives: list[Life]
-) -> tuple[int, int]:
-    """Compare greedy tokens with the oracle's.
-
-    Returns:
-        How many agree, of how many.
-
-    """
-    tokens = [*prompt, *output]
-    agreed = total = 0
-    for life, following in zip(lives, [*lives[1:], None], strict=True):
-        stop = following.prefill_end if following is not None else len(tokens)
-        if stop <= life.prefill_end:
-            continue
-        logits = model.predictions(tokens[: stop - 1], life)
-        expected = logits.argmax(-1).tolist()
-        actual = tokens[life.prefill_end : stop]
-        assert len(expected) == len(actual)
-        agreed += sum(a == b for a, b in zip(expected, actual, strict=True))
-        total += len(actual)
-    return agreed, total
+__all__ = [
+    "Kept",
+    "Life",
+    "MaskedModel",
+    "check_tokens",
+    "cut_to_fp8",
+    "two_biases",
+    "two_biases_fp8",
+]

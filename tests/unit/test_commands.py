@@ -33,6 +33,7 @@ def test_an_unknown_command_names_the_known_ones():
     assert "vllm-kvevict plan" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_is_the_module(model):
     """It gets the arguments and stdout, and its exit status is the command's."""
     words = ("--gpu-memory", "1G", "--prompt", "100", "--json")

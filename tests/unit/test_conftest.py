@@ -20,6 +20,7 @@ def test_one(number):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fatal", [0, 4])
 def test_a_process_that_ends_costs_one_test(tmp_path: Path, fatal: int) -> None:
     (tmp_path / "conftest.py").write_text(

@@ -32,6 +32,7 @@ except NotImplementedError as error:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc on the PATH or in CUDA_HOME")
 def test_nvcc_compiles_what_torch_loads(tmp_path: Path) -> None:
     nvcc = find_nvcc()

@@ -86,6 +86,24 @@ def test_no_file_imports_itself_through_others():
     assert circle(imports(PACKAGE)) == []
 
 
+def test_benchmarks_run_without_the_tests():
+    """Tests import benchmarks; what both need stands there."""
+    files = (PACKAGE.parent / "benchmarks").rglob("*.py")
+    found = {file.name for file in files if {"tests"} & packages(ast.parse(file.read_text()))}
+    assert not found
+
+
+def packages(tree: ast.AST) -> set[str]:
+    """Top-level packages that a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module))
+    return {name.split(".")[0] for name in names}
+
+
 def test_an_import_upwards_and_a_circle_are_found(tmp_path):
     """Also inside functions and where only types are checked."""
     package = tmp_path / "house"

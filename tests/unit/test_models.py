@@ -7,6 +7,7 @@ import pytest
 from tests.models import random_prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["tiny_model", "tiny_model_kv4"])
 def test_greedy_decoding_varies_and_depends_on_old_tokens(
     fixture: str, request: pytest.FixtureRequest

@@ -5,11 +5,20 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.quality.ruler import facts
 from benchmarks.quality.ruler.prose import paragraphs, sentences
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import TASKS, characters_for, make
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z-]+) is: (\d{7})\.")
+
+
+@pytest.fixture(autouse=True)
+def little_prose(monkeypatch):
+    """The docstrings of a small package: reading all of vLLM's takes 13 s."""
+    some = facts.sentences("hypothesis")
+    assert len(some) > 500
+    monkeypatch.setattr(facts, "sentences", lambda package: some)
 
 
 @pytest.mark.parametrize("task", TASKS)

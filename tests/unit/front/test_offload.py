@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from tests.unit.front.test_support import NGRAM, Build, assert_sentence, build, refusal
+from tests.unit.front.configurations import NGRAM, Build, assert_sentence, build, refusal
 from vllm_kvevict.front import offload
 from vllm_kvevict.front.offload import OURS
 

@@ -18,7 +18,7 @@ def emulation() -> Path:
     return library
 
 
-@pytest.fixture(params=["backwards", "shuffled"])
+@pytest.fixture(params=[pytest.param("backwards", marks=pytest.mark.nightly), "shuffled"])
 def emulated(request: pytest.FixtureRequest, emulation: Path) -> Iterator[None]:
     """Blocks, and their threads between barriers, run in another order: it may not matter."""
     set_order(emulation, 1 if request.param == "backwards" else 20)

@@ -22,8 +22,9 @@ pytestmark = [
     ),
 ]
 
-SCENES = ["choose", "bfloat16", "fp8", "float32", "chunks"]
 EVICTION = "bfloat16"
+OTHERS = ["choose", "fp8", "float32", "chunks"]
+SCENES = [EVICTION, *(pytest.param(scene, marks=pytest.mark.nightly) for scene in OTHERS)]
 OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": ASAN_OPTIONS}
 
 
@@ -58,6 +59,7 @@ def test_no_bad_address_and_nothing_undefined(scene):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_without_any_barrier_atomic_or_wait_it_would_be_seen():
     """Each is left out once: a race is reported, the emulation refuses, or results differ."""
     program = build_races("thread")

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import tiny_llama
+from benchmarks.tiny_model import cached_tiny_llama, tiny_llama
 
 ZERO = 0
 """A token whose embedding is zero."""
+
+DRAFTS = 3
+"""Tokens that are drafted at once."""
 
 
 def one_layer(path: Path) -> Path:
@@ -81,6 +84,22 @@ def mimo(path: Path, target: Path) -> Path:
     weights["model.mtp_layers.0.input_proj.weight"] = torch.eye(size, 2 * size).roll(size, 1)
     changes: dict[str, Any] = dict(model_type="qwen2", architectures=["MiMoForCausalLM"])
     return _write(path, target, weights, num_nextn_predict_layers=1, **changes)
+
+
+DRAFTERS = dict(eagle=eagle, eagle3=eagle3)
+
+
+def checkpoints(method: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """The model as a Llama, what is served, and what drafts for it."""
+    speculative: dict[str, Any] = dict(method=method, num_speculative_tokens=DRAFTS)
+    if method == "draft_model":
+        model = cached_tiny_llama()
+        return model, model, speculative | dict(model=str(model))
+    model = one_layer(folder / "model")
+    if method == "mtp":
+        return model, mimo(folder / "mimo", model), speculative
+    draft = DRAFTERS[method](folder / "draft", model)
+    return model, model, speculative | dict(model=str(draft))
 
 
 def _weights(target: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""What benchmarks and tests compare an engine with."""
