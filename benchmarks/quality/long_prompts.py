@@ -6,6 +6,10 @@ A server whose pool holds a quarter of the prompt reads it with evictions every 
 to say the true continuation (`forced.py`); so is one whose pool holds it all, with the full cache
 and with one eviction at the prompt's end (K of 0). Reported are the negative log-likelihood of the
 continuation and the share of its tokens at which the first choice is the full cache's.
+
+`--kind facts` spreads facts of the task `unseen` over each text, asks for each in a prompt of its
+own, and makes the server say the true answer: what it loses of a fact that it read far back. The
+full cache alone is its comparison: a short answer ends before an eviction at the prompt's end.
 """
 
 import argparse
@@ -14,12 +18,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.provenance import provenance
 from benchmarks.quality.endpoint import Endpoint, Followed
-from benchmarks.quality.long_report import markdown, plot, summarize
+from benchmarks.quality.local_chat import LocalChat
+from benchmarks.quality.long_report import joined, markdown, plot, summarize
+from benchmarks.quality.prompt import make_prompt
 from benchmarks.quality.ruler.prose import passage
+from benchmarks.quality.ruler.scattered import scattered
 from benchmarks.server import Server
 from benchmarks.smollm2 import real_model
 from vllm_kvevict.front.profile import SHIPPED, read
@@ -27,12 +34,22 @@ from vllm_kvevict.schedule.layers import by_layer
 from vllm_kvevict.settings.names import AUTO
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "long_prompts.json"
+RESULTS = ROOT / "benchmarks" / "results"
+PROSE, FACTS = "prose", "facts"
 BLOCK = 32
 
 EVICTIONS = "vllm_kvevict:evictions_total"
 
 Ids = tuple[int, ...]
+Part = tuple[Ids, Ids]
+"""What the server reads, and what it is made to say."""
+
+
+class Chat(Protocol):
+    """What makes prompts of texts: an :class:`Endpoint`, say."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def tokenize(self, messages: list[dict[str, str]]) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +90,7 @@ def server(blocks: int, options: argparse.Namespace, interval: int) -> Server:
     if options.profile:
         args += ["--kv-eviction-profile", options.profile]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)}
-    return Server(options.model or real_model(), args, options.work / "long.log", env=env)
+    return Server(options.model or real_model(), args, options.work / f"long-{blocks}.log", env=env)
 
 
 def groups(profile: str) -> int:
@@ -82,8 +99,16 @@ def groups(profile: str) -> int:
     return len(by_layer(read(path).layers, None)[0].sizes)
 
 
-def text(endpoint: Endpoint, seed: int, tokens: int) -> list[int]:
-    return endpoint.encode(" ".join(passage(random.Random(f"long/{seed}"), 6 * tokens)))[:tokens]
+def parts(chat: Chat, options: argparse.Namespace, seed: int) -> list[Part]:
+    """A text and its continuation; or each question about a text, and its answer."""
+    rng = random.Random(f"long/{seed}")
+    if options.kind == FACTS:
+        samples = scattered(rng, options.context, options.facts, chat.encode)
+        prompts = [make_prompt(sample, chat.tokenize, chat.encode) for sample in samples]
+        return [(one.ids, tuple(chat.encode(f" {one.sample.answers[0]}"))) for one in prompts]
+    wanted = options.context + options.continuation
+    ids = tuple(chat.encode(" ".join(passage(rng, 6 * wanted)))[:wanted])
+    return [(ids[: options.context], ids[options.context :])]
 
 
 def write(options: argparse.Namespace, rows: Sequence[Any], evictions: dict[str, int]) -> None:
@@ -103,7 +128,9 @@ def write(options: argparse.Namespace, rows: Sequence[Any], evictions: dict[str,
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=(PROSE, FACTS), default=PROSE)
     parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--facts", type=int, default=4, help="in each text, with --kind facts")
     parser.add_argument("--context", type=int, default=8000)
     parser.add_argument("--continuation", type=int, default=128)
     parser.add_argument("--policies", default="ada-defensive,streaming-llm")
@@ -114,8 +141,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", help="of the model: a file, or auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path(".cache/quality"))
-    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--output", type=Path, help="JSON; Markdown and PNG beside it")
     options = parser.parse_args()
+    name = "long_facts.json" if options.kind == FACTS else "long_prompts.json"
+    options.output = options.output or RESULTS / name
     options.policies = options.policies.split(",")
     options.budgets = [int(budget) for budget in options.budgets.split(",")]
     options.intervals = [int(interval) for interval in options.intervals.split(",")]
@@ -123,13 +152,15 @@ def parse() -> argparse.Namespace:
 
 
 def follow(
-    running: Server, options: argparse.Namespace, context: Ids, rest: Ids, intervals: list[int]
+    running: Server, options: argparse.Namespace, asked: list[Part], intervals: list[int]
 ) -> dict[Setting, Followed]:
-    """What a server thinks of a continuation under every policy, budget and interval."""
+    """What a server thinks of all parts of a text under every policy, budget and interval."""
     endpoint = Endpoint(running.url, timeout_s=1800)
+    # An answer of one token ends before an eviction at the prompt's end.
+    evicting = [] if options.kind == FACTS and intervals == [0] else options.policies
     wanted = [
         Setting(policy, budget, interval)
-        for policy in options.policies
+        for policy in evicting
         for budget in options.budgets
         for interval in intervals
     ]
@@ -137,7 +168,7 @@ def follow(
         wanted.insert(0, Setting())
     before, found = running.metric(EVICTIONS), {}
     for setting in wanted:
-        found[setting] = endpoint.follow(context, rest, setting.xargs)
+        found[setting] = joined(endpoint.follow(ids, rest, setting.xargs) for ids, rest in asked)
         print(setting, flush=True)
     least = sum(2 if one.interval else 1 for one in wanted if one.policy)
     if (count := running.metric(EVICTIONS) - before) < least:
@@ -148,19 +179,19 @@ def follow(
 def main() -> None:
     options = parse()
     options.work.mkdir(parents=True, exist_ok=True)
-    texts: list[Ids] = []
+    texts = [
+        parts(LocalChat(options.model or real_model()), options, seed)
+        for seed in range(options.texts)
+    ]
     rows: list[dict[Setting, Followed]] = []
-    with server(-(-8192 // BLOCK) + 2, options, 0) as running:
-        endpoint, wanted = Endpoint(running.url), options.context + options.continuation
-        for seed in range(options.texts):
-            texts.append(tuple(text(endpoint, seed, wanted)))
-            context, rest = texts[seed][: options.context], texts[seed][options.context :]
-            rows.append(follow(running, options, context, rest, [0]))
-    with server(options.blocks, options, max(options.intervals)) as running:
-        for seed in range(options.texts):
-            context, rest = texts[seed][: options.context], texts[seed][options.context :]
-            rows[seed] |= follow(running, options, context, rest, options.intervals)
-            write(options, rows[: seed + 1], {"evictions": int(running.metric(EVICTIONS))})
+    with (
+        server(-(-8192 // BLOCK) + 2, options, 0) as whole,
+        server(options.blocks, options, max(options.intervals)) as short,
+    ):
+        for asked in texts:
+            found = follow(whole, options, asked, [0])
+            rows.append(found | follow(short, options, asked, options.intervals))
+            write(options, rows, {"evictions": int(short.metric(EVICTIONS))})
     print(options.output.with_suffix(".md").read_text())
 
 

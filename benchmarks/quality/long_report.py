@@ -1,6 +1,6 @@
 """The result of `long_prompts.py` as entries, as Markdown and as a figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,15 @@ import numpy as np
 from benchmarks.quality.endpoint import Followed
 from benchmarks.quality.intervals import bootstrap
 from benchmarks.quality.table import beside_full, row
+
+
+def joined(parts: Iterable[Followed]) -> Followed:
+    """What a server said of several answers as if they were one."""
+    found = list(parts)
+    return Followed(
+        tuple(logprob for one in found for logprob in one.logprobs),
+        tuple(token for one in found for token in one.greedy),
+    )
 
 
 def summarize(rows: Sequence[Mapping[Any, Followed]], full: Any) -> list[dict[str, Any]]:
@@ -38,14 +47,17 @@ def summarize(rows: Sequence[Mapping[Any, Followed]], full: Any) -> list[dict[st
 
 def markdown(result: dict[str, Any]) -> str:
     options = result["options"]
+    said = f"{options['continuation']} behind them"
+    if options.get("kind") == "facts":
+        said = f"{options['facts']} facts in each, asked for one by one with the true answer forced"
     lines = [
         "# Prompts longer than the KV cache",
         "",
         f"`{result['command']}`, {result['date']}, commit {result['commit']}; {result['texts']} "
         f"texts, {options['context']} tokens of prompt in a pool of {result['pool_tokens']}, "
-        f"{options['continuation']} behind them. {result['machine']}.",
+        f"{said}. {result['machine']}.",
         "",
-        "Means over texts with 95% bootstrap intervals. NLL of the true text in nats a token; "
+        "Means over texts with 95% bootstrap intervals. NLL of what is forced in nats a token; "
         "excess over the full cache, text by text; same: tokens whose most likely choice is the "
         "full cache's. K at the end: one eviction, in a pool that holds the whole prompt.",
         "",

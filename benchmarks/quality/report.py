@@ -74,7 +74,9 @@ def _head(data: dict) -> str:
         f"{options['samples']} samples of each task, --length {options['length']}, seed "
         f"{options['seed']}, blocks of {data['block_size']} tokens. {data['machine']}. {versions}.",
         "",
-        "Accuracy in percent with 95% intervals. What the columns and rows mean: docs/quality.md.",
+        "Accuracy in percent with 95% intervals; behind it the samples that score less (-) and "
+        "more (+) than with the full cache, and McNemar's exact p (of the sign test where scores "
+        "lie between 0 and 1). What the columns and rows mean: docs/quality.md.",
         "",
         *(f"- {line}" for line in [*_evictions(data["evictions"]), *data["notes"]]),
     ]

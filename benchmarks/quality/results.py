@@ -1,8 +1,9 @@
 """From scores to what is reported: estimates, averages over tasks, paired differences."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from benchmarks.quality.cell import FULL_CELL, Cell, Scores
+from benchmarks.quality.flips import Flips, flips
 from benchmarks.quality.intervals import (
     Estimate,
     estimate,
@@ -25,6 +26,7 @@ class Results:
     left_out: dict[str, Estimate]
     estimates: dict[Cell, dict[str, Estimate]]
     differences: dict[tuple[Cell, Cell], Estimate]
+    flips: dict[tuple[Cell, str], Flips] = field(default_factory=dict)
 
     @property
     def full(self) -> dict[str, Estimate]:
@@ -43,7 +45,7 @@ class Results:
             "tasks": list(self.tasks),
             "left_out": {task: asdict(found) for task, found in self.left_out.items()},
             "cells": [
-                {**asdict(cell), "task": task, **_rounded(found)}
+                {**asdict(cell), "task": task, **_rounded(found), **self._flips(cell, task)}
                 for cell, row in self.estimates.items()
                 for task, found in row.items()
             ],
@@ -57,6 +59,10 @@ class Results:
                 for (first, second), found in self.differences.items()
             ],
         }
+
+    def _flips(self, cell: Cell, task: str) -> dict[str, float]:
+        found = self.flips.get((cell, task))
+        return {} if found is None else {**asdict(found), "mcnemar_p": round(found.p, 5)}
 
 
 def _rounded(found: Estimate) -> dict[str, float]:
@@ -88,7 +94,13 @@ def summarize(scores: Scores, threshold: float) -> Results:
         )
         for first, second in _pairs(scores)
     }
-    return Results(tasks, left_out, estimates, differences)
+    flipped = {
+        (cell, task): flips(scores[FULL_CELL][task], by_task[task])
+        for cell, by_task in scores.items()
+        if cell.scenario
+        for task in tasks
+    }
+    return Results(tasks, left_out, estimates, differences, flipped)
 
 
 def _pairs(scores: Scores) -> list[tuple[Cell, Cell]]:

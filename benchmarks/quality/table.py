@@ -1,6 +1,7 @@
 """The results as Markdown."""
 
 from benchmarks.quality.cell import FULL, FULL_CELL, Cell
+from benchmarks.quality.flips import Flips
 from benchmarks.quality.intervals import Estimate
 from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.results import AVERAGE, Results
@@ -9,6 +10,12 @@ from benchmarks.quality.results import AVERAGE, Results
 def percent(found: Estimate) -> str:
     """``mean [low, high]`` in percent."""
     return f"{100 * found.mean:.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+
+def paired(found: Flips) -> str:
+    """``-worse +better, p``; the p in bold below 0.05."""
+    p = f"p {found.p:.2g}"
+    return f"-{found.worse} +{found.better}, {f'**{p}**' if found.p < 0.05 else p}"
 
 
 def points(found: Estimate) -> str:
@@ -49,10 +56,15 @@ def markdown(results: Results, kept: dict[tuple[str, str], dict]) -> str:
         for task in (AVERAGE, *results.tasks):
             parts.append(row(task, FULL, *[percent(results.full[task])] * len(budgets)))
             for label in labels:
-                cells = [results.estimates[Cell(scenario, label, budget)] for budget in budgets]
-                parts.append(row("", label, *(percent(cell[task]) for cell in cells)))
+                cells = [Cell(scenario, label, budget) for budget in budgets]
+                parts.append(row("", label, *(_entry(results, cell, task) for cell in cells)))
         parts += ["", *_kept(scenario, budgets, kept), "", *_differences(results, scenario), ""]
     return "\n".join(parts)
+
+
+def _entry(results: Results, cell: Cell, task: str) -> str:
+    accuracy, flips = percent(results.estimates[cell][task]), results.flips.get((cell, task))
+    return accuracy if flips is None else f"{accuracy}; {paired(flips)}"
 
 
 def _full(results: Results) -> str:

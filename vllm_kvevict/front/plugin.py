@@ -196,10 +196,11 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
         _check_hooks()
     vllm_config = original(engine_args, *args, **kwargs)
     from vllm_kvevict.front.activate import activate, check_statistics
+    from vllm_kvevict.front.measure import measured
 
     with _sentence(engine_args):
         check_statistics(config, getattr(engine_args, "disable_log_stats", False))
-        activate(vllm_config, config)
+        activate(vllm_config, measured(engine_args, vllm_config, config))
     return vllm_config
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import vllm_kvevict
 from vllm_kvevict.settings import probe_weights
 from vllm_kvevict.settings.memory import evictable_layers
-from vllm_kvevict.settings.names import AUTO, LEARNED
+from vllm_kvevict.settings.names import AUTO, LEARNED, MEASURE
 from vllm_kvevict.settings.profile import ModelIdentity, ProbeFile, Profile, parse
 
 if TYPE_CHECKING:
@@ -85,7 +85,13 @@ def load(where: "str | Profile", vllm_config: "VllmConfig") -> Profile:
     """
     mine = identity(vllm_config)
     if where == AUTO:
-        return _found(mine, vllm_config.model_config.model)
+        if (found := find(vllm_config)) is not None:
+            return found
+        raise ValueError(
+            f"{FLAG} auto: no profile ships for {mine}, and none is in {cache_folder()}; make it "
+            f"with python -m vllm_kvevict.calibrate {vllm_config.model_config.model}, or start "
+            f"with {MEASURE} in the place of auto"
+        )
     profile = where if isinstance(where, Profile) else read(Path(where))
     if profile.model != mine:
         raise ValueError(
@@ -126,17 +132,17 @@ def to_json(profile: Profile, weights: "probe_weights.ProbeWeights | None") -> d
     return value if weights is None else value | {"probe": weights.to_json()}
 
 
-def _found(mine: ModelIdentity, model: str) -> Profile:
-    for path in sorted(SHIPPED.glob("*.json")):
+def find(vllm_config: "VllmConfig") -> Profile | None:
+    """The profile that ships for the model that vLLM serves, else a cached one, else None.
+
+    Raises:
+        ValueError: In one sentence, what is wrong with a file.
+
+    """
+    mine = identity(vllm_config)
+    cached = cache_folder() / cached_name(mine)
+    for path in (*sorted(SHIPPED.glob("*.json")), *([cached] if cached.is_file() else ())):
         profile = read(path)
         if profile.model == mine:
             return profile
-    cached = cache_folder() / cached_name(mine)
-    if cached.is_file():
-        profile = read(cached)
-        if profile.model == mine:
-            return profile
-    raise ValueError(
-        f"{FLAG} auto: no profile ships for {mine}, and none is in {cache_folder()}; make it with "
-        f"python -m vllm_kvevict.calibrate {model}"
-    )
+    return None

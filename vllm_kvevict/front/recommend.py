@@ -45,7 +45,7 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
         refusal = str(error)
     latent = vllm_config.model_config.use_mla
     without = LATENT if latent else WITHOUT_PROFILE
-    found = _changed(config, {"policy": without, "profile": None} | _budget(config, BUDGET))
+    found = changed(config, {"policy": without, "profile": None} | _budget(config, BUDGET))
     return _settled(vllm_config, config, found, "" if latent else refusal)
 
 
@@ -53,7 +53,7 @@ def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> Eviction
     profile = load(AUTO if config.profile is None else config.profile, vllm_config)
     policy = WITHOUT_PROFILE if profile.probe is None else WITH_PROFILE
     budget = _budget(config, profile.budget)
-    return _changed(config, {"policy": policy, "profile": profile} | budget)
+    return changed(config, {"policy": policy, "profile": profile} | budget)
 
 
 def _budget(config: EvictionConfig, budget: int | str) -> dict[str, Any]:
@@ -62,7 +62,8 @@ def _budget(config: EvictionConfig, budget: int | str) -> dict[str, Any]:
     return {"budget": budget}
 
 
-def _changed(config: EvictionConfig, changes: dict[str, Any]) -> EvictionConfig:
+def changed(config: EvictionConfig, changes: dict[str, Any]) -> EvictionConfig:
+    """The configuration with ``changes`` in what was set, checked anew."""
     value = config.model_dump(mode="json", exclude_unset=True) | changes
     found = EvictionConfig.parse(value)
     assert found is not None

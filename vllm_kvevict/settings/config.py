@@ -102,8 +102,8 @@ class EvictionConfig(BaseModel):
         default=None,
         description=(
             "The model's profile, made by python -m vllm_kvevict.calibrate: shares of the budget "
-            "by layer and head, and the scores of probe. A file, or auto for one that ships for "
-            "this model or that calibrate left under vLLM's cache root."
+            "by layer and head, and the scores of probe. A file; auto for one that ships for this "
+            "model or that calibrate left under vLLM's cache root; measure runs it if none is."
         ),
     )
     allow: tuple[str, ...] = Field(
@@ -195,7 +195,7 @@ class EvictionConfig(BaseModel):
             return value
         if isinstance(value, dict):
             return parse(value)
-        raise ValueError(f"give a file of calibrate's, or auto, not {value!r}")
+        raise ValueError(f"give a file of calibrate's, auto, or measure, not {value!r}")
 
     @field_validator("allow", mode="before")
     @classmethod

@@ -11,6 +11,9 @@ KEY = "kv_eviction"
 AUTO = "auto"
 """The policy that suits the model and the server best; a profile that is found for the model."""
 
+MEASURE = "measure"
+"""A profile that is found as by :data:`AUTO`, and measured where there is none."""
+
 DEFAULT_POLICY = AUTO
 """What commands and deployments take where nobody chose."""
 
