@@ -16,6 +16,16 @@ HOOKS = {
         """,
         "vllm.plugins": "load_general_plugins",
     },
+    "front/measure.py": {
+        "vllm.engine.arg_utils": """
+            EngineArgs.tokenizer EngineArgs.tokenizer_mode EngineArgs.tokenizer_revision
+            EngineArgs.trust_remote_code EngineArgs.revision EngineArgs.code_revision
+            EngineArgs.hf_config_path EngineArgs.hf_overrides EngineArgs.config_format
+            EngineArgs.load_format EngineArgs.download_dir EngineArgs.dtype
+            EngineArgs.quantization EngineArgs.tensor_parallel_size
+            EngineArgs.distributed_executor_backend EngineArgs.gpu_memory_utilization
+        """,
+    },
     "front/activate.py": {
         "vllm.config": """
             VllmConfig.additional_config VllmConfig.parallel_config VllmConfig.scheduler_config

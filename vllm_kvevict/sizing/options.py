@@ -54,9 +54,13 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     from vllm_kvevict.front.command import evict_by_default
     from vllm_kvevict.hooks.shims import shim
     from vllm_kvevict.settings.config import EvictionConfig
-    from vllm_kvevict.settings.names import KEY
+    from vllm_kvevict.settings.names import KEY, MEASURE
 
     args = _parser().parse_args(argv)
+    if getattr(args, "kv_eviction_profile", None) == MEASURE:
+        raise SizingError(
+            f"--kv-eviction-profile {MEASURE}: plan runs no model; name a profile, or give auto"
+        )
     options = Options(
         args.gpu_memory,
         args.prompt,

@@ -142,6 +142,7 @@ def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
         ([*LOAD, *KV, "--kv-eviction", "none"], "eviction is off"),
         ([*LOAD, *KV, "--context", "2000"], "--context: must be at least 1 and less than --prompt"),
         ([*LOAD, *KV, "--context", "9", "--kv-eviction", "nacl"], "nacl .* shares no stores"),
+        ([*LOAD, *KV, "--kv-eviction-profile", "measure"], "measure: plan runs no model"),
         ([*LOAD, "--kv-cache-memory-bytes", "64K"], "estimated maximum model length"),
         ([*LOAD, "--gpu-memory", "1M"], "leave no room for a KV cache"),
         ([*LOAD, *KV, "--kv-cache-dtype", "fp8_e5m2"], "does not support this type of KV cache"),
