@@ -166,6 +166,24 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
     assert not list(tmp_path.glob("tmp*")), "a draft is left"
 
 
+@pytest.mark.nightly
+def test_a_first_start_measures_and_a_second_one_finds(tiny_model_kv4, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    eviction = dict(policy="auto", profile="measure")
+    times = []
+    for _ in range(2):
+        with engine(tiny_model_kv4, eviction, max_model_len=2048) as run:
+            run.generate([random_prompt(1200, seed=1)], 3)
+            assert run.counters.evictions == 1
+            found = EvictionConfig.parse(
+                run.llm.llm_engine.vllm_config.additional_config["kv_eviction"]
+            )
+        (file,) = tmp_path.glob("kv_eviction/profiles/*.json")
+        assert found.policy == "probe" and found.profile.probe.file == str(file)
+        times.append(file.stat().st_mtime_ns)
+    assert times[0] == times[1]
+
+
 QUARTER = ("--kv-eviction-budget", "25%")
 
 
