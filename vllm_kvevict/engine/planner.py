@@ -165,6 +165,7 @@ class StepPlanner:
             evictions,
             state.options.policy,
             state.options.protect_first,
+            state.context is not None or end + 1 < state.request.num_prompt_tokens,
         )
 
     def retire(self, plan: StepPlan) -> None:

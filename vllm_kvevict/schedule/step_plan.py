@@ -36,6 +36,7 @@ class Eviction:
     ``num_tokens`` counts the tokens in the cache after that forward pass; ``ring`` is the
     slot that holds the queries of the last w of them, or None for policies that need none.
     ``policy`` names what decides; the first ``protect_first`` tokens stay whatever it says.
+    ``inside``: the window does not hold what is asked, because the prompt goes on behind it.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Eviction:
     groups: list[GroupEviction]
     policy: str
     protect_first: int = 0
+    inside: bool = False
 
 
 @dataclass

@@ -297,6 +297,9 @@ class WorkerEviction:
         """Whether the values of kept tokens are fitted to the window's queries."""
         if eviction.ring is None or not scorer.wants_window or scorer.fit_values == "off":
             return False
+        # Questions that come later lose by it: 77 facts of 100 at 6.25%, 82 without.
+        if eviction.inside:
+            return False
         if any(self._caches[name].is_fp8 for name in state.layer_names):
             return False
         # Whoever listens sees what the kernels do.
