@@ -84,6 +84,8 @@ class MaskedModel:
     ``attention`` is :func:`two_biases` or :func:`two_biases_fp8`.
     """
 
+    _fits: FittedValues | None = None
+
     def __init__(self, path: Path, attention: Callable = two_biases) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
         from transformers.masking_utils import eager_mask
@@ -97,7 +99,6 @@ class MaskedModel:
         self.heads = self.model.config.num_attention_heads
         self.group = self.heads // self.model.config.num_key_value_heads
         self._masks: list[torch.Tensor] = []
-        self._fits: FittedValues | None = None
         for index, layer in enumerate(self.model.model.layers):
             layer.self_attn.register_forward_pre_hook(self._hook(index), with_kwargs=True)
 

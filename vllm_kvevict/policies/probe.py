@@ -77,5 +77,8 @@ class KeyProbe(Probe):
 
 def build(config: EvictionConfig) -> Scorer:
     """Scorer of the policies ``probe`` and ``ada-probe``."""
-    options = config.options
-    return Probe(fit=options.fit_values) if options.probe_window == "auto" else KeyProbe()
+    if config.options.probe_window != "auto":
+        return KeyProbe()
+    fit = config.options.fit_values
+    # An audit replays the very tokens to whose queries values would be fitted.
+    return Probe(fit="off" if fit == "auto" and config.audits else fit)
