@@ -33,6 +33,7 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fallback
 from vllm_kvevict.worker.cpu import measure_layout
@@ -152,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     fallback.mean_of_ranks = eviction_pass.sum_of_ranks = lambda tensor: tensor
-    eviction_pass.first_head = lambda num_heads: 0
+    reading.first_head = lambda num_heads: 0
     request = Request(args)
     best: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for _ in range(args.rounds):

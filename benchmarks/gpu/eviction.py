@@ -30,6 +30,7 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import page_channels
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.eviction import WorkerEviction
@@ -117,7 +118,7 @@ class Pass:
         for name, ring in zip(names, self.rings, strict=True):
             rings.layer(name).copy_(ring)
         # One rank: vLLM's tensor-parallel group, which nobody has made, is not asked.
-        eviction_pass.first_head = lambda num_heads: 0
+        reading.first_head = lambda num_heads: 0
         for module in (eviction_pass, fused_pass):
             module.sum_of_ranks = lambda tensor: tensor
         rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))

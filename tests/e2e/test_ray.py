@@ -53,7 +53,9 @@ def run_script(module: str, *arguments: str) -> dict[str, Any]:
             )  # fmt: skip
             try:
                 process.wait(timeout=900)
-                left = [process.cmdline() for process in marked(mark)]
+                # Trackers of shared memory end when their pipes close.
+                _, alive = psutil.wait_procs(marked(mark), timeout=5)
+                left = [process.cmdline() for process in alive]
             finally:
                 for straggler in marked(mark):
                     with contextlib.suppress(psutil.Error):

@@ -1,5 +1,7 @@
 """Values of what an eviction keeps, fitted to the last queries of the window."""
 
+from dataclasses import replace
+
 import torch
 
 from vllm_kvevict.cache.layer_cache import LayerCache
@@ -8,6 +10,9 @@ from vllm_kvevict.policies.base import Candidates
 
 ROWS = 16
 """Queries of each query head that values are fitted to, or the whole window if it is smaller."""
+
+LOGITS = 2**22
+"""Most logits that stand in memory at once, unless one head has more: 16 MiB."""
 
 
 def fitted_values(
@@ -30,15 +35,37 @@ def fitted_values(
         [K, D] in the cache's dtype, in the order of ``columns``.
 
     """
-    held, width = candidates.valid.shape
-    block_size = cache.layout.block_size
-    values = cache.sequences(cache.values(grid))[:, :width].float()
-    # Pages of padding may hold anything.
-    values.masked_fill_(~candidates.valid[..., None], 0.0)
-    heads = torch.arange(held, device=grid.device)
-    owner = heads.repeat_interleave(pages * block_size, output_size=len(columns))
-    kept = torch.zeros(
-        held, candidates.num_candidates, dtype=torch.bool, device=grid.device
-    ).index_put_((owner, columns), torch.tensor(True, device=grid.device))
-    shift = value_shift(candidates, values, kept, min(ROWS, candidates.window))
-    return (values[owner, columns] + shift[owner, columns]).to(cache.pages.dtype)
+    assert candidates.queries is not None
+    rows = min(ROWS, candidates.window)
+    heads, width = candidates.valid.shape
+    at_once = max(1, LOGITS // (candidates.queries.shape[1] * rows * width))
+    kept = columns.split((pages * cache.layout.block_size).tolist())
+    found = []
+    for first in range(0, heads, at_once):
+        some = slice(first, first + at_once)
+        part = replace(
+            candidates,
+            keys=candidates.keys[some],
+            valid=candidates.valid[some],
+            queries=candidates.queries[some],
+            sinks=None if candidates.sinks is None else candidates.sinks[some],
+        )
+        values = cache.sequences(cache.values(grid[some]))[:, :width].float()
+        # Pages of padding may hold anything.
+        values.masked_fill_(~part.valid[..., None], 0.0)
+        found += _fitted(part, values, kept[some], rows)
+    return torch.cat(found).to(cache.pages.dtype)
+
+
+def _fitted(
+    candidates: Candidates, values: torch.Tensor, kept: tuple[torch.Tensor, ...], rows: int
+) -> list[torch.Tensor]:
+    """[K, D] float32 of each head."""
+    stays = torch.zeros_like(candidates.valid[:, : candidates.num_candidates])
+    for mine, columns in zip(stays, kept, strict=True):
+        mine.index_fill_(0, columns, True)
+    shift = value_shift(candidates, values, stays, rows)
+    return [
+        held[columns] + moved[columns]
+        for held, moved, columns in zip(values, shift, kept, strict=True)
+    ]

@@ -18,6 +18,7 @@ from benchmarks.gpu.clock import AHEAD_CYCLES, captured, copy_bandwidth, millise
 from benchmarks.gpu.goals import GOALS
 from tests.pretend_gpu import pretended
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
+from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 
@@ -102,7 +103,7 @@ def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F
     """On emulated kernels, one after another and as the worker's pass; both keep the same."""
     for module in (eviction_pass, fused_pass):
         monkeypatch.setattr(module, "sum_of_ranks", None)
-    monkeypatch.setattr(eviction_pass, "first_head", None)
+    monkeypatch.setattr(reading, "first_head", None)
     args = Namespace(
         block_size=16, budget=48, window=16, heads=2, group=2, head_size=64, layers=2,
         dtype="float32", policy="ada-snapkv",

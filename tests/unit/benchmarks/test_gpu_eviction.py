@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import eviction
+from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 
@@ -14,7 +15,7 @@ from vllm_kvevict.worker import fused as fused_pass
 def test_the_timed_pass_evicts(policy, monkeypatch):
     for module in (eviction_pass, fused_pass):
         monkeypatch.setattr(module, "sum_of_ranks", None)
-    monkeypatch.setattr(eviction_pass, "first_head", None)
+    monkeypatch.setattr(reading, "first_head", None)
     args = Namespace(
         block_size=16, budget=48, window=16, heads=2, group=2, head_size=64, layers=2,
         dtype="float32", policy=policy,

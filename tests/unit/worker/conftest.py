@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
+from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fallback, probes
 from vllm_kvevict.worker import fused as fused_pass
@@ -11,7 +12,7 @@ from vllm_kvevict.worker import fused as fused_pass
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor parallelism, and nothing of vLLM's that would say so."""
-    monkeypatch.setattr(eviction_pass, "first_head", lambda num_heads: 0)
+    monkeypatch.setattr(reading, "first_head", lambda num_heads: 0)
     monkeypatch.setattr(fallback, "mean_of_ranks", lambda tensor: tensor)
     monkeypatch.setattr(fallback, "get_tensor_model_parallel_world_size", lambda: 1)
     for module in (eviction_pass, fused_pass, probes):
