@@ -55,7 +55,8 @@ def worker(
         policy=policy,
         window=WINDOW,
         budget=WINDOW + 4 * BLOCK,
-        options=dict(probe_window=probe_window) if "probe" in policy else {},
+        # The kernels fit no values.
+        options=dict(probe_window=probe_window, fit_values="off") if "probe" in policy else {},
         **(dict(allow=allow) if allow else {}),
     )
     timeline = Timeline(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)

@@ -37,6 +37,10 @@ def most_ever(
         return max(blocks_for(at, bs), whole - freed + store)
     # Rounding at either end of the recent tokens, and the block that a step in flight adds.
     between = store + blocks_for(rule.protected + max(rule.stride, rule.prefill_stride), bs) + 2
+    first = rule.next_point(0)
+    assert first is not None
+    # Points begin where the mean budget is full, which is more than a group of a low share keeps.
+    between = max(between, blocks_for(first, bs))
     if not rule.stride:
         freed = _freed_inside(rule, prompt_len, ends, at)
         between = max(between, whole - freed + store if freed else whole)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.schedule.test_prefill_points import Streaming, streaming
@@ -31,6 +31,7 @@ def held(rule: Timeline, prompt_len: int, replay: int, ends: int, at: int | None
     st.integers(1, 300),
     st.none() | st.floats(0.01, 1),
 )
+@example(Timeline(1, 1, 0, 5, prefill_interval=1), (1.9, 0.1), 8, 1, None)
 def test_no_replay_holds_more(rule, shares, prompt_len, answer, share):
     at = None if share is None else max(1, round(share * prompt_len))
     ends = prompt_len + answer
@@ -74,4 +75,4 @@ def test_it_costs_the_same_at_every_length(monkeypatch):
             calls = 0
             most_ever(mine, length, 2 * length, length // 2)
             found.add(calls)
-    assert max(found) <= 4
+    assert max(found) <= 5

@@ -53,7 +53,7 @@ def worker(policy: str) -> WorkerEviction:
         probes=Probes(dict.fromkeys(NAMES, probe), caches, values),
     )  # fmt: skip
     if made._prompts is not None:
-        made._prompts = SimpleNamespace(of=lambda request_id: 5)
+        made._prompts.of = lambda request_id: 5
     return made
 
 

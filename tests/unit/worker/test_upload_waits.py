@@ -3,8 +3,6 @@
 They read the device: only evictions by the kernels do not. The device is pretended.
 """
 
-from types import SimpleNamespace
-
 import pytest
 
 from tests.kernels.evict import run, steps, worker
@@ -19,7 +17,8 @@ def uploads(policy, monkeypatch, fp8=False, shares=False):
     with pretended(monkeypatch) as watch:
         made = worker(policy, fused=False, device="cuda", fp8=fp8, shares=shares)
         if made._prompts is not None:
-            made._prompts = SimpleNamespace(of=lambda name: 5, begin_step=lambda output: None)
+            made._prompts.of = lambda name: 5
+            made._prompts.begin_step = lambda output: None
         watch.waits.clear()
         run(made, steps(policy))
     assert made.evictions == 4 and watch.launches
