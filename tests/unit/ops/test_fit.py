@@ -105,3 +105,14 @@ def test_queries_are_needed():
     candidates, values, kept = example(6, 2, 2, 50, 8, 10)
     with pytest.raises(ValueError, match="last 9 queries"):
         value_shift(candidates, values, kept, 9)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("of_keys", [True, False])
+def test_a_head_with_what_is_no_number_keeps_its_values(number, of_keys):
+    candidates, values, kept = example(7, 3, 2, 50, 8, 10)
+    expected = value_shift(candidates, values, kept, 4)
+    (candidates.keys if of_keys else values)[1, 20] = number
+    shift = value_shift(candidates, values, kept, 4)
+    assert (shift[1] == 0).all()
+    torch.testing.assert_close(shift[[0, 2]], expected[[0, 2]])

@@ -29,7 +29,8 @@ def value_shift(
         rows: Queries of each query head, at most ``window``.
 
     Returns:
-        [H, num_candidates, D] float32, 0 where ``kept`` is False.
+        [H, num_candidates, D] float32, 0 where ``kept`` is False, and in a head where a key or
+        value is no finite number.
 
     Raises:
         ValueError: The candidates carry no queries, or fewer than ``rows``.
@@ -60,4 +61,8 @@ def value_shift(
     basis = seen[..., : kept.shape[1]]
     squares = basis @ basis.mT
     squares.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
-    return basis.mT @ torch.cholesky_solve(missing, torch.linalg.cholesky(squares))
+    # It raises nothing: a key or value that is no number must not end the server.
+    factor, _ = torch.linalg.cholesky_ex(squares)
+    shift = basis.mT @ torch.cholesky_solve(missing, factor)
+    known = shift.isfinite().flatten(1).all(1)
+    return shift.masked_fill_(~known[:, None, None], 0.0)
