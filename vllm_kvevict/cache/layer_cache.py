@@ -6,6 +6,7 @@ import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
+from vllm_kvevict.ops.host import norms, read_floats, serves
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,34 @@ class LayerCache:
         if elements.stride(-2) < elements.stride(-1):
             return elements.permute(0, 3, 1, 2).flatten(2).mT
         return elements.flatten(1, 2)
+
+    def key_sequences(self, pages: torch.Tensor) -> torch.Tensor:
+        """Keys of pages behind one another.
+
+        Args:
+            pages: [H, P] int64.
+
+        Returns:
+            [H, P * block_size, D], a copy: float32 on a CPU and of an FP8 cache, else the
+            cache's dtype.
+
+        """
+        if serves(self.stored):
+            return read_floats(self.pages, pages, self.layout.key_places)
+        return self.sequences(self.keys(pages))
+
+    def value_sequences(self, pages: torch.Tensor) -> torch.Tensor:
+        """Values of pages [H, P] int64 behind one another: [H, P * block_size, D] float32."""
+        if serves(self.stored):
+            return read_floats(self.pages, pages, self.layout.value_places)
+        return self.sequences(self.values(pages)).float()
+
+    def value_norms(self, pages: torch.Tensor) -> torch.Tensor:
+        """[H, P * block_size] float32 Euclidean norms of the values of pages [H, P] int64."""
+        if serves(self.stored):
+            return norms(self.pages, pages, self.layout.value_places)
+        values = self.sequences(self.values(pages))
+        return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
 
     def values(self, pages: torch.Tensor) -> torch.Tensor:
         """Values of whole pages, as :meth:`keys`."""

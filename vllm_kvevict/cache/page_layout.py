@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 
 from vllm_kvevict.ops.fp8 import typed
+from vllm_kvevict.ops.host import compiled, copy_tokens
+from vllm_kvevict.ops.places import Places
 
 BASE = 16
 """float8_e4m3fn holds integers up to 16 exactly: elements are numbered digit by digit."""
@@ -84,6 +86,14 @@ class PageLayout:
         return self.keys.shape[0]
 
     @cached_property
+    def key_places(self) -> Places:
+        return Places.of(self.keys)
+
+    @cached_property
+    def value_places(self) -> Places:
+        return Places.of(self.values)
+
+    @cached_property
     def _views(self) -> tuple["_View", ...]:
         return tuple(_View(part) for part in (self.keys, self.values) if part.numel())
 
@@ -123,6 +133,22 @@ class PageLayout:
             target_page: [K / block_size] int64, each once.
 
         """
+        if compiled(pages):
+            source = source_page, source_slot, target_page
+            copy_tokens(pages, *source, self.key_places)
+            if self.values.numel():
+                copy_tokens(pages, *source, self.value_places)
+        else:
+            self.copy_by_torch(pages, source_page, source_slot, target_page)
+
+    def copy_by_torch(
+        self,
+        pages: torch.Tensor,
+        source_page: torch.Tensor,
+        source_slot: torch.Tensor,
+        target_page: torch.Tensor,
+    ) -> None:
+        """:meth:`copy` by PyTorch's operations, on any device."""
         for view in self._views:
             view.copy(pages, source_page, source_slot, target_page)
 

@@ -67,7 +67,7 @@ class CandidateReader:
         queries = None
         recorded_window = policy.wants_window and eviction.ring is not None
         read = grid if policy.scorer.needs_keys or recorded_window else grid[:, :0]
-        keys = cache.sequences(cache.keys(read))[:, :columns]
+        keys = cache.key_sequences(read)[:, :columns]
         if policy.needs_window or recorded_window:
             assert self.rings is not None and eviction.ring is not None
             recorded = window_queries(
@@ -82,7 +82,7 @@ class CandidateReader:
             accumulated = sums.flatten(1)[:, :columns]
         values = None
         if policy.scorer.needs_values:
-            values = cache.sequences(cache.values(grid))[:, :columns].float()
+            values = cache.value_sequences(grid)[:, :columns]
         return Candidates(
             keys=keys,
             valid=torch.arange(columns, device=grid.device) >= (padding * bs)[:, None],

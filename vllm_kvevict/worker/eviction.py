@@ -15,8 +15,8 @@ from vllm_kvevict.cache.memories import Memories
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.ops.host import select_tokens
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
-from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Scorer, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
@@ -317,9 +317,8 @@ class WorkerEviction:
         store_pages = grid.shape[-1] - len(group.positional)
         for name, pages in zip(state.layer_names, grid, strict=True):
             stored.append(self.page_values.layer(name)[pages[:, :store_pages], :, 0])
-            values = self._caches[name].values(pages[:, store_pages:])
-            norms.append(torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32))
-        found = value_shares(torch.stack(norms).flatten(2), sum_of_ranks)
+            norms.append(self._caches[name].value_norms(pages[:, store_pages:]))
+        found = value_shares(torch.stack(norms), sum_of_ranks)
         return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
 
     def _key_scores(

@@ -50,22 +50,11 @@ def fitted_values(
             queries=candidates.queries[some],
             sinks=None if candidates.sinks is None else candidates.sinks[some],
         )
-        values = cache.sequences(cache.values(grid[some]))[:, :width].float()
+        values = cache.value_sequences(grid[some])[:, :width]
         # Pages of padding may hold anything.
         values.masked_fill_(~part.valid[..., None], 0.0)
-        found += _fitted(part, values, kept[some], rows)
+        shift = value_shift(part, values, kept[some], rows)
+        found += [
+            held[mine] + moved for held, mine, moved in zip(values, kept[some], shift, strict=True)
+        ]
     return torch.cat(found).to(cache.pages.dtype)
-
-
-def _fitted(
-    candidates: Candidates, values: torch.Tensor, kept: tuple[torch.Tensor, ...], rows: int
-) -> list[torch.Tensor]:
-    """[K, D] float32 of each head."""
-    stays = torch.zeros_like(candidates.valid[:, : candidates.num_candidates])
-    for mine, columns in zip(stays, kept, strict=True):
-        mine.index_fill_(0, columns, True)
-    shift = value_shift(candidates, values, stays, rows)
-    return [
-        held[columns] + moved[columns]
-        for held, moved, columns in zip(values, shift, kept, strict=True)
-    ]

@@ -9,7 +9,8 @@ import torch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.probe import Rotation, key_scores
+from vllm_kvevict.ops.host import key_scores
+from vllm_kvevict.ops.reference.probe import Rotation
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
 from vllm_kvevict.settings.probe_weights import ProbeWeights
@@ -110,7 +111,7 @@ class Probes:
                 if known not in rotations:
                     rotations[known] = probe.rotary.rotation(positions)
                 rotation = rotations[known]
-            keys = cache.sequences(cache.keys(pages[:, store_pages:]))
+            keys = cache.key_sequences(pages[:, store_pages:])
             new = key_scores(keys, rotation, probe.weights)
             if shares is not None:
                 new[..., 1].addcmul_(shares[index], probe.window[:, None])
@@ -123,8 +124,8 @@ class Probes:
     def _log_shares(self, state: GroupState, grid: torch.Tensor) -> torch.Tensor:
         """[L, H, N] logarithms of each head's share in the value norms of the grid's tokens."""
         norms = [
-            torch.linalg.vector_norm(self._caches[name].values(pages), dim=-1, dtype=torch.float32)
+            self._caches[name].value_norms(pages)
             for name, pages in zip(state.layer_names, grid, strict=True)
         ]
-        found = value_shares(torch.stack(norms).flatten(2), sum_of_ranks)
+        found = value_shares(torch.stack(norms), sum_of_ranks)
         return found.clamp_(min=LEAST).log_()

@@ -7,6 +7,8 @@ from tests.hardware import AMX
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.worker.cpu import measure_layout
 
+COPIES = pytest.mark.parametrize("copy", [PageLayout.copy, PageLayout.copy_by_torch])
+
 
 def write_cache(keys, values, cache, isa, **quantisation):
     """Through vLLM's kernel: keys and values [blocks, H, block_size, D] to the cache."""
@@ -19,10 +21,11 @@ def write_cache(keys, values, cache, isa, **quantisation):
     ops.cpu_attn_reshape_and_cache(*tokens, *halves, slots, isa, **quantisation)
 
 
+@COPIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=AMX)])
 @pytest.mark.parametrize(("block_size", "size"), [(32, 32), (64, 128), (128, 64)])
-def test_keys_and_copies_through_vllms_kernel(dtype, block_size, size, isa):
+def test_keys_and_copies_through_vllms_kernel(copy, dtype, block_size, size, isa):
     if isa == "amx" and dtype == torch.float32:
         pytest.skip("this kernel has no float32")
     blocks, heads = 4, 2
@@ -39,7 +42,7 @@ def test_keys_and_copies_through_vllms_kernel(dtype, block_size, size, isa):
 
     source_page = torch.randint(0, 4, (2 * block_size,))
     source_slot = torch.randint(0, block_size, (2 * block_size,))
-    layout.copy(pages, source_page, source_slot, torch.tensor([6, 4]))
+    copy(layout, pages, source_page, source_slot, torch.tensor([6, 4]))
     expected = torch.zeros_like(cache)
     for x in (keys, values):
         moved = x.view(blocks * heads, block_size, size)[source_page, source_slot]
@@ -57,7 +60,8 @@ def scatter(order):
     return write
 
 
-def test_a_packing_without_even_strides_is_followed():
+@COPIES
+def test_a_packing_without_even_strides_is_followed(copy):
     block_size, size = 8, 4
     order = torch.randperm(2 * block_size * size)
     layout = PageLayout.measure(scatter(order), block_size, size, torch.bfloat16, torch.bfloat16)
@@ -67,7 +71,7 @@ def test_a_packing_without_even_strides_is_followed():
     for page in range(3):
         scatter(order)(keys[page], values[page], pages[page])
     assert torch.equal(layout.read_keys(pages, torch.tensor([2, 1])), keys[[2, 1]])
-    layout.copy(pages, torch.full((8,), 1), torch.arange(8).flip(0), torch.tensor([0]))
+    copy(layout, pages, torch.full((8,), 1), torch.arange(8).flip(0), torch.tensor([0]))
     expected = torch.zeros(2 * block_size * size)
     scatter(order)(keys[1].flip(0), values[1].flip(0), expected)
     assert torch.equal(pages[0], expected)
@@ -81,13 +85,14 @@ def test_a_lossy_packing_is_refused():
         PageLayout.measure(write, 8, 4, torch.float32, torch.float32)
 
 
-def test_entries_of_a_latent_cache_move_whole():
+@COPIES
+def test_entries_of_a_latent_cache_move_whole(copy):
     layout = PageLayout.latent(4, 6)
     pages = torch.arange(3 * 24.0).view(3, 24)
     entries = pages.clone().view(3, 4, 6)
     assert torch.equal(layout.read_keys(pages, torch.tensor([2, 0])), entries[[2, 0]])
     # Page 1 takes tokens of itself and of others.
-    layout.copy(pages, torch.tensor([0, 1, 1, 2]), torch.tensor([3, 0, 2, 1]), torch.tensor([1]))
+    copy(layout, pages, torch.tensor([0, 1, 1, 2]), torch.tensor([3, 0, 2, 1]), torch.tensor([1]))
     expected = torch.stack([entries[0, 3], entries[1, 0], entries[1, 2], entries[2, 1]])
     assert torch.equal(pages.view(3, 4, 6)[1], expected)
     assert torch.equal(pages.view(3, 4, 6)[[0, 2]], entries[[0, 2]])

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from tests.unit.policies.spelled_out import attention, cases
 from tests.unit.policies.test_policies import random_candidates
-from vllm_kvevict.ops.reference import score
-from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.ops.cpu import peaks as compiled
+from vllm_kvevict.ops.reference import defensive, score
 from vllm_kvevict.policies.base import Candidates
+
+BOTH = pytest.mark.parametrize(
+    "window_peaks", [defensive.window_peaks, compiled.window_peaks], ids=["reference", "compiled"]
+)
 
 
 def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[int, float]]:
@@ -37,18 +41,19 @@ def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[in
     return found
 
 
+@BOTH
 @settings(deadline=None)
 @given(
     cases(), st.sampled_from([1, 3, 5]), st.sampled_from([1, 3, 17]), st.sampled_from([1, 2, 16])
 )
-def test_window_peaks(case, kernel, reach, rows_at_once):
+def test_window_peaks(window_peaks, case, kernel, reach, rows_at_once):
     """However few rows stand in memory at once."""
-    limits = score.LOGITS, score.FEWEST
-    score.LOGITS, score.FEWEST = 1, rows_at_once
+    limits = score.LOGITS, score.FEWEST, compiled.LOGITS
+    score.LOGITS, score.FEWEST, compiled.LOGITS = 1, rows_at_once, rows_at_once * 64
     try:
         peaks = window_peaks(case.candidates, kernel, reach)
     finally:
-        score.LOGITS, score.FEWEST = limits
+        score.LOGITS, score.FEWEST, compiled.LOGITS = limits
     assert peaks.dtype == torch.float32
     assert peaks.shape[1] == case.candidates.valid.shape[1] - case.candidates.window
     for mine, expected in zip(peaks, spelled_out(case.candidates, kernel, reach), strict=True):
@@ -57,9 +62,10 @@ def test_window_peaks(case, kernel, reach, rows_at_once):
         )
 
 
+@BOTH
 @settings(deadline=None)
 @given(cases(), st.integers(0, 40))
-def test_candidates_inside_the_window(case, protected):
+def test_candidates_inside_the_window(window_peaks, case, protected):
     """Queries in front of one give it nothing."""
     columns = case.candidates.valid.shape[1]
     most = max(case.candidates.num_candidates, columns - protected)
@@ -72,9 +78,10 @@ def test_candidates_inside_the_window(case, protected):
         )
 
 
+@BOTH
 @settings(deadline=None)
 @given(cases())
-def test_bounds(case):
+def test_bounds(window_peaks, case):
     """Peaks lie in [0, 1], the least is at least a mean's share; a wider average lowers the top.
 
     A wider maximum lowers nothing.
@@ -88,7 +95,8 @@ def test_bounds(case):
         assert wide[head, valid].max() <= narrow[head, valid].max() + 1e-6 <= 1 + 1e-5
 
 
-def test_needs_the_whole_window():
+@BOTH
+def test_needs_the_whole_window(window_peaks):
     candidates = random_candidates()
     for queries in (None, candidates.queries[:, :, 1:]):
         with pytest.raises(ValueError, match="last 4 tokens"):

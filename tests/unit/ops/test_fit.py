@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvevict.ops.candidates import Candidates
-from vllm_kvevict.ops.reference.fit import RIDGE, value_shift
+from vllm_kvevict.ops.reference import fit
+from vllm_kvevict.ops.reference.fit import RIDGE
 
 D = 16
 
@@ -34,6 +35,16 @@ def example(seed, heads, group, columns, window, tail, softcap=0.0, sinks=False)
     kept = torch.rand(heads, columns - tail, generator=generator) < 0.4
     kept &= valid[:, : columns - tail]
     return candidates, random(heads, columns, D), kept
+
+
+def value_shift(candidates, values, kept, rows):
+    """The shift of every candidate [H, num_candidates, D], of a choice [H, num_candidates]."""
+    columns = [mine.nonzero().flatten() for mine in kept]
+    found = torch.zeros(*kept.shape, D)
+    shifts = fit.value_shift(candidates, values, columns, rows)
+    for mine, chosen, shift in zip(found, columns, shifts, strict=True):
+        mine[chosen] = shift
+    return found
 
 
 def weights(candidates, head, query_head, row, rows, seen):

@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 
-from vllm_kvevict.ops.reference.probe import Rotation, key_scores, unrotated
+from vllm_kvevict.ops.cpu import probe as compiled
+from vllm_kvevict.ops.reference import probe
+from vllm_kvevict.ops.reference.probe import Rotation, unrotated
+
+BOTH = pytest.mark.parametrize(
+    "key_scores", [probe.key_scores, compiled.key_scores], ids=["reference", "compiled"]
+)
 
 
 def rotated(key, angles, interleaved, stretch):
@@ -19,10 +25,11 @@ def rotated(key, angles, interleaved, stretch):
     return found
 
 
+@BOTH
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_those_of_keys_before_rotation(interleaved, pairs, dtype):
+def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs, dtype):
     generator = torch.Generator().manual_seed(0)
     heads, tokens, size, stretch = 2, 7, 8, 1.25
     keys = torch.randn(heads, tokens, size, generator=generator).double()
@@ -56,7 +63,8 @@ def test_scores_are_those_of_keys_before_rotation(interleaved, pairs, dtype):
                 )
 
 
-def test_keys_without_rotation_are_read_as_they_are():
+@BOTH
+def test_keys_without_rotation_are_read_as_they_are(key_scores):
     keys = torch.randn(1, 3, 4)
     weights = torch.tensor([[[1.0, 0, 0, 0, 0, 2.0]]])
     torch.testing.assert_close(key_scores(keys, None, weights)[0, :, 0], keys[0, :, 0] + 2)

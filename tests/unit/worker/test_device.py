@@ -14,6 +14,7 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.ops import host
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.schedule.timeline import Timeline
@@ -82,7 +83,36 @@ def evictions(policy: str) -> list[Eviction]:
     ]
 
 
+@pytest.fixture
+def by_torch(monkeypatch):
+    """What a GPU runs without kernels."""
+    monkeypatch.setattr(host, "COMPILED", False)
+
+
+def same(one: WorkerEviction, other: WorkerEviction, **tolerance) -> None:
+    """Both evicted the same, and wrote the same beside it."""
+    assert one.evictions == other.evictions == 2
+    assert torch.equal(one.states[0].head_indptr, other.states[0].head_indptr)
+    for name in NAMES:
+        pages = [each._caches[name].pages for each in (one, other)]
+        torch.testing.assert_close(*pages, **tolerance)
+        numbers = [each.page_values.layer(name) for each in (one, other)]
+        torch.testing.assert_close(*numbers, **tolerance)
+
+
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("policy", ON_CUDA)
+def test_compiled_operations_keep_what_pytorchs_keep(policy, monkeypatch):
+    compiled, plain = worker(policy), worker(policy)
+    for eviction in evictions(policy):
+        compiled._evict(eviction)
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "COMPILED", False)
+            plain._evict(eviction)
+    same(compiled, plain)
+
+
+@pytest.mark.usefixtures("one_rank", "by_torch")
 @pytest.mark.parametrize("policy", ON_CUDA)
 def test_no_tensor_is_made_elsewhere(policy):
     plain, watched = worker(policy), worker(policy)
@@ -90,25 +120,22 @@ def test_no_tensor_is_made_elsewhere(policy):
         plain._evict(eviction)
         with torch.device("meta"):
             watched._evict(eviction)
-    assert watched.evictions == 2
+    same(watched, plain, rtol=0, atol=0)
     for name in NAMES:
-        assert torch.equal(watched._caches[name].pages, plain._caches[name].pages)
-        assert torch.equal(watched.page_values.layer(name), plain.page_values.layer(name))
         assert bool(plain.page_values.layer(name).any()) == policy.endswith(("defensive", "probe"))
-    assert torch.equal(watched.states[0].head_indptr, plain.states[0].head_indptr)
     assert int(watched.states[0].tail_start[1]) == 144
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("policy", ["streaming-llm", "ada-snapkv"])
 def test_keys_are_read_only_where_scores_need_them(policy, monkeypatch):
-    made, read, keys = worker(policy), [], LayerCache.keys
+    made, read, keys = worker(policy), [], LayerCache.key_sequences
 
     def counted(cache, pages):
         read.append(pages.numel())
         return keys(cache, pages)
 
-    monkeypatch.setattr(LayerCache, "keys", counted)
+    monkeypatch.setattr(LayerCache, "key_sequences", counted)
     for eviction in evictions(policy):
         made._evict(eviction)
     assert made.evictions == 2 and bool(sum(read)) == (policy == "ada-snapkv")

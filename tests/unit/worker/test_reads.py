@@ -5,6 +5,7 @@ import torch
 
 from tests.kernels.evict import run, steps, worker
 from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.ops import host
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -15,13 +16,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 )
 def test_only_policies_that_look_at_keys_read_them(policy, looks, fp8, monkeypatch):
     read: list[torch.Tensor] = []
-    keys = LayerCache.keys
+    keys = LayerCache.key_sequences
 
     def watched(cache: LayerCache, pages: torch.Tensor) -> torch.Tensor:
         read.append(keys(cache, pages))
         return read[-1]
 
-    monkeypatch.setattr(LayerCache, "keys", watched)
+    monkeypatch.setattr(LayerCache, "key_sequences", watched)
     made = worker(policy, fused=False, fp8=fp8)
     run(made, steps(policy))
     assert made.evictions == 4
@@ -29,6 +30,8 @@ def test_only_policies_that_look_at_keys_read_them(policy, looks, fp8, monkeypat
 
 
 def test_keys_are_read_in_the_type_of_the_cache(monkeypatch):
+    """Not widened, where a GPU runs PyTorch's operations."""
+    monkeypatch.setattr(host, "COMPILED", False)
     made, seen = worker("snapkv", fused=False), set()
     for name, cache in made._caches.items():
         made._caches[name] = LayerCache(

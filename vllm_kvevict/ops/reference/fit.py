@@ -1,6 +1,9 @@
 """fit: values of kept tokens that answer the last queries as all tokens did. Reference."""
 
+from collections.abc import Sequence
+
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.reference.sinks import attention_weights
@@ -10,8 +13,8 @@ RIDGE = 0.01
 
 
 def value_shift(
-    candidates: Candidates, values: torch.Tensor, kept: torch.Tensor, rows: int
-) -> torch.Tensor:
+    candidates: Candidates, values: torch.Tensor, kept: Sequence[torch.Tensor], rows: int
+) -> list[torch.Tensor]:
     """What to add to the values of kept tokens, so that the last queries lose less.
 
     With fewer tokens attention gives other outputs. Of all values of the kept candidates those are
@@ -25,12 +28,11 @@ def value_shift(
     Args:
         candidates: One layer of one request, with keys and queries.
         values: [H, columns, D] float32 of the same columns; finite where ``valid`` is False.
-        kept: [H, num_candidates] bool.
+        kept: [K] int64 of each head: the candidates that stay, at least one.
         rows: Queries of each query head, at most ``window``.
 
     Returns:
-        [H, num_candidates, D] float32, 0 where ``kept`` is False, and in a head where a key or
-        value is no finite number.
+        [K, D] float32 of each head, 0 in a head where a key or value is no finite number.
 
     Raises:
         ValueError: The candidates carry no queries, or fewer than ``rows``.
@@ -51,18 +53,26 @@ def value_shift(
     weights = attention_weights(
         logits, None if sinks is None else sinks.repeat_interleave(rows, dim=1)
     )
-    stays = torch.ones_like(candidates.valid)
-    stays[:, : kept.shape[1]] = kept
-    seen = weights * stays[:, None]
+    # Heads keep different numbers: behind its last token a head has its first again, of weight 0.
+    columns = pad_sequence(list(kept), batch_first=True, padding_value=-1)
+    beyond = columns < 0
+    columns = columns.clamp(min=0)
+    basis = weights.gather(2, columns[:, None].expand(-1, weights.shape[1], -1))
+    basis.masked_fill_(beyond[:, None], 0.0)
+    held = values.gather(1, columns[..., None].expand(-1, -1, values.shape[2]))
+    stays = weights[..., candidates.num_candidates :]
+    mass = basis.sum(-1, keepdim=True) + stays.sum(-1, keepdim=True)
     # A sink keeps what it had.
-    beside = (1 - weights.sum(-1, keepdim=True)).clamp_(min=0)
-    seen /= (seen.sum(-1, keepdim=True) + beside).clamp_(min=torch.finfo(torch.float32).tiny)
-    missing = (weights - seen) @ values
-    basis = seen[..., : kept.shape[1]]
+    mass += (1 - weights.sum(-1, keepdim=True)).clamp_(min=0)
+    mass.clamp_(min=torch.finfo(torch.float32).tiny)
+    few = basis @ held + stays @ values[:, candidates.num_candidates :]
+    missing = weights @ values - few / mass
+    basis /= mass
     squares = basis @ basis.mT
     squares.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
     # It raises nothing: a key or value that is no number must not end the server.
     factor, _ = torch.linalg.cholesky_ex(squares)
     shift = basis.mT @ torch.cholesky_solve(missing, factor)
     known = shift.isfinite().flatten(1).all(1)
-    return shift.masked_fill_(~known[:, None, None], 0.0)
+    shift.masked_fill_(~known[:, None, None], 0.0)
+    return [mine[: len(one)] for mine, one in zip(shift, kept, strict=True)]

@@ -1,0 +1,30 @@
+"""Every compiled operation once, so that no request waits for a compiler."""
+
+import torch
+
+from vllm_kvevict.ops.candidates import Candidates
+from vllm_kvevict.ops.cpu import pages, peaks, probe, select
+from vllm_kvevict.ops.host import serves
+from vllm_kvevict.ops.places import Places
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile what evictions of a cache run, or load it from where Numba keeps it.
+
+    Args:
+        dtype: The cache's.
+
+    """
+    offsets = torch.arange(8).view(2, 4)
+    places, cache = Places.of(offsets), torch.zeros(2, 8, dtype=dtype)
+    index = torch.zeros(1, 1, dtype=torch.int64)
+    pages.copy_tokens(cache, torch.zeros(2).long(), torch.arange(2), torch.tensor([1]), places)
+    if serves(cache):
+        pages.read_floats(cache, index, places)
+        pages.norms(cache, index, places)
+    keys = torch.zeros(1, 4, 4)
+    probe.key_scores(keys, None, torch.zeros(1, 1, 6))
+    valid = torch.ones(1, 4, dtype=torch.bool)
+    window = Candidates(keys, valid, torch.zeros(1, 1, 2, 4), window=2, num_candidates=2, scale=1.0)
+    peaks.window_peaks(window, kernel=5, reach=3)
+    select.select_tokens(torch.zeros(1, 1, 2), index + 1, block_size=1)
