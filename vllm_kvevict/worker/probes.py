@@ -83,6 +83,7 @@ class Probes:
         self.layers = layers
         self._caches = caches
         self._page_values = page_values
+        self._rotations: dict[int, tuple[torch.Tensor, Rotation]] = {}
         self.channels = next(iter(layers.values())).weights.shape[1]
 
     def scores(
@@ -100,17 +101,13 @@ class Probes:
             [H, P * block_size, C] float32 of each layer; anything on padding.
 
         """
-        rotations: dict[int, Rotation] = {}
         shares = self._log_shares(state, grid[..., store_pages:]) if self.channels > 1 else None
         found = []
         for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
             probe, cache = self.layers[name], self._caches[name]
             rotation = None
             if probe.rotary is not None:
-                known = id(probe.rotary.module)
-                if known not in rotations:
-                    rotations[known] = probe.rotary.rotation(positions)
-                rotation = rotations[known]
+                rotation = self._rotation(probe.rotary, positions)
             keys = cache.key_sequences(pages[:, store_pages:])
             new = key_scores(keys, rotation, probe.weights)
             if shares is not None:
@@ -120,6 +117,18 @@ class Probes:
                 new = torch.cat([stored[..., : self.channels].flatten(1, 2), new], dim=1)
             found.append(new)
         return found
+
+    def _rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
+        """That of the last call where it was for the same: groups and layers ask one by one."""
+        known = self._rotations.get(id(rotary.module))
+        # On a GPU a comparison would wait for the device.
+        same = known is not None and (
+            known[0] is positions or (positions.is_cpu and torch.equal(known[0], positions))
+        )
+        if known is None or not same:
+            known = positions, rotary.rotation(positions)
+            self._rotations[id(rotary.module)] = known
+        return known[1]
 
     def _log_shares(self, state: GroupState, grid: torch.Tensor) -> torch.Tensor:
         """[L, H, N] logarithms of each head's share in the value norms of the grid's tokens."""

@@ -19,7 +19,7 @@ def key_scores(
     found = torch.empty(heads, count, weights.shape[1], device="cpu")
     cos = sin = np.empty((0, count), np.float32)
     if rotation is not None:
-        cos, sin = rotation.cos.T.contiguous().numpy(), rotation.sin.T.contiguous().numpy()
+        cos, sin = (part.numpy() for part in rotation.by_pair)
     pairs = len(cos)
     step, apart = (2, 1) if rotation is not None and rotation.interleaved else (1, pairs)
     arrays = by_dim.numpy(), cos, sin, weights.contiguous().numpy(), found.numpy()

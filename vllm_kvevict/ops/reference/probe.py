@@ -1,6 +1,7 @@
 """probe: what a linear probe of its unrotated key says a cached token is worth. Reference."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,6 +23,11 @@ class Rotation:
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
+
+    @cached_property
+    def by_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines as [R, N], contiguous."""
+        return self.cos.T.contiguous(), self.sin.T.contiguous()
 
 
 def unrotated(keys: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
