@@ -6,7 +6,9 @@ import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
-from vllm_kvevict.ops.host import norms, read_floats, serves
+from vllm_kvevict.ops.host import key_scores, norms, read_floats, serves
+from vllm_kvevict.ops.reference import probe
+from vllm_kvevict.ops.reference.probe import Rotation
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,27 @@ class LayerCache:
             cache's dtype.
 
         """
-        if serves(self.stored):
+        if pages.numel() and serves(self.stored):
             return read_floats(self.pages, pages, self.layout.key_places)
         return self.sequences(self.keys(pages))
 
+    def key_scores(
+        self, pages: torch.Tensor, rotation: Rotation | None, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores of the keys of pages [H, P] int64: [H, P * block_size, C] float32.
+
+        Args:
+            pages: The pages.
+            rotation: Of their tokens; None for keys that were not rotated.
+            weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.reference.probe.key_scores`.
+
+        """
+        if serves(self.stored):
+            return key_scores(self.pages, pages, self.layout.key_places, rotation, weights)
+        return probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)
+
     def value_sequences(self, pages: torch.Tensor) -> torch.Tensor:
         """Values of pages [H, P] int64 behind one another: [H, P * block_size, D] float32."""
-        if serves(self.stored):
-            return read_floats(self.pages, pages, self.layout.value_places)
         return self.sequences(self.values(pages)).float()
 
     def value_norms(self, pages: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.places import Places
-from vllm_kvevict.ops.reference import defensive, probe, select
+from vllm_kvevict.ops.reference import defensive, select
 from vllm_kvevict.ops.reference.probe import Rotation
 
 COMPILED = True
@@ -68,14 +68,28 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
 
 
 def key_scores(
-    keys: torch.Tensor, rotation: Rotation | None, weights: torch.Tensor
+    pages: torch.Tensor,
+    index: torch.Tensor,
+    places: Places,
+    rotation: Rotation | None,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
-    """As :func:`vllm_kvevict.ops.reference.probe.key_scores`."""
-    if compiled(keys):
-        from vllm_kvevict.ops.cpu.probe import key_scores as scores
+    """As :func:`vllm_kvevict.ops.reference.probe.key_scores`, of the tokens of pages on a CPU.
 
-        return scores(keys, rotation, weights)
-    return probe.key_scores(keys, rotation, weights)
+    Args:
+        pages: [num_pages, elements] of bfloat16 or float32.
+        index: [H, P] int64 pages.
+        places: Of the D elements of a key.
+        rotation: Of the P * block_size tokens; None for keys that were not rotated.
+        weights: [H, C, D + 2] float32.
+
+    Returns:
+        [H, P * block_size, C] float32.
+
+    """
+    from vllm_kvevict.ops.cpu.probe import key_scores as scores
+
+    return scores(pages, index, places, rotation, weights)
 
 
 def select_tokens(scores: torch.Tensor, pages: torch.Tensor, block_size: int) -> torch.Tensor:

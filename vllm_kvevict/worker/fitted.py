@@ -51,8 +51,9 @@ def fitted_values(
             sinks=None if candidates.sinks is None else candidates.sinks[some],
         )
         values = cache.value_sequences(grid[some])[:, :width]
-        # Pages of padding may hold anything.
-        values.masked_fill_(~part.valid[..., None], 0.0)
+        if not bool(part.valid.all()):
+            # Pages of padding may hold anything.
+            values.masked_fill_(~part.valid[..., None], 0.0)
         shift = value_shift(part, values, kept[some], rows)
         found += [
             held[mine] + moved for held, mine, moved in zip(values, kept[some], shift, strict=True)

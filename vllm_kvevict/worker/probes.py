@@ -9,7 +9,6 @@ import torch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.host import key_scores
 from vllm_kvevict.ops.reference.probe import Rotation
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
@@ -108,8 +107,7 @@ class Probes:
             rotation = None
             if probe.rotary is not None:
                 rotation = self._rotation(probe.rotary, positions)
-            keys = cache.key_sequences(pages[:, store_pages:])
-            new = key_scores(keys, rotation, probe.weights)
+            new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights)
             if shares is not None:
                 new[..., 1].addcmul_(shares[index], probe.window[:, None])
             if store_pages:

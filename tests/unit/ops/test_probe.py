@@ -7,11 +7,23 @@ import pytest
 import torch
 
 from vllm_kvevict.ops.cpu import probe as compiled
+from vllm_kvevict.ops.places import Places
 from vllm_kvevict.ops.reference import probe
 from vllm_kvevict.ops.reference.probe import Rotation, unrotated
 
+
+def from_pages(keys, rotation, weights):
+    """Compiled, of one page a head, in which tokens and dimensions lie in any order."""
+    heads, tokens, size = keys.shape
+    places = Places.of(torch.randperm(tokens * size).view(tokens, size))
+    pages = torch.zeros(heads, tokens * size, dtype=keys.dtype)
+    pages[:, torch.from_numpy(places.offsets)] = keys
+    index = torch.arange(heads)[:, None]
+    return compiled.key_scores(pages, index, places, rotation, weights)
+
+
 BOTH = pytest.mark.parametrize(
-    "key_scores", [probe.key_scores, compiled.key_scores], ids=["reference", "compiled"]
+    "key_scores", [probe.key_scores, from_pages], ids=["reference", "compiled"]
 )
 
 

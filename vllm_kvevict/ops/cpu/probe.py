@@ -1,35 +1,45 @@
-"""key_scores, compiled: the rotation taken out, the probes and the norm in one pass."""
+"""key_scores, compiled: pages read, the rotation taken out, probes and norms in one pass."""
 
 import numpy as np
 import torch
 
 from vllm_kvevict.ops.cpu.compiled import fast
+from vllm_kvevict.ops.cpu.pages import arguments, unpack
+from vllm_kvevict.ops.places import Places
 from vllm_kvevict.ops.reference.probe import Rotation
 
-TILE = 128
-"""Tokens of a tile, whose sums stay in the first cache."""
+PAGES = 8
+"""Pages at a time: what is made of them stays in the first caches."""
 
 
 def key_scores(
-    keys: torch.Tensor, rotation: Rotation | None, weights: torch.Tensor
+    pages: torch.Tensor,
+    index: torch.Tensor,
+    places: Places,
+    rotation: Rotation | None,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
-    """As :func:`vllm_kvevict.ops.reference.probe.key_scores`."""
-    by_dim = keys.float().mT.contiguous()
-    heads, _, count = by_dim.shape
-    found = torch.empty(heads, count, weights.shape[1], device="cpu")
+    """As :func:`vllm_kvevict.ops.host.key_scores`."""
+    count = index.shape[1] * len(places.offsets)
+    found = torch.empty(len(index), count, weights.shape[1], device="cpu")
     cos = sin = np.empty((0, count), np.float32)
     if rotation is not None:
         cos, sin = (part.numpy() for part in rotation.by_pair)
-    pairs = len(cos)
-    step, apart = (2, 1) if rotation is not None and rotation.interleaved else (1, pairs)
-    arrays = by_dim.numpy(), cos, sin, weights.contiguous().numpy(), found.numpy()
-    _scores(*arrays, step, apart)
+    step, apart = (2, 1) if rotation is not None and rotation.interleaved else (1, len(cos))
+    read = arguments(pages, index, places)
+    _scores(*read, cos, sin, weights.contiguous().numpy(), found.numpy(), step, apart)
     return found
 
 
 @fast
 def _scores(
-    keys: np.ndarray,
+    pages: np.ndarray,
+    index: np.ndarray,
+    offsets: np.ndarray,
+    first: int,
+    by_token: int,
+    by_element: int,
+    shift: int,
     cos: np.ndarray,
     sin: np.ndarray,
     weights: np.ndarray,
@@ -37,41 +47,65 @@ def _scores(
     step: int,
     apart: int,
 ) -> None:
-    """Scores [H, N, C] of keys [H, D, N]; pair j is dimensions ``step * j`` and ``apart`` after."""
-    heads, size, count = keys.shape
-    pairs, channels = len(cos), weights.shape[1]
-    sums = np.empty((channels + 1, TILE), np.float32)
+    """Scores [H, N, C]; pair j is dimensions ``step * j`` and ``apart`` after."""
+    heads, count = index.shape
+    block_size, size = offsets.shape
+    bits = np.empty((size, PAGES * block_size), np.int32)
+    keys = bits.view(np.float32)
+    sums = np.empty((weights.shape[1] + 1, PAGES * block_size), np.float32)
     for head in range(heads):
-        for start in range(0, count, TILE):
-            end = min(start + TILE, count)
-            length = end - start
-            sums[:] = 0
-            squares = sums[channels]
-            for pair in range(pairs):
-                first, second = step * pair, step * pair + apart
-                a, b = keys[head, first, start:end], keys[head, second, start:end]
-                c, s = cos[pair, start:end], sin[pair, start:end]
-                for channel in range(channels):
-                    mine = sums[channel]
-                    left, right = weights[head, channel, first], weights[head, channel, second]
-                    for i in range(length):
-                        into = a[i] * c[i] + b[i] * s[i]
-                        beside = b[i] * c[i] - a[i] * s[i]
-                        mine[i] += into * left + beside * right
-                for i in range(length):
-                    into = a[i] * c[i] + b[i] * s[i]
-                    beside = b[i] * c[i] - a[i] * s[i]
-                    squares[i] += into * into + beside * beside
-            for dim in range(2 * pairs, size):
-                a = keys[head, dim, start:end]
-                for channel in range(channels):
-                    mine, left = sums[channel], weights[head, channel, dim]
-                    for i in range(length):
-                        mine[i] += a[i] * left
-                for i in range(length):
-                    squares[i] += a[i] * a[i]
-            for channel in range(channels):
-                of_norm, constant = weights[head, channel, size], weights[head, channel, size + 1]
-                for i in range(length):
-                    norm = np.sqrt(squares[i])
-                    found[head, start + i, channel] = sums[channel, i] + of_norm * norm + constant
+        for number in range(0, count, PAGES):
+            some = min(PAGES, count - number)
+            for one in range(some):
+                page = pages[index[head, number + one]]
+                unpack(page, offsets, first, by_token, by_element, shift, one * block_size, bits)
+            start, tokens = number * block_size, some * block_size
+            mine = found[head, start : start + tokens]
+            _tile(keys, cos, sin, start, weights[head], sums, mine, step, apart)
+
+
+# Slices of two dimensions would have strides that the compiler does not know: no vectors.
+@fast
+def _tile(
+    keys: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    start: int,
+    weights: np.ndarray,
+    sums: np.ndarray,
+    found: np.ndarray,
+    step: int,
+    apart: int,
+) -> None:
+    """Scores [n, C] of the first n of keys [D, ...], at the positions from ``start`` on."""
+    size, count = len(keys), len(found)
+    pairs, channels = len(cos), len(weights)
+    sums[:] = 0
+    squares = sums[channels, :count]
+    for pair in range(pairs):
+        one, other = step * pair, step * pair + apart
+        a, b = keys[one, :count], keys[other, :count]
+        c, s = cos[pair, start : start + count], sin[pair, start : start + count]
+        for channel in range(channels):
+            mine = sums[channel, :count]
+            left, right = weights[channel, one], weights[channel, other]
+            for i in range(count):
+                into = a[i] * c[i] + b[i] * s[i]
+                beside = b[i] * c[i] - a[i] * s[i]
+                mine[i] += into * left + beside * right
+        for i in range(count):
+            into = a[i] * c[i] + b[i] * s[i]
+            beside = b[i] * c[i] - a[i] * s[i]
+            squares[i] += into * into + beside * beside
+    for dim in range(2 * pairs, size):
+        a = keys[dim, :count]
+        for channel in range(channels):
+            mine, left = sums[channel, :count], weights[channel, dim]
+            for i in range(count):
+                mine[i] += a[i] * left
+        for i in range(count):
+            squares[i] += a[i] * a[i]
+    for channel in range(channels):
+        of_norm, constant = weights[channel, size], weights[channel, size + 1]
+        for i in range(count):
+            found[i, channel] = sums[channel, i] + of_norm * np.sqrt(squares[i]) + constant

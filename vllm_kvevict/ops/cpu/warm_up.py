@@ -20,10 +20,10 @@ def warm_up(dtype: torch.dtype) -> None:
     index = torch.zeros(1, 1, dtype=torch.int64)
     pages.copy_tokens(cache, torch.zeros(2).long(), torch.arange(2), torch.tensor([1]), places)
     if serves(cache):
+        probe.key_scores(cache, index, places, None, torch.zeros(1, 1, 6))
         pages.read_floats(cache, index, places)
         pages.norms(cache, index, places)
     keys = torch.zeros(1, 4, 4)
-    probe.key_scores(keys, None, torch.zeros(1, 1, 6))
     valid = torch.ones(1, 4, dtype=torch.bool)
     window = Candidates(keys, valid, torch.zeros(1, 1, 2, 4), window=2, num_candidates=2, scale=1.0)
     peaks.window_peaks(window, kernel=5, reach=3)

@@ -48,7 +48,8 @@ def value_shift(
         logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
     last = torch.arange(rows, device=logits.device)
     logits[..., -rows:].masked_fill_(last > last.repeat(group)[:, None], float("-inf"))
-    logits.masked_fill_(~candidates.valid[:, None], float("-inf"))
+    if not bool(candidates.valid.all()):
+        logits.masked_fill_(~candidates.valid[:, None], float("-inf"))
     sinks = candidates.sinks
     weights = attention_weights(
         logits, None if sinks is None else sinks.repeat_interleave(rows, dim=1)
@@ -73,6 +74,7 @@ def value_shift(
     # It raises nothing: a key or value that is no number must not end the server.
     factor, _ = torch.linalg.cholesky_ex(squares)
     shift = basis.mT @ torch.cholesky_solve(missing, factor)
-    known = shift.isfinite().flatten(1).all(1)
-    shift.masked_fill_(~known[:, None, None], 0.0)
+    known = shift.sum((1, 2)).isfinite()
+    if not bool(known.all()):
+        shift.masked_fill_(~known[:, None, None], 0.0)
     return [mine[: len(one)] for mine, one in zip(shift, kept, strict=True)]
