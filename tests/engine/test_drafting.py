@@ -37,3 +37,28 @@ def test_blocks_of_slots_come_back(shared, caching):
     core.finish()
     assert core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     assert core.scheduler.eviction_counters.evictions_decode >= 4
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(prefill_interval=32), dict(pyramid=3, budget=80, beta=4.0)], ids=str
+)
+def test_nothing_is_reserved_where_nothing_is_cached(options):
+    """So an admission need not say where its step ends: at its tokens, or behind its slots."""
+    core = with_slots(replace(SYNC, shared="evict", caching=False, **options))
+    table, due = core.scheduler._table, 0
+    admit = table.admit
+
+    def admitted(state):
+        nonlocal due
+        admit(state)
+        for group, timeline in state.timelines.items():
+            manager = core.scheduler._evicting[group]
+            ends = range(1, state.request.num_tokens + DRAFTS + 1)
+            due += sum(map(timeline.is_due, ends))
+            assert not any(manager._reservation(state, end) for end in ends)
+
+    table.admit = admitted
+    for seed, length in enumerate((103, 64, 150, 31, 150)):
+        core.add(tokens(length, seed % 2), 90)
+    core.finish()
+    assert due > 0

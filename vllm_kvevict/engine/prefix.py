@@ -65,11 +65,12 @@ class PrefixCaps:
         def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
             return find(block_hashes, min(max_cache_hit_length, self._cap))
 
-        def allocate_new_blocks(request_id: str, slots: int, num_tokens: int, *args: Any) -> Any:
-            allocated = allocate(request_id, slots, num_tokens, *args)
+        def allocate_new_blocks(request_id: str, *args: Any) -> Any:
+            allocated = allocate(request_id, *args)
             state = states.get(request_id)
-            if state is not None and state.phase is Phase.WAITING:
-                core.admit(state, num_tokens)
+            if state is not None and state.phase is waiting:
+                # No block is shared where none is cached: nothing to reserve.
+                table.admit(state)
             return allocated
 
         if not manager.enable_caching:

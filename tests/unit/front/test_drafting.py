@@ -114,6 +114,19 @@ def test_refuses_other_runners(served: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert refused(served) == "on GPUs or by model runner V2"
 
 
+def test_refuses_images(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(served.model_config), "is_multimodal_model", True)
+    assert refused(served) == "with images"
+
+
+@pytest.mark.parametrize("way", ["use_gemma4_mtp", "use_step3p5_mtp", "use_multi_module_mtp"])
+def test_refuses_other_ways_to_draft(
+    served: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(type(served.speculative_config), way, lambda _: True)
+    assert "by several modules" in refused(served)
+
+
 def test_pressure_is_refused_as_with_all_drafts(served: Any) -> None:
     with pytest.raises(ValueError, match="pressure with speculative decoding"):
         support.check(served, EvictionConfig(policy="snapkv", when="pressure"))
