@@ -1,6 +1,7 @@
 """A prompt that one engine computes and another one answers, through files."""
 
 import threading
+import time
 
 import pytest
 
@@ -103,6 +104,31 @@ def test_a_file_that_is_late_is_waited_for(tiny_model, tmp_path):
         counts = computed(run)
         run.generate(PROMPTS[:1], 1, asked)
         assert sum(counts) == 1 and run.counters.stores_restored_file == 1
+
+
+def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_path, monkeypatch):
+    """However slow steps are: every look is done by the next one."""
+    monkeypatch.setattr(stores, "LOOK_AGAIN_S", 0)
+    monkeypatch.setattr(stores, "HANDOVER_S", 3)
+    settings = SETTINGS | dict(store_path=str(tmp_path))
+    with serving(tiny_model, settings) as run:
+        ((given,), _) = hand_over(run, PROMPTS[:1])
+        lose(run)
+        never = [random_prompt(200, seed=100 + number) for number in range(8 * stores.MOST_READ)]
+        waited, held, schedule = [], [], run.scheduler.schedule
+
+        def slow(*args, **kwargs):
+            time.sleep(0.02)
+            waited.append(run.counters.stores_restored_file == 0)
+            held.append(len(run.scheduler._stores._reading))
+            return schedule(*args, **kwargs)
+
+        run.scheduler.schedule = slow
+        asked = [{"kv_transfer_params": given}] * (len(never) + 1)
+        run.generate([*never, PROMPTS[0]], 1, asked)
+        assert run.counters.stores_restored_file == 1
+        assert sum(waited) < 6, "steps that it waited for"
+        assert len(held) > 60 and not any(held[30:60]), "slots of the reader"
 
 
 def test_a_file_that_is_missing_or_damaged_leads_to_a_prefill(tiny_model, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A store that the KV cache lost comes back from host memory or a file, as it was."""
 
 import os
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
+from tests.unit.stores.test_files import damage
 from vllm_kvevict.stores.files import unpack
 
 POINT = {"kv_eviction_at": len(DOCUMENT)}
@@ -163,3 +165,47 @@ def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
         lose(run)
         assert run.generate(PROMPTS[:1], 20, [POINT]) == [expected]
         assert run.counters.files_refused == number + 1
+
+
+def only_file(folder, but=()):
+    (file,) = [one for one in folder.glob("*/*.safetensors") if one not in but]
+    return file
+
+
+@pytest.mark.parametrize("faults", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_no_fault_gives_a_wrong_token(tiny_model, tiny_model_kv4, tmp_path, faults):
+    """Flips, cuts, holes, swaps; another document's, tenant's, server's and model's file."""
+    from vllm import SamplingParams
+
+    others, foreign, rng = [], {}, random.Random(27)
+    for name, model, more in [
+        ("model", tiny_model_kv4, {}),
+        ("server", tiny_model, dict(window=16)),
+    ]:
+        folder = tmp_path / name
+        with serving(model, SETTINGS | dict(store_path=str(folder)) | more) as run:
+            run.generate(PROMPTS[:1], 1, [POINT])
+            run.worker.kv_eviction.stores.tiers.flush()
+        foreign[name] = only_file(folder).read_bytes()
+    folder = tmp_path / "own"
+    with serving(tiny_model, SETTINGS | dict(store_path=str(folder))) as run:
+        tiers = run.worker.kv_eviction.stores.tiers
+        tenant = dict(prompt_token_ids=PROMPTS[0], cache_salt="another")
+        asked = SamplingParams(temperature=0, max_tokens=1, extra_args=POINT)
+        run.llm.generate([tenant], asked, use_tqdm=False)
+        run.generate([[7, *PROMPTS[0][1:]]], 1, [POINT])
+        tiers.flush()
+        others = list(folder.glob("*/*.safetensors"))
+        foreign |= {number: file.read_bytes() for number, file in enumerate(others)}
+        (expected,) = run.generate(PROMPTS[:1], 4, [POINT])
+        tiers.flush()
+        file = only_file(folder, others)
+        whole = file.read_bytes()
+        for _ in range(faults):
+            kind = rng.choice([*foreign, *["damaged"] * 6])
+            file.write_bytes(damage(whole, rng) if kind == "damaged" else foreign[kind])
+            lose(run)
+            assert run.generate(PROMPTS[:1], 4, [POINT]) == [expected], f"after {kind}"
+            tiers.flush()
+        refused, restored = run.counters.files_refused, run.counters.stores_restored_file
+        assert refused + restored == faults and refused > 0.9 * faults

@@ -19,14 +19,16 @@ class Announced:
 
     Args:
         pool: vLLM's, whose scheduler takes events, too.
+        published: Whether :meth:`replay` gets what a scheduler publishes; else all is taken here.
 
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, published: bool = False) -> None:
         self._pool = pool
-        self._take = pool.take_events
-        pool.enable_kv_cache_events = True
-        pool.take_events = self._follow
+        self._take = (list) if published else pool.take_events
+        if not published:
+            pool.enable_kv_cache_events = True
+            pool.take_events = self._follow
         self._believed: set[tuple[Any, Any]] = set()
         self._removed: set[tuple[Any, Any]] = set()
         self._names: dict[Any, tuple[Any, Any]] = {}
@@ -39,6 +41,11 @@ class Announced:
 
     def _follow(self) -> list[Any]:
         events = list(self._take())
+        self.replay(events)
+        return events
+
+    def replay(self, events: list[Any]) -> None:
+        """Believe what events say."""
         for event in events:
             self.events += 1
             if isinstance(event, AllBlocksCleared):
@@ -51,7 +58,6 @@ class Announced:
             else:
                 self._believed -= named
                 self._removed |= named
-        return events
 
     def check(self) -> None:
         """Compare what the events so far say with what the pool has."""

@@ -7,9 +7,10 @@ from tests.engine.announced import Announced
 from tests.engine.asked import Asked
 from tests.engine.expected import PREPARES, Expected, prepares, replays
 from tests.engine.published import Published
+from tests.engine.put_off import PutOff
 from tests.engine.shadow import ShadowWorker, of_store
 from tests.engine.tally import Life, Tally
-from tests.engine.views import admitted, held_once, holdings, owned
+from tests.engine.views import admitted, holdings, owned
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
@@ -38,6 +39,7 @@ class Invariants:
         self._stored: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._saved: dict[str, dict[int, tuple[Any, ...]]] = {}
         self.announced = Announced(self.pool)
+        self.put_off = PutOff(setup, scheduler)
 
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
@@ -61,7 +63,9 @@ class Invariants:
         for request_id, hit in admitted.items():
             former = self._lives.get(request_id)
             self._lives[request_id] = Life(former.number + 1 if former else 1)
+            self.put_off.begin_life(request_id)
             self.expected.prefill_ends[request_id] = self.scheduler.requests[request_id].num_tokens
+            self.tally.went_ahead += self.scheduler._table.states[request_id].went_ahead
             self.tally.hits += hit > 0
             self.tally.hit_tokens += hit
             taken = plan.reused.get(request_id)
@@ -226,30 +230,18 @@ class Invariants:
                 mine = {*part.old_store, *part.positional[:replaced]}
                 reused = set(part.store[: part.reused])
                 assert mine >= reused and mine.isdisjoint(part.store[part.reused :])
-                gains = len(self._held_once(mine) | reused) > len(part.store)
+                gains = len(self.put_off.held_once(mine) | reused) > len(part.store)
                 must = self._must(request_id)
                 assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
             elif due is not None and (timeline.due is None or timeline.due > due):
                 assert self.setup.shared == "keep", f"{request_id} was put off"
-                last = (max(end, due) - self.setup.window) // bs
-                first = timeline.tail_start // bs
-                table = manager.req_to_blocks[request_id][first:last]
-                shared = len(table) - len(self._held_once({b.block_id for b in table}))
-                holding = holdings(manager).get(request_id)
-                store = {b.block_id for b in holding.store} if timeline.evicted else set()
-                own = len(self._held_once(store)) + last - first - shared
-                worth = own > timeline.wanted(max(end, due))
-                assert not worth, f"{request_id} was put off, and gives blocks back"
+                wrongly = self.put_off.wrongly(entry, group, max(end, due))
+                assert not wrongly, f"{request_id} was put off, and gives blocks back"
                 life.postponed = True
                 life.put_off.setdefault(group, set()).add(due)
                 self.tally.put_off += 1
-
-    def _held_once(self, blocks: set[int]) -> set[int]:
-        """Those with one owner; vLLM may still hold what a request had that is over."""
-        over = {block.block_id for _, mine in self.scheduler.deferred_frees for block in mine}
-        return held_once(self.managers, blocks) - over
 
     def _must(self, request_id: str) -> bool:
         """Whether evictions of a request run at a loss, too."""

@@ -347,6 +347,7 @@ class Day:
             "taken_behind": tally.taken_behind,
             "taken_in_use": tally.taken_in_use,
             "taken_again": tally.taken_again,
+            "went_ahead": tally.went_ahead,
             "offload_loads": offload.loads if offload else 0,
             "offload_waits": offload.waited if offload else 0,
             **counters.as_dict(),

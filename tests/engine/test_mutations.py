@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine import days
 from tests.engine.scenarios import Scenario, run
+from tests.engine.shadow import ShadowWorker
 from vllm_kvevict.audit.replayed import Replayed
 from vllm_kvevict.engine import stores
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
@@ -161,6 +162,24 @@ def test_accounting_catches_a_store_that_does_not_come_back(monkeypatch):
 def test_accounting_catches_a_store_that_is_not_saved(monkeypatch):
     wrap(monkeypatch, TieredStores, "copy", lambda self, plan: plan.saves.clear())
     assert caught("a store that nobody saved")
+
+
+def test_accounting_catches_a_store_that_is_copied_late(monkeypatch):
+    """Not before it is asked for: others have had its blocks."""
+    copies: dict[tuple[int, str], Any] = {}
+    save, load = ShadowWorker._save, ShadowWorker._load
+
+    def saved(self: ShadowWorker, copy: Any) -> None:
+        copies[id(self), copy.name] = copy
+        save(self, copy)
+
+    def loaded(self: ShadowWorker, copy: Any) -> None:
+        save(self, copies[id(self), copy.name])
+        load(self, copy)
+
+    monkeypatch.setattr(ShadowWorker, "_save", saved)
+    monkeypatch.setattr(ShadowWorker, "_load", loaded)
+    assert caught("holds something else|overwritten or never computed")
 
 
 def test_accounting_catches_blocks_that_are_taken_from_others(monkeypatch):

@@ -1,6 +1,10 @@
 """The accounting tests fail when a rule of vLLM's offload beside eviction is broken."""
 
 from dataclasses import replace
+from random import Random
+
+import pytest
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from tests.engine import days, offloaded
 from tests.engine.scenarios import Scenario, run
@@ -10,19 +14,19 @@ SETTLE = OffloadedBlocks.settle
 WRONG = "overwritten or never computed|holds something else|never heard|was not replayed"
 
 
+def day(scenario: Scenario) -> None:
+    """A day with offload on which prompts are asked again, the last ones or lately."""
+    setup = replace(
+        scenario.setup, offload=600, memory=0, caching=True, sliding_window=None, audit=0.0
+    )
+    events = []
+    for number, event in enumerate(scenario.events):
+        events += [event, ("steps", 4), ("lose", -1 - number % 4, 3)]
+    run(replace(scenario, setup=setup, events=events))
+
+
 def caught(message: str) -> bool:
     """Whether random days with offload end with this message."""
-
-    def day(scenario: Scenario) -> None:
-        setup = replace(
-            scenario.setup, offload=600, memory=0, caching=True, sliding_window=None, audit=0.0
-        )
-        events = []
-        for number, event in enumerate(scenario.events):
-            # Whose prompt was asked last, or lately, is asked again.
-            events += [event, ("steps", 4), ("lose", -1 - number % 4, 3)]
-        run(replace(scenario, setup=setup, events=events))
-
     return days.hunt(day, message)
 
 
@@ -66,3 +70,36 @@ def test_accounting_catches_what_is_stored_over_a_store(monkeypatch):
 def test_accounting_catches_a_load_that_covers_the_window(monkeypatch):
     monkeypatch.setattr(OffloadedBlocks, "_most_loaded", lambda *args: None)
     assert caught("a hit covers the window")
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Memory refuses half of what vLLM would store, which asks again in later steps."""
+    rng, prepare, refused = Random(3), CPUOffloadingManager.prepare_store, []
+
+    def prepared(self, keys, context):
+        if rng.random() < 0.5:
+            refused.append(context)
+            return None
+        return prepare(self, keys, context)
+
+    monkeypatch.setattr(CPUOffloadingManager, "prepare_store", prepared)
+    return refused
+
+
+def test_what_is_refused_is_harmless(refused):
+    days.play(day, 12)
+    assert len(refused) > 100
+
+
+def test_accounting_catches_what_was_refused_and_is_stored_after_an_eviction(refused, monkeypatch):
+    """Without refusals all tokens up to an eviction are stored when it comes."""
+
+    def settle(self, evictions):
+        jobs = SETTLE(self, evictions)
+        for eviction in evictions:
+            self._status(eviction.request_id).max_offload_tokens = eviction.num_tokens
+        return jobs
+
+    monkeypatch.setattr(OffloadedBlocks, "settle", settle)
+    assert caught(WRONG)

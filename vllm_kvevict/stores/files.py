@@ -3,7 +3,7 @@
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
@@ -129,6 +129,11 @@ class StoreFiles:
                 raise ValueError("it is damaged")
             os.utime(descriptor)
         return data
+
+    def present(self, names: Iterable[str], ranks: int) -> set[str]:
+        """Stores whose files are there for all ranks."""
+        every = range(ranks)
+        return {n for n in names if all(os.path.exists(self.path(n, rank)) for rank in every)}
 
     def remove(self, name: str, ranks: int) -> None:
         """Remove a store's files, as far as they are there and may be removed."""

@@ -79,6 +79,12 @@ class TieredStores(PublishedStores):
         self._read_seconds: dict[str, float] = {}
         """What reading took, of files that are about to come back."""
         self._reader = ThreadPoolExecutor(2, "kv-eviction-store-reader") if files else None
+        self._awaited: set[str] = set()
+        """Files that other servers may still write, until the next look for all of them."""
+        self._arrived: Future[set[str]] = Future()
+        """Those that the last look found."""
+        self._arrived.set_result(set())
+        self._look_at = 0.0
 
     def has(self, key: ShareKey) -> bool:
         return super().has(key) or name_of(key) in self._kept or self._read(key) is not None
@@ -95,18 +101,24 @@ class TieredStores(PublishedStores):
         if self._files is None or name in self._kept or self._in_pool(key):
             return False
         now = monotonic()
-        if now < (until := self._absent.get(name, 0)):
+        assert self._reader is not None
+        if now < self._absent.get(name, 0):
             if not _on_its_way(state):
                 return False
-            if now < until - PATIENCE + LOOK_AGAIN_S:
+            if self._is_late(self._files, self._reader, name, now):
                 return True
         if len(self._reading) >= MOST_READ and not self._drop_unclaimed(now):
             return True
-        assert self._reader is not None
         read = partial(self._read_files, self._files, name, group_shapes(key, state.rules))
         self._reading[name] = self._reader.submit(read)
         self._until[name] = now + PATIENCE
         return True
+
+    def there(self, state: RequestState) -> bool | None:
+        """Whether a request can begin with its store; None while that is looked for in files."""
+        if state.key is None or not self._may_take(state):
+            return False
+        return self.has(state.key) or (None if self.coming(state) else False)
 
     def find(self, state: RequestState) -> PublishedStore | None:
         found, key = super().find(state), state.key
@@ -128,6 +140,15 @@ class TieredStores(PublishedStores):
         if store is not None:
             self._save(state, store)
         return store
+
+    def blocks_for(self, state: RequestState) -> int:
+        """Blocks that a request takes which begins with its store, where nobody holds that."""
+        assert state.key is not None
+        rest = state.request.num_tokens + 1 - state.key.point
+        return sum(
+            shape.blocks + blocks_for(rest, self._managers[group].block_size)
+            for group, shape in group_shapes(state.key, state.rules).items()
+        )
 
     def hands_over(self, state: RequestState) -> bool:
         """Whether another server that takes a request over will find its store in files."""
@@ -196,14 +217,9 @@ class TieredStores(PublishedStores):
         payload = None if name in self._kept else self._read(key)
         if name not in self._kept and payload is None:
             return None
-        shapes = group_shapes(key, state.rules)
-        rest = state.request.num_tokens + 1 - key.point
-        need = sum(
-            shape.blocks + blocks_for(rest, self._managers[group].block_size)
-            for group, shape in shapes.items()
-        )
-        if need > self._pool.get_num_free_blocks():
+        if self.blocks_for(state) > self._pool.get_num_free_blocks():
             return None
+        shapes = group_shapes(key, state.rules)
         store = self._enter(key, {group: self._take(shape) for group, shape in shapes.items()})
         self._pool.free_blocks([block for block, _ in store.hashes])
         store.written = payload is not None
@@ -232,10 +248,23 @@ class TieredStores(PublishedStores):
             self._miss(name)
         return payload
 
+    def _is_late(
+        self, files: StoreFiles, reader: ThreadPoolExecutor, name: str, now: float
+    ) -> bool:
+        """Whether a file is still not there. One look is for all that are waited for."""
+        arrived = self._arrived.result() if self._arrived.done() else ()
+        if self._arrived.done() and now >= self._look_at:
+            self._arrived = reader.submit(files.present, self._awaited, self._ranks)
+            self._awaited, self._look_at = set(), now + LOOK_AGAIN_S
+        self._awaited.add(name)
+        return name not in arrived
+
     def _drop_unclaimed(self, now: float) -> bool:
-        """Drop a file that was read and whose requests are gone; False where there is none."""
+        """Drop a file that is not there, or was read and not taken; False where there is none."""
         for name, reading in self._reading.items():
-            if reading.done() and now > self._until[name]:
+            if reading.done() and (reading.result() is None or now > self._until[name]):
+                if reading.result() is None:
+                    self._miss(name)
                 del self._reading[name], self._until[name]
                 self._read_seconds.pop(name, None)
                 return True

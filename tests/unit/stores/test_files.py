@@ -46,6 +46,14 @@ def test_what_is_written_is_read(tmp_path):
         files.read(NAME, 0, 10**6)
 
 
+def test_present_are_those_of_all_ranks(tmp_path):
+    files, other = written(tmp_path), "cd" * 20
+    files.write(other, 0, tensors())
+    files.write(other, 1, tensors())
+    assert files.present({NAME, other, "ef" * 20}, 1) == {NAME, other}
+    assert files.present({NAME, other, "ef" * 20}, 2) == {other}
+
+
 def damage(data: bytes, rng: random.Random) -> bytes:
     kind, at = rng.randrange(6), rng.randrange(len(data))
     if kind == 0:

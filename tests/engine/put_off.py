@@ -1,0 +1,65 @@
+"""What evictions that are put off would have given back, when that is decided."""
+
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.views import held_once, holdings
+
+if TYPE_CHECKING:
+    from benchmarks.bare_scheduler import Setup
+
+
+class PutOff:
+    """Judges every eviction that the engine puts off, in the moment in which it does.
+
+    A request may be looked at in a step that has no tokens left for it. Until the step that has
+    some, and that tests look at, those it shares blocks with may be preempted.
+    """
+
+    def __init__(self, setup: "Setup", scheduler: Any) -> None:
+        self._setup = setup
+        self._scheduler = scheduler
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._managers = {manager.kv_cache_group_id: manager for manager in managers}
+        self._judged: dict[tuple[str, int], bool] = {}
+        add = scheduler._table.add
+
+        def added(*args: Any) -> Any:
+            state = add(*args)
+            defer = state.defer
+
+            def deferred(group: int, end: int) -> None:
+                due = max(end, state.timelines[group].due or 0)
+                key = state.request_id, group
+                self._judged[key] = self.worth(state, group, due) or self._judged.get(key, False)
+                defer(group, end)
+
+            state.defer = deferred
+            return state
+
+        scheduler._table.add = added
+
+    def begin_life(self, request_id: str) -> None:
+        for group in self._managers:
+            self._judged.pop((request_id, group), None)
+
+    def wrongly(self, state: Any, group: int, due: int) -> bool:
+        """Whether evictions that were put off since the last call gave blocks back."""
+        judged = self._judged.pop((state.request_id, group), None)
+        return self.worth(state, group, due) if judged is None else judged
+
+    def worth(self, state: Any, group: int, due: int) -> bool:
+        """Whether an eviction at ``due`` gives blocks back now."""
+        bs, manager = self._setup.block_size, self._managers[group]
+        timeline = state.timelines[group]
+        last, first = (due - self._setup.window) // bs, timeline.tail_start // bs
+        table = manager.req_to_blocks[state.request_id][first:last]
+        shared = len(table) - len(self.held_once({block.block_id for block in table}))
+        holding = holdings(manager).get(state.request_id)
+        store = {b.block_id for b in holding.store} if timeline.evicted else set()
+        own = len(self.held_once(store)) + last - first - shared
+        return bool(own > timeline.wanted(due))
+
+    def held_once(self, blocks: set[int]) -> set[int]:
+        """Those with one owner; vLLM may still hold what a request had that is over."""
+        over = {b.block_id for _, mine in self._scheduler.deferred_frees for b in mine}
+        return held_once(list(self._managers.values()), blocks) - over
