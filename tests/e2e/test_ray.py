@@ -107,7 +107,10 @@ def test_all_of_rays_processes_end(run):
 @NEED_TWO
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("ada-snapkv", STAGES), pytest.param("snapkv", TENSOR, marks=pytest.mark.nightly)],
+    [
+        pytest.param("ada-snapkv", STAGES, marks=pytest.mark.nightly),
+        pytest.param("snapkv", TENSOR, marks=pytest.mark.nightly),
+    ],
     ids=["stages", "tensor"],
 )
 def test_workers_that_are_actors(tiny_model_kv4: Path, policy: str, options: Any) -> None:
