@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from benchmarks.server import start as executed
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,15 +103,13 @@ def run(
     return subprocess.CompletedProcess(words, process.wait(), *said)
 
 
-def start(command: list[str], log: Path, env: Mapping[str, str]) -> Any:
+def start(command: list[str], log: Path, env: dict[str, str]) -> Any:
     """``benchmarks.server.start`` for a module of Python's, forked where the environment allows."""
     changed = {name for name, value in env.items() if os.environ.get(name) != value}
     python, dash, *words = command
     if (python, dash) != (sys.executable, "-m") or any(
         not name.startswith("VLLM_") for name in changed
     ):
-        return subprocess.Popen(
-            command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
+        return executed(command, log, env)
     log.write_text("")
     return Forked(words, dict(env), [str(log)] * 2)
