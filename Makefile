@@ -50,7 +50,8 @@ format: setup
 check: lint
 	$(PYTHON_VENV) -m pytest -q $(PARALLEL) -m "not slow" tests/engine tests/unit $(PYTEST_ARGS)
 
-test: setup setup-kvpress
+test:
+	@$(MAKE) --no-print-directory --jobs 2 setup setup-kvpress
 	$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 nightly: fuzz cells kernels architectures clients

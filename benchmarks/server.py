@@ -32,6 +32,14 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
+def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, which writes to ``log``."""
+    with log.open("w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+
+
 class ServerFailed(RuntimeError):
     """The server ended before it was ready; the message carries the end of its log."""
 
@@ -71,11 +79,7 @@ class Server:
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                self.command, stdout=out, stderr=subprocess.STDOUT, env=self._env,
-                start_new_session=True,
-            )  # fmt: skip
+        self.process = start(self.command, self.log, self._env)
         self._leash = Leash(self.process.pid)
         try:
             self._wait_until_ready()

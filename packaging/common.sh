@@ -11,10 +11,10 @@ fail() {
     exit 1
 }
 
-# One setup at a time: two concurrent `make` would install into the same folder.
+# One setup of an environment at a time: two concurrent `make` would install into the same folder.
 one_at_a_time() {
     mkdir -p "$ROOT/.cache"
-    exec 9>"$ROOT/.cache/setup.lock"
+    exec 9>"$ROOT/.cache/setup$(basename "${VENV:-}").lock"
     flock 9
 }
 
@@ -44,15 +44,16 @@ make_venv() {
 }
 
 # install_lock VENV LOCK: a resolved set. torch comes first and alone: its CPU build is on
-# PyTorch's own index, unless pip's configuration already names a place that has it.
+# PyTorch's own index, unless pip's configuration already names a place that has it. Python
+# compiles what it imports; compiling all takes longer than installing.
 install_lock() {
     local torch
     torch="$(grep '^torch==' "$2")"
-    if ! "$1/bin/pip" install -qq --no-deps "$torch" 2>/dev/null; then
+    if ! "$1/bin/pip" install -qq --no-compile --no-deps "$torch" 2>/dev/null; then
         say "$torch is not on the configured index; trying $TORCH_CPU_INDEX"
-        "$1/bin/pip" install -qq --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" ||
+        "$1/bin/pip" install -qq --no-compile --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" ||
             fail "$torch was not found. It is on PyTorch's CPU index;" \
                 "where that is mirrored: export PIP_EXTRA_INDEX_URL=<mirror of $TORCH_CPU_INDEX>"
     fi
-    "$1/bin/pip" install -qq --no-deps -r "$2"
+    "$1/bin/pip" install -qq --no-compile --no-deps -r "$2"
 }

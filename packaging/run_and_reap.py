@@ -7,7 +7,6 @@ subreaper), so exactly the command's own descendants are found, whatever session
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -73,6 +72,14 @@ def end_all(root: int) -> None:
             return
 
 
+def wait(pid: int) -> int:
+    """The command's exit code; adopted processes that end before it are reaped meanwhile."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
 def main(command: list[str]) -> int:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
@@ -83,7 +90,7 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, interrupted)
     signal.signal(signal.SIGINT, interrupted)
     try:
-        code = subprocess.Popen(command).wait()
+        code = wait(os.posix_spawnp(command[0], command, os.environ))
         return code if code >= 0 else 128 - code
     finally:
         end_all(os.getpid())

@@ -1,6 +1,7 @@
 """Environment of every test, the models, and the skip of tests that need a GPU."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # A server's worker runs in the process of its engine: two processes import vLLM, not three.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# Processes that tests start fork theirs; this process and those of pytest-xdist do not load it.
+QUICK_START = str(Path(__file__).parent / "quick_start")
+sys.path[:] = [path for path in sys.path if path != QUICK_START]
+_paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+if QUICK_START not in _paths:
+    os.environ["PYTHONPATH"] = os.pathsep.join([*_paths, QUICK_START])
 
 
 def no_gpu_reason() -> str | None:

@@ -1,27 +1,28 @@
 """What vLLM says without this package, from a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.e2e.stock_script import MARK, RESULT
 
-ROOT = Path(__file__).parents[2]
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """Servers are forked from a process that has imported vLLM, where their environment allows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.server.start", forked.start)
+        yield
 
 
 def run_stock(model: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
     """Run ``stock_script``; returns its result and its log up to where eviction starts."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.stock_script", str(model), *arguments],
-        cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = forked.run("tests.e2e.stock_script", model, *arguments, **environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     log, rest = done.stdout.split(MARK)
     return json.loads(rest.split(RESULT)[1].splitlines()[0]), log
 

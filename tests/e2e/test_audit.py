@@ -1,12 +1,10 @@
 """What audits report is what the masked oracle says of the same evictions, and changes no token."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Kept, Life, MaskedModel, check_tokens
@@ -187,13 +185,7 @@ def test_it_gives_way_where_memory_is_short(tiny_model, oracle):
 def test_drafts(tiny_model):
     """In a process of its own: with numba, which n-gram drafts load, vLLM 0.32 starts no second
     engine in one."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.audit_script", str(tiny_model)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = forked.run("tests.e2e.audit_script", tiny_model)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1])["audits"] > 4
 

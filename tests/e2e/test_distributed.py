@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.e2e.architectures import architecture
 from tests.e2e.ranks_script import (
     EVICTION,
@@ -41,18 +42,21 @@ def ranks(
     environment = dict(
         VLLM_CPU_OMP_THREADS_BIND="|".join("01" * each), VLLM_USE_BREAKABLE_CUDAGRAPH="0"
     )
-    if options.get("async_scheduling"):
+    words = "tests.e2e.ranks_script", str(model), *asked, folder
+    if not options.get("async_scheduling"):
+        done = forked.run(*words, **environment)
+    else:
         # Triton's interpreter brings Model Runner V2, which async scheduling needs.
         paths = str(ROOT), str(ROOT / "tests" / "triton_cpu")
         environment |= dict(TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(paths))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.ranks_script", str(model), *asked, folder],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=ROOT,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     return json.loads(line.removeprefix("RESULT "))

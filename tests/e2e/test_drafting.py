@@ -5,25 +5,15 @@ wrong drafts stand at every place around an eviction.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import forked
 
 
 def run(script: str, *arguments: object) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.e2e.{script}", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = forked.run(f"tests.e2e.{script}", *arguments, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

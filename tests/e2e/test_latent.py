@@ -2,13 +2,11 @@
 
 import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forked
 from tests.e2e import latent_script as ranked
 from tests.e2e.architectures import MaskedArchitecture, architecture
 from tests.e2e.test_prefill_interval import POINTS, SETTINGS, evicted_at
@@ -139,13 +137,8 @@ def test_query_compression_and_grouped_experts(tmp_path):
 def test_two_ranks(model, policy, tmp_path):
     """Each rank has a cache of its own, and evicts by its own query heads."""
     target = tmp_path / "result"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.latent_script", str(model), policy, str(target)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | dict(VLLM_CPU_OMP_THREADS_BIND="0|1"),
-        capture_output=True,
-        text=True,
-        timeout=400,
+    done = forked.run(
+        "tests.e2e.latent_script", model, policy, target, VLLM_CPU_OMP_THREADS_BIND="0|1"
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = pickle.loads(target.read_bytes())

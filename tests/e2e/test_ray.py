@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,18 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def outlive(mark: str, patience: float = 60) -> list[str]:
+    """Marked processes that still run after ``patience`` seconds.
+
+    Trackers of shared memory end when their pipes close. One that has ended counts as ended,
+    whether or not who adopted it has reaped it: ``psutil.wait_procs`` would wait for that, too.
+    """
+    deadline = time.monotonic() + patience
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [str(process) for process in left]
+
+
 def run_script(module: str, *arguments: str) -> dict[str, Any]:
     """What a script says that starts Ray in the folder that is its last argument."""
     mark = uuid.uuid4().hex
@@ -53,9 +66,7 @@ def run_script(module: str, *arguments: str) -> dict[str, Any]:
             )  # fmt: skip
             try:
                 process.wait(timeout=900)
-                # Trackers of shared memory end when their pipes close.
-                _, alive = psutil.wait_procs(marked(mark), timeout=5)
-                left = [process.cmdline() for process in alive]
+                left = outlive(mark)
             finally:
                 for straggler in marked(mark):
                     with contextlib.suppress(psutil.Error):
@@ -96,7 +107,10 @@ def test_all_of_rays_processes_end(run):
 @NEED_TWO
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("ada-snapkv", STAGES), pytest.param("snapkv", TENSOR, marks=pytest.mark.nightly)],
+    [
+        pytest.param("ada-snapkv", STAGES, marks=pytest.mark.nightly),
+        pytest.param("snapkv", TENSOR, marks=pytest.mark.nightly),
+    ],
     ids=["stages", "tensor"],
 )
 def test_workers_that_are_actors(tiny_model_kv4: Path, policy: str, options: Any) -> None:

@@ -1,26 +1,17 @@
 """``vllm serve`` with wrong flags: one sentence, no traceback, no model loaded."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from vllm_kvevict.settings.names import POLICY_NAMES
-
-VLLM = Path(sys.executable).with_name("vllm")
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``vllm serve ARGUMENTS`` to its end; none of these may start a server."""
-    return subprocess.run(
-        [str(VLLM), "serve", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"COLUMNS": "200"},
-    )
+    return forked.run("vllm.entrypoints.cli.main", "serve", *arguments, COLUMNS="200")
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,24 @@ def test_a_process_left_behind_is_ended(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_an_adopted_process_that_ends_is_reaped_while_the_command_runs() -> None:
+    orphan = (
+        "import os, pathlib, sys, time\n"
+        "reading, writing = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    if (grandchild := os.fork()) == 0:\n"
+        "        time.sleep(0.2); os._exit(0)\n"
+        "    os.write(writing, str(grandchild).encode()); os._exit(0)\n"
+        "os.wait()\n"
+        "left = pathlib.Path('/proc', os.read(reading, 16).decode())\n"
+        "deadline = time.monotonic() + 10\n"
+        "while left.exists() and time.monotonic() < deadline: time.sleep(0.05)\n"
+        "sys.exit(9 if left.exists() else 0)\n"
+    )
+    command = [sys.executable, str(ROOT / "packaging" / "run_and_reap.py")]
+    assert subprocess.run([*command, sys.executable, "-c", orphan]).returncode == 0
+
+
 def build_wheel(folder: Path) -> Path:
     """A wheel built from a copy of the sources, so that the tree stays clean."""
     source = folder / "source"

@@ -252,21 +252,3 @@ class RequestTimeline:
             most = max(most, blocks_for(due, bs) - freed + store + in_flight)
             freed, store = request.evict(due)[1] // bs, request.store_blocks
         return max(most, blocks_for(n, bs) - freed + store)
-
-    def peak_blocks(self, n: int) -> int:
-        """Most blocks the request can hold up to length ``n`` if no eviction is postponed.
-
-        ``n`` counts scheduled tokens. Covers the prefill, the store, both stores while one is
-        replaced, and the block that a step in flight adds before an eviction's blocks are free.
-        """
-        bs, peak, freed, store = self.timeline.block_size, 0, 0, 0
-        if self.on_demand:
-            return blocks_for(n, bs) + self.wanted(n)
-        request = replace(self, tail_start=0, store_blocks=0, computed_valid=None)
-        while request.due is not None and n >= request.due:
-            due = request.due
-            freed_next = request.evict(due)[1] // bs
-            held = blocks_for(due, bs) - freed + store
-            peak = max(peak, held + request.store_blocks + (n > due))
-            freed, store = freed_next, request.store_blocks
-        return max(peak, blocks_for(n, bs) - freed + store)

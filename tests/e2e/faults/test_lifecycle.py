@@ -87,7 +87,9 @@ def short_tmp() -> Iterator[Path]:
 def test_a_killed_worker_and_starts_and_stops(tiny_model, tmp_path, short_tmp):
     env = dict(TMPDIR=str(short_tmp))
     several = [*ARGUMENTS, "--api-server-count", "2"]
-    with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, env) as server:
+    # As users start it: each process is spawned, and imports for itself.
+    spawned = env | dict(KVEVICT_TEST_SPAWN="1")
+    with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, spawned) as server:
         expected = [complete(server, prompt)[0]["token_ids"] for prompt in PROMPTS[:2]]
         # Reading the maps of torch's processes takes seconds, in which a stream may end.
         mapped, victim = shared_memory(server), worker(server)

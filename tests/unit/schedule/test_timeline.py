@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.schedule.peak import peak_blocks
 from vllm_kvevict.schedule.layers import by_layer
 from vllm_kvevict.schedule.request_timeline import RequestTimeline
 from vllm_kvevict.schedule.timeline import Timeline, blocks_for
@@ -193,11 +194,11 @@ def test_never_holds_more_than_peak_blocks_with_a_point(
     walk = Walk(rule, prompt_len, prompt_len + replayed, in_flight, at)
     request = RequestTimeline(rule, prompt_len, walk.prefill_end, at)
     walk.prefill(chunk)
-    assert walk.held <= request.peak_blocks(walk.n)
+    assert walk.held <= peak_blocks(request, walk.n)
     for _ in range(3 * rule.stride + 2 * rule.block_size):
         walk.step(1)
-        assert walk.held <= request.peak_blocks(walk.n)
-    assert request.peak_blocks(walk.n) - walk.held <= 1
+        assert walk.held <= peak_blocks(request, walk.n)
+    assert peak_blocks(request, walk.n) - walk.held <= 1
 
 
 @settings(PROFILE, max_examples=200)
@@ -207,11 +208,11 @@ def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in
     walk = Walk(rule, prompt_len, prompt_len + replayed, in_flight if rule.stride != 1 else 0)
     request = RequestTimeline(rule, prompt_len, walk.prefill_end)
     walk.prefill(chunk)
-    assert walk.held <= request.peak_blocks(walk.n)
+    assert walk.held <= peak_blocks(request, walk.n)
     for _ in range(3 * rule.stride + 2 * rule.block_size):
         walk.step(1)
-        assert walk.held <= request.peak_blocks(walk.n)
-    slack = request.peak_blocks(walk.n) - walk.held
+        assert walk.held <= peak_blocks(request, walk.n)
+    slack = peak_blocks(request, walk.n) - walk.held
     assert slack <= 1
 
 

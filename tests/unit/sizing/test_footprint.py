@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.schedule.peak import peak_blocks
 from vllm_kvevict.schedule.request_timeline import RequestTimeline
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.sizing.footprint import EvictingGroup, Group, SharingGroup, request_footprint
@@ -81,7 +82,7 @@ def test_within_what_the_timeline_bounds(budget, window, interval, prompt, outpu
     share = float(budget[:-1]) / 100 if isinstance(budget, str) else None
     rule = Timeline(8, window, interval, None if share else budget, share)
     one = request_footprint([EvictingGroup(rule, prompt)], prompt, output)
-    bound = RequestTimeline(rule, prompt, prompt).peak_blocks(prompt + output)
+    bound = peak_blocks(RequestTimeline(rule, prompt, prompt), prompt + output)
     assert max(one.prompt, one.decode, one.replace) <= bound + 1
     # Where stores grow, the largest moment and the largest eviction are not the same.
     assert share is not None or one.decode + one.replace <= bound + 1
