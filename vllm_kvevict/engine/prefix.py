@@ -93,8 +93,7 @@ class PrefixCaps:
         self._table.consider(state)
         if state.reuse is not None:
             return (*self._stores.hit(state), 0, False)
-        cap = state.hit_cap
-        self._cap = cap
+        self._cap = cap = state.hit_cap
         try:
             hit = look_up(request)
         finally:

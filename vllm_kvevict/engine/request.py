@@ -132,7 +132,6 @@ class RequestState:
     preparations_awaited: int = 0
     """Preparations of its context that it has waited for."""
     overtaken: int = 0
-    """Requests that went ahead of it while it was the first to wait."""
     went_ahead: bool = False
     evicted: bool = False
     """Whether it was evicted in any of its lives."""
