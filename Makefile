@@ -76,8 +76,9 @@ fuzz: setup
 
 architectures: setup
 	@packaging/setup_torchvision.sh
+	@packaging/setup_suffix.sh
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/e2e/test_architectures.py \
-		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/e2e/test_speculation.py \
+		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/e2e/test_sounds.py tests/e2e/test_speculation.py \
 		tests/e2e/test_distributed.py tests/e2e/test_drafting.py tests/e2e/test_latent.py \
 		tests/e2e/test_gpu_on_cpu.py tests/e2e/test_audit.py tests/e2e/test_ray.py tests/unit/front/test_support.py $(PYTEST_ARGS)
 

@@ -86,6 +86,21 @@ def mimo(path: Path, target: Path) -> Path:
     return _write(path, target, weights, num_nextn_predict_layers=1, **changes)
 
 
+def medusa(path: Path, target: Path) -> Path:
+    """Medusa heads of random blocks over the target's output matrix; no layer, so no cache."""
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    size, weights = head.shape[1], {}
+    for index in range(DRAFTS):
+        seeded = torch.Generator().manual_seed(index)
+        block = torch.randn(size, size, generator=seeded) * size**-0.5
+        weights[f"blocks.{index}.layers.0.weight"] = block
+        weights[f"lm_heads.{index}.weight"] = head.clone()
+    heads: dict[str, Any] = dict(medusa_num_heads=DRAFTS, medusa_num_layers=1)
+    return _write(
+        path, target, weights, model_type="medusa", architectures=["MedusaModel"], **heads
+    )
+
+
 DRAFTERS = dict(eagle=eagle, eagle3=eagle3)
 
 

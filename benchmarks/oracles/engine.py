@@ -139,13 +139,13 @@ class Engine:
         prompts: list[list[int]],
         max_tokens: int | list[int],
         asked: list[dict[str, Any]] | None = None,
-        images: list[list[Any]] | None = None,
+        media: list[dict[str, list[Any]]] | None = None,
         **params: Any,
     ) -> list[list[int]]:
         """Greedy tokens of every prompt; the recorder keeps the lives in prompt order.
 
-        ``asked`` are the requests' own settings, as ``vllm_xargs`` would bring them, ``images``
-        what their prompts show; ``self.prompts`` are then the tokens that the model saw.
+        ``asked`` are the requests' own settings, as ``vllm_xargs`` would bring them, ``media`` the
+        images or sounds of their prompts; ``self.prompts`` are then the tokens that the model saw.
         """
         from vllm import SamplingParams
 
@@ -154,11 +154,8 @@ class Engine:
         self.recorder.lives.clear()
         outputs = self.llm.generate(
             [
-                dict(
-                    prompt_token_ids=prompt,
-                    **(dict(multi_modal_data={"image": shown}) if shown else {}),
-                )
-                for prompt, shown in zip(prompts, images or [[]] * len(prompts), strict=True)
+                dict(prompt_token_ids=prompt, **(dict(multi_modal_data=more) if more else {}))
+                for prompt, more in zip(prompts, media or [{}] * len(prompts), strict=True)
             ],
             [
                 SamplingParams(

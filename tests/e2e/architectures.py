@@ -61,11 +61,17 @@ LATENT: dict[str, Any] = dict(
 """An entry of 512 + 64 numbers is the only one that vLLM's CPU kernel reads. Without YaRN vLLM 0.32
 turns (RoPE) only the first head of queries on a CPU."""
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Arcee": HEADS,
     "Cohere2": dict(**GQA, **SLIDING, tie_word_embeddings=True, logit_scale=1.0),
     "DeepseekV2": dict(**LATENT, q_lora_rank=None, topk_method="greedy"),
     "DeepseekV3": dict(**LATENT, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid"),
+    "Dots1": dict(**HEADS, **EXPERTS, n_routed_experts=4, n_shared_experts=1, sliding_window=None),
     "Ernie4_5": HEADS,
+    "Ernie4_5_Moe": dict(
+        **GQA, moe_num_experts=4, moe_k=2, moe_intermediate_size=128, moe_num_shared_experts=1
+    ),
     "Exaone4": dict(**HEADS, **SLIDING),
+    "ExaoneMoe": dict(**HEADS, **SLIDING, **EXPERTS, num_experts=4),
     "FalconH1": dict(**HEADS, **MAMBA, mamba_d_ssm=512),
     "Gemma2": dict(
         **HEADS,
@@ -119,6 +125,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_multiplier=32**-0.5,
         position_embedding_type="rope",
     ),
+    "HunYuanDenseV1": HEADS,
     "Lfm2": dict(
         **GQA,
         layer_types=["conv", "full_attention"] * 2,
@@ -146,8 +153,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         scoring_func="sigmoid",
         use_routing_bias=True,
     ),
+    "Ministral3": HEADS,
     "Mistral": dict(**HEADS, sliding_window=None),
     "Mixtral": dict(**GQA, num_local_experts=4),
+    "Nemotron": HEADS,
     "NemotronH": dict(
         **HEADS,
         layers_block_type=["linear_attention", "full_attention", "mlp"] * 2,
@@ -215,7 +224,10 @@ def spread_weights(model: Any) -> None:
         elif layer == "embed_tokens":
             # Small where it is the output matrix too, so that a token does not repeat itself, and
             # where the model multiplies it by the root of its width.
-            small = model.config.tie_word_embeddings or "Gemma" in type(model).__name__
+            small = (
+                model.config.get_text_config().tie_word_embeddings
+                or "Gemma" in type(model).__name__
+            )
             weight.normal_(std=0.25 * weight.shape[1] ** -0.5 if small else 1.0)
         else:
             weight.normal_(std=scale.get(layer, 1.0) * weight[0].numel() ** -0.5)

@@ -14,6 +14,8 @@ from tests.oracles.masked import Life, MaskedModel
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 START, END, IMAGE, VIDEO = range(1024, 1028)
+# What InternVL's processor calls them.
+INTERN = ("start_image_token", "end_image_token", "context_image_token", "video_token")
 VOCAB = 1056
 TEXT: dict[str, Any] = SHAPE | HEADS | dict(vocab_size=VOCAB)
 ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=1e6)
@@ -33,6 +35,19 @@ QWEN_IDS: dict[str, Any] = dict(
     video_token_id=VIDEO,
 )
 CONFIGS: dict[str, dict[str, Any]] = {
+    "InternVL": dict(
+        text_config=TEXT | dict(model_type="qwen2"),
+        vision_config=dict(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=[112, 112],
+        ),
+        image_token_id=IMAGE,
+        image_seq_length=16,
+        tie_word_embeddings=False,
+    ),
     "Qwen2_5_VL": dict(
         text_config=TEXT | dict(rope_parameters=ROPE | dict(mrope_section=[4, 6, 6])),
         vision_config=TOWER | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1]),
@@ -79,7 +94,9 @@ def with_tower(name: str, path: Path) -> Path:
     """Write a float32 checkpoint of a model with a vision tower, and its processor."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(cached_tiny_llama(kv_heads=2))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        cached_tiny_llama(kv_heads=2), **dict(zip(INTERN, SPECIAL, strict=True))
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [START, END, IMAGE, VIDEO]
     ids = dict(
@@ -104,6 +121,14 @@ def with_tower(name: str, path: Path) -> Path:
 def _processor(name: str, tokenizer: Any, config: Any) -> Any:
     import transformers as hf
 
+    if name == "InternVL":
+        square = dict(size=dict(height=112, width=112))
+        return hf.InternVLProcessor(
+            hf.GotOcr2ImageProcessor(crop_to_patches=False, max_patches=1, **square),
+            tokenizer,
+            hf.InternVLVideoProcessor(**square),
+            image_seq_length=16,
+        )
     size = dict(shortest_edge=4096, longest_edge=1 << 16)
     patches = dict(patch_size=config.vision_config.patch_size, size=size)
     images = hf.Qwen2VLImageProcessor(**patches)
@@ -146,6 +171,7 @@ class MaskedTower(MaskedModel):
         self._masks = [self._mask(index, 0, n, life) for index in range(self._layers)]
         ids = torch.tensor([tokens])
         images = self.processor.image_processor(self.pictures, return_tensors="pt")
+        images.pop("num_patches", None)
         logits = self.model(
             ids, use_cache=False, mm_token_type_ids=(ids == IMAGE).int(), **images
         ).logits[0]

@@ -39,7 +39,9 @@ def main(name: str, path: Path) -> None:
     for asked, chunk in ((None, 1024), (None, 128), (AT, 256)):
         with engine(path, EVICTION, max_num_batched_tokens=chunk, **options) as run:
             free = run.free_blocks()
-            outputs = run.generate(PROMPTS, NEW_TOKENS, asked, images=IMAGES)
+            outputs = run.generate(
+                PROMPTS, NEW_TOKENS, asked, media=[{"image": shown} for shown in IMAGES]
+            )
             right = full = 0
             for tokens, output, lives, images in zip(
                 run.prompts, outputs, run.lives(), IMAGES, strict=True

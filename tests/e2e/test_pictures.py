@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("Qwen2_5_VL", 1.0), ("Qwen3VL", 1.0), ("Qwen3_5", 0.9)]
+    ("name", "least"), [("InternVL", 1.0), ("Qwen2_5_VL", 1.0), ("Qwen3VL", 1.0), ("Qwen3_5", 0.9)]
 )
 def test_images_beside_evictions(name, least, tmp_path):
     done = subprocess.run(

@@ -3,23 +3,60 @@
 The n-gram proposer brings numba, beside which vLLM 0.32 starts no second engine in one process.
 """
 
+import os
+
 import pytest
 
-from tests.e2e.test_drafting import run
+from tests.e2e.test_drafting import ROOT, nightly, run
 
-
-def of_size(policy: str):
-    return pytest.param(policy, marks=() if policy == "ada-snapkv" else pytest.mark.nightly)
+SUFFIX = ROOT / ".cache" / "suffix"
+"""Arctic Inference's suffix trees, which vLLM asks for and leaves to install."""
 
 
 @pytest.mark.parametrize(
-    "policy", [of_size(policy) for policy in ("ada-snapkv", "pyramidkv", "h2o")]
+    ("method", "policy"),
+    [
+        ("ngram", "ada-snapkv"),
+        nightly("ngram", "pyramidkv"),
+        nightly("ngram", "h2o"),
+        ("medusa", "ada-snapkv"),
+        nightly("medusa", "ada-defensive"),
+        nightly("suffix", "ada-snapkv"),
+        nightly("suffix", "h2o"),
+    ],
 )
-def test_tokens_and_evictions_are_those_without_drafts(policy, tiny_model):
+def test_tokens_and_evictions_are_those_without_drafts(
+    method, policy, tiny_model, tmp_path, monkeypatch
+):
     """Each place around an eviction sees a right draft and a wrong one."""
-    found = run("speculation_script", tiny_model, policy)
+    if method == "suffix":
+        if not SUFFIX.is_dir():
+            pytest.skip("Arctic Inference is not here: run `make architectures`")
+        monkeypatch.setenv("PYTHONPATH", str(SUFFIX), prepend=os.pathsep)
+    check(run("speculation_script", tiny_model, method, policy, tmp_path), method)
+
+
+@pytest.mark.nightly
+def test_n_grams_under_model_runner_v2(tiny_model, tmp_path, monkeypatch):
+    """V2 drafts in a kernel of its own, here under Triton's interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "triton_cpu"), prepend=os.pathsep)
+    found = run("speculation_script", tiny_model, "ngram", "ada-snapkv", tmp_path)
+    assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
+    check(found, "ngram")
+
+
+def check(found, method):
     assert found["agreed"] == found["total"]
     assert found["full_attention_agreed"] < 0.9 * found["total"]
     assert found["evictions_of_a_request"] >= 3
     assert found["accepted"] > 0 and found["rejected"] > 0
     assert found["postponed"] == found["blocks_leaked"] == 0
+    drafted, accepted = found["its_own"]
+    if method == "medusa":
+        # What the heads said is what they say of transformers' states.
+        assert found["heads_right"] == found["heads"] > 500
+        assert drafted > 500
+    if method == "suffix":
+        # It has seen the answers: earlier requests gave them.
+        assert accepted > 0.8 * drafted > 0

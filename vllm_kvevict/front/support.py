@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DISTANCES = ("subgen",)
 """Policies that compare keys with each other."""
 
+SERVED = ("ngram", "medusa", "suffix", *METHODS)
+"""Methods of speculative decoding that eviction works beside."""
+
 WITHOUT = "serve this model without --kv-eviction"
 
 
@@ -178,11 +181,18 @@ REFUSALS = (
     Refusal(
         "this method of speculative decoding",
         "drafts must be known when a step is planned, and it has not been tried",
-        f"set the method of --speculative-config to one of ngram, {', '.join(METHODS)}, remove "
-        "the flag or serve without --kv-eviction",
+        f"set the method of --speculative-config to one of {', '.join(SERVED)}, remove the flag "
+        "or serve without --kv-eviction",
+        lambda c: c.speculative_config is not None and c.speculative_config.method not in SERVED,
+    ),
+    Refusal(
+        "this method of speculative decoding under Model Runner V2",
+        "vLLM has it for V1 alone",
+        "set VLLM_USE_V2_MODEL_RUNNER to 0 or the method of --speculative-config to ngram",
         lambda c: (
             c.speculative_config is not None
-            and c.speculative_config.method not in ("ngram", *METHODS)
+            and c.speculative_config.method in ("medusa", "suffix")
+            and c.use_v2_model_runner
         ),
     ),
     Refusal(

@@ -59,6 +59,24 @@ def test_serves_drafts_from_n_grams_but_beside_recurrent_layers(build: Build) ->
     assert "speculative decoding with pipeline parallelism" in message
 
 
+@pytest.mark.parametrize("method", ["ngram", "medusa", "suffix"])
+def test_drafts_without_a_cache_by_runner_and_scheduler(
+    build: Build, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Async scheduling with them is vLLM's to refuse."""
+    with pytest.raises(ValueError, match="async scheduling is only supported with"):
+        build(speculative_config=NGRAM, async_scheduling=True)
+    config = build(speculative_config=NGRAM)
+    config.speculative_config.method = method
+    _check(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if method == "ngram":
+        return _check(config)
+    with pytest.raises(ValueError, match="under Model Runner V2") as caught:
+        _check(config)
+    assert_sentence(str(caught.value))
+
+
 def test_refuses_drafts_where_who_evicts_is_chosen_late(build: Build) -> None:
     config = build(speculative_config=NGRAM)
     _check(config)
@@ -83,7 +101,7 @@ def _ec_connector() -> dict[str, Any]:
         (
             dict(speculative_config=dict(NGRAM, method="ngram_gpu")),
             "this method of speculative decoding",
-            "set the method of --speculative-config to one of ngram, draft_model, eagle",
+            "set the method of --speculative-config to one of ngram, medusa, suffix, draft_model",
         ),
         (_ec_connector, "encoder-cache connectors", "remove --ec-transfer-config"),
         (
