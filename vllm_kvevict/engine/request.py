@@ -130,7 +130,6 @@ class RequestState:
     preparation: "Preparation | None" = None
     """What it waits for; None where it waits for none."""
     preparations_awaited: int = 0
-    """Preparations of its context that it has waited for."""
     overtaken: int = 0
     went_ahead: bool = False
     evicted: bool = False
