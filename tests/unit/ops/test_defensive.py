@@ -101,3 +101,15 @@ def test_needs_the_whole_window(window_peaks):
     for queries in (None, candidates.queries[:, :, 1:]):
         with pytest.raises(ValueError, match="last 4 tokens"):
             window_peaks(replace(candidates, queries=queries), 5, 17)
+
+
+@BOTH
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_head(window_peaks, number):
+    candidates = random_candidates()
+    expected = window_peaks(candidates, 5, 17)
+    candidates.keys[1, 7] = number
+    peaks = window_peaks(candidates, 5, 17)
+    assert bool(peaks[1].isnan().any())
+    others = [head for head in range(candidates.num_heads) if head != 1]
+    torch.testing.assert_close(peaks[others], expected[others])
