@@ -3,12 +3,17 @@
 The n-gram proposer brings numba, beside which vLLM 0.32 starts no second engine in one process.
 """
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_drafting import ROOT, nightly, run
+from tests.e2e.test_drafting import nightly, run
 
+ROOT = Path(__file__).parents[2]
 SUFFIX = ROOT / ".cache" / "suffix"
 """Arctic Inference's suffix trees, which vLLM asks for and leaves to install."""
 
@@ -41,7 +46,13 @@ def test_n_grams_under_model_runner_v2(tiny_model, tmp_path, monkeypatch):
     """V2 drafts in a kernel of its own, here under Triton's interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "triton_cpu"), prepend=os.pathsep)
-    found = run("speculation_script", tiny_model, "ngram", "ada-snapkv", tmp_path)
+    words = "tests.e2e.speculation_script", tiny_model, "ngram", "ada-snapkv", tmp_path
+    # A process that has imported Triton cannot be told to interpret.
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
     assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
     check(found, "ngram")
 
