@@ -44,8 +44,8 @@ make_venv() {
 }
 
 # install_lock VENV LOCK: a resolved set. torch comes first and alone: its CPU build is on
-# PyTorch's own index, unless pip's configuration already names a place that has it. Python
-# compiles what it imports; compiling all takes longer than installing.
+# PyTorch's own index, unless pip's configuration already names a place that has it. pip compiles
+# in one process; where PYTHONDONTWRITEBYTECODE is set, nobody would compile it later.
 install_lock() {
     local torch
     torch="$(grep '^torch==' "$2")"
@@ -56,4 +56,6 @@ install_lock() {
                 "where that is mirrored: export PIP_EXTRA_INDEX_URL=<mirror of $TORCH_CPU_INDEX>"
     fi
     "$1/bin/pip" install -qq --no-compile --no-deps -r "$2"
+    # Some packages have files of other Pythons.
+    "$1/bin/python" -m compileall -q -j 0 "$1"/lib/python3*/site-packages >/dev/null || true
 }

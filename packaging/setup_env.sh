@@ -53,7 +53,7 @@ main() {
     make_venv "$VENV"
     rm -f "$VENV/.setup-stamp"
     "install_$device"
-    "$VENV/bin/pip" install -qq --no-compile --no-deps -r "$HERE/requirements-test.txt"
+    "$VENV/bin/pip" install -qq --no-deps -r "$HERE/requirements-test.txt"
     "$VENV/bin/pip" install -qq --no-build-isolation --no-deps -e "$ROOT"
     check
     echo "$stamp" >"$VENV/.setup-stamp"

@@ -88,12 +88,17 @@ def run(
             what it had started.
 
     """
+    words, settings = [module, *map(str, arguments)], dict(os.environ) | environment
+    if "TRITON_INTERPRET" in settings:
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(
+            command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=timeout
+        )
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for output in outputs:
             output.touch()
-        words = [module, *map(str, arguments)]
-        process = Forked(words, dict(os.environ) | environment, list(map(str, outputs)))
+        process = Forked(words, settings, list(map(str, outputs)))
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
