@@ -3,10 +3,7 @@
 The n-gram proposer brings numba, beside which vLLM 0.32 starts no second engine in one process.
 """
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,13 +43,7 @@ def test_n_grams_under_model_runner_v2(tiny_model, tmp_path, monkeypatch):
     """V2 drafts in a kernel of its own, here under Triton's interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "triton_cpu"), prepend=os.pathsep)
-    words = "tests.e2e.speculation_script", tiny_model, "ngram", "ada-snapkv", tmp_path
-    # A process that has imported Triton cannot be told to interpret.
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, words)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run("speculation_script", tiny_model, "ngram", "ada-snapkv", tmp_path)
     assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
     check(found, "ngram")
 
