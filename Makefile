@@ -56,15 +56,17 @@ test:
 
 nightly: fuzz cells kernels architectures clients
 
-# One more of many like it, in files of which `make test` runs the others.
+KERNELS := tests/unit/ops tests/unit/worker tests/unit/test_cuda_build.py
+ARCHITECTURES := $(addprefix tests/e2e/test_,architectures.py hybrids.py pictures.py sounds.py speculation.py \
+	distributed.py drafting.py latent.py gpu_on_cpu.py audit.py ray.py) tests/unit/front/test_support.py
+CLIENTS := tests/e2e/test_clients.py
+
+# What `make test` leaves out and the other targets do not run.
 cells: setup
-	$(PYTHON_VENV) -m pytest -m nightly $(PARALLEL) tests/e2e/test_tokens.py tests/e2e/test_server.py \
-		tests/e2e/test_offload_server.py tests/e2e/test_abort.py tests/e2e/test_own_settings.py \
-		tests/e2e/test_startup_errors.py tests/e2e/test_calibrate.py tests/e2e/test_stores.py $(PYTEST_ARGS)
+	$(PYTHON_VENV) -m pytest -m nightly $(PARALLEL) $(addprefix --ignore=,$(KERNELS) $(ARCHITECTURES) $(CLIENTS)) $(PYTEST_ARGS)
 
 kernels: setup
-	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/unit/ops tests/unit/worker \
-		tests/unit/test_cuda_build.py $(PYTEST_ARGS)
+	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) $(KERNELS) $(PYTEST_ARGS)
 
 # Another seed every night; one that failed: make fuzz KVEVICT_SEED=...
 KVEVICT_SEED ?= $(shell date +%Y%m%d)
@@ -77,13 +79,10 @@ fuzz: setup
 architectures: setup
 	@packaging/setup_torchvision.sh
 	@packaging/setup_suffix.sh
-	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/e2e/test_architectures.py \
-		tests/e2e/test_hybrids.py tests/e2e/test_pictures.py tests/e2e/test_sounds.py tests/e2e/test_speculation.py \
-		tests/e2e/test_distributed.py tests/e2e/test_drafting.py tests/e2e/test_latent.py \
-		tests/e2e/test_gpu_on_cpu.py tests/e2e/test_audit.py tests/e2e/test_ray.py tests/unit/front/test_support.py $(PYTEST_ARGS)
+	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) $(ARCHITECTURES) $(PYTEST_ARGS)
 
 clients: setup setup-clients
-	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_clients.py $(PYTEST_ARGS)
+	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(CLIENTS) $(PYTEST_ARGS)
 
 demo: setup
 	@$(PYTHON_VENV) -m benchmarks.demo

@@ -77,8 +77,8 @@ def test_abort_at_any_step(tiny_model, caching):
         evicting = [step for step in range(1, 60) if scene.step()]
         assert len(evicting) >= 2, "at the end of prefill and in decode"
         assert scene.finish() == alone
-        near = {step + offset for step in evicting for offset in (-2, -1, 0, 1)}
-        for step in sorted(near | set(range(8))):
+        near = {step + offset for step in evicting for offset in (-1, 0)}
+        for step in sorted(near | {0, 1, 3, 5}):
             for during in (False, True):
                 scene.start()
                 evicted = [scene.step() for _ in range(step)]

@@ -6,6 +6,7 @@ import pytest
 
 from tests import forked
 from tests.models import random_prompt
+from tests.nightly import some
 from tests.oracles.engine import engine
 from tests.oracles.masked import Kept, Life, MaskedModel, check_tokens
 from tests.profiles import random_profile
@@ -68,20 +69,15 @@ CASES = {
     "a policy without a window": dict(policy="streaming-llm", budget=96),
     "groups": dict(policy="pyramidkv", budget=128, options=dict(groups=2)),
     "sums of attention": dict(policy="h2o", budget=96),
-}
-MORE = {
     "ada-defensive": dict(policy="ada-defensive", budget="25%"),
     "draws": dict(policy="nacl", budget=96),
 }
+ALWAYS = "ada-snapkv", "a policy without a window"
 
 
-def nightly(case):
-    return pytest.param(case, marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("case", [*CASES, *(nightly(case) for case in MORE)])
+@pytest.mark.parametrize("case", some(CASES, *ALWAYS))
 def test_it_is_what_the_oracle_says(tiny_model, oracle, case):
-    settings = (CASES | MORE)[case] | dict(audit="100%")
+    settings = CASES[case] | dict(audit="100%")
     with serving(tiny_model, settings) as run:
         free, told = run.free_blocks(), listen(run)
         for _ in range(2):  # The second time with prefix hits.

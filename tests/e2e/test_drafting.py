@@ -27,7 +27,7 @@ def nightly(*values: object) -> Any:
 
 
 CASES = [
-    ("draft_model", "ada-snapkv", CACHED | CHUNKS),
+    nightly("draft_model", "ada-snapkv", CACHED | CHUNKS),
     ("eagle", "ada-snapkv", CHUNKS),
     nightly("eagle", "ada-defensive", CACHED),
     nightly("eagle3", "snapkv", {}),

@@ -14,6 +14,7 @@ from tests.e2e.test_offload import DOCUMENT, OPTIONS, PROMPTS, SETTINGS
 from tests.e2e.test_stores import lose
 from tests.engine.announced import Announced
 from tests.models import random_prompt
+from tests.nightly import some
 from tests.oracles.engine import engine
 
 CPU = "CPU"
@@ -53,7 +54,7 @@ class Subscriber:
         self._socket.close(0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "both, evicts shared"))
 def test_a_replay_is_what_is_there(tiny_model, tmp_path, case):
     settings, options = CASES[case]
     published = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events")

@@ -5,6 +5,7 @@ import torch
 
 from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens, two_biases, two_biases_fp8
 
@@ -30,7 +31,9 @@ def share(oracle, prompts, outputs, lives) -> float:
     return agreed / total
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "streaming-llm", "h2o", "subgen-stream"])
+@pytest.mark.parametrize(
+    "policy", ["ada-snapkv", nightly("streaming-llm"), nightly("h2o"), "subgen-stream"]
+)
 def test_tokens_equal_the_oracle(tiny_model, oracle, policy):
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
     settings = dict(policy=policy, budget=128, interval=64)

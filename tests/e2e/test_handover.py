@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.test_sharing import CASES, SETTINGS
 from tests.e2e.test_stores import computed, lose, serving
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.masked import MaskedModel, check_tokens
 from vllm_kvevict.stores.files import unpack
 from vllm_kvevict.tiers import stores
@@ -38,7 +39,9 @@ def oracle(tiny_model):
     return MaskedModel(tiny_model)
 
 
-@pytest.mark.parametrize("case", ["ada-snapkv", "defensive", "two groups", "evicts once"])
+@pytest.mark.parametrize(
+    "case", [nightly("ada-snapkv"), "defensive", "two groups", nightly("evicts once")]
+)
 def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
     settings = SETTINGS | CASES[case]
     with serving(tiny_model, settings) as one:

@@ -55,6 +55,7 @@ def test_states_are_left_alone(name, tmp_path):
         assert run.free_blocks() == free
 
 
+@pytest.mark.nightly
 def test_under_model_runner_v2(tmp_path):
     """Its metadata do not name the requests. In a process of its own, with Triton interpreted."""
     environment = dict(

@@ -25,9 +25,13 @@ MARK = "KVEVICT_RAY_TEST"
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
 """Actors import the tests, too. The other as in tests/e2e/test_distributed.py."""
 
-pytestmark = pytest.mark.skipif(
-    find_spec("ray") is None, reason="Ray is not installed; `make setup` installs it"
-)
+pytestmark = [
+    # Ray's own processes import vLLM three times: two minutes for all of them.
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed; `make setup` installs it"
+    ),
+]
 
 
 def marked(mark: str) -> list[psutil.Process]:

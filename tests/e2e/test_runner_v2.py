@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("scheduler", ["sync", "async"])
+@pytest.mark.parametrize("scheduler", [pytest.param("sync", marks=pytest.mark.nightly), "async"])
 def test_tokens_equal_the_oracle(tiny_model, scheduler):
     environment = dict(
         os.environ,

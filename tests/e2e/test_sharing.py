@@ -5,6 +5,7 @@ import torch
 
 from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
+from tests.nightly import some
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 
@@ -29,7 +30,7 @@ def oracle(tiny_model):
     return MaskedModel(tiny_model)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "ada-snapkv", "two groups", "whole blocks"))
 def test_tokens_equal_those_of_requests_that_evict_for_themselves(tiny_model, oracle, case):
     settings = SETTINGS | CASES[case]
     asked = [{"kv_eviction_at": settings.pop("at", len(DOCUMENT))}] * len(PROMPTS)

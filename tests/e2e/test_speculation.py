@@ -18,7 +18,7 @@ SUFFIX = ROOT / ".cache" / "suffix"
 @pytest.mark.parametrize(
     ("method", "policy"),
     [
-        ("ngram", "ada-snapkv"),
+        nightly("ngram", "ada-snapkv"),
         nightly("ngram", "pyramidkv"),
         nightly("ngram", "h2o"),
         ("medusa", "ada-snapkv"),

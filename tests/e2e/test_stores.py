@@ -8,6 +8,7 @@ import torch
 
 from tests.e2e.test_sharing import CASES, DOCUMENT, NEW_TOKENS, OPTIONS, PROMPTS, SETTINGS
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
@@ -46,7 +47,9 @@ def computed(run):
     return counts
 
 
-@pytest.mark.parametrize("case", ["ada-snapkv", "defensive", "two groups", "whole blocks"])
+@pytest.mark.parametrize(
+    "case", ["ada-snapkv", nightly("defensive"), "two groups", nightly("whole blocks")]
+)
 def test_it_comes_back_from_host_memory(tiny_model, oracle, case):
     settings = SETTINGS | MEMORY | CASES[case]
     point = settings.pop("at", len(DOCUMENT))
@@ -111,7 +114,7 @@ def test_the_least_recently_used_leaves(tiny_model):
         assert len(run.worker.kv_eviction.stores.tiers._kept) == 2
 
 
-@pytest.mark.parametrize("case", ["ada-snapkv", "defensive", "two groups"])
+@pytest.mark.parametrize("case", [nightly("ada-snapkv"), "defensive", nightly("two groups")])
 def test_it_comes_back_in_another_process(tiny_model, oracle, tmp_path, case):
     settings = SETTINGS | CASES[case] | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as first:

@@ -4,6 +4,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 from vllm_kvevict.front.profile import identity
@@ -37,18 +38,14 @@ def assert_exact(oracle, run, prompts, max_tokens, asked=None) -> list[list[int]
     return outputs
 
 
-def nightly(*values):
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
-
 @pytest.mark.parametrize(
     ("policy", "chunk", "caching"),
     [
         ("ada-snapkv", 64, True),
-        ("ada-snapkv", 512, False),
+        nightly("ada-snapkv", 512, False),
         nightly("ada-snapkv", 4096, True),
         nightly("snapkv", 64, False),
-        ("snapkv", 512, True),
+        nightly("snapkv", 512, True),
         nightly("snapkv", 4096, False),
         nightly("streaming-llm", 64, True),
         nightly("streaming-llm", 512, True),
@@ -157,7 +154,7 @@ def test_budget_as_a_share_of_the_prompt(tiny_model, oracle):
         nightly("ada-snapkv", False),
         ("ada-snapkv", True),
         nightly("streaming-llm", True),
-        ("nacl", False),
+        nightly("nacl", False),
     ],
 )
 def test_preemption(tiny_model, oracle, policy, caching):
@@ -185,7 +182,10 @@ def test_preemption(tiny_model, oracle, policy, caching):
 
 @pytest.mark.parametrize(
     ("policy", "caching"),
-    [("ada-snapkv", True), ("h2o", False), nightly("ada-snapkv", False), nightly("h2o", True)],
+    [
+        ("ada-snapkv", True),
+        *(nightly(*one) for one in (("ada-snapkv", False), ("h2o", False), ("h2o", True))),
+    ],
 )
 def test_a_prompt_that_fills_the_pool(tiny_model, oracle, policy, caching):
     """Survivors go into blocks of the prompt, three times: no block of the pool is free."""

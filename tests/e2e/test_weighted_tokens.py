@@ -4,6 +4,7 @@ import pytest
 
 from tests.e2e.test_own_settings import asks
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import Kept, Life, MaskedModel, check_tokens
 
@@ -33,7 +34,7 @@ def unweighted(life: Life) -> Life:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, dict(options=dict(radius=2.0, cluster_samples=1, value_share=0.6))]
+    "settings", [nightly({}), dict(options=dict(radius=2.0, cluster_samples=1, value_share=0.6))]
 )
 def test_a_mixed_batch_equals_the_oracle(tiny_model, oracle, settings):
     """Chunked prefill, eviction points, protected tokens, prefix hits, other policies beside."""

@@ -14,7 +14,7 @@ from tests.engine.scenarios import Scenario, run, streaming_in, under_pressure
 
 pytestmark = pytest.mark.slow
 
-STEPS = int(os.environ.get("KVEVICT_STEPS", "40000"))
+STEPS = int(os.environ.get("KVEVICT_STEPS", "20000"))
 STEPS_A_SCENARIO = 370
 EXAMPLES = max(1, STEPS // STEPS_A_SCENARIO)
 

@@ -13,7 +13,7 @@ from tests.engine.views import holdings
 from vllm_kvevict.metrics.report import MEASURED, TOTALS, Report, detach
 from vllm_kvevict.schedule.step_plan import PLAN
 
-SCENARIO_COUNT = 90
+SCENARIO_COUNT = 40
 """Some of what must occur, postponed evictions for one, occurs in few scenarios."""
 
 

@@ -39,6 +39,7 @@ def test_accounting_catches_an_eviction_before_its_copies(monkeypatch):
     assert caught(WRONG)
 
 
+@pytest.mark.nightly
 def test_accounting_catches_survivors_where_others_are_copied_from(monkeypatch):
     def own(self, evictions):
         mine = [self._status(eviction.request_id) for eviction in evictions]
@@ -62,6 +63,7 @@ def test_accounting_catches_what_is_stored_after_an_eviction(monkeypatch):
     assert caught(WRONG)
 
 
+@pytest.mark.nightly
 def test_accounting_catches_what_is_stored_over_a_store(monkeypatch):
     monkeypatch.setattr(OffloadedBlocks, "begin", lambda self, state: None)
     assert caught(WRONG)

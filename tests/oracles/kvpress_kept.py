@@ -1,10 +1,12 @@
 """Which positions kvpress keeps. Run by the interpreter of .venv-kvpress, on CPU in float32.
 
-Writes a JSON list [layer][KV head] of ascending positions, the window included.
+Reads questions, a JSON list of words a line, and writes a JSON list [layer][KV head] of ascending
+positions, the window included, for each: importing kvpress takes longer than all of them.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -18,6 +20,9 @@ from kvpress import (
     TOVAPress,
 )
 from transformers import AutoModelForCausalLM, DynamicCache
+
+ANSWER = "answer "
+"""Before an answer: libraries print, too."""
 
 PRESSES = ["snapkv", "ada-snapkv", "streaming-llm", "tova", "pyramidkv", "observed-attention"]
 
@@ -57,20 +62,21 @@ def unmasked_positions(module: torch.nn.Module, heads: int, tokens: int) -> list
     return [row.nonzero().flatten().tolist() for row in keep]
 
 
-def main() -> None:
+def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("tokens", type=Path, help="JSON list of token ids")
     parser.add_argument("press", choices=PRESSES)
-    parser.add_argument("output", type=Path)
     parser.add_argument("--keep", type=int, required=True, help="per head, window included")
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--kernel", type=int, default=5)
     parser.add_argument("--floor", type=float, default=0.2, help="alpha_safeguard")
     parser.add_argument("--sinks", type=int, default=4)
     parser.add_argument("--beta", type=float, default=20.0, help="of pyramidkv")
-    options = parser.parse_args()
+    return parser.parse_args(words)
 
+
+def answer(options: argparse.Namespace) -> list[list[list[int]]]:
     ids = torch.tensor([json.loads(options.tokens.read_text())])
     # Half a token more, because kvpress rounds down what it keeps; of a pyramid's layers it rounds.
     half = 0.5 if options.press != "pyramidkv" else 0.0
@@ -90,8 +96,9 @@ def main() -> None:
             heads = model.config.num_key_value_heads
             positions = unmasked_positions(layer.self_attn, heads, ids.shape[1])
             kept[layer.self_attn.layer_idx] = positions
-    options.output.write_text(json.dumps([kept[index] for index in sorted(kept)]))
+    return [kept[index] for index in sorted(kept)]
 
 
 if __name__ == "__main__":
-    main()
+    for line in sys.stdin:
+        print(ANSWER + json.dumps(answer(parsed(json.loads(line)))), flush=True)

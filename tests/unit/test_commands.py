@@ -2,17 +2,16 @@
 
 import shutil
 import subprocess
-import sys
 from importlib.metadata import entry_points
 
 import pytest
 
+from tests import forked
 from vllm_kvevict.__main__ import COMMANDS, main
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vllm_kvevict", *words]
-    return subprocess.run(command, capture_output=True, text=True)
+    return forked.run("vllm_kvevict", *words)
 
 
 def test_the_name_is_installed():

@@ -130,6 +130,7 @@ def test_wheel_contains_every_module_and_nothing_else(wheel: Path) -> None:
     assert shipped == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_installed_wheel_evicts(wheel: Path, tmp_path: Path, tiny_model: Path) -> None:
     """Nothing but the wheel: its metadata brings the flags, and an engine evicts."""

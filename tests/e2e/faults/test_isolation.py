@@ -98,6 +98,7 @@ class Probe:
         return list(victim.token_ids), bits, run.lives()[0]
 
 
+@pytest.mark.nightly
 def test_bitwise_whatever_the_neighbours_ask_for(tiny_model):
     """Log-probabilities and kept positions are the same bits, prefix caching on."""
     with engine(tiny_model, SETTINGS, enable_prefix_caching=True, **OPTIONS) as run:

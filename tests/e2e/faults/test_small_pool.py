@@ -68,6 +68,7 @@ def test_a_storm_leaves_nothing_behind(small_pool):
     print(small_pool.evictions())
 
 
+@pytest.mark.nightly
 def test_preempted_again_and_again(small_pool):
     """Exact where a request evicts at a point of its own or never: it replays to the same cache.
 

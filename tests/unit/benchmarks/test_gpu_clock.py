@@ -125,6 +125,7 @@ def test_the_scripts_parse(name):
     assert run(["bash", "-n", ROOT / "benchmarks" / "gpu" / f"{name}.sh"]).returncode == 0
 
 
+@pytest.mark.nightly
 def test_the_report_is_written_when_no_time_is_left(tmp_path):
     """No part is begun, and the exit status says so."""
     command = ["bash", ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path]

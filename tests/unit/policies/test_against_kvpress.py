@@ -26,6 +26,7 @@ import dataclasses
 import json
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.policy_options import options_of
 
 ROOT = Path(__file__).parents[3]
+ANSWER = "answer "
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
 WINDOW, STORE_TOKENS = 32, 128
 PROMPT = random_prompt(WINDOW + 18 * 32, seed=18)
@@ -118,39 +120,49 @@ def kept_by_us(
     return kept
 
 
-def kept_by_kvpress(
-    model: Path, tmp_path: Path, press: str, window: int = WINDOW, **options
-) -> list[list[list[int]]]:
+@pytest.fixture(scope="module")
+def kvpress() -> Iterator[subprocess.Popen[str]]:
+    """The oracle's process, which is asked a line at a time."""
     if not PYTHON.exists():
         pytest.fail(f"{PYTHON} is missing: run `make setup-kvpress`")
-    tokens, output = tmp_path / "tokens.json", tmp_path / "kept.json"
-    tokens.write_text(json.dumps(PROMPT[: len(PROMPT) - WINDOW + window]))
-    options |= {"keep": STORE_TOKENS + window, "window": window}
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    script = ROOT / "tests" / "oracles" / "kvpress_kept.py"
-    done = subprocess.run(
-        [PYTHON, script, model, tokens, press, output, *flags], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(output.read_text())
+    script, pipe = ROOT / "tests" / "oracles" / "kvpress_kept.py", subprocess.PIPE
+    with subprocess.Popen([PYTHON, script], stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+
+
+@pytest.fixture
+def kept_by_kvpress(kvpress, tiny_model_kv4, tmp_path) -> Callable[..., list[list[list[int]]]]:
+    def asked(press: str, window: int = WINDOW, **options: float) -> list[list[list[int]]]:
+        tokens = tmp_path / "tokens.json"
+        tokens.write_text(json.dumps(PROMPT[: len(PROMPT) - WINDOW + window]))
+        options |= {"keep": STORE_TOKENS + window, "window": window}
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        kvpress.stdin.write(json.dumps([*map(str, (tiny_model_kv4, tokens, press)), *flags]) + "\n")
+        kvpress.stdin.flush()
+        for line in kvpress.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise AssertionError("kvpress ended: what it said is above")
+
+    return asked
 
 
 @pytest.mark.parametrize("kernel", [5, 1])
-def test_snapkv(captured, tiny_model_kv4, tmp_path, kernel):
-    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "snapkv", kernel=kernel)
+def test_snapkv(captured, kept_by_kvpress, kernel):
+    theirs = kept_by_kvpress("snapkv", kernel=kernel)
     assert len({tuple(head) for layer in theirs for head in layer}) == 16, "every head differs"
     for block_size in (16, 32):
         assert kept_by_us(captured, "snapkv", block_size, pool_kernel=kernel) == theirs
 
 
-def test_streaming_llm(captured, tiny_model_kv4, tmp_path):
-    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "streaming-llm", sinks=5)
+def test_streaming_llm(captured, kept_by_kvpress):
+    theirs = kept_by_kvpress("streaming-llm", sinks=5)
     for block_size in (16, 32):
         assert kept_by_us(captured, "streaming-llm", block_size, sinks=5) == theirs
 
 
-def test_tova(captured, tiny_model_kv4, tmp_path):
-    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "tova", window=1)
+def test_tova(captured, kept_by_kvpress):
+    theirs = kept_by_kvpress("tova", window=1)
     assert all(head == layer[0] for layer in theirs for head in layer), "heads keep the same"
     assert len({tuple(layer[0]) for layer in theirs}) == len(theirs), "every layer differs"
     for block_size in (16, 32):
@@ -159,9 +171,9 @@ def test_tova(captured, tiny_model_kv4, tmp_path):
     assert apart != theirs, "heads apart keep other tokens"
 
 
-def test_pyramidkv(captured, tiny_model_kv4, tmp_path):
+def test_pyramidkv(captured, kept_by_kvpress):
     """Four layers, a group each: 224, 160, 96 and 32 tokens beside the window."""
-    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "pyramidkv", beta=2.5)
+    theirs = kept_by_kvpress("pyramidkv", beta=2.5)
     assert [{len(head) for head in layer} for layer in theirs] == [{256}, {192}, {128}, {64}]
     settings = dict(pool_kernel=5, groups=4, beta=4.0)
     for block_size in (16, 32):
@@ -171,9 +183,9 @@ def test_pyramidkv(captured, tiny_model_kv4, tmp_path):
     assert apart != theirs, "heads share the layer's budget"
 
 
-def test_h2o_and_observed_attention(captured, tiny_model_kv4, tmp_path):
+def test_h2o_and_observed_attention(captured, kept_by_kvpress):
     """The sums come in chunks of queries, as from a chunked prefill."""
-    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "observed-attention")
+    theirs = kept_by_kvpress("observed-attention")
     assert len({tuple(head) for layer in theirs for head in layer}) == 16, "every head differs"
     queries, keys, scale = captured
     length = len(PROMPT)
@@ -206,11 +218,11 @@ def test_h2o_and_observed_attention(captured, tiny_model_kv4, tmp_path):
 
 
 @pytest.mark.parametrize("floor", [0.2, 0.9])
-def test_ada_snapkv_with_blocks_of_one_token(captured, tiny_model_kv4, tmp_path, floor):
+def test_ada_snapkv_with_blocks_of_one_token(captured, kept_by_kvpress, floor):
     guaranteed = max(1, int(floor * STORE_TOKENS))
     alpha = (WINDOW + guaranteed + 0.5) / (STORE_TOKENS + WINDOW)
     ours = kept_by_us(captured, "ada-snapkv", 1, pool_kernel=5, floor=floor)
-    theirs = kept_by_kvpress(tiny_model_kv4, tmp_path, "ada-snapkv", kernel=5, floor=alpha)
+    theirs = kept_by_kvpress("ada-snapkv", kernel=5, floor=alpha)
     counts = [[len(head) - WINDOW for head in layer] for layer in ours]
     assert counts == [[len(head) - WINDOW for head in layer] for layer in theirs]
     assert ours == theirs

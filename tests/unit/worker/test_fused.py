@@ -31,12 +31,18 @@ from vllm_kvevict.worker.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
+WAYS = [
+    pytest.param(512, False, id="together"),
+    pytest.param(1, True, id="one by one, in place"),
+    pytest.param(512, True, id="together, in place", marks=pytest.mark.nightly),
+    pytest.param(1, False, id="one by one", marks=pytest.mark.nightly),
+]
+
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
-@pytest.mark.parametrize("longest", [512, 1], ids=["together", "one by one"])
+@pytest.mark.parametrize(("longest", "in_place"), WAYS)
 @pytest.mark.parametrize("policy", FUSED)
-@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
 def test_same_caches_and_tables_as_the_reference(policy, longest, fp8, in_place, monkeypatch):
     plain = worker(policy, fused=False, fp8=fp8)
     fused = worker(policy, fused=True, longest=longest, fp8=fp8)

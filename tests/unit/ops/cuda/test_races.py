@@ -51,6 +51,7 @@ def test_no_race(scene):
     assert done.stdout.splitlines()[0] == undisturbed(scene)[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scene", SCENES)
 def test_no_bad_address_and_nothing_undefined(scene):
     if reason := sanitizers_run("address,undefined"):
