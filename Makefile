@@ -60,7 +60,8 @@ nightly: fuzz cells kernels architectures clients
 cells: setup
 	$(PYTHON_VENV) -m pytest -m nightly $(PARALLEL) tests/e2e/test_tokens.py tests/e2e/test_server.py \
 		tests/e2e/test_offload_server.py tests/e2e/test_abort.py tests/e2e/test_own_settings.py \
-		tests/e2e/test_startup_errors.py tests/e2e/test_calibrate.py tests/e2e/test_stores.py $(PYTEST_ARGS)
+		tests/e2e/test_startup_errors.py tests/e2e/test_calibrate.py tests/e2e/test_stores.py \
+		tests/e2e/test_lora.py $(PYTEST_ARGS)
 
 kernels: setup
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(PARALLEL) tests/unit/ops tests/unit/worker \
