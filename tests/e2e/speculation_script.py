@@ -30,10 +30,12 @@ class Drafter:
 
     Args:
         run: The engine.
+        prompts: Of the requests, whose numbers are theirs, over and over.
 
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, prompts: list[list[int]]) -> None:
+        self._prompts = prompts
         self.answers: list[list[int]] = []
         self.phase: int | None = WITHOUT
         """Else where every fourth token is wrong."""
@@ -53,21 +55,20 @@ class Drafter:
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         drafts = self._propose(*args, **kwargs)
         if self._v2:
-            rows = (args[0] if args else kwargs["input_batch"]).idx_mapping
-            states = self._runner.req_states
-            first, known = states.all_token_ids.gpu[rows, 0], states.total_len.gpu[rows]
+            batch = args[0] if args else kwargs["input_batch"]
+            known = self._runner.req_states.total_len.gpu[batch.idx_mapping]
         else:
             batch = self._runner.input_batch
-            first, known = batch.token_ids_cpu[: len(drafts), 0], batch.num_tokens_no_spec
+            known = batch.num_tokens_no_spec
         for row in range(len(drafts)):
-            index = [prompt[0] for prompt in PROMPTS].index(int(first[row]))
-            n = int(known[row])
-            if n <= len(PROMPTS[index]):
+            index = int(batch.req_ids[row].split("-")[0]) % len(self._prompts)
+            prompt, n = self._prompts[index], int(known[row])
+            if n <= len(prompt):
                 continue
             self.made.append((index, n, [int(token) for token in drafts[row]]))
             if self.phase is WITHOUT or self.phase == ITS_OWN:
                 continue
-            coming = [*PROMPTS[index], *self.answers[index]][n : n + self._most]
+            coming = [*prompt, *self.answers[index]][n : n + self._most]
             for i, token in enumerate(coming):
                 coming[i] = (token + 1) % 1024 if (n + i) % EVERY == self.phase else token
             if torch.is_tensor(drafts):
@@ -119,7 +120,7 @@ def main(model: Path, method: str, policy: str, folder: Path) -> None:
         speculative["model"] = str(medusa(folder / "medusa", model))
     eviction = dict(policy=policy, budget=96, interval=32)
     with engine(model, eviction, speculative_config=speculative, max_model_len=1024) as run:
-        drafter, oracle = Drafter(run), MaskedModel(model)
+        drafter, oracle = Drafter(run, PROMPTS), MaskedModel(model)
         free = run.free_blocks()
         drafter.answers = expected = run.generate(PROMPTS, NEW_TOKENS)
         places = [[kept.n for kept in lives[0].evictions] for lives in run.lives()]

@@ -58,13 +58,19 @@ def test_drafts_and_tokens_are_those_of_the_oracle(method, policy, options, tmp_
     [
         nightly("draft_model", dict(shared_blocks="evict")),
         nightly("eagle", {}),
+        nightly("eagle3", {}),
         nightly("mtp", dict(window=8)),
     ],
 )
 def test_a_crowd_that_shares_prefixes_and_is_preempted(method, eviction, tmp_path):
     found = run("drafting_crowd_script", method, tmp_path, json.dumps(eviction))
-    assert found["agreed"] == found["total"]
+    check_crowd(found)
     assert found["full_attention_agreed"] < 0.6 * found["total"]
+
+
+def check_crowd(found: dict[str, int], exact: float = 1.0) -> None:
+    assert found["agreed"] >= exact * found["total"]
+    assert found["full_attention_agreed"] < 0.9 * found["total"]
     assert found["preempted"] >= 2 and found["hits"] > 0 and found["in_place"] > 0
     assert found["evictions"] >= 40 and found["inside"] >= 2
     assert found["accepted"] > 0 and found["rejected"] > 0

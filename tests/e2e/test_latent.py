@@ -104,6 +104,57 @@ def test_preemption_and_evictions_in_place(model, oracle):
         assert run.free_blocks() == 69
 
 
+OWN = [
+    dict(kv_eviction="ada-pyramid", kv_eviction_interval=32),
+    dict(kv_eviction="none"),
+    dict(kv_eviction_at=-60, kv_eviction_budget="25%"),
+    dict(kv_eviction_interval=0, kv_eviction_budget=96),
+    dict(kv_eviction="streaming-llm", kv_eviction_protect_first=48),
+    dict(kv_eviction="ada-tova", kv_eviction_at=300, kv_eviction_protect_first=32),
+    dict(kv_eviction="ada-pyramid", kv_eviction_at=-20, kv_eviction_interval=0),
+    {},
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("threshold", [0, 80], ids=["whole prompts", "in parts"])
+def test_settings_of_their_own_in_a_crowd(model, oracle, threshold):
+    """Layers in groups, preemption, and prompts that vLLM computes in parts."""
+    prompts = [random_prompt(n, seed=n) for n in (500, 240, 460, 440, 420, 400, 380, 360)]
+    settings = dict(
+        policy="snapkv", budget=128, interval=64, allow=[*POLICIES, "ada-pyramid", "none"]
+    )
+    counts = []
+    with engine(
+        model,
+        settings,
+        num_gpu_blocks_override=4 * 60 + 1,
+        max_model_len=768,
+        long_prefill_token_threshold=threshold,
+    ) as run:
+        assert len(run.worker.kv_eviction.states) == 4
+        free, schedule = run.free_blocks(), run.scheduler.schedule
+
+        def scheduled(*args):
+            output = schedule(*args)
+            counts.extend(output.num_scheduled_tokens.values())
+            return output
+
+        run.scheduler.schedule = scheduled
+        assert_exact(oracle, run, prompts, 200, OWN)
+        lives = run.lives()
+        assert any(len(mine) > 1 and mine[-1].evictions for mine in lives), "nobody was preempted"
+        places = [[kept.n for kept in mine[-1].evictions] for mine in lives]
+        assert places[1] == [] and places[2][:1] == [400] and places[3] == [440]
+        assert places[5][:1] == [300] and places[6] == [360]
+        for index, first in ((4, 48), (5, 32)):
+            for kept in (kept for life in lives[index] for kept in life.evictions):
+                assert all(layer[0][:first] == list(range(first)) for layer in kept.positions)
+        # The only request of a step may take all of it.
+        assert (max(counts[:200]) <= 80) == bool(threshold)
+        assert run.free_blocks() == free
+
+
 def test_eviction_points_inside_prompts(model, oracle):
     """What follows a point is computed over the store, beside prompts and decoding requests."""
     prompts = [random_prompt(n, seed=n) for n in (720, 333, 200, 60)]

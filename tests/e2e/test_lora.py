@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.drafters import medusa
+from tests.e2e.speculation_script import ITS_OWN, SPECULATIVE, Drafter
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
@@ -43,37 +45,60 @@ def adapter_and_merged(tiny_model, tmp_path_factory) -> tuple[Path, Path]:
     return adapter, merged
 
 
-def test_lora(tiny_model, adapter_and_merged):
-    """With the adapter and without it in one batch, twice, prefix caching on."""
+PROMPTS = [random_prompt(n, seed=400) for n in (400, 400, 250, 250)]
+# vLLM's CPU kernel takes "no adapter" (-1) for the last slot: leave that one empty.
+SERVED = dict(enable_lora=True, max_loras=2, max_lora_rank=RANK, max_num_seqs=8)
+
+
+def assert_exact(run, adapter: Path, oracles: list[MaskedModel]) -> list[list[int]]:
+    """With the adapter and without it in one batch; ``oracles`` are of the two."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
+    run.recorder.lives.clear()
+    outputs = run.llm.generate(
+        [dict(prompt_token_ids=prompt) for prompt in PROMPTS],
+        SamplingParams(temperature=0, max_tokens=100, ignore_eos=True),
+        lora_request=[LoRARequest("mine", 1, str(adapter)), None] * 2,
+        use_tqdm=False,
+    )
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    assert tokens[0] != tokens[1] and tokens[2] != tokens[3]
+    for oracle, prompt, output, lives in zip(
+        oracles * 2, PROMPTS, tokens, run.lives(), strict=True
+    ):
+        assert len(lives[-1].evictions) >= 3
+        assert check_tokens(oracle, prompt, output, lives) == (100, 100)
+    return tokens
+
+
+def test_lora(tiny_model, adapter_and_merged):
+    """Twice, prefix caching on."""
     adapter, merged = adapter_and_merged
-    prompts = [random_prompt(n, seed=400) for n in (400, 400, 250, 250)]
-    adapters = [LoRARequest("mine", 1, str(adapter)), None] * 2
-    oracles = [MaskedModel(merged), MaskedModel(tiny_model)] * 2
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    # vLLM's CPU kernel takes "no adapter" (-1) for the last slot: leave that one empty.
-    with engine(
-        tiny_model, dict(policy="ada-snapkv", budget=96, interval=32),
-        enable_lora=True, max_loras=2, max_lora_rank=RANK, max_num_seqs=8,
-        enable_prefix_caching=True,
-    ) as run:  # fmt: skip
+    oracles = [MaskedModel(merged), MaskedModel(tiny_model)]
+    settings = dict(policy="ada-snapkv", budget=96, interval=32)
+    with engine(tiny_model, settings, enable_prefix_caching=True, **SERVED) as run:
         free = run.free_blocks()
         for _ in range(2):
-            run.recorder.lives.clear()
-            outputs = run.llm.generate(
-                [dict(prompt_token_ids=prompt) for prompt in prompts],
-                params,
-                lora_request=adapters,
-                use_tqdm=False,
-            )
-            tokens = [list(output.outputs[0].token_ids) for output in outputs]
-            assert tokens[0] != tokens[1] and tokens[2] != tokens[3]
-            for oracle, prompt, output, lives in zip(
-                oracles, prompts, tokens, run.lives(), strict=True
-            ):
-                assert len(lives[-1].evictions) >= 3
-                assert check_tokens(oracle, prompt, output, lives) == (100, 100)
+            assert_exact(run, adapter, oracles)
         assert run.counters.prefix_hits_capped > 0
+        assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+def test_beside_drafts(tiny_model, adapter_and_merged, tmp_path):
+    """Drafts are the proposer's, then the answers, of which every fourth token is wrong."""
+    adapter, merged = adapter_and_merged
+    oracles = [MaskedModel(merged), MaskedModel(tiny_model)]
+    settings = dict(policy="ada-snapkv", budget=96, interval=32)
+    speculative = SPECULATIVE["medusa"] | dict(method="medusa")
+    speculative["model"] = str(medusa(tmp_path / "medusa", tiny_model))
+    options = dict(enable_prefix_caching=True, max_num_batched_tokens=96, **SERVED)
+    with engine(tiny_model, settings, speculative_config=speculative, **options) as run:
+        drafter, free = Drafter(run, PROMPTS), run.free_blocks()
+        drafter.phase = ITS_OWN
+        drafter.answers = assert_exact(run, adapter, oracles)
+        for drafter.phase in range(2):
+            assert assert_exact(run, adapter, oracles) == drafter.answers
+        assert drafter.accepted > 100 and drafter.drafted > drafter.accepted
         assert run.free_blocks() == free

@@ -98,12 +98,11 @@ def checked(run, oracle, prompts, asked=None, new_tokens=NEW_TOKENS):
     return outputs
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_next_turn_loads_the_whole_document(tiny_model, oracle, late, case, asynchronous):
+def test_the_next_turn_loads_the_whole_document(tiny_model, oracle, late, case):
     """What the evictions left of the first turn is not what comes back."""
     settings = SETTINGS | CASES[case]
-    with engine(tiny_model, settings, async_scheduling=asynchronous, **OPTIONS) as run:
+    with engine(tiny_model, settings, **OPTIONS) as run:
         watch(run)
         free = run.free_blocks()
         first = checked(run, oracle, PROMPTS[:1])
@@ -260,6 +259,6 @@ def no_cap(monkeypatch):
 def test_each_part_is_needed(tiny_model, oracle, late, monkeypatch, mutation):
     mutation(monkeypatch)
     with pytest.raises(AssertionError):
-        test_the_next_turn_loads_the_whole_document(tiny_model, oracle, None, "ada-snapkv", False)
+        test_the_next_turn_loads_the_whole_document(tiny_model, oracle, None, "ada-snapkv")
         test_points_and_their_stores(tiny_model, oracle, None)
         test_a_small_pool_preempts_and_comes_back_by_load(tiny_model, oracle, None)

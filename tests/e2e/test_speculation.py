@@ -3,12 +3,15 @@
 The n-gram proposer brings numba, beside which vLLM 0.32 starts no second engine in one process.
 """
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_drafting import nightly, run
+from tests.e2e.test_drafting import check_crowd, nightly, run
+from tests.e2e.test_fp8_tokens import AGREEING
+from tests.hardware import FP8_CACHE
 
 ROOT = Path(__file__).parents[2]
 SUFFIX = ROOT / ".cache" / "suffix"
@@ -46,6 +49,25 @@ def test_n_grams_under_model_runner_v2(tiny_model, tmp_path, monkeypatch):
     found = run("speculation_script", tiny_model, "ngram", "ada-snapkv", tmp_path)
     assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
     check(found, "ngram")
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        nightly("ngram", {}),
+        nightly("medusa", {}),
+        nightly("ngram", dict(store_memory="1G", shared_blocks="evict")),
+        nightly("medusa", dict(store_path="stores")),
+        pytest.param("ngram", dict(fp8=True), marks=[pytest.mark.nightly, FP8_CACHE]),
+    ],
+)
+def test_a_crowd_that_shares_prefixes_and_is_preempted(method, more, tiny_model, tmp_path):
+    """Prompts in parts of 96 tokens, settings of their own, points inside prompts."""
+    if "store_path" in more:
+        more = more | dict(store_path=str(tmp_path / more["store_path"]))
+    found = run("speculation_crowd_script", tiny_model, method, tmp_path, json.dumps(more))
+    check_crowd(found, AGREEING if "fp8" in more else 1.0)
+    assert bool(found["restored"]) == ("store_memory" in more or "store_path" in more)
 
 
 def check(found, method):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.e2e.test_distributed import compared
+from tests.e2e.test_distributed import TENSOR, compared
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,7 +13,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv"])
 def test_two_ranks(tiny_model_kv4, policy):
-    alone, together = compared(tiny_model_kv4, policy)
+    alone, together, _ = compared(tiny_model_kv4, dict(policy=policy), TENSOR)
     if policy == "snapkv":
         pairs = zip(together, alone, strict=True)
         same = [a == b for one, two in pairs for a, b in zip(one, two, strict=True)]

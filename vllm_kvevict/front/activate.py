@@ -6,7 +6,7 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.front import admission
-from vllm_kvevict.front.offload import serve_offload
+from vllm_kvevict.front.offload import serve_offload, without_prefix_cache
 from vllm_kvevict.front.profile import check_learned, load
 from vllm_kvevict.front.recommend import recommended
 from vllm_kvevict.front.support import check
@@ -74,7 +74,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     if config.has_tiers and not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores that "
-            "requests share through the prefix cache; remove --no-enable-prefix-caching or these."
+            f"requests share through the prefix cache{without_prefix_cache(vllm_config)} these."
         )
     check_audit(vllm_config, config)
     optional = dict(
@@ -121,7 +121,7 @@ def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share "
-            "through the prefix cache; remove --no-enable-prefix-caching or it."
+            f"through the prefix cache{without_prefix_cache(vllm_config)} it."
         )
     if vllm_config.lora_config is not None:
         raise ValueError(

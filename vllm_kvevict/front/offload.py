@@ -25,6 +25,13 @@ def _other_memory(vllm_config: "VllmConfig") -> bool:
     return extra.get("spec_name", SPEC) not in names or bool(extra.get("canonical_layout"))
 
 
+def without_prefix_cache(vllm_config: "VllmConfig") -> str:
+    """How a sentence goes on that needs the prefix cache, up to the name of what needs it."""
+    if vllm_config.model_config.use_mla:
+        return ", and vLLM on CPUs has none for MLA models; remove"
+    return "; remove --no-enable-prefix-caching or"
+
+
 REFUSALS = (
     Refusal(
         "KV connectors other than vLLM's own offload",
@@ -41,6 +48,12 @@ REFUSALS = (
         "only host memory has been tried with it",
         "set --kv-offloading-size alone in the place of --kv-transfer-config",
         _other_memory,
+    ),
+    Refusal(
+        "KV offloading of MLA models",
+        "what comes back is found as a prefix is, and vLLM on CPUs has no prefix cache for them",
+        "remove --kv-offloading-size",
+        lambda c: c.model_config.use_mla,
     ),
     Refusal(
         "KV offloading without prefix caching",

@@ -322,6 +322,12 @@ LATENT_REFUSALS = (
         lambda c: c.use_v2_model_runner,
     ),
     Refusal(
+        "LoRA adapters of MLA models",
+        "it has not been tried with them",
+        "remove --enable-lora or serve without --kv-eviction",
+        lambda c: c.lora_config is not None,
+    ),
+    Refusal(
         "speculative decoding of MLA models",
         "it has not been tried with it",
         "remove --speculative-config or serve without --kv-eviction",

@@ -60,6 +60,11 @@ AUDIT = dict(policy="ada-snapkv", audit="1%")
             "with speculative decoding",
             "--speculative-config",
         ),
+        (
+            dict(kv_offloading_size=0.1, pipeline_parallel_size=2),
+            "with pipeline parallelism",
+            "--pipeline-parallel-size",
+        ),
     ],
 )
 def test_others_are_refused(build: Build, options: Any, what: str, advice: str) -> None:
@@ -72,6 +77,19 @@ def test_layers_that_do_not_evict_are_refused(build: Build) -> None:
     message = refusal(build, "Gemma3ForCausalLM", kv_offloading_size=0.1)
     assert_sentence(message)
     assert "some of whose layers do not evict" in message
+
+
+def test_latent_caches_are_refused(build: Build) -> None:
+    """vLLM has switched their prefix cache off: no flag of the user's brings it back."""
+    message = refusal(build, "DeepseekV2ForCausalLM", kv_offloading_size=0.1)
+    assert_sentence(message)
+    assert "KV offloading of MLA models" in message
+    for settings in (AUDIT, dict(policy="snapkv", store_memory="1G")):
+        settings = dict(settings, policy="snapkv")
+        options = dict(additional_config={"kv_eviction": settings}, enable_prefix_caching=True)
+        message = refusal(build, "DeepseekV2ForCausalLM", **options)
+        assert "vLLM on CPUs has none for MLA models; remove" in message
+        assert "--no-enable-prefix-caching" not in message
 
 
 def test_host_memory_for_stores_may_stand_beside_it(build: Build) -> None:

@@ -311,6 +311,7 @@ def test_refuses_profiles_of_latent_caches(build: Build) -> None:
         ("model_config.hf_text_config.compress_ratios", [1], "sparse MLA models"),
         ("speculative_config", SimpleNamespace(method="ngram"), "decoding of MLA models"),
         ("cache_config.cache_dtype", "fp8", "FP8 caches of MLA models"),
+        ("lora_config", SimpleNamespace(), "LoRA adapters of MLA models"),
         ("parallel_config.pipeline_parallel_size", 2, "MLA models with pipeline parallelism"),
     ],
 )

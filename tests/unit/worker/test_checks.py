@@ -13,7 +13,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvevict.cache.spec import is_evictable
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.worker import mixin
 from vllm_kvevict.worker.checks import check_layer, check_specs
+from vllm_kvevict.worker.cpu import EvictingCPUWorker
+from vllm_kvevict.worker.gpu import EvictingWorker
 
 FULL = dict(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 LATENT = FULL | dict(num_kv_heads=1, head_size=576)
@@ -81,3 +85,25 @@ def test_scales_of_each_head_are_refused():
 def test_only_plain_full_attention_is_evictable(change):
     assert is_evictable(FullAttentionSpec(**FULL))
     assert not is_evictable(FullAttentionSpec(**FULL, **change))
+
+
+@pytest.mark.parametrize("heads, size", [((8, 4), (64, 64)), ((8, 8), (64, 128))])
+def test_layers_whose_queries_differ_are_refused(heads, size, monkeypatch):
+    """One ring has the queries of all."""
+    rank = EvictingCPUWorker.__new__(EvictingCPUWorker)
+    rank.vllm_config = None
+    rank.eviction_config, rank._rings = EvictionConfig(policy="snapkv"), None
+    rank._evictable_layers = ["a", "b"]
+    impls = [SimpleNamespace(num_heads=n, head_size=d) for n, d in zip(heads, size, strict=True)]
+    layers = dict(a=SimpleNamespace(impl=impls[0]), b=SimpleNamespace(impl=impls[1]))
+    monkeypatch.setattr(rank, "_layer", layers.get)
+    monkeypatch.setattr(mixin, "ring_slots", lambda vllm_config, config: 4)
+    with pytest.raises(ValueError, match="same number of query heads and head size"):
+        rank._allocate_rings()
+
+
+@pytest.mark.parametrize("worker", [EvictingCPUWorker, EvictingWorker])
+def test_padded_caches_are_refused(worker):
+    layer = SimpleNamespace(kv_cache=torch.zeros(4, 3 * 64)[:, :128].view(4, 2, 64))
+    with pytest.raises(ValueError, match="vLLM pads this model's KV cache"):
+        worker._layer_cache(worker.__new__(worker), layer, FullAttentionSpec(**FULL))
