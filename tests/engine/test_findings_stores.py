@@ -5,7 +5,7 @@ Blocks of 8, window 8, budget 40, an eviction point at 100, as in ``test_sharing
 
 from dataclasses import replace
 
-from tests.engine.test_scheduler import BOTH, counters, engine, hit, tokens
+from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, hit, tokens
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
 
@@ -57,3 +57,13 @@ def test_two_stores_of_one_step_and_memory_for_one(setup):
     assert counters(core).stores_published == 3
     assert len(core.worker.host) == 1 and stores.kept_bytes == num_bytes
     assert counters(core).stores_saved == 2, "the first alone, then one of the two"
+
+
+def test_stores_that_are_lost_are_forgotten_without_statistics():
+    """The memory of a server with --disable-log-stats grew with every document."""
+    core = engine(replace(SYNC, max_batched=512))
+    for seed in range(60):
+        core.add(tokens(130, seed), 2, asked=ONCE)
+        core.finish()
+    stores = core.scheduler._stores
+    assert len(stores._to_sweep) == len(stores._published) < core.setup.blocks // 4

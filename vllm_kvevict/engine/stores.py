@@ -20,7 +20,7 @@ MOST_GIVEN_UP = 256
 """Keys that are remembered because a request came to the point and could not evict there."""
 
 SWEEP = 16
-"""Published stores that a report looks at: all of them take 22 to 25 ms at 14,000."""
+"""Published stores that a step looks at: all of them take 22 to 25 ms at 14,000."""
 
 
 class PublishedStores:
