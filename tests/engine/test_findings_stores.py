@@ -5,7 +5,9 @@ Blocks of 8, window 8, budget 40, an eviction point at 100, as in ``test_sharing
 
 from dataclasses import replace
 
-from tests.engine.test_scheduler import BOTH, counters, engine, hit, tokens
+import pytest
+
+from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, hit, tokens
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
 
@@ -57,3 +59,31 @@ def test_two_stores_of_one_step_and_memory_for_one(setup):
     assert counters(core).stores_published == 3
     assert len(core.worker.host) == 1 and stores.kept_bytes == num_bytes
     assert counters(core).stores_saved == 2, "the first alone, then one of the two"
+
+
+def test_stores_that_are_lost_are_forgotten_without_statistics():
+    """The memory of a server with --disable-log-stats grew with every document."""
+    core = engine(replace(SYNC, max_batched=512))
+    for seed in range(60):
+        core.add(tokens(130, seed), 2, asked=ONCE)
+        core.finish()
+    stores = core.scheduler._stores
+    assert len(stores._to_sweep) == len(stores._published) < core.setup.blocks // 4
+
+
+@BOTH
+@pytest.mark.parametrize("memory", [0, 10**9])
+def test_nobody_waits_for_a_store_that_is_there(setup, memory):
+    """A question about a document waited until it was computed for a request with prompt_logprobs.
+
+    That computes all of its prompt, and comes to the point of a store that it does not take.
+    """
+    core = engine(replace(setup, long_prefill=16, blocks=90, memory=memory))
+    core.add(tokens(130), 4, asked=ONCE)
+    core.finish()
+    whole = core.add(tokens(130), 4, asked=ONCE)
+    whole.skip_reading_prefix_cache = True
+    core.step()
+    other = core.add(tokens(106), 4, asked=ONCE)
+    assert hit(core.step(), other) == 104 and whole.num_computed_tokens < 100
+    core.finish()

@@ -1,11 +1,13 @@
 """Requests whose context is there go ahead of whole prompts, and starve nobody."""
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_offload import lose
@@ -123,6 +125,51 @@ def test_a_preempted_request_comes_first() -> None:
     engine.step()
     assert engine.scheduler.running == [running] and late in engine.scheduler.waiting
     engine.finish()
+
+
+@BOTH
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_request_that_vllm_loads_for_stays_where_it_is(asynchronous: bool, aborted: bool) -> None:
+    """The engine ended: it was in the queue a second time, when its blocks were loaded or gone."""
+    setup = dict(budget=160, blocks=90, offload=600, asynchronous=asynchronous)
+    engine = Engine(replace(SETUP, **setup), lambda request_id, tokens: 5)
+    whole = {"kv_eviction": "none"}
+    for asked in (whole, {"kv_eviction_at": POINT}):
+        engine.add([*document(1), *range(3, 11)], 2, asked=asked)
+        engine.finish()
+        for _ in range(8):
+            engine.step()
+        engine.settle()
+        lose(engine)
+    running = engine.add([*document(1)[:96], *range(500, 520)], 150, asked=whole)
+    while not running.num_output_tokens:
+        engine.step()
+    engine.settle()
+    offload = engine.worker.offload
+    assert offload is not None
+    rng, offload._rng = offload._rng, Slow()
+    engine.hold(free=15)
+    loading = ask(engine, 1, 7)
+    engine.step()
+    assert loading.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.release()
+    prompt = ask(engine, 7, 0)
+    if aborted:
+        engine.abort(loading)
+    engine.step()
+    assert loading not in engine.scheduler.waiting and prompt.num_computed_tokens
+    assert list(engine.scheduler.kv_holding_waiting) == [loading] * (not aborted)
+    offload._rng = rng
+    for job in [*offload._loads, *offload._stores]:
+        job[2] = 0
+    engine.finish()
+
+
+class Slow(Random):
+    """Transfers that take for ever."""
+
+    def randrange(self, *args: Any) -> int:
+        return 10**6
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

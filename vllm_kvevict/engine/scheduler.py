@@ -180,6 +180,7 @@ class EvictionMixin(Scheduler):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         if plan is not None:
             self._planner.retire(plan)
+        self._stores.sweep()
         if self._reporter is not None:
             self._report(self._reporter, model_runner_output, outputs)
         self._totals.tick(idle=not self.requests)
@@ -195,7 +196,6 @@ class EvictionMixin(Scheduler):
         measured = getattr(model_runner_output, MEASURED, None)
         if measured is not None:
             reporter.measured(**measured)
-        self._stores.sweep()
         marks = self._memory.watermarks
         saved = sum(m.blocks_saved for m in self._evicting.values())
         report = reporter.take(saved, marks.pressing, (marks.low, marks.high))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,9 @@ Tensors = dict[str, torch.Tensor]
 logger = init_logger("vllm.kv_eviction.tiers")
 
 SUFFIX = ".safetensors"
+OURS = re.compile(r"[0-9a-f]{16}/[0-9a-f]{40}\.[0-9]+\.safetensors")
+"""Names of files that count and may be removed; whatever else is in the folder stays."""
+
 MOST_WAITING = 16
 """Stores that wait to be written; a further one is not."""
 
@@ -149,6 +153,8 @@ class StoreFiles:
             return
         found = []
         for path in self._root.glob(f"*/*{SUFFIX}"):
+            if not OURS.fullmatch(path.relative_to(self._root).as_posix()):
+                continue
             try:
                 found.append(((status := path.stat()).st_mtime, status.st_size, path))
             except FileNotFoundError:

@@ -58,21 +58,24 @@ class Overtaking:
         queue, states = self._scheduler.waiting, self._table.states
         self._found = {r: s for r, s in self._found.items() if r in states and not s.holds_blocks}
         waiting = (states[request.request_id] for request in queue)
-        before, first = 0, next(waiting, None)
+        before, first = [], next(waiting, None)
         while first is not None and (first.went_ahead or first.request_id in self._found):
-            before += first.went_ahead
+            if first.went_ahead:
+                before.append(first)
             first = next(waiting, None)
         if first is not None and not queue[0].num_preemptions and first.given is None:
             self._alone = self._choose(first, before)
 
-    def _choose(self, first: RequestState, before: int) -> bool:
+    def _choose(self, first: RequestState, before: list[RequestState]) -> bool:
         """Move requests before the first of all others, and behind those that are there already."""
         scheduler, cache = self._scheduler, self._scheduler.kv_cache_manager
-        queue, states = scheduler.waiting, self._table.states
-        places = scheduler.max_num_active_reqs - len(scheduler.running) - before
+        queue = scheduler.waiting
+        # Not those for which vLLM loads blocks, which are elsewhere, even when they are aborted.
+        queued = set(queue)
+        self._found = {r: s for r, s in self._found.items() if s.request in queued}
+        places = scheduler.max_num_active_reqs - len(scheduler.running) - len(before)
         free = cache.block_pool.get_num_free_blocks() - cache.watermark_blocks
-        front = list(islice(queue, before))
-        free -= sum(self._stores.blocks_for(states[request.request_id]) for request in front)
+        free -= sum(map(self._stores.blocks_for, before))
         chosen: list[RequestState] = []
         for request_id, state in list(islice(self._found.items(), MOST_LOOKED)):
             if len(chosen) >= min(places, MOST - first.overtaken):
@@ -82,12 +85,14 @@ class Overtaking:
                 del self._found[request_id]
             elif there and (free := free - self._stores.blocks_for(state)) >= 0:
                 chosen.append(state)
+        if not chosen:
+            return False
         first.overtaken += len(chosen)
         for state in chosen:
             del self._found[state.request_id]
             state.went_ahead = True
-            front.append(state.request)
+        front = [state.request for state in (*before, *chosen)]
         queue.remove_requests(front)
         for request in reversed(front):
             queue.prepend_request(request)
-        return bool(chosen)
+        return True

@@ -156,6 +156,21 @@ def test_the_files_used_longest_ago_leave(tmp_path):
     assert left == sorted([f"{0:040x}", f"{3:040x}", NAME])
 
 
+def test_what_others_keep_in_the_folder_stays(tmp_path):
+    """A model's weights, which an operator has beside the stores, are not ours to remove."""
+    weights = tmp_path / "llama" / "model-00001-of-00002.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"x" * 5000)
+    os.utime(weights, (1, 1))
+    size = written(tmp_path).path(NAME, 0).stat().st_size
+    files = StoreFiles(tmp_path, {"model": "a"}, most_bytes=size)
+    files.trim()
+    assert weights.exists() and files.path(NAME, 0).exists(), "nor do they count"
+    files.write("cd" * 20, 0, tensors())
+    files.trim()
+    assert weights.exists() and len(list(files.folder.iterdir())) == 1
+
+
 def test_a_full_disk_costs_the_file_only(tmp_path, monkeypatch):
     files = StoreFiles(tmp_path, {})
 
