@@ -51,7 +51,9 @@ class Scorer(ABC):
     random: ClassVar[bool] = False
 
     crosses_ranks: ClassVar[bool] = False
-    """Whether :meth:`scores` calls ``mean_of_ranks``, which no rank can leave alone."""
+    """Whether :meth:`scores` calls ``mean_of_ranks``, which no rank can leave alone.
+
+    All heads must then keep the same tokens: measured shares of the heads do not count."""
 
     accumulates_attention: ClassVar[bool] = False
     """Whether the attention of every query is added up, in channel 0 of the page values."""

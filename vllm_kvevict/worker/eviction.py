@@ -156,7 +156,9 @@ class WorkerEviction:
 
     def _shares_of(self, policy: str) -> Mapping[int, torch.Tensor] | None:
         """Measured shares of the heads, where a policy follows them."""
-        follows = self.policies[policy].allocator.follows_shares
+        one = self.policies[policy]
+        # What crosses ranks needs every head of the layer to keep the same tokens.
+        follows = one.allocator.follows_shares and not one.scorer.crosses_ranks
         return self._head_shares if follows and keeps_by_layer(policy, measured=True) else None
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:

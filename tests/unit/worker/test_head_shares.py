@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.evict import ROWS, run, steps, worker
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.worker.head_shares import by_group, rank_shares
@@ -40,3 +41,13 @@ def test_layers_of_a_group_are_found_by_name():
     }  # fmt: skip
     whole = {8: GroupState(8, ["l.2"], rule, 2, 2, 64, device)}
     assert by_group(shares, depths, whole, 0, 1)[8].tolist() == [[4 / 3, 2 / 3]]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("policy, alike", [("tova", True), ("snapkv", False)])
+def test_a_policy_that_averages_over_heads_gives_them_equal_pages(policy, alike):
+    made = worker(policy, fused=False, shares=True)
+    run(made, steps(policy))
+    for state in made.states.values():
+        pages = state.indptr(ROWS - 1).diff(dim=-1)
+        assert bool((pages == pages[..., :1]).all()) is alike
