@@ -124,7 +124,7 @@ def nightly(*values: Any) -> Any:
 
 @NEED_TWO
 @pytest.mark.parametrize(
-    "policy", ["snapkv", nightly("ada-snapkv"), nightly("tova"), nightly("nacl")]
+    "policy", [nightly(name) for name in ("snapkv", "ada-snapkv", "tova", "nacl")]
 )
 def test_two_ranks(tiny_model_kv4, policy, tmp_path):
     alone, together, result = compared(tiny_model_kv4, dict(policy=policy), TENSOR, str(tmp_path))

@@ -3,9 +3,6 @@
 import base64
 import gc
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.models import random_text
 from tests.oracles.engine import Recorder, layers_by_depth, set_aside
 from tests.oracles.masked import Life, MaskedModel, check_tokens
@@ -372,14 +370,10 @@ def test_missing_matplotlib(tiny_model, prompt_file, monkeypatch, capsys) -> Non
 def test_the_command(tiny_model, prompt_file) -> None:
     """As a user types it: the report alone on stdout, the picture where it was asked for."""
     picture = prompt_file.with_name("here.png")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "vllm_kvevict.inspect", str(tiny_model),
-            "--prompt-file", str(prompt_file), "--output", str(picture),
-            "--kv-eviction", "snapkv", "--kv-eviction-budget", "25%", "--max-tokens", "4",
-            "--max-model-len", "2048", "--kv-cache-memory-bytes", "64M",
-        ],
-        cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300,
+    done = forked.run(
+        "vllm_kvevict.inspect", tiny_model, "--prompt-file", prompt_file, "--output", picture,
+        "--kv-eviction", "snapkv", "--kv-eviction-budget", "25%", "--max-tokens", "4",
+        "--max-model-len", "2048", "--kv-cache-memory-bytes", "64M",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     budget = len(tokens_of(tiny_model)) // 4

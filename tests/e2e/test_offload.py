@@ -4,6 +4,7 @@ import pytest
 
 from tests.e2e.test_stores import computed, lose
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
@@ -254,7 +255,8 @@ def no_cap(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mutation", [no_settling, stored_after_eviction, stored_over_a_store, no_cap]
+    "mutation",
+    [nightly(no_settling), stored_after_eviction, nightly(stored_over_a_store), no_cap],
 )
 def test_each_part_is_needed(tiny_model, oracle, late, monkeypatch, mutation):
     mutation(monkeypatch)

@@ -76,6 +76,7 @@ def test_a_mixed_batch_equals_the_oracle(tiny_model, oracle, chunk, caching):
             assert run.counters.stores_reused == 4
 
 
+@pytest.mark.nightly
 def test_each_alone_says_the_same(tiny_model):
     with engine(tiny_model, SERVER, max_num_batched_tokens=512) as run:
         together = run.generate(PROMPTS, NEW_TOKENS, ASKED)

@@ -248,7 +248,7 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
 HEADS = ((2.0, 0.4, 0.8, 0.8), (1.0, 1.0, 1.0, 1.0), (0.1, 0.1, 0.1, 3.7), (0.5, 1.5, 0.5, 1.5))
 
 
-@pytest.mark.parametrize("policy, heads", [("ada-snapkv", None), ("snapkv", HEADS)])
+@pytest.mark.parametrize("policy, heads", [nightly("ada-snapkv", None), ("snapkv", HEADS)])
 def test_measured_shares_of_layers_that_are_not_neighbours(
     tiny_model_kv4, oracle_kv4, policy, heads
 ):

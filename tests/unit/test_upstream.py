@@ -57,6 +57,7 @@ def test_each_is_described():
     assert all(f"upstream/{patch.name}" in page for patch in PATCHES)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_they_add(patched):
     """In a process of its own, as this one has imported the installed vLLM."""

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 # All take a minute.
-SOME = "head_sizes or sinks or fp8 or only_evicted or replayed_decode or lengths"
+SOME = "sinks or only_evicted or replayed_decode"
 
 
 @pytest.mark.parametrize("chosen", [SOME, nightly("")], ids=["some", "all"])
