@@ -61,6 +61,7 @@ LATENT: dict[str, Any] = dict(
 """An entry of 512 + 64 numbers is the only one that vLLM's CPU kernel reads. Without YaRN vLLM 0.32
 turns (RoPE) only the first head of queries on a CPU."""
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Apertus": GQA,
     "Arcee": HEADS,
     "Cohere2": dict(**GQA, **SLIDING, tie_word_embeddings=True, logit_scale=1.0),
     "DeepseekV2": dict(**LATENT, q_lora_rank=None, topk_method="greedy"),

@@ -19,6 +19,7 @@ POINT = {"kv_eviction_at": len(DOCUMENT), "kv_eviction_interval": 0}
 PREPARED = POINT | {"kv_eviction_prepare": random_prompt(40, seed=3)}
 SHARED = 40
 """Tokens of the answers to them."""
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
 SHARING = ("snapkv", "ada-snapkv")
 
 
@@ -75,6 +76,8 @@ def main(model: Path, eviction: dict[str, Any], options: dict[str, Any], folder:
     result: dict[str, Any] = dict(rounds=rounds, counters=scheduler.eviction_counters.as_dict())
     result["scheduler"] = type(scheduler).__name__
     result["audits"] = list(audits)
+    drafted = (one.value for one in llm.get_metrics() if one.name == DRAFTED)
+    result["drafted"] = sum(drafted)
     asked_of = dict(point=POINT, memory=POINT, file=POINT, prepared=PREPARED)
     for name, asked in asked_of.items() if sharing else ():
         if name in ("memory", "file"):

@@ -137,6 +137,18 @@ def test_two_ranks(tiny_model_kv4, policy, tmp_path):
         check_sharing(tiny_model_kv4, policy, result)
 
 
+@pytest.mark.nightly
+@NEED_TWO
+def test_drafts_on_two_ranks(tiny_model_kv4: Path) -> None:
+    """Evictions and tokens are those without drafts on one rank."""
+    drafts = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=1)
+    options = TENSOR | dict(speculative_config=drafts)
+    eviction = dict(policy="snapkv", audit="0%")
+    alone, together, result = compared(tiny_model_kv4, eviction, options)
+    assert together == alone
+    assert result["drafted"] > 200
+
+
 HEADS = ((1.6, 1.2, 0.8, 0.4), (0.4, 0.8, 1.2, 1.6), (1.0, 0.6, 1.4, 1.0), (0.7, 1.3, 0.7, 1.3))
 
 

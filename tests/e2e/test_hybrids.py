@@ -19,8 +19,8 @@ EVICTION = dict(policy="ada-snapkv", budget=128, interval=64)
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333)]
 NEW_TOKENS = 120
 FAMILIES = ("GraniteMoeHybrid", "FalconH1")
-NEAR = ("NemotronH",)
-"""vLLM's own logits differ from those of transformers by 0.01, of a spread of 2."""
+NEAR = ("Apertus", "NemotronH")
+"""vLLM's own logits differ from those of transformers, of the last by 0.01, of a spread of 2."""
 HEADS_APART = ("Lfm2",)
 """Queries reach the rotary embedding as [tokens, heads, head size]."""
 IN_BFLOAT16 = ("Qwen3Next",)
@@ -107,11 +107,12 @@ def test_tokens_but_near_ties(name, tmp_path):
         oracle = MaskedArchitecture(path)
         outputs = run.generate(PROMPTS, NEW_TOKENS)
         assert run.counters.evictions >= len(PROMPTS)
-        full = 0
+        right = full = 0
         for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
             assert behind(oracle, prompt, output, lives[0]) < 0.02
-            assert check_tokens(oracle, prompt, output, lives)[0] >= NEW_TOKENS - 2
+            right += check_tokens(oracle, prompt, output, lives)[0]
             full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
+        assert right >= len(PROMPTS) * NEW_TOKENS - 2
         assert full < 0.95 * len(PROMPTS) * NEW_TOKENS, "full attention would agree as well"
         assert run.free_blocks() == free
 

@@ -259,11 +259,15 @@ def check_metrics(server: Server, engine: int = 0) -> dict[str, float]:
     return found
 
 
+DRAFTS = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=1)
+
+
 @pytest.mark.nightly
-def test_several_api_servers_and_engines(tiny_model, truth, tmp_path):
+@pytest.mark.parametrize("drafts", [[], ["--speculative-config", json.dumps(DRAFTS)]])
+def test_several_api_servers_and_engines(tiny_model, truth, tmp_path, drafts):
     """Two of each: every report reaches one API server, and /metrics adds up over both."""
     several = ["--api-server-count", "2", "--data-parallel-size", "2"]
-    arguments = [*BASE, *EVICTION, "--served-model-name", "tiny", *several]
+    arguments = [*BASE, *EVICTION, "--served-model-name", "tiny", *several, *drafts]
     log_file, env = tmp_path / "log", dict(VLLM_LOG_STATS_INTERVAL="0.001")
     with (
         Server(tiny_model, arguments, log_file, timeout_s=600, env=env) as server,
@@ -273,6 +277,8 @@ def test_several_api_servers_and_engines(tiny_model, truth, tmp_path):
         # The other API server may hear of the last request a moment later.
         wait_for(server, "vllm_kvevict:request_kept_share_count", 8)
         engines = [check_metrics(server, engine) for engine in (0, 1)]
+        if drafts:
+            assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 100
     for answer, expected in zip(answers, truth, strict=False):
         assert answer["token_ids"] == list(expected.token_ids)
     caused = sum(expected.evictions for expected in truth[:8])
