@@ -3,11 +3,17 @@
 Blocks of 8, window 8, budget 40, an eviction point at 100, as in ``test_sharing``.
 """
 
+from concurrent.futures import Future
 from dataclasses import replace
+from time import monotonic
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from tests.engine.test_offload import lose
 from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, hit, tokens
+from vllm_kvevict.tiers.stores import MOST_READ, name_of
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
 
@@ -87,3 +93,55 @@ def test_nobody_waits_for_a_store_that_is_there(setup, memory):
     other = core.add(tokens(106), 4, asked=ONCE)
     assert hit(core.step(), other) == 104 and whole.num_computed_tokens < 100
     core.finish()
+
+
+def read(stores: Any, name: str) -> None:
+    """Its file was read."""
+    stores._reading[name], stores._until[name] = Future(), monotonic() + 10
+    stores._reading[name].set_result([b""])
+
+
+@BOTH
+def test_a_store_that_leaves_memory_and_comes_back_in_one_step(setup):
+    """Workers load first and forget then: the next request for it ended the engine."""
+    core = engine(replace(setup, blocks=90, memory=10**9, max_batched=512))
+    stores, names, copies = core.scheduler._stores, [], []
+    for seed in (1, 2):
+        core.add(tokens(130, seed), 4, asked=ONCE)
+        core.finish()
+        names.append(next(iter(stores._kept)))
+        copies.append(core.worker.host[names[-1]])
+        stores._memory = stores.kept_bytes + 1
+    assert names[0] != names[1] and len(stores._kept) == 1
+    lose(core)
+    core.worker.host[names[0]] = copies[0]  # What its file holds.
+    for seed, name in enumerate(names, 1):
+        read(stores, name)
+        core.add(tokens(130, seed), 4, asked=ONCE)
+    core.finish()
+    lose(core)
+    core.add(tokens(130, 2), 4, asked=ONCE)
+    core.finish()
+    assert counters(core).stores_restored_memory == 1
+
+
+@BOTH
+def test_what_was_read_is_dropped_when_nobody_waits_for_it(setup):
+    """Eight requests whose clients went away kept all others from files, as long as it was idle."""
+    core = engine(replace(setup, blocks=90, memory=10**9, max_batched=512))
+    stores: Any = core.scheduler._stores
+    stores._files, stores._reader = object(), Mock(submit=lambda *_: Future())
+    asked = [core.add(tokens(130, seed), 4, asked=ONCE) for seed in (*range(MOST_READ), 0)]
+    assert len(stores._reading) == MOST_READ
+    for request in asked[:-1]:
+        core.abort(request)
+    name = name_of(core.scheduler._table.states[asked[-1].request_id].key)
+    assert stores._reading.keys() == {name}, "somebody waits for it"
+    whole = core.add(tokens(130), 4, asked=ONCE)
+    whole.skip_reading_prefix_cache = True
+    stores._files = None
+    core.step()
+    core.settle()
+    assert not stores._reading, "it was computed"
+    core.finish()
+    assert counters(core).stores_reused == 1

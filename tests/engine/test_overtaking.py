@@ -127,6 +127,18 @@ def test_a_preempted_request_comes_first() -> None:
     engine.finish()
 
 
+def test_a_prompt_is_overtaken_by_less_than_itself() -> None:
+    """A short prompt waited for what followed the points of others, however long that was."""
+    engine = started(replace(SETUP, blocks=140, max_batched=64))
+    prompt = engine.add(list(range(5, 45)), 4)
+    late = [
+        engine.add([*document(n), *range(3, 3 + rest)], 4, asked={"kv_eviction_at": POINT})
+        for n, rest in enumerate([200, 40, 39])
+    ]
+    first, second, *_ = order(engine)
+    assert first == [late[2].request_id] and second[0] == prompt.request_id
+
+
 @BOTH
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_request_that_vllm_loads_for_stays_where_it_is(asynchronous: bool, aborted: bool) -> None:

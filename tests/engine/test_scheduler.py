@@ -8,6 +8,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.harness import STOP_TOKEN, VOCABULARY, Engine, Setup
 from vllm_kvevict.metrics import totals
@@ -182,6 +184,21 @@ def test_a_resumable_session_is_never_evicted_and_its_hits_are_not_capped(setup)
     core.abort(session)
     core.finish()
     assert counters(core).evictions == 1 and counters(core).prefix_hits_capped == 0
+
+
+@BOTH
+@pytest.mark.parametrize("audit", [0.0, 1.0])
+def test_nothing_is_left_of_a_session_that_ends(setup, audit):
+    """With the request that says so: each kept a state, and its prompt, for ever."""
+    core = engine(replace(setup, audit=audit, max_batched=512))
+    session = core.add(tokens(60), 2, resumable=True)
+    for _ in range(6):
+        core.step()
+    core.settle()
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    core.scheduler.add_request(Request(session.request_id, [0], SamplingParams(), None))
+    assert not core.scheduler.requests and not core.scheduler._table.states
+    core.finish()
 
 
 @BOTH

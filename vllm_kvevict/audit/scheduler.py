@@ -46,7 +46,8 @@ class AuditedMixin(OffloadMixin):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        self._replays.draw(self._table.states[request.request_id])
+        if (state := self._table.states.get(request.request_id)) is not None:
+            self._replays.draw(state)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._replays.begin_step()

@@ -102,8 +102,8 @@ class EvictionMixin(Scheduler):
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
-        if request.request_id in self._table.states:
-            # A session that goes on, or a request of the engine's own.
+        if request.request_id in self._table.states or request.request_id not in self.requests:
+            # A session that goes on or has ended, or a request of the engine's own.
             return
         state = self._table.add(request, self._options(request))
         self._stores.read_key(state)

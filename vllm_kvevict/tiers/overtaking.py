@@ -20,9 +20,10 @@ class Overtaking:
     """Lets a request whose store is there, or comes back, go to the front of vLLM's queue.
 
     It needs the store's blocks and computes what follows the point; a prompt before it waits for
-    the blocks of all its tokens. The step that it goes ahead in admits no others, since one that
-    computes a prompt takes as long as the prompt. Who arrives with ``n`` requests before it is
-    overtaken ``MOST * (n + 1)`` times at most, and whoever overtook or was preempted is not.
+    the blocks of all its tokens, and is longer than what follows, else it is not overtaken. The
+    step that it goes ahead in admits no others, since one that computes a prompt takes as long as
+    the prompt. Who arrives with ``n`` requests before it is overtaken ``MOST * (n + 1)`` times at
+    most, and whoever overtook or was preempted is not.
 
     Args:
         scheduler: Whose queue it is; one that is ordered by priority stays as it is.
@@ -77,12 +78,13 @@ class Overtaking:
         free = cache.block_pool.get_num_free_blocks() - cache.watermark_blocks
         free -= sum(map(self._stores.blocks_for, before))
         chosen: list[RequestState] = []
-        for request_id, state in list(islice(self._found.items(), MOST_LOOKED)):
+        shorter = (s for s in self._found.values() if _rest(s) < first.request.num_tokens)
+        for state in list(islice(shorter, MOST_LOOKED)):
             if len(chosen) >= min(places, MOST - first.overtaken):
                 break
             there = self._stores.there(state)
             if there is False:
-                del self._found[request_id]
+                del self._found[state.request_id]
             elif there and (free := free - self._stores.blocks_for(state)) >= 0:
                 chosen.append(state)
         if not chosen:
@@ -96,3 +98,9 @@ class Overtaking:
         for request in reversed(front):
             queue.prepend_request(request)
         return True
+
+
+def _rest(state: RequestState) -> int:
+    """Tokens behind a request's point."""
+    assert state.key is not None
+    return state.request.num_tokens - state.key.point

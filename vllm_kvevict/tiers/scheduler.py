@@ -79,7 +79,10 @@ class TieredMixin(EvictionMixin):
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state, stores = self._table.states[request.request_id], self._stores
-        handed = isinstance(stores, TieredStores) and stores.hands_over(state)
+        handed = False
+        if isinstance(stores, TieredStores):
+            handed = stores.hands_over(state)
+            stores.leave(state)
         params, other = super()._free_request(request, *args, **kwargs)
         return (dict(TAKEN_OVER) if handed else params), other
 

@@ -124,8 +124,11 @@ class TieredStores(PublishedStores):
         found, key = super().find(state), state.key
         if found is None and key is not None and self._may_take(state):
             return self._restore(state, key)
-        if found is not None and (name := name_of(found.key)) in self._kept:
-            self._kept.move_to_end(name)
+        if found is not None:
+            name = name_of(found.key)
+            self._drop_read(name)
+            if name in self._kept:
+                self._kept.move_to_end(name)
         return found
 
     def waits(self, state: RequestState) -> bool:
@@ -154,6 +157,16 @@ class TieredStores(PublishedStores):
         """Whether another server that takes a request over will find its store in files."""
         store = state.store
         return store is not None and store.written and hands_over(state.request.kv_transfer_params)
+
+    def leave(self, state: RequestState) -> None:
+        """Note a request that ended; what is read, and no other one waits for, is dropped."""
+        if state.key is None or (name := name_of(state.key)) not in self._reading:
+            return
+        if not any(
+            other.key == state.key and not (other.holds_blocks or other.request.is_finished())
+            for other in self._table.states.values()
+        ):
+            self._drop_read(name)
 
     def copy(self, plan: StepPlan) -> None:
         plan.loads, plan.saves, plan.forgotten = (
@@ -186,6 +199,7 @@ class TieredStores(PublishedStores):
         name, shapes = name_of(store.key), group_shapes(store.key, state.rules)
         write = store.written = self._files is not None and state.request.lora_request is None
         self._absent.pop(name, None)
+        self._drop_read(name)
         keep = self._keep(name, self._sizes.num_bytes(shapes) * self._ranks)
         if keep or write:
             self._next.saves.append(_copy(name, store, keep, write))
@@ -197,6 +211,8 @@ class TieredStores(PublishedStores):
         self.kept_bytes += num_bytes - self._kept.get(name, 0)
         self._kept[name] = num_bytes
         self._kept.move_to_end(name)
+        # Workers load before they forget.
+        self._next.forgotten = [other for other in self._next.forgotten if other != name]
         while self.kept_bytes > self._memory:
             oldest, size = self._kept.popitem(last=False)
             self._forget(oldest)
@@ -224,12 +240,12 @@ class TieredStores(PublishedStores):
         self._pool.free_blocks([block for block, _ in store.hashes])
         store.written = payload is not None
         num_bytes = self._sizes.num_bytes(shapes) * self._ranks
-        self._reading.pop(name, None)
-        self._until.pop(name, None)
+        seconds = self._read_seconds.get(name, 0.0)
+        self._drop_read(name)
         self._next.loads.append(_copy(name, store, self._keep(name, num_bytes), False, payload))
         self._counters.restored(key.point, num_bytes, from_file=payload is not None)
         if payload is not None:
-            self._counters.restoring(self._read_seconds.pop(name, 0.0), from_file=True)
+            self._counters.restoring(seconds, from_file=True)
         return store
 
     def _take(self, shape: GroupShape) -> PublishedGroup:
@@ -265,10 +281,16 @@ class TieredStores(PublishedStores):
             if reading.done() and (reading.result() is None or now > self._until[name]):
                 if reading.result() is None:
                     self._miss(name)
-                del self._reading[name], self._until[name]
-                self._read_seconds.pop(name, None)
+                self._drop_read(name)
                 return True
         return False
+
+    def _drop_read(self, name: str) -> None:
+        """Forget a file that is read or was, if there is one: nobody will take it."""
+        if (reading := self._reading.pop(name, None)) is not None:
+            del self._until[name]
+            reading.cancel()
+            reading.add_done_callback(lambda _: self._read_seconds.pop(name, None))
 
     def _miss(self, name: str) -> None:
         """Look for a file again after a while only: another server may have written it."""
