@@ -69,6 +69,11 @@ def build(registered: None, model: str) -> Any:
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
     """What our loggers say, at any level."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    # vLLM's first configuration would take the handler away.
+    configure_logging_if_needed(LoggingConfig())
     found: list[logging.LogRecord] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = found.append  # type: ignore[method-assign]

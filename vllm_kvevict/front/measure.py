@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_kvevict.front.profile import FLAG, find
-from vllm_kvevict.front.recommend import WITH_PROFILE, changed
+from vllm_kvevict.front.recommend import BUDGET, WITH_PROFILE, budget_of, changed
 from vllm_kvevict.front.support import check
 from vllm_kvevict.settings.names import AUTO, KEY, MEASURE
 
@@ -76,8 +76,9 @@ def flags(engine_args: Any) -> list[str]:
 
 def _is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
     try:
-        auto = config.policy == AUTO
-        check(vllm_config, changed(config, {"policy": WITH_PROFILE}) if auto else config)
+        if config.policy == AUTO:
+            config = changed(config, {"policy": WITH_PROFILE} | budget_of(config, BUDGET))
+        check(vllm_config, config)
     except ValueError:
         return False
     return True

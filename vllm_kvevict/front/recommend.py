@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.front.profile import AUTO, load
 from vllm_kvevict.front.support import check
+from vllm_kvevict.settings.budget import check_cap
 from vllm_kvevict.settings.config import EvictionConfig
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
     """The configuration with a policy, and with the budget and the profile that go with it.
 
     What was set by hand stays. Without evictions inside prompts, which need a budget in tokens,
-    the budget is the profile's, or :data:`BUDGET`.
+    the budget is the profile's, or :data:`BUDGET`, but not above the cap on those of requests.
 
     Args:
         vllm_config: As vLLM built it.
@@ -45,20 +46,27 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
         refusal = str(error)
     latent = vllm_config.model_config.use_mla
     without = LATENT if latent else WITHOUT_PROFILE
-    found = changed(config, {"policy": without, "profile": None} | _budget(config, BUDGET))
+    found = changed(config, {"policy": without, "profile": None} | budget_of(config, BUDGET))
     return _settled(vllm_config, config, found, "" if latent else refusal)
 
 
 def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:
     profile = load(AUTO if config.profile is None else config.profile, vllm_config)
     policy = WITHOUT_PROFILE if profile.probe is None else WITH_PROFILE
-    budget = _budget(config, profile.budget)
+    budget = budget_of(config, profile.budget)
     return changed(config, {"policy": policy, "profile": profile} | budget)
 
 
-def _budget(config: EvictionConfig, budget: int | str) -> dict[str, Any]:
-    if "budget" in config.model_fields_set or config.prefill_interval:
+def budget_of(config: EvictionConfig, recommended: int | str) -> dict[str, Any]:
+    """The budget that goes with a policy; nothing where one was set."""
+    if "budget" in config.model_fields_set:
         return {}
+    budget, cap = config.budget if config.prefill_interval else recommended, config.max_budget
+    if cap is not None:
+        try:
+            check_cap(budget, cap)
+        except ValueError:
+            budget = cap
     return {"budget": budget}
 
 

@@ -3,7 +3,9 @@
 An operator's share may have a least number of tokens: ``"25%,min=256"``.
 """
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from vllm_kvevict.settings.sentences import shown
 
@@ -55,6 +57,12 @@ def parse_server_budget(value: Any) -> int | str:
         raise ValueError(f"give tokens (1024) or a share (25% or 25%,min=256), not {shown(value)}")
     budget = parse_budget(share)
     return f"{budget}{LEAST}{parse_budget(tokens)}" if least else budget
+
+
+Budget = Annotated[int | str, BeforeValidator(parse_server_budget)]
+Cap = Annotated[
+    int | str | None, BeforeValidator(lambda cap: None if cap is None else parse_budget(cap))
+]
 
 
 def budget_tokens(budget: int | str) -> int | None:

@@ -17,12 +17,12 @@ from vllm_kvevict.schedule.layers import by_layer, pyramid
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.audit_share import Share, parse_share
 from vllm_kvevict.settings.budget import (
+    Budget,
+    Cap,
     budget_least,
     budget_share,
     budget_tokens,
     check_cap,
-    parse_budget,
-    parse_server_budget,
 )
 from vllm_kvevict.settings.names import (
     AUTO,
@@ -58,12 +58,12 @@ class EvictionConfig(BaseModel):
             "model that it can run by, else ada-defensive."
         )
     )
-    budget: int | str = Field(
+    budget: Budget = Field(
         default=1024,
         description=(
             "Tokens kept per KV head (average over the heads of a layer, the last ones included), "
             "or a share such as 25% of the tokens so far, prompt and answer; 25%,min=256 keeps "
-            "256 at least. auto takes the profile's, or 25%."
+            "256 at least. auto takes the profile's, or 25%, or max-budget where that is less."
         ),
     )
     window: int = Field(
@@ -113,7 +113,7 @@ class EvictionConfig(BaseModel):
             "lets it switch eviction off for itself."
         ),
     )
-    max_budget: int | str | None = Field(
+    max_budget: Cap = Field(
         default=None,
         description=(
             "Most that a request may ask for as its budget: tokens, or a share. "
@@ -178,16 +178,6 @@ class EvictionConfig(BaseModel):
             return value
         raise ValueError(unknown(value, (*policy_names(), AUTO)))
 
-    @field_validator("budget", mode="before")
-    @classmethod
-    def _parse_budget(cls, value: Any) -> int | str:
-        return parse_server_budget(value)
-
-    @field_validator("max_budget", mode="before")
-    @classmethod
-    def _parse_max_budget(cls, value: Any) -> int | str | None:
-        return None if value is None else parse_budget(value)
-
     @field_validator("profile", mode="before")
     @classmethod
     def _parse_profile(cls, value: Any) -> str | Profile | None:
@@ -228,7 +218,7 @@ class EvictionConfig(BaseModel):
     def _room_beside_window(self) -> Self:
         # A policy that a request chooses has the server's budget, too.
         recent = max(map(self.recent_tokens, self.policies))
-        if self.budget_tokens is not None and self.budget_tokens <= recent:
+        if self._has_budget and self.budget_tokens is not None and self.budget_tokens <= recent:
             what, less = f"the window of {recent} tokens", "lower --kv-eviction-window"
             if recent != self.window:
                 what = f"the last {recent} tokens, which stay"
@@ -277,9 +267,14 @@ class EvictionConfig(BaseModel):
                 "--kv-eviction-allow lists none, which --kv-eviction-max-budget rules out; "
                 "give one of the two"
             )
-        if self.max_budget is not None:
+        if self.max_budget is not None and self._has_budget:
             check_cap(self.budget, self.max_budget)
         return self
+
+    @property
+    def _has_budget(self) -> bool:
+        """Whether the budget is known; auto chooses one later, where none was set."""
+        return self.policy != AUTO or "budget" in self.model_fields_set
 
     @property
     def budget_tokens(self) -> int | None:

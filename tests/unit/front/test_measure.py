@@ -59,6 +59,12 @@ def test_what_is_measured_is_served_and_found_again(
     assert "--trust-remote-code" in command and "--kv-eviction" not in command
 
 
+def test_a_cap_below_the_usual_budget_measures(build: Any, runs: list[list[str]]) -> None:
+    with pytest.raises(ValueError, match="it failed"):
+        build(ASKED | dict(max_budget=512))
+    assert len(runs) == 1
+
+
 def test_a_failure_is_one_sentence_with_the_command(build: Any, model: str, runs: Any) -> None:
     with pytest.raises(ValueError) as caught:
         build(ASKED)

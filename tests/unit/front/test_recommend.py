@@ -92,6 +92,26 @@ def test_evictions_inside_prompts_keep_a_budget_in_tokens(build: Any, nothing_sh
     assert (found.policy, found.budget) == ("probe", 1024)
 
 
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [
+        (dict(max_budget="20%"), "20%"),
+        (dict(max_budget=512), "25%"),
+        (dict(window=1024), "25%"),
+        (dict(max_budget=512, prefill_interval=512), 512),
+    ],
+)
+def test_a_budget_that_nobody_set_refuses_nothing(build: Any, asked: Any, budget: Any) -> None:
+    found = settled(build(dict(policy="auto") | asked))
+    assert (found.policy, found.budget) == ("ada-defensive", budget)
+
+
+def test_a_budget_that_was_set_is_checked(build: Any) -> None:
+    for asked in (dict(max_budget="20%", budget="25%"), dict(window=1024, budget=1024)):
+        with pytest.raises(ValueError, match="--kv-eviction-budget"):
+            build(dict(policy="auto") | asked)
+
+
 def test_what_the_server_cannot_run(
     build: Any, nothing_ships: Path, monkeypatch: pytest.MonkeyPatch,
     records: list[logging.LogRecord],
