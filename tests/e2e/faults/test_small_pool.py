@@ -42,7 +42,7 @@ def settled(server, files: int | None = None) -> Held:
 def test_a_storm_leaves_nothing_behind(small_pool):
     probe = random_prompt(300, seed=1)
     # Fills pools, caches and allocators, which stay.
-    Storm(small_pool, longest=900, limit=SMALL_LEN, seed=1).run(size(60, 1000), concurrency=40)
+    Storm(small_pool, longest=900, limit=SMALL_LEN, seed=1).run(size(80, 1000), concurrency=40)
     alone = complete(small_pool, probe)[0]["token_ids"]
     before = settled(small_pool)
     counted = small_pool.evictions()
@@ -50,7 +50,7 @@ def test_a_storm_leaves_nothing_behind(small_pool):
 
     # Admissions keep room for those that evict, so it is those that never do who are preempted.
     storm = Storm(small_pool, longest=900, limit=SMALL_LEN, seed=2, growing=16)
-    storm.run(size(180, 10000), concurrency=40)
+    storm.run(size(240, 10000), concurrency=40)
     print(f"\n{dict(storm.done)}")
     assert storm.wrong == []
 
