@@ -3,12 +3,12 @@
 The worker looks again at the real layers, for what no configuration tells.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvevict.front.drafting import METHODS, check_drafting
+from vllm_kvevict.front.refusal import Refusal
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.settings.memory import evictable_stages
 
@@ -24,18 +24,6 @@ SERVED = ("ngram", "medusa", "suffix", *METHODS)
 """Methods of speculative decoding that eviction works beside."""
 
 WITHOUT = "serve this model without --kv-eviction"
-
-
-class Refusal(NamedTuple):
-    """One row: ``applies`` says whether the configuration has ``what``; ``advice`` what to do."""
-
-    what: str
-    why: str
-    advice: str
-    applies: Callable[["VllmConfig"], Any]
-
-    def sentence(self) -> str:
-        return f"KV eviction does not support {self.what}, because {self.why}; {self.advice}."
 
 
 def _platform(vllm_config: "VllmConfig") -> bool:
