@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from vllm_kvevict.stores.files import StoreFiles, digest, metadata, unpack
 
@@ -117,6 +118,14 @@ def test_what_is_no_file_is_refused(tmp_path):
     path.write_bytes(b"x" * (2 << 20))
     with pytest.raises(ValueError, match="too large"):
         files.read(NAME, 0, 10**4)
+
+
+def test_tensors_that_no_store_has_are_refused(tmp_path):
+    files = StoreFiles(tmp_path, {})
+    about = {"fingerprint": files.fingerprint, "name": NAME, "rank": "0", "sha256": "0"}
+    files.path(NAME, 0).write_bytes(save({"0.split": torch.tensor(1.5)}, about))
+    with pytest.raises(ValueError, match="no store"):
+        files.read(NAME, 0, 10**6)
 
 
 @pytest.mark.parametrize(
