@@ -135,7 +135,9 @@ class StoreFiles:
                 raise ValueError(f"it holds no store: {error}") from error
             if found != said:
                 raise ValueError("it is damaged")
-            os.utime(descriptor)
+            # Not where the folder is mounted read-only, or the file is another user's.
+            with suppress(OSError):
+                os.utime(descriptor)
         return data
 
     def present(self, names: Iterable[str], ranks: int) -> set[str]:

@@ -180,6 +180,16 @@ def test_what_others_keep_in_the_folder_stays(tmp_path):
     assert weights.exists() and len(list(files.folder.iterdir())) == 1
 
 
+def test_a_folder_that_is_mounted_read_only_is_read(tmp_path, monkeypatch):
+    files = written(tmp_path)
+
+    def refused(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("vllm_kvevict.stores.files.os.utime", refused)
+    assert same(unpack(files.read(NAME, 0, 10**6)))
+
+
 def test_a_full_disk_costs_the_file_only(tmp_path, monkeypatch):
     files = StoreFiles(tmp_path, {})
 
