@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.bare_scheduler import make_request
 from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, evictions, tokens, used_blocks
-from tests.engine.test_sharing import ask
+from tests.engine.test_sharing import AT_100, ask
 from vllm_kvevict.engine.preparing import MOST_UNDER_WAY
+from vllm_kvevict.settings.requests import RequestOptions
 
 PROXY = {"kv_eviction_prepare": tokens(12, seed=7)}
 LONG = {"kv_eviction_prepare": tokens(103, seed=8)}
@@ -168,3 +170,13 @@ def test_requests_go_on_where_nothing_can_be_prepared(change, asked):
     assert counters(core).preparations == 0 and counters(core).preparations_failed == 1
     assert counters(core).evictions_prefill == 1, "it evicts at its point by itself"
     assert counters(core).stores_published == 0, "which others must not take for a prepared one"
+
+
+@pytest.mark.parametrize("beside", ["mm_features", "prompt_embeds"])
+def test_a_prompt_of_more_than_text_is_not_prepared(beside):
+    """What prepares it has the token ids alone: its store would stand for an image it never saw."""
+    core = engine(SYNC)
+    request = make_request(core.setup, "r", tokens(130), 4, asked=AT_100 | PROXY)
+    assert core.scheduler._options(request).prepare
+    setattr(request, beside, [object()])
+    assert core.scheduler._options(request) == RequestOptions("snapkv")

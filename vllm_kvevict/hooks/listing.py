@@ -302,7 +302,9 @@ HOOKS = {
         """,
     },
     "engine/request.py": {"vllm.v1.request": "Request.num_computed_tokens Request.num_tokens"},
-    "settings/core_options.py": {"vllm.v1.request": "Request.sampling_params"},
+    "settings/core_options.py": {
+        "vllm.v1.request": "Request.sampling_params Request.mm_features Request.prompt_embeds"
+    },
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
         "vllm.v1.engine": "EngineCoreOutputs.scheduler_stats",

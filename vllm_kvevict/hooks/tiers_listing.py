@@ -8,7 +8,7 @@ TIER_HOOKS = {
         """,
         "vllm.v1.request": """
             Request.lora_request Request.num_tokens Request.kv_transfer_params
-            Request.arrival_time
+            Request.arrival_time Request.is_finished
         """,
     },
     "tiers/scheduler.py": {
@@ -30,7 +30,7 @@ TIER_HOOKS = {
             KVCacheManager.watermark_blocks KVCacheManager.block_pool
         """,
         "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks",
-        "vllm.v1.request": "Request.num_preemptions",
+        "vllm.v1.request": "Request.num_preemptions Request.num_tokens",
     },
     "front/offload.py": {
         "vllm.config": """
