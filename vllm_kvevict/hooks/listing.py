@@ -282,7 +282,8 @@ HOOKS = {
             Request.__init__(request_id,prompt_token_ids,sampling_params,pooling_params,
             client_index,cache_salt,priority) Request.all_token_ids Request.num_tokens
             Request.num_computed_tokens Request.mm_features Request.prompt_embeds
-            Request.lora_request RequestStatus.FINISHED_ABORTED
+            Request.lora_request Request.skip_reading_prefix_cache
+            RequestStatus.FINISHED_ABORTED
         """,
     },
     "audit/scheduler.py": {

@@ -57,7 +57,7 @@ TIER_HOOKS = {
             SchedulerOffloadConfig.kv_group_configs GroupOffloadConfig.tokens_per_chunk
             RequestOffloadState.max_offload_tokens RequestOffloadState.transfer_jobs
         """,
-        "vllm.v1.request": "Request.kv_transfer_params Request.skip_reading_prefix_cache",
+        "vllm.v1.request": "Request.kv_transfer_params",
     },
     "offload/spec.py": {
         "vllm.v1.kv_offload.cpu.spec": "CPUOffloadingSpec.get_worker(kv_caches)",
