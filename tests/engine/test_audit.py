@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from tests.engine.harness import Setup
@@ -36,6 +37,16 @@ def test_evictions_are_those_of_a_server_without(setup: Setup, interval: int):
     audited = found.tokens_audited // setup.window
     assert audited + found.audits_dropped == found.evictions and core.worker.compared == audited
     assert audited >= (2 if interval < 16 else found.evictions - 2)
+
+
+@BOTH
+def test_replays_do_not_count_in_vllms_prefix_cache_hit_rate(setup: Setup):
+    core = engine(replace(setup, blocks=90))
+    stats = core.scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
+    core.scheduler.kv_cache_manager.make_prefix_cache_stats = lambda: stats
+    core.add(tokens(130), 40)
+    core.finish()
+    assert core.worker.compared and (stats.requests, stats.queries) == (1, 130)
 
 
 @BOTH

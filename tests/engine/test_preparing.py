@@ -4,12 +4,25 @@ Setup as in ``test_sharing``: blocks of 8, window 8, budget 40, an eviction poin
 """
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
-from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, evictions, tokens, used_blocks
-from tests.engine.test_sharing import ask
+from benchmarks.bare_scheduler import make_request
+from tests.engine.harness import Engine
+from tests.engine.test_scheduler import (
+    BOTH,
+    SYNC,
+    counters,
+    engine,
+    evictions,
+    no_stop,
+    tokens,
+    used_blocks,
+)
+from tests.engine.test_sharing import AT_100, ask
 from vllm_kvevict.engine.preparing import MOST_UNDER_WAY
+from vllm_kvevict.settings.requests import RequestOptions
 
 PROXY = {"kv_eviction_prepare": tokens(12, seed=7)}
 LONG = {"kv_eviction_prepare": tokens(103, seed=8)}
@@ -168,3 +181,24 @@ def test_requests_go_on_where_nothing_can_be_prepared(change, asked):
     assert counters(core).preparations == 0 and counters(core).preparations_failed == 1
     assert counters(core).evictions_prefill == 1, "it evicts at its point by itself"
     assert counters(core).stores_published == 0, "which others must not take for a prepared one"
+
+
+@BOTH
+def test_what_prepares_is_no_request_of_a_client(setup):
+    """A dashboard counted two requests for one, and two shares that were kept."""
+    core = Engine(replace(setup, max_batched=512), no_stop, log_stats=True)
+    core.scheduler._reporter.kept = kept = Mock()
+    ask(core, 1, asked=PROXY)
+    core.finish()
+    assert counters(core).preparations == 1 == kept.call_count
+    assert counters(core).requests_evicted + counters(core).requests_whole == 1
+
+
+@pytest.mark.parametrize("beside", ["mm_features", "prompt_embeds"])
+def test_a_prompt_of_more_than_text_is_not_prepared(beside):
+    """What prepares it has the token ids alone: its store would stand for an image it never saw."""
+    core = engine(SYNC)
+    request = make_request(core.setup, "r", tokens(130), 4, asked=AT_100 | PROXY)
+    assert core.scheduler._options(request).prepare
+    setattr(request, beside, [object()])
+    assert core.scheduler._options(request) == RequestOptions("snapkv")

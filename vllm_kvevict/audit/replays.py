@@ -189,6 +189,8 @@ class Replays:
             cache_salt=of.cache_salt,
             priority=of.priority,
         )
+        # It begins with what it is given: vLLM would count a look-up, and it has no hashes for one.
+        request.skip_reading_prefix_cache = True
         options = replace(
             waiting.of.options, at=None, interval=0, prepare=None, context=None,
             when="always", prefill_interval=0,

@@ -193,8 +193,7 @@ class EvictionMixin(Scheduler):
         outputs: "dict[int, EngineCoreOutputs]",
     ) -> None:
         """Send what happened since the last report to a front end, with vLLM's statistics."""
-        measured = getattr(model_runner_output, MEASURED, None)
-        if measured is not None:
+        if (measured := getattr(model_runner_output, MEASURED, None)) is not None:
             reporter.measured(**measured)
         marks = self._memory.watermarks
         saved = sum(m.blocks_saved for m in self._evicting.values())
@@ -210,11 +209,12 @@ class EvictionMixin(Scheduler):
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state = self._table.states[request.request_id]
-        if request.num_computed_tokens and state.given is None:
+        of_client = state.given is None and state.context is None
+        if request.num_computed_tokens and of_client:
             self.eviction_counters.ended(state.evicted)
         # The last sampled token was never fed back, so it is not in the cache.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if self._reporter is not None and tokens > 0 and state.given is None:
+        if self._reporter is not None and tokens > 0 and of_client:
             timelines = state.timelines if state.holds_blocks else {}
             self._reporter.kept(kept_share(timelines, self._layers, tokens))
         self._preparations.leave([state])

@@ -282,7 +282,8 @@ HOOKS = {
             Request.__init__(request_id,prompt_token_ids,sampling_params,pooling_params,
             client_index,cache_salt,priority) Request.all_token_ids Request.num_tokens
             Request.num_computed_tokens Request.mm_features Request.prompt_embeds
-            Request.lora_request RequestStatus.FINISHED_ABORTED
+            Request.lora_request Request.skip_reading_prefix_cache
+            RequestStatus.FINISHED_ABORTED
         """,
     },
     "audit/scheduler.py": {
@@ -302,7 +303,9 @@ HOOKS = {
         """,
     },
     "engine/request.py": {"vllm.v1.request": "Request.num_computed_tokens Request.num_tokens"},
-    "settings/core_options.py": {"vllm.v1.request": "Request.sampling_params"},
+    "settings/core_options.py": {
+        "vllm.v1.request": "Request.sampling_params Request.mm_features Request.prompt_embeds"
+    },
     "metrics/report.py": {
         "vllm.v1.metrics.stats": "SchedulerStats.kv_connector_stats",
         "vllm.v1.engine": "EngineCoreOutputs.scheduler_stats",

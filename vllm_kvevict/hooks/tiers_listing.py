@@ -8,7 +8,7 @@ TIER_HOOKS = {
         """,
         "vllm.v1.request": """
             Request.lora_request Request.num_tokens Request.kv_transfer_params
-            Request.arrival_time
+            Request.arrival_time Request.is_finished
         """,
     },
     "tiers/scheduler.py": {
@@ -30,7 +30,7 @@ TIER_HOOKS = {
             KVCacheManager.watermark_blocks KVCacheManager.block_pool
         """,
         "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks",
-        "vllm.v1.request": "Request.num_preemptions",
+        "vllm.v1.request": "Request.num_preemptions Request.num_tokens",
     },
     "front/offload.py": {
         "vllm.config": """
@@ -57,7 +57,7 @@ TIER_HOOKS = {
             SchedulerOffloadConfig.kv_group_configs GroupOffloadConfig.tokens_per_chunk
             RequestOffloadState.max_offload_tokens RequestOffloadState.transfer_jobs
         """,
-        "vllm.v1.request": "Request.kv_transfer_params Request.skip_reading_prefix_cache",
+        "vllm.v1.request": "Request.kv_transfer_params",
     },
     "offload/spec.py": {
         "vllm.v1.kv_offload.cpu.spec": "CPUOffloadingSpec.get_worker(kv_caches)",

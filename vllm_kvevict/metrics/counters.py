@@ -23,12 +23,12 @@ class Totals:
     one, ``tokens_prepared`` the tokens of their prompts, ``preparations_failed`` the requests that
     went on without what they asked to be prepared.
     ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
-    ``evictions_pressure`` are those of requests that evict under pressure only. Of the requests
-    that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host memory
-    or files, ``*_restored_*`` came back from there, with the tokens that they stand for, their
-    bytes on all ranks, and the seconds of reading and copying them; ``files_refused`` were not
-    what they must be. ``tokens_audited`` were
-    computed once more by replays, ``audits_dropped`` the evictions of drawn requests without one.
+    ``evictions_pressure`` are those of requests that evict under pressure only. Of clients'
+    requests that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host
+    memory or files, ``*_restored_*`` came back from there, with the tokens that they stand for,
+    their bytes on all ranks, and the seconds of reading and copying them; ``files_refused`` were
+    not what they must be. ``tokens_audited`` were computed once more by replays, ``audits_dropped``
+    the evictions of drawn requests without one.
     """
 
     evictions_pressure: int = 0

@@ -57,9 +57,6 @@ class OffloadedBlocks:
 
     def begin(self, state: RequestState) -> None:
         """A request may be admitted next, with the store that it reuses or without one."""
-        if state.given is not None:
-            # A replay has no hashes, for which vLLM would look.
-            state.request.skip_reading_prefix_cache = True
         status = self._status(state.request_id)
         if status is not None:
             status.max_offload_tokens = 0 if state.reuse is not None else _asked(status)

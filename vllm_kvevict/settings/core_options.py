@@ -45,6 +45,9 @@ def read_options(
         check_limits(options, vocab_size, drafts)
         if isinstance(options.prepare, str):
             raise ValueError(f"the front end left the tokens of {PREPARE} open")
+        more_than_text = request.mm_features or request.prompt_embeds is not None
+        if options.prepare is not None and more_than_text:
+            raise ValueError(f"{PREPARE} needs a prompt of text alone")
         if asks(extra) and any(rule.prefill_stride for rule in rules):
             # Else start-up has promised that the longest sequence fits.
             ends = min(prompt + request.max_tokens, max_model_len)

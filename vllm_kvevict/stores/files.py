@@ -129,9 +129,15 @@ class StoreFiles:
             said = about.pop("sha256", None)
             if about != {"fingerprint": self.fingerprint, "name": name, "rank": str(rank)}:
                 raise ValueError("it holds something else")
-            if digest(unpack(data), about) != said:
+            try:
+                found = digest(unpack(data), about)
+            except RuntimeError as error:
+                raise ValueError(f"it holds no store: {error}") from error
+            if found != said:
                 raise ValueError("it is damaged")
-            os.utime(descriptor)
+            # Not where the folder is mounted read-only, or the file is another user's.
+            with suppress(OSError):
+                os.utime(descriptor)
         return data
 
     def present(self, names: Iterable[str], ranks: int) -> set[str]:

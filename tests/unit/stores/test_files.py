@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from vllm_kvevict.stores.files import StoreFiles, digest, metadata, unpack
 
@@ -119,6 +120,14 @@ def test_what_is_no_file_is_refused(tmp_path):
         files.read(NAME, 0, 10**4)
 
 
+def test_tensors_that_no_store_has_are_refused(tmp_path):
+    files = StoreFiles(tmp_path, {})
+    about = {"fingerprint": files.fingerprint, "name": NAME, "rank": "0", "sha256": "0"}
+    files.path(NAME, 0).write_bytes(save({"0.split": torch.tensor(1.5)}, about))
+    with pytest.raises(ValueError, match="no store"):
+        files.read(NAME, 0, 10**6)
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 8, b"\xff" * 64, b"[" * 200, (100).to_bytes(8, "little") + b"[" * 100]
 )
@@ -169,6 +178,16 @@ def test_what_others_keep_in_the_folder_stays(tmp_path):
     files.write("cd" * 20, 0, tensors())
     files.trim()
     assert weights.exists() and len(list(files.folder.iterdir())) == 1
+
+
+def test_a_folder_that_is_mounted_read_only_is_read(tmp_path, monkeypatch):
+    files = written(tmp_path)
+
+    def refused(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("vllm_kvevict.stores.files.os.utime", refused)
+    assert same(unpack(files.read(NAME, 0, 10**6)))
 
 
 def test_a_full_disk_costs_the_file_only(tmp_path, monkeypatch):
