@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.front.support import Refusal
+from vllm_kvevict.front.refusal import Refusal
 from vllm_kvevict.settings.memory import evictable_layers
 
 if TYPE_CHECKING:
