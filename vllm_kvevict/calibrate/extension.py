@@ -217,7 +217,8 @@ class CalibratingWorker:
             held, kind = layers.context[name], layers.kind(name)
             shares = shares_of(held.values[:, : -self._kvevict_recent], sum_of_ranks)
             queries = held.queries[:, :, -self._kvevict_window :]
-            found[name] = window_feature(held.keys, queries, shares, kind.scale, kind.softcap)
+            how = kind.scale, kind.softcap, kind.sinks
+            found[name] = window_feature(held.keys, queries, shares, *how)
         return found
 
     def _kvevict_run(self, ids: Sequence[int], start: int, rows: int) -> torch.Tensor:

@@ -56,4 +56,5 @@ def spread(prompts: Sequence[torch.Tensor]) -> float:
 
 
 def _rounded(shares: torch.Tensor) -> list[float]:
-    return [round(share, DIGITS) for share in shares.tolist()]
+    # A file may hold no share of 0.
+    return [max(round(share, DIGITS), 10**-DIGITS) for share in shares.tolist()]

@@ -51,7 +51,12 @@ def target(most: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 def window_feature(
-    keys: torch.Tensor, queries: torch.Tensor, shares: torch.Tensor, scale: float, softcap: float
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    shares: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[H, n] the logarithm of ``defensive``'s score, as the policy joins it.
 
@@ -61,11 +66,12 @@ def window_feature(
         shares: [H, n] of the values' norms.
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
+        sinks: [H, G] float32 attention sinks, None for none.
 
     """
     window, columns = queries.shape[2], shares.shape[1]
     valid = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-    candidates = Candidates(keys, valid, queries, window, columns, scale, softcap)
+    candidates = Candidates(keys, valid, queries, window, columns, scale, softcap, sinks=sinks)
     peaks = window_peaks(candidates, KERNEL, REACH)[:, :columns]
     return peaks.clamp(min=LEAST).log() + shares.clamp(min=LEAST).log()
 

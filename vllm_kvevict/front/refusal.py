@@ -1,10 +1,12 @@
-"""A row of what eviction does not work with."""
+"""One thing that eviction does not work with, told in one sentence."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+WITHOUT = "serve this model without --kv-eviction"
 
 
 class Refusal(NamedTuple):

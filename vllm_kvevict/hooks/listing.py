@@ -93,13 +93,21 @@ HOOKS = {
             ModelConfig.max_model_len
         """,
     },
+    "front/latent.py": {
+        "vllm.config": """
+            ModelConfig.hf_text_config ModelConfig.is_hybrid CacheConfig.cache_dtype
+            VllmConfig.attention_config VllmConfig.speculative_config AttentionConfig.backend
+            VllmConfig.use_v2_model_runner ParallelConfig.pipeline_parallel_size
+        """,
+    },
     "front/support.py": {
         "vllm.config": """
             ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
             ModelConfig.is_attention_free ModelConfig.is_hybrid ModelConfig.use_mla
             ModelConfig.is_deepseek_mla ModelConfig.get_head_size ModelConfig.rswa_window
             ModelConfig.is_mm_prefix_lm ModelConfig.uses_alibi ModelConfig.hf_text_config
-            ModelConfig.get_sliding_window ModelConfig.attention_chunk_size CacheConfig.cache_dtype
+            ModelConfig.uses_mrope ModelConfig.get_sliding_window ModelConfig.attention_chunk_size
+            CacheConfig.cache_dtype
             CacheConfig.sliding_window CacheConfig.block_size CacheConfig.kv_sharing_fast_prefill
             CacheConfig.user_specified_block_size CacheConfig.prefix_match_unit
             VllmConfig.speculative_config
@@ -107,7 +115,7 @@ HOOKS = {
             VllmConfig.attention_config ParallelConfig.decode_context_parallel_size
             ParallelConfig.prefill_context_parallel_size ParallelConfig.use_ubatching
             ParallelConfig.enable_elastic_ep ParallelConfig.enable_fault_tolerance
-            AttentionConfig.use_non_causal AttentionConfig.hisparse_config AttentionConfig.backend
+            AttentionConfig.use_non_causal AttentionConfig.hisparse_config
             VllmConfig.use_v2_model_runner
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,

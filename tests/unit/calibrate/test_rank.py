@@ -39,3 +39,9 @@ def test_what_is_rounded_is_still_a_file_of_shares():
         layers=tuple(rank.by_layer(shares)),
         heads=tuple(map(tuple, rank.by_head(shares))),
     )
+
+
+def test_no_share_is_rounded_to_nothing():
+    shares = rank.mean_shares([torch.tensor([[1, 90_000], [90_000, 90_000]])])
+    assert rank.by_head(shares)[0] == [10**-rank.DIGITS, 2.0]
+    assert rank.by_layer(torch.tensor([[1e-6], [2.0]]))[0] > 0

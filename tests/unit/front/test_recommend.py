@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_kvevict.front import measure, recommend
 from vllm_kvevict.front import profile as module
-from vllm_kvevict.front import recommend
 from vllm_kvevict.front.profile import identity
+from vllm_kvevict.front.recommend import recommended
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.probe_weights import ProbeWeights
 
@@ -127,6 +128,18 @@ def test_what_the_server_cannot_run(
     found = settled(build("auto"))
     assert (found.policy, found.profile) == ("ada-defensive", None)
     assert "does not support budgets by layer here)" in said(records)
+
+
+def test_positions_of_images_that_the_runner_does_not_know(
+    build: Any, nothing_ships: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(build, nothing_ships / "a.json")
+    config = build()
+    monkeypatch.setattr(type(config.model_config), "uses_mrope", True)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    found = recommended(config, EvictionConfig(policy="auto"))
+    assert (found.policy, found.profile) == ("ada-defensive", None)
+    assert not measure._is_usable(config, EvictionConfig(policy="auto", profile="auto"))
 
 
 def test_a_named_profile_that_does_not_fit_is_no_guess(build: Any, tmp_path: Path) -> None:

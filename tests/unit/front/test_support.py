@@ -7,9 +7,10 @@ import pytest
 
 from tests.unit.front.configurations import NGRAM, Build, assert_sentence, build, refusal
 from vllm_kvevict.front import support
+from vllm_kvevict.front.latent import LATENT_REFUSALS
 from vllm_kvevict.front.support import (
     GROUP_REFUSALS,
-    LATENT_REFUSALS,
+    LEARNED_REFUSALS,
     PRESSURE_REFUSALS,
     REFUSALS,
 )
@@ -344,6 +345,20 @@ def test_refuses_what_vllm_derives_beside_latent_caches(
     assert_sentence(str(caught.value))
 
 
+@pytest.mark.parametrize("asked", [dict(policy="probe"), dict(policy="snapkv", allow="ada-probe")])
+def test_refuses_learned_scores_where_positions_are_not_known(
+    build: Build, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
+) -> None:
+    config, asked_for = build(), EvictionConfig(profile="auto", **asked)
+    monkeypatch.setattr(type(config.model_config), "uses_mrope", True)
+    support.check(config, asked_for)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    _check(config, "ada-defensive")
+    with pytest.raises(ValueError, match="with M-RoPE under Model Runner V2") as caught:
+        support.check(config, asked_for)
+    assert_sentence(str(caught.value))
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "HND"])
 def test_accepts_head_major_layout(
     build: Build, monkeypatch: pytest.MonkeyPatch, layout: str
@@ -352,7 +367,7 @@ def test_accepts_head_major_layout(
     build()
 
 
-ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + PRESSURE_REFUSALS
+ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + LEARNED_REFUSALS + PRESSURE_REFUSALS
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
