@@ -45,8 +45,7 @@ def read_options(
         check_limits(options, vocab_size, drafts)
         if isinstance(options.prepare, str):
             raise ValueError(f"the front end left the tokens of {PREPARE} open")
-        more_than_text = request.mm_features or request.prompt_embeds is not None
-        if options.prepare is not None and more_than_text:
+        if options.prepare and (request.mm_features or request.prompt_embeds is not None):
             raise ValueError(f"{PREPARE} needs a prompt of text alone")
         if asks(extra) and any(rule.prefill_stride for rule in rules):
             # Else start-up has promised that the longest sequence fits.
