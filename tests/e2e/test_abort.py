@@ -78,7 +78,7 @@ def test_abort_at_any_step(tiny_model, caching):
         assert len(evicting) >= 2, "at the end of prefill and in decode"
         assert scene.finish() == alone
         near = {step + offset for step in evicting for offset in (-1, 0)}
-        for step in sorted(near | {0, 1, 3, 5}):
+        for step in sorted(near | {0, 3}):
             for during in (False, True):
                 scene.start()
                 evicted = [scene.step() for _ in range(step)]

@@ -256,7 +256,7 @@ def no_cap(monkeypatch):
 
 @pytest.mark.parametrize(
     "mutation",
-    [nightly(no_settling), stored_after_eviction, nightly(stored_over_a_store), no_cap],
+    [nightly(no_settling), nightly(stored_after_eviction), nightly(stored_over_a_store), no_cap],
 )
 def test_each_part_is_needed(tiny_model, oracle, late, monkeypatch, mutation):
     mutation(monkeypatch)

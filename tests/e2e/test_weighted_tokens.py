@@ -63,6 +63,7 @@ def test_a_mixed_batch_equals_the_oracle(tiny_model, oracle, settings):
         assert run.worker.kv_eviction.evictions == run.counters.evictions == 2 * 16 + 4
 
 
+@pytest.mark.nightly
 def test_a_preempted_request_starts_a_new_stream(tiny_model, oracle):
     prompts = [random_prompt(n, seed=n) for n in (500, 480, 460, 440, 420, 400, 380, 360)]
     options = dict(num_gpu_blocks_override=46, max_model_len=1024, max_num_batched_tokens=512)

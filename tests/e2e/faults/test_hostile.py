@@ -93,10 +93,12 @@ def asking(place: Asked, xargs: dict[str, Any]) -> Asked:
 
 
 def alone() -> Iterator[Asked]:
-    """Every key with every value as a completion; in full once more somewhere else, or a third."""
+    """Every key with every value as a completion, or every other one; some or all somewhere else."""
     places = itertools.cycle(PLACES)
     keys = (*KEYS, "kv_eviction_x", "kv_eviction_\u00e9\x00")
-    for number, (key, value) in enumerate(itertools.product(keys, WILD)):
+    step = size(2, 1)
+    wild = ((key, one) for at, key in enumerate(keys) for one in WILD[at % step :: step])
+    for number, (key, value) in enumerate(wild):
         yield asking(COMPLETION, {key: value})
         if number % size(3, 1) == 0:
             yield asking(next(places), {key: value})
@@ -195,7 +197,7 @@ def test_every_key_alone_and_in_pairs(server):
     begin = time.monotonic()
     found = endure(server, requests)
     print(f"\n{len(requests)} requests in {time.monotonic() - begin:.0f} s: {dict(found)}")
-    assert found[200] > 100 and found[400] > 500
+    assert found[200] > 50 and found[400] > 250
     unharmed(server, before, counted)
 
 

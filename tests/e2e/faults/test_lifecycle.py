@@ -87,9 +87,7 @@ def short_tmp() -> Iterator[Path]:
 def test_a_killed_worker(tiny_model, tmp_path, short_tmp):
     env = dict(TMPDIR=str(short_tmp))
     several = [*ARGUMENTS, "--api-server-count", "2"]
-    # As users start it: each process is spawned, and imports for itself.
-    spawned = env | dict(KVEVICT_TEST_SPAWN="1")
-    with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, spawned) as server:
+    with Server(tiny_model, several, tmp_path / "killed", PATIENCE_S, env) as server:
         # Reading the maps of torch's processes takes seconds, in which a stream may end.
         mapped, victim = shared_memory(server), worker(server)
         clients = streams(server, 1500)
@@ -109,7 +107,8 @@ def test_a_killed_worker(tiny_model, tmp_path, short_tmp):
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_starts_and_stops(tiny_model, tmp_path, short_tmp):
-    env, expected = dict(TMPDIR=str(short_tmp)), None
+    # As users start it: each process is spawned, and imports for itself.
+    env, expected = dict(TMPDIR=str(short_tmp), KVEVICT_TEST_SPAWN="1"), None
     # Without a timeout vLLM kills its engine at once, and may then wait for open streams forever.
     drains = [*ARGUMENTS, "--shutdown-timeout", "50"]
     for cycle in range(size(2, 20)):

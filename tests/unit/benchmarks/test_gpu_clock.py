@@ -99,6 +99,7 @@ def test_a_step_is_captured_once_and_replayed(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F811
     """On emulated kernels, one after another and as the worker's pass; both keep the same."""
     for module in (eviction_pass, fused_pass):

@@ -43,6 +43,7 @@ def undisturbed(scene: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scene", SCENES)
 def test_no_race(scene):
     """In any order of blocks and threads, and the results are the same."""
