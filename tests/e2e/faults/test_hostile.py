@@ -93,7 +93,7 @@ def asking(place: Asked, xargs: dict[str, Any]) -> Asked:
 
 
 def alone() -> Iterator[Asked]:
-    """Every key with every value as a completion, or every other one; some or all somewhere else."""
+    """Every key with every value, or every other one, as a completion; some or all elsewhere."""
     places = itertools.cycle(PLACES)
     keys = (*KEYS, "kv_eviction_x", "kv_eviction_\u00e9\x00")
     step = size(2, 1)
