@@ -5,6 +5,7 @@ import pytest
 from tests.e2e.architectures import CONFIGS, MaskedArchitecture, architecture
 from tests.e2e.test_hybrids import FAMILIES, HEADS_APART, IN_BFLOAT16, NEAR
 from tests.models import cached_tiny_llama, random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, check_tokens
 
@@ -23,10 +24,6 @@ def assert_exact(oracle, run) -> None:
         assert agreed == total == NEW_TOKENS
         full += check_tokens(oracle, prompt, output, [Life(len(prompt))])[0]
     assert full < 0.9 * len(PROMPTS) * NEW_TOKENS, "full attention would agree as well"
-
-
-def nightly(*values):
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests.e2e.ranks_script import (
     SHARING,
 )
 from tests.e2e.test_audit import listen
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.profiles import random_profile
 
@@ -116,10 +117,6 @@ def check_audits(model: Path, policy: str, result: dict[str, Any]) -> None:
         for _ in range(2):
             run.generate(PROMPTS, NEW_TOKENS)
     assert told == pytest.approx(sorted(nats for *_, nats, _ in alone), rel=1e-3)
-
-
-def nightly(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 @NEED_TWO

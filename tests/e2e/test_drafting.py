@@ -5,11 +5,11 @@ wrong drafts stand at every place around an eviction.
 """
 
 import json
-from typing import Any
 
 import pytest
 
 from tests import forked
+from tests.nightly import nightly
 
 
 def run(script: str, *arguments: object) -> dict[str, int]:
@@ -20,10 +20,6 @@ def run(script: str, *arguments: object) -> dict[str, int]:
 
 CACHED = dict(enable_prefix_caching=True)
 CHUNKS = dict(max_num_batched_tokens=96, max_num_seqs=8)
-
-
-def nightly(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 CASES = [

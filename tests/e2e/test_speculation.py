@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_drafting import check_crowd, nightly, run
+from tests.e2e.test_drafting import check_crowd, run
 from tests.e2e.test_fp8_tokens import AGREEING
 from tests.hardware import FP8_CACHE
+from tests.nightly import nightly
 
 ROOT = Path(__file__).parents[2]
 SUFFIX = ROOT / ".cache" / "suffix"
