@@ -74,27 +74,45 @@ def test_accounting_catches_a_load_that_covers_the_window(monkeypatch):
     assert caught("a hit covers the window")
 
 
+class Refusals:
+    """Memory refuses half of what vLLM would store, which asks again in later steps.
+
+    A day draws its refusals from its own seed: hypothesis plays a day that failed once more.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._rng = Random()
+
+    def day(self, scenario: Scenario) -> None:
+        self._rng = Random(scenario.seed)
+        day(scenario)
+
+    def refuses(self) -> bool:
+        refused = self._rng.random() < 0.5
+        self.count += refused
+        return refused
+
+
 @pytest.fixture
-def refused(monkeypatch):
-    """Memory refuses half of what vLLM would store, which asks again in later steps."""
-    rng, prepare, refused = Random(3), CPUOffloadingManager.prepare_store, []
+def refusals(monkeypatch):
+    refusals, prepare = Refusals(), CPUOffloadingManager.prepare_store
 
     def prepared(self, keys, context):
-        if rng.random() < 0.5:
-            refused.append(context)
-            return None
-        return prepare(self, keys, context)
+        return None if refusals.refuses() else prepare(self, keys, context)
 
     monkeypatch.setattr(CPUOffloadingManager, "prepare_store", prepared)
-    return refused
+    return refusals
 
 
-def test_what_is_refused_is_harmless(refused):
-    days.play(day, 12)
-    assert len(refused) > 100
+def test_what_is_refused_is_harmless(refusals):
+    days.play(refusals.day, 12)
+    assert refusals.count > 100
 
 
-def test_accounting_catches_what_was_refused_and_is_stored_after_an_eviction(refused, monkeypatch):
+def test_accounting_catches_what_was_refused_and_is_stored_after_an_eviction(
+    refusals, monkeypatch
+):
     """Without refusals all tokens up to an eviction are stored when it comes."""
 
     def settle(self, evictions):
@@ -104,4 +122,4 @@ def test_accounting_catches_what_was_refused_and_is_stored_after_an_eviction(ref
         return jobs
 
     monkeypatch.setattr(OffloadedBlocks, "settle", settle)
-    assert caught(WRONG)
+    assert days.hunt(refusals.day, WRONG)
