@@ -1,9 +1,9 @@
 """`make demo`: a real model answers the same questions and load, without and with eviction.
 
 Starts `vllm serve` three times: stock and with `--kv-eviction auto` on KV memory for two full
-prompts, and stock with as much as all requests want, which is the limit. Asks each about long
-English texts through the OpenAI client, where the question is known when the text is evicted and
-where it is not, drives each with `vllm bench serve`, and prints and draws one comparison.
+prompts, and stock with as much as all requests want, which is the limit. Asks the first two about
+long English texts through the OpenAI client, where the question is known when the text is evicted
+and where it is not, drives each with `vllm bench serve`, and prints and draws one comparison.
 """
 
 import argparse
@@ -12,19 +12,20 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from openai import OpenAI
 from tqdm import tqdm
 
-from benchmarks.facts import FACTS, Question, questions
+from benchmarks.facts import Question, questions
 from benchmarks.load import Load, measure
 from benchmarks.provenance import provenance
 from benchmarks.server import Server
 from benchmarks.smollm2 import ModelUnavailable, real_model
 
-PROMPT, OUTPUT, BLOCK = 2048, 192, 32
+PROMPT, OUTPUT, BLOCK = 2048, 128, 32
 FOLDER = Path(".cache") / "demo"
 CHARACTERS = 8000
 """Of a text: about 1,800 tokens."""
@@ -41,13 +42,17 @@ NAMES = {"stock": "stock vLLM", "eviction": "--kv-eviction auto", "limit": "stoc
 """The servers; the last has memory for every request of the load at once."""
 
 
+def blocks(requests: int) -> int:
+    """Blocks of so many full prompts with their answers, and the null block."""
+    return requests * -(-(PROMPT + OUTPUT) // BLOCK) + 1
+
+
 def server_args(model: Path, requests: int = 2) -> list[str]:
     """A server's arguments, with KV memory for so many full prompts with their answers."""
-    blocks = requests * -(-(PROMPT + OUTPUT) // BLOCK) + 1
     return [
         "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK),
         "--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "64",
-        "--kv-cache-memory-bytes", str(blocks * block_bytes(model)), "--seed", "0",
+        "--kv-cache-memory-bytes", str(blocks(requests) * block_bytes(model)), "--seed", "0",
     ]  # fmt: skip
 
 
@@ -74,25 +79,59 @@ def ask(server: Server, model: Path, asked: list[Question], known: bool) -> list
         return list(threads.map(answer, asked))
 
 
-def run(
-    label: str, args: list[str], model: Path, load: Load, asked: list[Question], bar: tqdm
-) -> dict:
-    log = FOLDER / f"{label}.log"
-    bar.set_description(f"{NAMES[label]}: starting vllm serve (log: {log})")
-    with Server(model, args, log) as server:
-        bar.update()
-        bar.set_description(f"{NAMES[label]}: asking over HTTP")
-        answers = {known: ask(server, model, asked, known) for known in (True, False)}
-        bar.update()
-        bar.set_description(f"{NAMES[label]}: vllm bench serve, {load.num_prompts} requests")
-        row = measure(server, model, load)
-        bar.update()
+def start(arguments: dict[str, list[str]], model: Path, stack: ExitStack) -> dict[str, Server]:
+    """Start servers by label, all at once: a start is one process's work, mostly imports."""
+    servers = {
+        label: Server(model, args, FOLDER / f"{label}.log") for label, args in arguments.items()
+    }
+    with ThreadPoolExecutor(len(servers)) as threads:
+        started = [threads.submit(stack.enter_context, server) for server in servers.values()]
+    for future in started:
+        future.result()
+    return servers
+
+
+def told(server: Server, model: Path, asked: list[Question]) -> dict:
+    """What a server answers, and how much of it is right."""
+    answers = {known: ask(server, model, asked, known) for known in (True, False)}
     right = {
         known: sum(one.right(text) for one, text in zip(asked, texts, strict=True))
         for known, texts in answers.items()
     }
-    told = dict(right=right[True], right_unknown=right[False])
-    return {**row, **server.evictions(), **told, "answers": answers[True], "later": answers[False]}
+    return {
+        "right": right[True],
+        "right_unknown": right[False],
+        "answers": answers[True],
+        "later": answers[False],
+    }
+
+
+def run(model: Path, load: Load, asked: list[Question], eviction: list[str]) -> dict[str, dict]:
+    """A row for each of :data:`NAMES`; the last is not asked, as it answers like the first."""
+    few = server_args(model)
+    arguments = {
+        "stock": few,
+        "eviction": few + eviction,
+        "limit": server_args(model, load.concurrency),
+    }
+    with (
+        tqdm(total=6, bar_format="{desc} [{n_fmt}/{total_fmt}, {elapsed}]") as bar,
+        ExitStack() as stack,
+    ):
+        bar.set_description(f"starting three vllm serve (logs: {FOLDER}/*.log)")
+        servers = start(arguments, model, stack)
+        bar.update()
+        rows: dict[str, dict] = {}
+        for label in ("stock", "eviction"):
+            bar.set_description(f"{NAMES[label]}: asking over HTTP")
+            rows[label] = told(servers[label], model, asked)
+            bar.update()
+        # One at a time: they share the machine.
+        for label, server in servers.items():
+            bar.set_description(f"{NAMES[label]}: vllm bench serve, {load.num_prompts} requests")
+            rows[label] = rows.get(label, {}) | measure(server, model, load) | server.evictions()
+            bar.update()
+    return rows
 
 
 LINES = (
@@ -113,9 +152,10 @@ def table(rows: dict[str, dict]) -> str:
     """The comparison as text, with the ratio eviction / stock on the same memory."""
     out = [f"{'':<24}" + "".join(f"{name:>20}" for name in NAMES.values()) + f"{'ratio':>8}"]
     for title, key, form in LINES:
-        values = [rows[label].get(key, 0) for label in NAMES]
-        ratio = f"{values[1] / values[0]:.2f}x" if values[0] else "-"
-        cells = "".join(f"{form.format(value):>20}" for value in values)
+        values = [rows[label].get(key) for label in NAMES]
+        ratio = f"{values[1] / values[0]:.2f}x" if values[0] and values[1] is not None else "-"
+        texts = ["-" if value is None else form.format(value) for value in values]
+        cells = "".join(f"{text:>20}" for text in texts)
         out.append(f"{title:<24}{cells}{ratio:>8}")
     return "\n".join(out)
 
@@ -124,9 +164,11 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     """Bars of what the table compares first."""
     figure, axes = plt.subplots(1, 5, figsize=(13, 3.2), layout="constrained")
     for place, (title, key, form) in zip(axes, LINES, strict=False):
-        values = [rows[label].get(key, 0) for label in NAMES]
-        bars = place.bar(range(len(NAMES)), values, color=["#9e9e9e", "#3182bd", "#d9d9d9"])
-        place.bar_label(bars, [form.format(value) for value in values], fontsize=8)
+        values = [rows[label].get(key) for label in NAMES]
+        heights = [value or 0 for value in values]
+        bars = place.bar(range(len(NAMES)), heights, color=["#9e9e9e", "#3182bd", "#d9d9d9"])
+        texts = ["not asked" if value is None else form.format(value) for value in values]
+        place.bar_label(bars, texts, fontsize=8)
         place.set_title(title, fontsize=9)
         place.set_xticks(range(len(NAMES)), NAMES.values(), fontsize=7, rotation=20)
         for side in ("top", "right"):
@@ -155,9 +197,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--budget", default="12.5%")
-    parser.add_argument("--questions", type=int, default=len(FACTS))
-    parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--concurrency", type=int, default=12)
+    parser.add_argument("--questions", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     options = parser.parse_args()
 
@@ -168,22 +210,16 @@ def main() -> int:
         return 1
     asked = questions(options.questions, CHARACTERS)
     load = Load(PROMPT, OUTPUT, options.requests, options.concurrency)
-    args = server_args(model)
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
-    with tqdm(total=9, bar_format="{desc} [{n_fmt}/{total_fmt}, {elapsed}]") as bar:
-        rows = {
-            "stock": run("stock", args, model, load, asked, bar),
-            "eviction": run("eviction", args + eviction, model, load, asked, bar),
-            "limit": run("limit", server_args(model, options.concurrency), model, load, asked, bar),
-        }
+    rows = run(model, load, asked, eviction)
     print(f"\nSmolLM2-135M-Instruct about texts of {CHARACTERS:,} characters, "
           f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget}:")  # fmt: skip
     print(side_by_side(asked, rows))
     print(
         f"\nLoad: {PROMPT}-token prompts, {OUTPUT} new tokens, {options.requests} requests, "
         f"{options.concurrency} at once;\nKV memory for two full prompts "
-        f"({int(args[args.index('--kv-cache-memory-bytes') + 1]) / 2**20:.0f} MiB)\n"
+        f"({blocks(2) * block_bytes(model) / 2**20:.0f} MiB)\n"
     )
     print(table(rows))
     draw(rows, FOLDER / "demo.png")

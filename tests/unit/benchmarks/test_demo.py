@@ -28,7 +28,7 @@ def test_memory_for_two_full_prompts(tmp_path):
     assert block_bytes(tmp_path) == 32 * token
     args = server_args(tmp_path)
     memory = int(args[args.index("--kv-cache-memory-bytes") + 1])
-    assert 2 * (2048 + 192) * token <= memory < 2 * (2048 + 192 + 64) * token
+    assert 2 * (2048 + 128) * token <= memory < 2 * (2048 + 128 + 64) * token
 
 
 def test_a_question_may_come_later():
@@ -40,7 +40,7 @@ def test_a_question_may_come_later():
 def rows() -> dict[str, dict]:
     told = dict(right=7, right_unknown=6, output_tokens_per_s=20.0, answers=["It is\nhere."])
     evicted = told | dict(output_tokens_per_s=30.0, answers=[""], later=["Later."], evictions=3)
-    return {"stock": told, "eviction": evicted, "limit": told}
+    return {"stock": told, "eviction": evicted, "limit": {"output_tokens_per_s": 20.0}}
 
 
 def test_answers_side_by_side():
@@ -55,6 +55,7 @@ def test_the_comparison(tmp_path):
     (tokens,) = [line for line in lines if "output tokens/s" in line]
     assert tokens.split()[-4:] == ["20.0", "30.0", "20.0", "1.50x"]
     (evictions,) = [line for line in lines if line.startswith("evictions")]
-    assert evictions.split() == ["evictions", "0", "3", "0", "-"]
+    assert evictions.split() == ["evictions", "-", "3", "-", "-"]
+    assert lines[1].split()[-4:] == ["7", "7", "-", "1.00x"]
     draw(rows(), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
