@@ -18,5 +18,5 @@ KVEVICT_CUDA=1 "${PYTHON:-.venv/bin/python}" -m pip wheel --quiet --no-deps --no
     --wheel-dir "$built" .
 # torch is the user's own: it is named here and not copied in.
 PATH="$VENV/bin:$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' \
-    --wheel-dir dist "$built"/*.whl 2>/dev/null
+    --wheel-dir dist "$built"/*.whl
 ls -l dist

@@ -16,11 +16,13 @@ say "vLLM $VERSION (about 340 MB) into $FOLDER"
 python3 -m pip download -q --no-deps --only-binary :all: "${platforms[@]}" \
     --implementation cp --python-version 3.12 --abi abi3 -d "$wheel" "vllm==$VERSION" ||
     fail "vllm==$VERSION could not be downloaded"
-mkdir -p "$FOLDER"
-python3 - "$wheel"/vllm-*.whl "$FOLDER" <<'PYTHON'
+mkdir -p "$FOLDER" "$wheel/source"
+python3 - "$wheel"/vllm-*.whl "$wheel/source" <<'PYTHON'
 import sys
 import zipfile
 
 with zipfile.ZipFile(sys.argv[1]) as wheel:
     wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.endswith(".py")])
 PYTHON
+# Whole or not there: an extraction that is cut short must not look like one.
+mv "$wheel/source/vllm" "$FOLDER/vllm"

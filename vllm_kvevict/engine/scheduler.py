@@ -197,10 +197,9 @@ class EvictionMixin(Scheduler):
             reporter.measured(**measured)
         marks = self._memory.watermarks
         saved = sum(m.blocks_saved for m in self._evicting.values())
-        report = reporter.take(saved, marks.pressing, (marks.low, marks.high))
+        stores = self._stores.idle, self._stores.kept_bytes
+        report = reporter.take(saved, marks.pressing, (marks.low, marks.high), stores)
         if report is not None:
-            report.idle_stores = self._stores.idle
-            report.store_bytes = self._stores.kept_bytes
             attach(report, outputs)
 
     def _preempt_request(self, request: "Request", *args: Any, **kwargs: Any) -> None:

@@ -56,6 +56,13 @@ def _layout(vllm_config: "VllmConfig") -> bool:
     return envs.VLLM_KV_CACHE_LAYOUT not in (None, "LBHNC", "HND")
 
 
+def _older_ray(vllm_config: "VllmConfig") -> bool:
+    from vllm import envs
+
+    ray = vllm_config.parallel_config.distributed_executor_backend == "ray"
+    return ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+
+
 def _promoted(vllm_config: "VllmConfig") -> bool:
     model = vllm_config.model_config
     return bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager) and (
@@ -223,6 +230,12 @@ REFUSALS = (
         "a worker that restarts has lost which tokens its requests keep",
         "remove --enable-elastic-ep and --enable-fault-tolerance",
         lambda c: c.parallel_config.enable_elastic_ep or c.parallel_config.enable_fault_tolerance,
+    ),
+    Refusal(
+        "vLLM's older Ray executor",
+        "it calls the model runner past the worker, which evicts",
+        "set VLLM_USE_RAY_V2_EXECUTOR_BACKEND to 1",
+        _older_ray,
     ),
     # Geometry of the cache.
     Refusal(

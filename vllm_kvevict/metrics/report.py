@@ -64,7 +64,7 @@ class Reporter:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._reported = self._totals()
-        self._state = (0, False)
+        self._state = (0, False, 0, 0)
         self._next = Report()
         self._news = False
 
@@ -104,16 +104,23 @@ class Reporter:
         self._news = True
 
     def take(
-        self, blocks_saved: int, pressing: bool = False, marks: tuple[int, int] = (0, 0)
+        self,
+        blocks_saved: int,
+        pressing: bool = False,
+        marks: tuple[int, int] = (0, 0),
+        stores: tuple[int, int] = (0, 0),
     ) -> Report | None:
-        """What is new since the last call; None for nothing. Marks alone are no news."""
-        totals, state = self._totals(), (blocks_saved, pressing)
+        """What is new since the last call; None for nothing. Marks alone are no news.
+
+        ``stores`` are those that nobody uses, and bytes of host memory.
+        """
+        totals, state = self._totals(), (blocks_saved, pressing, *stores)
         if not self._news and totals == self._reported and state == self._state:
             return None
         report, self._next = self._next, Report()
         for name, total, reported in zip(TOTALS, totals, self._reported, strict=True):
             setattr(report, name, total - reported)
-        report.blocks_saved, report.pressing = state
+        report.blocks_saved, report.pressing, report.idle_stores, report.store_bytes = state
         report.mark_low, report.mark_high = marks
         self._reported, self._state, self._news = totals, state, False
         return report

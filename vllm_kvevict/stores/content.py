@@ -1,6 +1,6 @@
 """What a published store is outside the KV cache: tensors that say nothing of where they lay."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -9,7 +9,6 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.schedule.step_plan import StoreBlocks
-from vllm_kvevict.stores.files import Tensors
 
 
 class StoreContent:
@@ -43,21 +42,22 @@ class StoreContent:
             for name, c in caches.items()
         }
 
-    def read(self, groups: Sequence[StoreBlocks]) -> Tensors:
-        """A store's tensors, on the device; the device is not waited for."""
-        found: Tensors = {}
+    def read(self, groups: Sequence[StoreBlocks]) -> Iterator[tuple[str, torch.Tensor]]:
+        """A store's tensors by name, on the device, which is not waited for.
+
+        One after the other: all of a long store at once could be more than the device has left.
+        """
         for group in groups:
             state, pages = self._states[group.group_id], self._pages(group)
             if group.store:
                 split = state.split_kept(group.store[0])
-                found[f"{group.group_id}.split"] = split.clone()
+                yield f"{group.group_id}.split", split.clone()
             for index, name in enumerate(state.layer_names):
                 elements = self._caches[name].pages[pages][:, self._orders[name]]
-                found[f"{group.group_id}.{index}.pages"] = elements.view(torch.uint8)
+                yield f"{group.group_id}.{index}.pages", elements.view(torch.uint8)
                 if self._page_values is not None:
                     values = self._page_values.layer(name)[pages]
-                    found[f"{group.group_id}.{index}.values"] = values
-        return found
+                    yield f"{group.group_id}.{index}.values", values
 
     def write(self, groups: Sequence[StoreBlocks], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put a store's tensors, which lie in host memory, into these blocks."""

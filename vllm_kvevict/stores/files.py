@@ -10,7 +10,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from threading import Semaphore
+from threading import Lock
 from time import time
 
 import torch
@@ -26,8 +26,8 @@ SUFFIX = ".safetensors"
 OURS = re.compile(r"[0-9a-f]{16}/[0-9a-f]{40}\.[0-9]+\.safetensors")
 """Names of files that count and may be removed; whatever else is in the folder stays."""
 
-MOST_WAITING = 16
-"""Stores that wait to be written; a further one is not."""
+MOST_WAITING_BYTES = 2**30
+"""What stores that wait to be written hold of host memory; a further one is not written."""
 
 UNFINISHED_S = 3600
 """Seconds after which nobody writes to a file any more that was not moved into place."""
@@ -57,7 +57,7 @@ class StoreFiles:
         self._most_bytes = most_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-eviction-store-writer")
-        self._room = Semaphore(MOST_WAITING)
+        self._lock, self._waiting = Lock(), 0
         self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
@@ -73,8 +73,13 @@ class StoreFiles:
 
     def write_soon(self, name: str, rank: int, tensors: Tensors, ready: Callable[[], None]) -> None:
         """Write a store behind the caller's back, once ``ready`` returns."""
-        if self._room.acquire(blocking=False):
-            self._writer.submit(self._write, name, rank, tensors, ready)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        with self._lock:
+            # One alone is written however large it is.
+            if self._waiting and self._waiting + num_bytes > MOST_WAITING_BYTES:
+                return
+            self._waiting += num_bytes
+        self._writer.submit(self._write, name, rank, tensors, ready)
 
     def _write(self, name: str, rank: int, tensors: Tensors, ready: Callable[[], None]) -> None:
         try:
@@ -85,7 +90,8 @@ class StoreFiles:
         except OSError as error:
             logger.warning_once("KV eviction: a store was not written to a file: %s", error)
         finally:
-            self._room.release()
+            with self._lock:
+                self._waiting -= sum(tensor.nbytes for tensor in tensors.values())
 
     def write(self, name: str, rank: int, tensors: Tensors) -> None:
         """Write a store.

@@ -1,6 +1,6 @@
 """Host memory of one rank that holds published stores, as the scheduler says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -57,7 +57,7 @@ class HostStores:
         for name in forgotten:
             self._kept.pop(name, None)
         for copy in saves:
-            tensors, ready = _on_host(self._content.read(copy.groups))
+            tensors, ready = _on_host(self._content.read(copy.groups), self._content.device)
             if copy.keep:
                 self._kept[copy.name] = tensors
             if copy.write and self._files is not None:
@@ -73,12 +73,14 @@ def _pinned(tensors: Tensors, device: torch.device) -> Tensors:
     return {n: t.pin_memory() for n, t in tensors.items()} if device.type == "cuda" else tensors
 
 
-def _on_host(tensors: Tensors) -> tuple[Tensors, Callable[[], None]]:
+def _on_host(
+    tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
+) -> tuple[Tensors, Callable[[], None]]:
     """The tensors in host memory, and what waits until they are there."""
-    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
-        return tensors, lambda: None
+    if device.type == "cpu":
+        return dict(tensors), lambda: None
     host = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host[name] = pinned.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()

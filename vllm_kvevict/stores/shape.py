@@ -49,17 +49,27 @@ class StoreSizes:
         specs: Spec of every KV-cache group; all of them evict.
         layers: Layers of every group.
         channels: Numbers beside every cached token.
+        pinned: Whether host memory is pinned: torch takes it in powers of two.
 
     """
 
     specs: Mapping[int, EvictableAttentionSpec]
     layers: Mapping[int, int]
     channels: int
+    pinned: bool = False
+
+    def host_bytes(self, shapes: Mapping[int, GroupShape]) -> int:
+        """Host memory that a store's tensors take."""
+        sizes = self._bytes(shapes)
+        return sum(1 << (size - 1).bit_length() for size in sizes) if self.pinned else sum(sizes)
 
     def num_bytes(self, shapes: Mapping[int, GroupShape]) -> int:
         """Bytes of a store's tensors."""
+        return sum(self._bytes(shapes))
+
+    def _bytes(self, shapes: Mapping[int, GroupShape]) -> list[int]:
         tensors = self._expected(shapes).values()
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
+        return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors]
 
     def check(self, shapes: Mapping[int, GroupShape], tensors: Mapping[str, torch.Tensor]) -> None:
         """Check what comes from outside.

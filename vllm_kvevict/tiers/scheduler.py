@@ -49,6 +49,7 @@ class TieredMixin(EvictionMixin):
             {group: one.kv_cache_spec for group, one in groups.items()},
             {group: len(one.layer_names) for group, one in groups.items()},
             page_channels(config),
+            pinned=self.vllm_config.device_config.device_type == "cuda",
         )
         stores = TieredStores(
             core,

@@ -200,7 +200,7 @@ class TieredStores(PublishedStores):
         write = store.written = self._files is not None and state.request.lora_request is None
         self._absent.pop(name, None)
         self._drop_read(name)
-        keep = self._keep(name, self._sizes.num_bytes(shapes) * self._ranks)
+        keep = self._keep(name, self._sizes.host_bytes(shapes) * self._ranks)
         if keep or write:
             self._next.saves.append(_copy(name, store, keep, write))
 
@@ -242,7 +242,8 @@ class TieredStores(PublishedStores):
         num_bytes = self._sizes.num_bytes(shapes) * self._ranks
         seconds = self._read_seconds.get(name, 0.0)
         self._drop_read(name)
-        self._next.loads.append(_copy(name, store, self._keep(name, num_bytes), False, payload))
+        keep = self._keep(name, self._sizes.host_bytes(shapes) * self._ranks)
+        self._next.loads.append(_copy(name, store, keep, False, payload))
         self._counters.restored(key.point, num_bytes, from_file=payload is not None)
         if payload is not None:
             self._counters.restoring(seconds, from_file=True)

@@ -151,6 +151,16 @@ def test_refuses_layout(build: Build, monkeypatch: pytest.MonkeyPatch, layout: s
     assert "unset VLLM_KV_CACHE_LAYOUT or set it to LBHNC" in message
 
 
+def test_refuses_the_older_ray_executor(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_config = build()
+    vllm_config.parallel_config.distributed_executor_backend = "ray"
+    assert not any(one.applies(vllm_config) for one in REFUSALS)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    (refusal,) = (one for one in REFUSALS if one.applies(vllm_config))
+    assert_sentence(refusal.sentence())
+    assert "set VLLM_USE_RAY_V2_EXECUTOR_BACKEND to 1" in refusal.sentence()
+
+
 def test_refuses_other_platforms(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 

@@ -61,6 +61,9 @@ def test_nothing_new_is_not_sent():
     assert reporter.take(3) is not None
     assert reporter.take(3) is None
     assert asdict(reporter.take(2)) == asdict(Report(blocks_saved=2))
+    # Stores that went away with a reset, when nothing else happened.
+    assert reporter.take(2, stores=(1, 64)) is not None and reporter.take(2, stores=(1, 64)) is None
+    assert asdict(reporter.take(2)) == asdict(Report(blocks_saved=2))
 
 
 def test_the_way_to_the_front_end():

@@ -113,3 +113,25 @@ def test_what_is_no_number_stays_in_its_head(window_peaks, number):
     assert bool(peaks[1].isnan().any())
     others = [head for head in range(candidates.num_heads) if head != 1]
     torch.testing.assert_close(peaks[others], expected[others])
+
+
+@BOTH
+def test_a_head_with_fewer_tokens_than_the_window(window_peaks):
+    """Its first queries come before all that it holds: they give it nothing."""
+    window, width, held = 40, 60, (60, 25, 1)
+    generator = torch.Generator().manual_seed(0)
+    valid = torch.arange(width) >= width - torch.tensor(held)[:, None]
+    keys = torch.randn(3, width, 4, generator=generator)
+    candidates = Candidates(
+        keys=keys.masked_fill(~valid[..., None], math.nan),
+        valid=valid,
+        queries=torch.randn(3, 2, window, 4, generator=generator),
+        window=window,
+        num_candidates=width,
+        scale=1.0,
+    )
+    peaks = window_peaks(candidates, 5, 17)
+    for mine, expected in zip(peaks, spelled_out(candidates, 5, 17), strict=True):
+        torch.testing.assert_close(
+            mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
+        )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from vllm_kvevict.ops.reference.score import pool, window_attention
+from vllm_kvevict.ops.reference.score import head_attention, pool, window_attention, window_rows
 from vllm_kvevict.policies.base import Candidates
 
 
@@ -108,3 +108,18 @@ def test_pool(lengths, kernel, kind, seed, garbage):
 def test_pool_refuses(kernel, kind):
     with pytest.raises(ValueError):
         pool(torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), kernel, kind)
+
+
+def test_a_query_that_sees_nothing_gives_nothing():
+    valid = torch.tensor([[False] * 4 + [True] * 2, [True] * 6])
+    candidates = Candidates(
+        keys=torch.randn(2, 6, 3),
+        valid=valid,
+        queries=torch.randn(2, 1, 4, 3),
+        window=4,
+        num_candidates=2,
+        scale=1.0,
+    )
+    weights = head_attention(candidates, 0, 4)
+    assert weights.sum(-1).tolist() == [[0, 0, pytest.approx(1), pytest.approx(1)]]
+    assert torch.equal(weights, torch.cat(list(window_rows(candidates, 0))).view(1, 4, 6))

@@ -67,7 +67,7 @@ OLD, NEW = StoreBlocks(0, [3, 1], [7, 2]), StoreBlocks(0, [9, 4], [0, 11])
 def test_another_server_reads_it_whatever_its_kernel(dtype, values):
     here, there = Rank(1, dtype, values), Rank(5, dtype, values)
     expected, others = here.holds(OLD), there.holds(OLD)
-    there.content.write([NEW], here.content.read([OLD]))
+    there.content.write([NEW], dict(here.content.read([OLD])))
     for found, one in zip(there.holds(NEW), expected, strict=True):
         assert torch.equal(found, one)
     for found, one in zip(there.holds(OLD), others, strict=True):
@@ -76,7 +76,7 @@ def test_another_server_reads_it_whatever_its_kernel(dtype, values):
 
 def test_a_group_that_had_nothing_to_evict_has_no_split():
     rank, tail = Rank(1, torch.float32, False), StoreBlocks(0, [], [7, 2])
-    assert set(rank.content.read([tail])) == {"0.0.pages", "0.1.pages"}
+    assert set(dict(rank.content.read([tail]))) == {"0.0.pages", "0.1.pages"}
 
 
 def test_host_memory_holds_what_it_is_told_to(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 import time
 
 import pytest
@@ -200,6 +201,19 @@ def test_a_full_disk_costs_the_file_only(tmp_path, monkeypatch):
     files.write_soon(NAME, 0, tensors(), lambda: None)
     files.flush()
     assert not list(files.folder.iterdir())
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
+    """A large one alone is written; beside it a further one is not, and later one is again."""
+    monkeypatch.setattr("vllm_kvevict.stores.files.MOST_WAITING_BYTES", 8)
+    files, go = StoreFiles(tmp_path, {}), threading.Event()
+    files.write_soon("a" * 40, 0, tensors(), go.wait)
+    files.write_soon("b" * 40, 0, tensors(), go.wait)
+    go.set()
+    files.flush()
+    files.write_soon("c" * 40, 0, tensors(), go.wait)
+    files.flush()
+    assert sorted(path.name[0] for path in files.folder.iterdir()) == ["a", "c"]
 
 
 def test_writing_waits_until_the_tensors_are_there(tmp_path):

@@ -27,14 +27,20 @@ def sizes(channels: int = 2) -> StoreSizes:
 def store(channels: bool = True):
     rank, blocks = Rank(2, torch.float32, channels), StoreBlocks(0, [3, 1], [7])
     rank.state._kept[:, 3] = torch.tensor([0, 3, 4], dtype=torch.int32)
-    return GroupShape(64, 2, 1), rank.content.read([blocks])
+    return GroupShape(64, 2, 1), dict(rank.content.read([blocks]))
 
 
 @pytest.mark.parametrize("channels", [0, 2])
 def test_sizes_are_those_of_the_tensors(channels):
     shape, tensors = store(bool(channels))
     sizes(channels).check({0: shape}, tensors)
-    assert sizes(channels).num_bytes({0: shape}) == sum(t.nbytes for t in tensors.values())
+    each = [t.nbytes for t in tensors.values()]
+    assert sizes(channels).num_bytes({0: shape}) == sum(each)
+    assert sizes(channels).host_bytes({0: shape}) == sum(each)
+    # A whole power of two is no less than what is in it, and no twice of it.
+    pinned = replace(sizes(channels), pinned=True)
+    assert sum(each) <= pinned.host_bytes({0: shape}) < 2 * sum(each)
+    assert pinned.host_bytes({}) == 0
 
 
 def key(point: int, blocks: int) -> ShareKey:

@@ -144,6 +144,9 @@ def _peaks(
         known = True
         for row in range(rows):
             seen = width - window + row % window + 1
+            if seen <= first:
+                # The head holds fewer tokens than the window has queries: this one came before.
+                continue
             mine = logits[head, row, first:seen]
             count = seen - first
             if not _is_finite(mine):

@@ -39,7 +39,8 @@ def window_attention(candidates: Candidates) -> torch.Tensor:
 def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
     """Attention weights of the window's queries on what one KV head holds, some rows at a time.
 
-    Row ``g * w + i`` belongs to query head g of the group and query i of the window. A block has
+    Row ``g * w + i`` belongs to query head g of the group and query i of the window. It is 0 where
+    the head holds no token as old as the query. A block has
     :data:`FEWEST` rows, or more while they are no more than :data:`LOGITS` logits: what stands
     in memory grows with the columns only.
 
@@ -63,6 +64,7 @@ def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
     sinks = None
     if candidates.sinks is not None:
         sinks = candidates.sinks[head].repeat_interleave(window)
+    blind = own < padding.sum() - (columns - window)
     count = max(FEWEST, LOGITS // columns)
     for begin in range(0, len(rows), count):
         block, hidden = rows[begin : begin + count], ahead[begin : begin + count]
@@ -71,7 +73,8 @@ def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
             logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
         logits[:, columns - window :].masked_fill_(hidden, float("-inf"))
         logits.masked_fill_(padding, float("-inf"))
-        yield attention_weights(logits, None if sinks is None else sinks[begin : begin + count])
+        mine = None if sinks is None else sinks[begin : begin + count]
+        yield attention_weights(logits, mine).masked_fill_(blind[begin : begin + count], 0.0)
 
 
 def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:
@@ -98,9 +101,10 @@ def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor
     logits = queries[head, :, window - rows :].float() @ keys.float().T * candidates.scale
     if candidates.softcap:
         logits = torch.tanh(logits / candidates.softcap) * candidates.softcap
-    logits.masked_fill_(~(seen & candidates.valid[head]), float("-inf"))
+    seen &= candidates.valid[head]
+    logits.masked_fill_(~seen, float("-inf"))
     sinks = None if candidates.sinks is None else candidates.sinks[head, :, None]
-    return attention_weights(logits, sinks)
+    return attention_weights(logits, sinks).masked_fill_(~seen.any(-1, keepdim=True), 0.0)
 
 
 def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
