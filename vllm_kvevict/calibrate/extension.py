@@ -19,6 +19,7 @@ from vllm_kvevict.calibrate.regression import (
     Ridge,
     captured,
     features,
+    following,
     scored,
     shares_of,
     target,
@@ -73,6 +74,7 @@ class CalibratingWorker:
         layer = attentions[names[0]]
         heads, size = layer.num_kv_heads, layer.head_size
         self._kvevict_ridge = {name: Ridge(heads, size + 2, self.device) for name in names}
+        self._kvevict_following = {name: Ridge(heads, size + 3, self.device) for name in names}
         self._kvevict_probes: torch.Tensor | None = None
         first = first_head(heads)
         return dict(problem=None, heads=heads, first=first, layers=len(names), head_size=size)
@@ -85,12 +87,19 @@ class CalibratingWorker:
 
     @torch.inference_mode()
     def kvevict_learn(self, ids: Sequence[int], later: Sequence[Sequence[int]]) -> None:
-        """Count a context and the texts that come right behind it, each alone."""
+        """Count a context and the texts that come right behind it, each alone.
+
+        The last of them is how the context goes on.
+        """
         self.kvevict_context(ids)
-        count, most = len(ids) - self._kvevict_recent, self._kvevict_most(later, len(ids))
+        count = len(ids) - self._kvevict_recent
+        most, single = self._kvevict_most(later, len(ids))
+        seen = self._kvevict_seen()
         for name, x in self._kvevict_features().items():
             shares = shares_of(self._kvevict.context[name].values, sum_of_ranks)
             self._kvevict_ridge[name].add(x, target(most[name], shares)[:, :count])
+            both = torch.cat([x, seen[name][..., None]], dim=-1)
+            self._kvevict_following[name].add(both, following(single[name])[:, :count])
 
     @torch.inference_mode()
     def kvevict_captured(
@@ -102,7 +111,7 @@ class CalibratingWorker:
         of its values' norms.
         """
         self.kvevict_context(ids)
-        most, found = self._kvevict_most(later, len(ids)), []
+        most, found = self._kvevict_most(later, len(ids))[0], []
         seen = self._kvevict_seen()
         for index, (name, x) in enumerate(self._kvevict_features().items()):
             count, values = x.shape[1], self._kvevict.context[name].values
@@ -114,30 +123,58 @@ class CalibratingWorker:
             found.append(sum(by_probe) / 2)
         return torch.stack(found).cpu()
 
-    def _kvevict_most(self, later: Sequence[Sequence[int]], start: int) -> dict[str, torch.Tensor]:
-        """[H, n] the highest attention that texts behind the context give its tokens, by layer."""
+    def _kvevict_most(
+        self, later: Sequence[Sequence[int]], start: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """[H, n] the highest attention that texts behind the context give its tokens, by layer.
+
+        Of all of them, averaged over neighbours; and of the last, of each token alone.
+        """
         most: dict[str, torch.Tensor] = {}
         for text in later:
             with self._kvevict.doing(Pass(rows=1, most={})) as done:
                 self._kvevict_run(text, start, 1)
             for name, given in (done.most or {}).items():
                 most[name] = torch.maximum(most[name], given) if name in most else given
-        return most
+        return most, done.single
 
     def kvevict_solve(self, strength: float, window: float) -> dict[str, Any]:
-        """The probes [L, H, D + 2] and [L, H, D + 3] of this rank's heads, which it uses on.
+        """What this rank's heads have learned, by the keys alone and joined with the window.
 
         Args:
             strength: Ridge penalty, for each token.
-            window: Weight of the window's score in the second.
+            window: Weight of the window's score beside what answers taught.
+
+        Returns:
+            ``keys``: [L, H, 2, D + 2] probes of answers and of what follows; ``joined``: the same,
+            [L, H, 2, D + 3]; ``keys_moments`` and ``joined_moments``: [L, H, 2, 2] theirs;
+            ``rotated``: by layer.
 
         """
         names = self._kvevict.evictable
-        keys = torch.stack([self._kvevict_ridge[name].solve(strength) for name in names])
-        joined = torch.nn.functional.pad(keys, (0, 1), value=window)
+        found: dict[str, list[torch.Tensor]] = {}
+        for name in names:
+            answers, follows = self._kvevict_ridge[name], self._kvevict_following[name]
+            keys = answers.solve(strength)
+            size = keys.shape[-1]
+            for kind, first, count in (
+                ("keys", keys, size),
+                ("joined", torch.nn.functional.pad(keys, (0, 1), value=window), size + 1),
+            ):
+                both = first, follows.solve(strength, count)
+                found.setdefault(kind, []).append(torch.stack(both, 1))
+                moments = [follows.moments(one, size - 1) for one in both]
+                found.setdefault(f"{kind}_moments", []).append(torch.stack(moments, 1))
         rotated = [self._kvevict.rotated[name] for name in names]
-        self._kvevict_keys, self._kvevict_joined = keys, joined
-        return dict(keys=keys.cpu(), joined=joined.cpu(), rotated=rotated)
+        return {kind: torch.stack(rows).cpu() for kind, rows in found.items()} | dict(
+            rotated=rotated
+        )
+
+    def kvevict_use(self, keys: torch.Tensor, joined: torch.Tensor) -> None:
+        """Score by these probes [L, H, D + 2] and [L, H, D + 3], of the heads of all ranks."""
+        mine = self._kvevict_mine
+        self._kvevict_keys = keys[:, mine].to(self.device)
+        self._kvevict_joined = joined[:, mine].to(self.device)
 
     @torch.inference_mode()
     def kvevict_score(self, joined: bool) -> torch.Tensor:

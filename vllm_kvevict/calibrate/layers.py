@@ -29,12 +29,14 @@ class Pass:
         keep: [R, H, n] bool of single layers, by name: what the rows see of the context.
         most: By name, [H, n]: the highest attention that a query gave each token, averaged over
             neighbours; filled where it is not None.
+        single: The same, not averaged; filled with it.
 
     """
 
     rows: int = 0
     keep: dict[str, torch.Tensor] = field(default_factory=dict)
     most: dict[str, torch.Tensor] | None = None
+    single: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Layers:
@@ -116,6 +118,7 @@ class Layers:
         keep = self._pass.keep.get(name)
         weights = weights_behind(q, context.keys, k, kind, keep)
         if self._pass.most is not None and name in self.evictable:
-            given = neighbours(weights[..., : context.keys.shape[1]], KERNEL)
-            self._pass.most[name] = given.amax((0, 2, 3))
+            given = weights[..., : context.keys.shape[1]]
+            self._pass.most[name] = neighbours(given, KERNEL).amax((0, 2, 3))
+            self._pass.single[name] = given.amax((0, 2, 3))
         return apply(weights, context.values, v)

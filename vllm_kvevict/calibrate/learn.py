@@ -13,6 +13,7 @@ import torch
 from vllm_kvevict.calibrate.extension import EXTENSION
 from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
+from vllm_kvevict.calibrate.regression import joined_by_spread
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.probe_weights import ProbeWeights
@@ -21,7 +22,7 @@ STRENGTH = 1e-4
 """Ridge penalty on a weight's square, for each token counted."""
 
 WINDOW_WEIGHT = 0.6
-"""What the logarithm of the window's score counts for beside a probe's.
+"""What the logarithm of the window's score counts for beside what answers taught a probe.
 
 Not learned: windows of contexts, without the question, teach a weight that is too small where the
 question is in them."""
@@ -94,10 +95,20 @@ class Model:
         return self._whole(self._all("kvevict_captured", lesson.context, later, STEPS))
 
     def solve(self) -> ProbeWeights:
-        """The probes, from all lessons so far."""
-        found = self._all("kvevict_solve", STRENGTH, WINDOW_WEIGHT)
-        keys, joined = (self._whole([one[name] for one in found]) for name in ("keys", "joined"))
-        return ProbeWeights(keys.numpy(), joined.numpy(), tuple(found[0]["rotated"]))
+        """The probes, from all lessons so far.
+
+        Each is the sum of what answers taught and what the text that follows did.
+        """
+        ranks = self._all("kvevict_solve", STRENGTH, WINDOW_WEIGHT)
+        probes = []
+        for kind in ("keys", "joined"):
+            both, moments = (
+                self._whole([rank[name] for rank in ranks]) for name in (kind, f"{kind}_moments")
+            )
+            probes.append(joined_by_spread(both[:, :, 0], both[:, :, 1], moments))
+        keys, joined = probes
+        self._all("kvevict_use", keys, joined)
+        return ProbeWeights(keys.numpy(), joined.numpy(), tuple(ranks[0]["rotated"]))
 
     def hold(self, context: Sequence[int]) -> None:
         """Run a context, behind which texts are tried."""

@@ -26,8 +26,11 @@ MODULES = (
 """Modules of Python's standard library, whose docstrings are the prose of the contexts."""
 
 FACTS = 6
-FOLLOWING = 80
+FOLLOWING = 128
 """Tokens of the prose that goes on, which is what comes right behind a context."""
+
+MOST_OF_PROMPT = 320
+"""Tokens at the end of an operator's prompt that are what comes later."""
 
 ASIDE = 160
 """Tokens that a question and the chat template take at most."""
@@ -173,7 +176,7 @@ def of_prompts(path: Path, tokenizer: Any) -> list[Lesson]:
     """
     found = []
     for ids in from_file(path, tokenizer):
-        later = min(len(ids) // 4, 4 * FOLLOWING)
+        later = min(len(ids) // 4, MOST_OF_PROMPT)
         if later < 16:
             raise PromptsError(f"--prompts: {path}: a prompt of {len(ids)} tokens is too short")
         found.append(Lesson(ids[:-later], [Later(ids[-later:], later - 1)]))

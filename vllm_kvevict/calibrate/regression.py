@@ -50,6 +50,22 @@ def target(most: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     return reached(most * shares).add(LEAST).log()
 
 
+def following(single: torch.Tensor) -> torch.Tensor:
+    """What a probe should say of a text that goes on: each token is worth what it alone is given.
+
+    Whoever answers a question says a fact to its end, and needs the neighbours of what it looks at;
+    who goes on with prose does not, and each neighbour takes the place of another token.
+
+    Args:
+        single: [H, n] the highest attention that a query of what follows gave each token.
+
+    Returns:
+        [H, n] float32.
+
+    """
+    return single.add(LEAST).log()
+
+
 def window_feature(
     keys: torch.Tensor,
     queries: torch.Tensor,
@@ -136,14 +152,44 @@ class Ridge:
         self._xy += (x.mT @ y[..., None])[..., 0]
         self.tokens += x.shape[1]
 
-    def solve(self, strength: float) -> torch.Tensor:
+    def solve(self, strength: float, size: int | None = None) -> torch.Tensor:
         """Weights [H, size] float32.
 
         Args:
             strength: Penalty on a weight's square, for each token counted.
+            size: Of the first features, which alone are used; None for all.
 
         """
-        size = self._xx.shape[-1]
-        penalty = strength * self.tokens * torch.eye(size, dtype=torch.float64)
-        whole = self._xx + penalty.to(self._xx.device)
-        return torch.linalg.solve(whole, self._xy[..., None])[..., 0].float()
+        xx, xy = self._xx[:, :size, :size], self._xy[:, :size]
+        penalty = strength * self.tokens * torch.eye(xx.shape[-1], dtype=torch.float64)
+        return torch.linalg.solve(xx + penalty.to(xx.device), xy[..., None])[..., 0].float()
+
+    def moments(self, weights: torch.Tensor, one: int) -> torch.Tensor:
+        """[H, 2] float64: mean and mean square of what weights say of the tokens counted.
+
+        Args:
+            weights: [H, size or less] of the first features.
+            one: Index of the feature that is 1.
+
+        """
+        size = weights.shape[-1]
+        w, xx = weights.double(), self._xx[:, :size, :size] / self.tokens
+        mean = (xx[:, one] * w).sum(-1)
+        return torch.stack([mean, torch.einsum("hi,hij,hj->h", w, xx, w)], -1)
+
+
+def joined_by_spread(
+    first: torch.Tensor, second: torch.Tensor, moments: torch.Tensor
+) -> torch.Tensor:
+    """Weights of the sum of two probes, each over its spread in a layer; as the first in scale.
+
+    Args:
+        first: [L, H, size].
+        second: [L, H, size].
+        moments: [L, H, 2, 2] of :meth:`Ridge.moments`, of the first and of the second.
+
+    """
+    mean, square = moments.double().mean(1).unbind(-1)
+    spread = (square - mean**2).clamp(min=1e-12).sqrt()
+    ratio = (spread[:, 0] / spread[:, 1]).float()
+    return first + ratio[:, None, None] * second
