@@ -2,14 +2,19 @@
 
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from benchmarks.server import Server
 from tests import forked
 from tests.e2e import latent_script as ranked
 from tests.e2e.architectures import MaskedArchitecture, architecture
+from tests.e2e.test_abort import abort_everywhere
+from tests.e2e.test_features import FREE, GRAMMAR, SCHEMA, check_items, check_letters, complete
 from tests.e2e.test_prefill_interval import POINTS, SETTINGS, evicted_at
+from tests.e2e.test_server import metrics
 from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
 from tests.oracles.engine import Recorder, engine
@@ -167,6 +172,97 @@ def test_eviction_points_inside_prompts(model, oracle):
         agreed, total = check_tokens(oracle, prompts[0], outputs[0], [Life(720)])
         assert agreed < total * 0.9, "the oracle could not tell: full attention agrees"
         assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+def test_a_prompt_that_fills_the_pool(model, oracle):
+    """Survivors go into blocks of the prompt, also beside a request that waits for them."""
+    prompts = [random_prompt(45 * BLOCK - 100, seed=1), random_prompt(400, seed=2)]
+    with engine(
+        model,
+        dict(policy="snapkv", budget=256, interval=32),
+        num_gpu_blocks_override=46,
+        max_model_len=45 * BLOCK,
+    ) as run:
+        pool = run.scheduler.kv_cache_manager.block_pool
+        held = pool.get_new_blocks(5)
+        assert_exact(oracle, run, prompts[:1], 90)
+        assert run.counters.evictions_in_place > 0
+        assert_exact(oracle, run, prompts[::-1], 90)
+        pool.free_blocks(held)
+        assert run.free_blocks() == 45
+
+
+@pytest.mark.nightly
+def test_aborts_around_evictions(model):
+    """Nothing leaks, and nobody else notices."""
+    with engine(model, dict(policy="snapkv", budget=96, interval=32)) as run:
+        assert abort_everywhere(run) >= 8
+
+
+@pytest.mark.nightly
+def test_stops_and_grammars(model, oracle):
+    grammars = dict(backend="xgrammar", disable_any_whitespace=True)
+    with engine(
+        model, dict(policy="snapkv", budget=96, interval=32), structured_outputs_config=grammars
+    ) as run:
+        free, whole = run.free_blocks(), complete(run)[0]
+        tokens = list(whole.token_ids)
+        words = [word for word in whole.text[len(whole.text) * 2 // 3 :].split() if len(word) > 2]
+        stop = next(word for word in words if word.isascii())
+        (stopped,) = complete(run, stop=[stop])
+        assert stopped.text == whole.text[: whole.text.index(stop)] and stopped.stop_reason == stop
+        assert list(stopped.token_ids) == tokens[: len(stopped.token_ids)]
+        (stopped,) = complete(run, stop_token_ids=[tokens[70]])
+        assert list(stopped.token_ids) == tokens[: tokens.index(tokens[70]) + 1]
+        check_letters(run, oracle, complete(run, structured_outputs=GRAMMAR, **FREE)[0])
+        check_items(complete(run, structured_outputs=SCHEMA, **FREE)[0])
+        assert run.counters.evictions_prefill >= 5 and run.counters.evictions_decode >= 10
+        assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+def test_bfloat16(model):
+    """The oracle has the same weights, and numbers of float32."""
+    oracle = LatentOracle(model)
+    for parameter in oracle.model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    with engine(model, dict(policy="snapkv", **EVICTION), dtype="bfloat16") as run:
+        outputs = run.generate(PROMPTS, 150)
+        assert run.generate(PROMPTS, 150) == outputs
+        lives = run.lives()
+    assert [len(mine[0].evictions) for mine in lives] == [3, 3, 1]
+    found = [check_tokens(oracle, *one) for one in zip(PROMPTS, outputs, lives, strict=True)]
+    agreed, total = map(sum, zip(*found, strict=True))
+    full = check_tokens(oracle, PROMPTS[0], outputs[0], [Life(700)])[0]
+    print("bf16", found, full)
+    assert agreed > 0.9 * total
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two engines need two cores")
+def test_two_engines(model, oracle, tmp_path):
+    """Data parallel: each request's tokens are those of one engine."""
+    prompts = [random_prompt(150 + 11 * n, seed=n) for n in range(8)]
+    with engine(model, dict(policy="snapkv", budget=96, interval=32), max_model_len=1024) as run:
+        expected = assert_exact(oracle, run, prompts, 70)
+        evictions = run.counters.evictions
+    flags = "--enforce-eager --dtype float32 --kv-cache-memory-bytes 64M --max-model-len 1024"
+    flags += " --kv-eviction snapkv --kv-eviction-budget 96 --kv-eviction-interval 32"
+    flags += " --data-parallel-size 2 --served-model-name tiny"
+    asked = dict(temperature=0, max_tokens=70, ignore_eos=True, return_token_ids=True)
+    with (
+        Server(model, flags.split(), tmp_path / "log", timeout_s=600) as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
+
+        def ask(prompt: list[int]) -> list[int]:
+            body = dict(model="tiny", prompt=prompt, **asked)
+            return server.post("/v1/completions", body)["choices"][0]["token_ids"]
+
+        assert list(threads.map(ask, prompts)) == expected
+        found = [metrics(server, engine=engine)["evictions_total"] for engine in "01"]
+    assert sum(found) == evictions and min(found) > 0
 
 
 def test_layers_with_budgets_of_their_own(model, oracle):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache.spec import is_evictable
@@ -25,7 +25,7 @@ from vllm_kvevict.calibrate.regression import (
     window_feature,
 )
 from vllm_kvevict.ops.reference.probe import unrotated
-from vllm_kvevict.worker.ranks import first_head, sum_of_ranks
+from vllm_kvevict.worker.ranks import first_head, max_of_ranks, sum_of_ranks
 from vllm_kvevict.worker.rotary import find
 
 EXTENSION = "vllm_kvevict.calibrate.extension.CalibratingWorker"
@@ -53,13 +53,14 @@ class CalibratingWorker:
         specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
         attentions = self.vllm_config.compilation_config.static_forward_context
         names = sorted((n for n, s in specs.items() if is_evictable(s)), key=extract_layer_index)
-        others = [n for n, layer in attentions.items() if type(layer) is not Attention]
+        kinds = Attention, MLAAttention
+        others = [n for n, layer in attentions.items() if type(layer) not in kinds]
         if others or not names:
             kind = type(attentions[others[0]]).__name__ if others else "no full attention"
             return {"problem": f"not every layer is attention ({kind})"}
         model = self.model_runner.get_model()
-        self._kvevict = Layers(dict(attentions), names)
-        self._kvevict_window, self._kvevict_recent = window, recent
+        self._kvevict = Layers(dict(attentions), names, window)
+        self._kvevict_recent = recent
         try:
             self._kvevict_rotary = {name: find(model, attentions[name]) for name in names}
         except ValueError as error:
@@ -89,7 +90,7 @@ class CalibratingWorker:
         self.kvevict_context(ids)
         count, most = len(ids) - self._kvevict_recent, self._kvevict_most(later, len(ids))
         for name, x in self._kvevict_features().items():
-            shares = shares_of(self._kvevict.context[name].values, sum_of_ranks)
+            shares = self._kvevict_shares(name)
             self._kvevict_ridge[name].add(x, target(most[name], shares)[:, :count])
 
     @torch.inference_mode()
@@ -105,8 +106,8 @@ class CalibratingWorker:
         most, found = self._kvevict_most(later, len(ids)), []
         seen = self._kvevict_seen()
         for index, (name, x) in enumerate(self._kvevict_features().items()):
-            count, values = x.shape[1], self._kvevict.context[name].values
-            worth = most[name][:, :count] * shares_of(values[:, :count], sum_of_ranks)
+            count = x.shape[1]
+            worth = (most[name] * self._kvevict_shares(name))[:, :count]
             by_probe = [
                 captured(scored(x, seen[name], weights[index]), worth, steps)
                 for weights in (self._kvevict_keys, self._kvevict_joined)
@@ -122,7 +123,20 @@ class CalibratingWorker:
                 self._kvevict_run(text, start, 1)
             for name, given in (done.most or {}).items():
                 most[name] = torch.maximum(most[name], given) if name in most else given
+        for name, given in most.items():
+            # All ranks hold the one head of a latent cache, each with some of its query heads.
+            most[name] = max_of_ranks(given) if self._kvevict_latent(name) else given
         return most
+
+    def _kvevict_latent(self, name: str) -> bool:
+        return isinstance(self._kvevict.attentions[name], MLAAttention)
+
+    def _kvevict_shares(self, name: str) -> torch.Tensor:
+        """[H, n] share of each head in the norms of a token's values; 1 of a latent cache."""
+        values = self._kvevict.context[name].values
+        if self._kvevict_latent(name):
+            return torch.ones(values.shape[:2], device=values.device)
+        return shares_of(values, sum_of_ranks)
 
     def kvevict_solve(self, strength: float, window: float) -> dict[str, Any]:
         """The probes [L, H, D + 2] and [L, H, D + 3] of this rank's heads, which it uses on.
@@ -215,10 +229,9 @@ class CalibratingWorker:
         layers, found = self._kvevict, {}
         for name in layers.evictable:
             held, kind = layers.context[name], layers.kind(name)
-            shares = shares_of(held.values[:, : -self._kvevict_recent], sum_of_ranks)
-            queries = held.queries[:, :, -self._kvevict_window :]
+            shares = self._kvevict_shares(name)[:, : -self._kvevict_recent]
             how = kind.scale, kind.softcap, kind.sinks
-            found[name] = window_feature(held.keys, queries, shares, *how)
+            found[name] = window_feature(held.keys, held.queries, shares, *how)
         return found
 
     def _kvevict_run(self, ids: Sequence[int], start: int, rows: int) -> torch.Tensor:

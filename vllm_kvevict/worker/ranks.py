@@ -4,6 +4,7 @@ import torch
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
 
@@ -17,6 +18,13 @@ def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
 def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Average over the tensor-parallel ranks, as :func:`sum_of_ranks`."""
     return sum_of_ranks(tensor) / get_tensor_model_parallel_world_size()
+
+
+def max_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Maximum over the tensor-parallel ranks, as :func:`sum_of_ranks`."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return tensor
+    return tensor_model_parallel_all_gather(tensor[None], dim=0).amax(0)
 
 
 def first_head(num_heads: int) -> int:

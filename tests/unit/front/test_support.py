@@ -285,6 +285,7 @@ def test_serves_latent_caches_on_their_backend_for_cpus(
     ("policy", "served"),
     [
         *((name, True) for name in ("snapkv", "ada-snapkv", "tova", "streaming-llm", "pyramidkv")),
+        *((name, True) for name in ("probe", "ada-probe")),
         *((name, False) for name in ("defensive", "ada-defensive", "h2o", "subgen-stream")),
         ("subgen", False),
     ],
@@ -295,13 +296,6 @@ def test_policies_of_latent_caches(build: Build, policy: str, served: bool) -> N
         return _check(config, policy)
     with pytest.raises(ValueError, match=f"the policy {policy} for MLA models") as caught:
         _check(config, policy)
-    assert_sentence(str(caught.value))
-
-
-def test_refuses_profiles_of_latent_caches(build: Build) -> None:
-    config = build("DeepseekV2ForCausalLM")
-    with pytest.raises(ValueError, match="-profile for MLA models") as caught:
-        support.check(config, EvictionConfig(policy="snapkv", profile="auto"))
     assert_sentence(str(caught.value))
 
 
