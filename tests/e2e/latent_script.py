@@ -22,10 +22,12 @@ def heard(worker: Any) -> list[Any]:
     return worker.heard
 
 
-def main(model: Path, policy: str, target: Path) -> None:
+def main(model: Path, policy: str, target: Path, *profile: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM, SamplingParams
+
+    learned = dict(profile=profile[0]) if profile else {}
 
     llm = LLM(
         str(model),
@@ -34,7 +36,7 @@ def main(model: Path, policy: str, target: Path) -> None:
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
         max_model_len=2048,
-        additional_config={"kv_eviction": dict(policy=policy, **EVICTION)},
+        additional_config={"kv_eviction": dict(policy=policy, **EVICTION, **learned)},
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -53,4 +55,4 @@ def main(model: Path, policy: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

@@ -17,8 +17,10 @@ from tests.e2e.test_prefill_interval import POINTS, SETTINGS, evicted_at
 from tests.e2e.test_server import metrics
 from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import Recorder, engine
 from tests.oracles.masked import Kept, Life, check_tokens
+from tests.profiles import random_profile
 from vllm_kvevict.settings.config import EvictionConfig
 
 PROMPTS = [random_prompt(n, seed=n) for n in (700, 333, 60)]
@@ -234,15 +236,16 @@ def test_bfloat16(model):
     assert [len(mine[0].evictions) for mine in lives] == [3, 3, 1]
     found = [check_tokens(oracle, *one) for one in zip(PROMPTS, outputs, lives, strict=True)]
     agreed, total = map(sum, zip(*found, strict=True))
-    full = check_tokens(oracle, PROMPTS[0], outputs[0], [Life(700)])[0]
-    print("bf16", found, full)
-    assert agreed > 0.9 * total
+    assert agreed > 0.95 * total
+    assert check_tokens(oracle, PROMPTS[0], outputs[0], [Life(700)])[0] < 0.6 * 150
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two engines need two cores")
-def test_two_engines(model, oracle, tmp_path):
-    """Data parallel: each request's tokens are those of one engine."""
+def test_two_engines(tmp_path):
+    """Data parallel: tokens are those of one engine. vLLM's CPU build takes no experts there."""
+    model = architecture("DeepseekV2", tmp_path / "dense", first_k_dense_replace=4)
+    oracle = MaskedArchitecture(model)
     prompts = [random_prompt(150 + 11 * n, seed=n) for n in range(8)]
     with engine(model, dict(policy="snapkv", budget=96, interval=32), max_model_len=1024) as run:
         expected = assert_exact(oracle, run, prompts, 70)
@@ -280,13 +283,14 @@ def test_query_compression_and_grouped_experts(tmp_path):
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-@pytest.mark.parametrize("policy", ["snapkv", pytest.param("tova", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("policy", ["snapkv", nightly("tova"), nightly("probe")])
 def test_two_ranks(model, policy, tmp_path):
     """Each rank has a cache of its own, and evicts by its own query heads."""
     target = tmp_path / "result"
-    done = forked.run(
-        "tests.e2e.latent_script", model, policy, target, VLLM_CPU_OMP_THREADS_BIND="0|1"
-    )
+    words = [model, policy, target]
+    if policy == "probe":
+        words.append(random_profile(tmp_path, model, size=576)[0])
+    done = forked.run("tests.e2e.latent_script", *words, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = pickle.loads(target.read_bytes())
     assert result["leaked"] == 0
@@ -311,4 +315,4 @@ def test_two_ranks(model, policy, tmp_path):
             apart += one.positions != other.positions
             one.positions = [a + b for a, b in zip(one.positions, other.positions, strict=True)]
         assert check_tokens(oracle, prompt, output, [first]) == (ranked.NEW_TOKENS,) * 2
-    assert (apart > 4) == (policy == "snapkv"), "tova averages over the ranks"
+    assert (apart > 4) == (policy != "tova"), "tova averages over the ranks"

@@ -11,6 +11,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache.spec import is_evictable
@@ -25,7 +26,7 @@ from vllm_kvevict.calibrate.regression import (
     window_feature,
 )
 from vllm_kvevict.ops.reference.probe import unrotated
-from vllm_kvevict.worker.ranks import first_head, max_of_ranks, sum_of_ranks
+from vllm_kvevict.worker.ranks import first_head, of_ranks, sum_of_ranks
 from vllm_kvevict.worker.rotary import find
 
 EXTENSION = "vllm_kvevict.calibrate.extension.CalibratingWorker"
@@ -51,7 +52,9 @@ class CalibratingWorker:
 
         """
         specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
-        attentions = self.vllm_config.compilation_config.static_forward_context
+        layers = self.vllm_config.compilation_config.static_forward_context.items()
+        # Experts stand there, too, and keep nothing of earlier tokens.
+        attentions = {n: layer for n, layer in layers if isinstance(layer, AttentionLayerBase)}
         names = sorted((n for n, s in specs.items() if is_evictable(s)), key=extract_layer_index)
         kinds = Attention, MLAAttention
         others = [n for n, layer in attentions.items() if type(layer) not in kinds]
@@ -59,7 +62,7 @@ class CalibratingWorker:
             kind = type(attentions[others[0]]).__name__ if others else "no full attention"
             return {"problem": f"not every layer is attention ({kind})"}
         model = self.model_runner.get_model()
-        self._kvevict = Layers(dict(attentions), names, window)
+        self._kvevict = Layers(attentions, names, window)
         self._kvevict_recent = recent
         try:
             self._kvevict_rotary = {name: find(model, attentions[name]) for name in names}
@@ -123,9 +126,13 @@ class CalibratingWorker:
                 self._kvevict_run(text, start, 1)
             for name, given in (done.most or {}).items():
                 most[name] = torch.maximum(most[name], given) if name in most else given
-        for name, given in most.items():
-            # All ranks hold the one head of a latent cache, each with some of its query heads.
-            most[name] = max_of_ranks(given) if self._kvevict_latent(name) else given
+        mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
+        if self._kvevict_mine.unique().numel() < self._kvevict_mine.numel():
+            # Ranks that share a head have some of its query heads each.
+            for name, given in most.items():
+                parts = of_ranks(given)
+                held = [parts[self._kvevict_mine == head].amax(0) for head in mine]
+                most[name] = torch.stack(held)
         return most
 
     def _kvevict_latent(self, name: str) -> bool:
@@ -187,7 +194,7 @@ class CalibratingWorker:
         layers, length = self._kvevict, self._kvevict_scores.shape[-1]
         rank = self._kvevict_scores.argsort(-1, descending=True).argsort(-1)
         counts = torch.full((len(trials) + 1, *rank.shape[:2]), length)
-        mine = self._kvevict_mine
+        mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
         for row, trial in enumerate(trials, 1):
             counts[row] = torch.as_tensor(trial)[:, mine]
         keep = {}
@@ -206,7 +213,7 @@ class CalibratingWorker:
 
     def kvevict_heads(self, mine: Sequence[Sequence[int]]) -> None:
         """Say which heads of a layer the heads of each rank are."""
-        self._kvevict_mine = torch.tensor(mine[get_tensor_model_parallel_rank()])
+        self._kvevict_mine = torch.tensor(mine)
 
     def _kvevict_features(self) -> dict[str, torch.Tensor]:
         """[H, n - recent, D + 2] features of the context's tokens, by layer."""

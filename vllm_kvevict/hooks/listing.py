@@ -329,6 +329,7 @@ HOOKS = {
     "calibrate/extension.py": {
         "vllm.forward_context": "set_forward_context",
         "vllm.model_executor.layers.attention": "Attention MLAAttention",
+        "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
         "vllm.model_executor.models.utils": "extract_layer_index",
         "vllm.config": "ParallelConfig.worker_extension_cls",
     },

@@ -20,11 +20,10 @@ def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return sum_of_ranks(tensor) / get_tensor_model_parallel_world_size()
 
 
-def max_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Maximum over the tensor-parallel ranks, as :func:`sum_of_ranks`."""
-    if get_tensor_model_parallel_world_size() == 1:
-        return tensor
-    return tensor_model_parallel_all_gather(tensor[None], dim=0).amax(0)
+def of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """[ranks, ...] of all tensor-parallel ranks, the same on each; every rank must call it."""
+    size = get_tensor_model_parallel_world_size()
+    return tensor[None] if size == 1 else tensor_model_parallel_all_gather(tensor[None], dim=0)
 
 
 def first_head(num_heads: int) -> int:
