@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models import random_prompt
+from tests.oracles.engine import layers_by_depth
 
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 60)]
 NEW_TOKENS = 110
@@ -20,6 +21,10 @@ def listen(worker: Any) -> None:
 
 def heard(worker: Any) -> list[Any]:
     return worker.heard
+
+
+def layers(worker: Any) -> dict[int, list[int]]:
+    return layers_by_depth(worker.kv_eviction.states)
 
 
 def main(model: Path, policy: str, target: Path, *profile: str) -> None:
@@ -49,7 +54,8 @@ def main(model: Path, policy: str, target: Path, *profile: str) -> None:
     )
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     leaked = free - pool.get_num_free_blocks()
-    result = dict(tokens=tokens, records=llm.collective_rpc(heard), leaked=leaked)
+    groups, records = llm.collective_rpc(layers)[0], llm.collective_rpc(heard)
+    result = dict(tokens=tokens, layers=groups, records=records, leaked=leaked)
     target.write_bytes(pickle.dumps(result))
     llm.llm_engine.engine_core.shutdown()
 

@@ -246,10 +246,12 @@ def test_two_engines(tmp_path):
     """Data parallel: tokens are those of one engine. vLLM's CPU build takes no experts there."""
     model = architecture("DeepseekV2", tmp_path / "dense", first_k_dense_replace=4)
     oracle = MaskedArchitecture(model)
-    prompts = [random_prompt(150 + 11 * n, seed=n) for n in range(8)]
+    # More of them would wait for each other's evictions.
+    prompts = [random_prompt(150 + 11 * n, seed=n) for n in range(4)]
     with engine(model, dict(policy="snapkv", budget=96, interval=32), max_model_len=1024) as run:
         expected = assert_exact(oracle, run, prompts, 70)
         evictions = run.counters.evictions
+        assert not run.counters.postponed
     flags = "--enforce-eager --dtype float32 --kv-cache-memory-bytes 64M --max-model-len 1024"
     flags += " --kv-eviction snapkv --kv-eviction-budget 96 --kv-eviction-interval 32"
     flags += " --data-parallel-size 2 --served-model-name tiny"
@@ -296,7 +298,7 @@ def test_two_ranks(model, policy, tmp_path):
     assert result["leaked"] == 0
     ranks = []
     for records in result["records"]:
-        recorder = Recorder({0: [0, 1, 2, 3]})
+        recorder = Recorder(result["layers"])
         names = sorted({one.eviction.request_id for one in records}, key=lambda n: n.split("-")[0])
         for name, prompt in zip(names, ranked.PROMPTS, strict=True):
             recorder.admitted(name, len(prompt))
@@ -315,4 +317,6 @@ def test_two_ranks(model, policy, tmp_path):
             apart += one.positions != other.positions
             one.positions = [a + b for a, b in zip(one.positions, other.positions, strict=True)]
         assert check_tokens(oracle, prompt, output, [first]) == (ranked.NEW_TOKENS,) * 2
-    assert (apart > 4) == (policy != "tova"), "tova averages over the ranks"
+    # Where scores are of entries, too, the ranks agree for the most part.
+    assert apart >= {"snapkv": 5, "probe": 1, "tova": 0}[policy], apart
+    assert apart <= 4 or policy == "snapkv", "tova averages over the ranks"
