@@ -127,7 +127,7 @@ class CalibratingWorker:
             for name, given in (done.most or {}).items():
                 most[name] = torch.maximum(most[name], given) if name in most else given
         mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
-        if self._kvevict_mine.unique().numel() < self._kvevict_mine.numel():
+        if self._kvevict_copies > 1:
             # Ranks that share a head have some of its query heads each.
             for name, given in most.items():
                 parts = of_ranks(given)
@@ -143,7 +143,7 @@ class CalibratingWorker:
         values = self._kvevict.context[name].values
         if self._kvevict_latent(name):
             return torch.ones(values.shape[:2], device=values.device)
-        return shares_of(values, sum_of_ranks)
+        return shares_of(values, sum_of_ranks) * self._kvevict_copies
 
     def kvevict_solve(self, strength: float, window: float) -> dict[str, Any]:
         """The probes [L, H, D + 2] and [L, H, D + 3] of this rank's heads, which it uses on.
@@ -214,6 +214,7 @@ class CalibratingWorker:
     def kvevict_heads(self, mine: Sequence[Sequence[int]]) -> None:
         """Say which heads of a layer the heads of each rank are."""
         self._kvevict_mine = torch.tensor(mine)
+        self._kvevict_copies = self._kvevict_mine.numel() // len(self._kvevict_mine.unique())
 
     def _kvevict_features(self) -> dict[str, torch.Tensor]:
         """[H, n - recent, D + 2] features of the context's tokens, by layer."""
