@@ -16,6 +16,7 @@ from tests import forked
 from tests.e2e.architectures import MaskedArchitecture, architecture
 from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine, set_aside
 from tests.oracles.masked import Kept, Life, check_tokens
 from tests.profiles import random_profile
@@ -119,8 +120,15 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
     return compared
 
 
-@pytest.mark.parametrize("policy", ["ada-probe", pytest.param("probe", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("window", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("policy", "window"),
+    [
+        ("ada-probe", "auto"),
+        nightly("probe", "auto"),
+        nightly("ada-probe", "none"),
+        nightly("probe", "none"),
+    ],
+)
 def test_entries_are_kept_by_what_is_learned_of_them(model, oracle, tmp_path, policy, window):
     path, weights = random_profile(tmp_path, model, size=SIZE)
     settings = dict(policy=policy, profile=str(path), options=dict(probe_window=window))
