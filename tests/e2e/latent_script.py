@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models import random_prompt
+from tests.oracles.engine import layers_by_depth
 
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 60)]
 NEW_TOKENS = 110
@@ -22,10 +23,16 @@ def heard(worker: Any) -> list[Any]:
     return worker.heard
 
 
-def main(model: Path, policy: str, target: Path) -> None:
+def layers(worker: Any) -> dict[int, list[int]]:
+    return layers_by_depth(worker.kv_eviction.states)
+
+
+def main(model: Path, policy: str, target: Path, *profile: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM, SamplingParams
+
+    learned = dict(profile=profile[0]) if profile else {}
 
     llm = LLM(
         str(model),
@@ -34,7 +41,7 @@ def main(model: Path, policy: str, target: Path) -> None:
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
         max_model_len=2048,
-        additional_config={"kv_eviction": dict(policy=policy, **EVICTION)},
+        additional_config={"kv_eviction": dict(policy=policy, **EVICTION, **learned)},
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -47,10 +54,11 @@ def main(model: Path, policy: str, target: Path) -> None:
     )
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     leaked = free - pool.get_num_free_blocks()
-    result = dict(tokens=tokens, records=llm.collective_rpc(heard), leaked=leaked)
+    groups, records = llm.collective_rpc(layers)[0], llm.collective_rpc(heard)
+    result = dict(tokens=tokens, layers=groups, records=records, leaked=leaked)
     target.write_bytes(pickle.dumps(result))
     llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

@@ -64,32 +64,39 @@ class Scene:
         self.llm.abort_request([self.names[1]])
 
 
+def abort_everywhere(run) -> int:
+    """Before, in and after each eviction of the victim; returns how many aborts there were."""
+    free, aborts = run.free_blocks(), 0
+    scene = Scene(run)
+    scene.start(victim=False)
+    alone = scene.finish()
+    scene.start()
+    evicting = [step for step in range(1, 60) if scene.step()]
+    assert len(evicting) >= 2, "at the end of prefill and in decode"
+    assert scene.finish() == alone
+    near = {step + offset for step in evicting for offset in (-1, 0)}
+    for step in sorted(near | {0, 3}):
+        for during in (False, True):
+            scene.start()
+            evicted = [scene.step() for _ in range(step)]
+            if during:
+                scene.abort_during_the_step()
+            else:
+                assert evicted.count(True) == sum(s <= step for s in evicting)
+                scene.llm.abort_request([scene.names[1]])
+                assert scene.ids[1] not in run.scheduler.requests
+            assert scene.finish() == alone
+            assert run.free_blocks() == free
+            assert not run.scheduler._table.states
+            rings = run.scheduler._turns.slots
+            assert rings.num_free == rings.count
+            aborts += 1
+    return aborts
+
+
 @pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_abort_at_any_step(tiny_model, caching):
     with engine(
         tiny_model, EVICTION, max_num_batched_tokens=96, enable_prefix_caching=caching
     ) as run:
-        free = run.free_blocks()
-        scene = Scene(run)
-        scene.start(victim=False)
-        alone = scene.finish()
-        scene.start()
-        evicting = [step for step in range(1, 60) if scene.step()]
-        assert len(evicting) >= 2, "at the end of prefill and in decode"
-        assert scene.finish() == alone
-        near = {step + offset for step in evicting for offset in (-1, 0)}
-        for step in sorted(near | {0, 3}):
-            for during in (False, True):
-                scene.start()
-                evicted = [scene.step() for _ in range(step)]
-                if during:
-                    scene.abort_during_the_step()
-                else:
-                    assert evicted.count(True) == sum(s <= step for s in evicting)
-                    scene.llm.abort_request([scene.names[1]])
-                    assert scene.ids[1] not in run.scheduler.requests
-                assert scene.finish() == alone
-                assert run.free_blocks() == free
-                assert not run.scheduler._table.states
-                rings = run.scheduler._turns.slots
-                assert rings.num_free == rings.count
+        abort_everywhere(run)

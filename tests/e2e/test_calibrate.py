@@ -2,13 +2,15 @@
 
 import gc
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tests.models import random_prompt, random_text
+from tests import forked
+from tests.models import cached_tiny_llama, random_prompt, random_text
 from tests.oracles.engine import engine, set_aside
 from vllm_kvevict.calibrate import lessons
 from vllm_kvevict.calibrate.__main__ import main
@@ -164,6 +166,23 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
         torch.from_numpy(found.keys).double(), expected, rtol=2e-3, atol=2e-3
     )
     assert not list(tmp_path.glob("tmp*")), "a draft is left"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
+    model, path = cached_tiny_llama(kv_heads=1), tmp_path / "profile.json"
+    options = "--samples 2 --answers 1 --length 500 --dtype float32 -tp 2 --output".split()
+    words = "vllm_kvevict.calibrate", str(model), *options, str(path)
+    done = forked.run(*words, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    profile = read(path)
+    found = probe_weights.read(profile.probe, profile.model)
+    tokenizer, paragraphs = AutoTokenizer.from_pretrained(model), lessons.prose()
+    texts = lessons.lessons(tokenizer, paragraphs[: len(paragraphs) * 5 // 6], 2, 500, "learn")
+    torch.testing.assert_close(
+        torch.from_numpy(found.keys).double(), expected_probes(model, texts), rtol=2e-3, atol=2e-3
+    )
 
 
 @pytest.mark.nightly

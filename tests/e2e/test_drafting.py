@@ -71,3 +71,32 @@ def check_crowd(found: dict[str, int], exact: float = 1.0) -> None:
     assert found["evictions"] >= 40 and found["inside"] >= 2
     assert found["accepted"] > 0 and found["rejected"] > 0
     assert found["blocks_leaked"] == 0
+
+
+SCENES = ("share", "filled", "aborts", "stops", "bfloat16")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_scenes(method, scene, tmp_path):
+    check_scene(run("drafted_scenes_script", method, scene, tmp_path), scene)
+
+
+def check_scene(found: dict[str, float], scene: str) -> None:
+    """Of ``drafted_scenes_script``, where drafts were the drafter's, then right and wrong."""
+    assert found["accepted"] > 0 and found["rejected"] > 0
+    assert found["blocks_leaked"] == 0 and found["evictions"] >= 9
+    if scene == "aborts":
+        assert found["aborted"] >= 30
+    else:
+        assert found["evictions_of_a_request"] >= 2
+    if scene == "bfloat16":
+        assert found["agreed"] > 0.9 * found["total"]
+    elif scene in ("share", "filled"):
+        assert found["agreed"] == found["total"] > 400
+    if "full_attention_agreed" in found:
+        assert found["full_attention_agreed"] < 0.9 * found["total"]
+    if scene == "share":
+        # Blocks of 32 tokens, beside the window of as many.
+        assert found["stores"] == [(n // 4 - 32) // 32 for n in (900, 600)]

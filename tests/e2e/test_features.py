@@ -129,17 +129,28 @@ def test_one_token_is_not_worth_an_eviction(run, oracle, count):
     assert run.counters.evictions == evictions + 1
 
 
+LETTERS = 200
+GRAMMAR = StructuredOutputsParams(regex=rf"[a-z ]{{{LETTERS}}}")
+SCHEMA = StructuredOutputsParams(
+    json=dict(type="array", items=dict(type="string", pattern="^[a-z]{12}$"), minItems=20,
+              maxItems=20)
+)  # fmt: skip
+FREE = dict(max_tokens=400, ignore_eos=False)
+
+
 def test_structured_output_takes_the_best_allowed_token(evicting, oracle):
-    """A grammar of 200 letters and blanks: at every token, what the oracle prefers among them."""
-    length = 200
-    grammar = StructuredOutputsParams(regex=rf"[a-z ]{{{length}}}")
-    answer = complete(evicting, structured_outputs=grammar, max_tokens=300, ignore_eos=False)[0]
-    assert re.fullmatch(rf"[a-z ]{{{length}}}", answer.text)
-    tokenizer = evicting.llm.get_tokenizer()
+    answer = complete(evicting, structured_outputs=GRAMMAR, **FREE)[0]
+    check_letters(evicting, oracle, answer)
+
+
+def check_letters(run, oracle, answer):
+    """Of a grammar of 200 letters and blanks: at every token, what the oracle prefers of them."""
+    left = LETTERS
+    assert re.fullmatch(rf"[a-z ]{{{left}}}", answer.text)
+    tokenizer = run.llm.get_tokenizer()
     texts = [tokenizer.decode([token]) for token in range(1024)]
     tokens = list(answer.token_ids)[:-1]  # without the end of the text
-    rows = log_probabilities(oracle, PROMPT, tokens, evicting.lives()[0][0])
-    left = length
+    rows = log_probabilities(oracle, PROMPT, tokens, run.lives()[0][0])
     for token, row in zip(tokens, rows, strict=True):
         allowed = [t for t, text in enumerate(texts) if re.fullmatch(rf"[a-z ]{{1,{left}}}", text)]
         assert row[token] == max(row[allowed])
@@ -148,10 +159,10 @@ def test_structured_output_takes_the_best_allowed_token(evicting, oracle):
 
 
 def test_structured_output_json(evicting):
-    schema = dict(type="array", items=dict(type="string", pattern="^[a-z]{12}$"), minItems=20,
-                  maxItems=20)  # fmt: skip
-    grammar = StructuredOutputsParams(json=schema)
-    answer = complete(evicting, structured_outputs=grammar, max_tokens=400, ignore_eos=False)[0]
+    check_items(complete(evicting, structured_outputs=SCHEMA, **FREE)[0])
+
+
+def check_items(answer):
     items = json.loads(answer.text)
     assert len(items) == 20 and all(re.fullmatch("[a-z]{12}", item) for item in items)
 

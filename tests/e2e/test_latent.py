@@ -2,18 +2,25 @@
 
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from benchmarks.server import Server
 from tests import forked
 from tests.e2e import latent_script as ranked
 from tests.e2e.architectures import MaskedArchitecture, architecture
+from tests.e2e.test_abort import abort_everywhere
+from tests.e2e.test_features import FREE, GRAMMAR, SCHEMA, check_items, check_letters, complete
 from tests.e2e.test_prefill_interval import POINTS, SETTINGS, evicted_at
+from tests.e2e.test_server import metrics
 from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import Recorder, engine
 from tests.oracles.masked import Kept, Life, check_tokens
+from tests.profiles import random_profile
 from vllm_kvevict.settings.config import EvictionConfig
 
 PROMPTS = [random_prompt(n, seed=n) for n in (700, 333, 60)]
@@ -169,6 +176,100 @@ def test_eviction_points_inside_prompts(model, oracle):
         assert run.free_blocks() == free
 
 
+@pytest.mark.nightly
+def test_a_prompt_that_fills_the_pool(model, oracle):
+    """Survivors go into blocks of the prompt, also beside a request that waits for them."""
+    prompts = [random_prompt(45 * BLOCK - 100, seed=1), random_prompt(400, seed=2)]
+    with engine(
+        model,
+        dict(policy="snapkv", budget=256, interval=32),
+        num_gpu_blocks_override=46,
+        max_model_len=45 * BLOCK,
+    ) as run:
+        pool = run.scheduler.kv_cache_manager.block_pool
+        held = pool.get_new_blocks(5)
+        assert_exact(oracle, run, prompts[:1], 90)
+        assert run.counters.evictions_in_place > 0
+        assert_exact(oracle, run, prompts[::-1], 90)
+        pool.free_blocks(held)
+        assert run.free_blocks() == 45
+
+
+@pytest.mark.nightly
+def test_aborts_around_evictions(model):
+    """Nothing leaks, and nobody else notices."""
+    with engine(model, dict(policy="snapkv", budget=96, interval=32)) as run:
+        assert abort_everywhere(run) >= 8
+
+
+@pytest.mark.nightly
+def test_stops_and_grammars(model, oracle):
+    grammars = dict(backend="xgrammar", disable_any_whitespace=True)
+    with engine(
+        model, dict(policy="snapkv", budget=96, interval=32), structured_outputs_config=grammars
+    ) as run:
+        free, whole = run.free_blocks(), complete(run)[0]
+        tokens = list(whole.token_ids)
+        words = [word for word in whole.text[len(whole.text) * 2 // 3 :].split() if len(word) > 2]
+        stop = next(word for word in words if word.isascii())
+        (stopped,) = complete(run, stop=[stop])
+        assert stopped.text == whole.text[: whole.text.index(stop)] and stopped.stop_reason == stop
+        assert list(stopped.token_ids) == tokens[: len(stopped.token_ids)]
+        (stopped,) = complete(run, stop_token_ids=[tokens[70]])
+        assert list(stopped.token_ids) == tokens[: tokens.index(tokens[70]) + 1]
+        check_letters(run, oracle, complete(run, structured_outputs=GRAMMAR, **FREE)[0])
+        check_items(complete(run, structured_outputs=SCHEMA, **FREE)[0])
+        assert run.counters.evictions_prefill >= 5 and run.counters.evictions_decode >= 10
+        assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+def test_bfloat16(model):
+    """The oracle has the same weights, and numbers of float32."""
+    oracle = LatentOracle(model)
+    for parameter in oracle.model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    with engine(model, dict(policy="snapkv", **EVICTION), dtype="bfloat16") as run:
+        outputs = run.generate(PROMPTS, 150)
+        assert run.generate(PROMPTS, 150) == outputs
+        lives = run.lives()
+    assert [len(mine[0].evictions) for mine in lives] == [3, 3, 1]
+    found = [check_tokens(oracle, *one) for one in zip(PROMPTS, outputs, lives, strict=True)]
+    agreed, total = map(sum, zip(*found, strict=True))
+    assert agreed > 0.95 * total
+    assert check_tokens(oracle, PROMPTS[0], outputs[0], [Life(700)])[0] < 0.6 * 150
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two engines need two cores")
+def test_two_engines(tmp_path):
+    """Data parallel: tokens are those of one engine. vLLM's CPU build takes no experts there."""
+    model = architecture("DeepseekV2", tmp_path / "dense", first_k_dense_replace=4)
+    oracle = MaskedArchitecture(model)
+    # More of them would wait for each other's evictions.
+    prompts = [random_prompt(150 + 11 * n, seed=n) for n in range(4)]
+    with engine(model, dict(policy="snapkv", budget=96, interval=32), max_model_len=1024) as run:
+        expected = assert_exact(oracle, run, prompts, 70)
+        evictions = run.counters.evictions
+        assert not run.counters.postponed
+    flags = "--enforce-eager --dtype float32 --kv-cache-memory-bytes 64M --max-model-len 1024"
+    flags += " --kv-eviction snapkv --kv-eviction-budget 96 --kv-eviction-interval 32"
+    flags += " --data-parallel-size 2 --served-model-name tiny"
+    asked = dict(temperature=0, max_tokens=70, ignore_eos=True, return_token_ids=True)
+    with (
+        Server(model, flags.split(), tmp_path / "log", timeout_s=600) as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
+
+        def ask(prompt: list[int]) -> list[int]:
+            body = dict(model="tiny", prompt=prompt, **asked)
+            return server.post("/v1/completions", body)["choices"][0]["token_ids"]
+
+        assert list(threads.map(ask, prompts)) == expected
+        found = [metrics(server, engine=engine)["evictions_total"] for engine in "01"]
+    assert sum(found) == evictions and min(found) > 0
+
+
 def test_layers_with_budgets_of_their_own(model, oracle):
     with engine(model, dict(policy="pyramidkv", budget=192, interval=64)) as run:
         assert len(run.worker.kv_eviction.states) > 1
@@ -184,19 +285,20 @@ def test_query_compression_and_grouped_experts(tmp_path):
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-@pytest.mark.parametrize("policy", ["snapkv", pytest.param("tova", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("policy", ["snapkv", nightly("tova"), nightly("probe")])
 def test_two_ranks(model, policy, tmp_path):
     """Each rank has a cache of its own, and evicts by its own query heads."""
     target = tmp_path / "result"
-    done = forked.run(
-        "tests.e2e.latent_script", model, policy, target, VLLM_CPU_OMP_THREADS_BIND="0|1"
-    )
+    words = [model, policy, target]
+    if policy == "probe":
+        words.append(random_profile(tmp_path, model, size=576)[0])
+    done = forked.run("tests.e2e.latent_script", *words, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = pickle.loads(target.read_bytes())
     assert result["leaked"] == 0
     ranks = []
     for records in result["records"]:
-        recorder = Recorder({0: [0, 1, 2, 3]})
+        recorder = Recorder(result["layers"])
         names = sorted({one.eviction.request_id for one in records}, key=lambda n: n.split("-")[0])
         for name, prompt in zip(names, ranked.PROMPTS, strict=True):
             recorder.admitted(name, len(prompt))
@@ -215,4 +317,6 @@ def test_two_ranks(model, policy, tmp_path):
             apart += one.positions != other.positions
             one.positions = [a + b for a, b in zip(one.positions, other.positions, strict=True)]
         assert check_tokens(oracle, prompt, output, [first]) == (ranked.NEW_TOKENS,) * 2
-    assert (apart > 4) == (policy == "snapkv"), "tova averages over the ranks"
+    # Where scores are of entries, too, the ranks agree for the most part.
+    assert apart >= {"snapkv": 5, "probe": 1, "tova": 0}[policy], apart
+    assert apart <= 4 or policy == "snapkv", "tova averages over the ranks"

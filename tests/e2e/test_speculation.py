@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_drafting import check_crowd, run
+from tests.e2e.test_drafting import SCENES, check_crowd, check_scene, run
 from tests.e2e.test_fp8_tokens import AGREEING
 from tests.hardware import FP8_CACHE
 from tests.nightly import nightly
@@ -69,6 +69,12 @@ def test_a_crowd_that_shares_prefixes_and_is_preempted(method, more, tiny_model,
     found = run("speculation_crowd_script", tiny_model, method, tmp_path, json.dumps(more))
     check_crowd(found, AGREEING if "fp8" in more else 1.0)
     assert bool(found["restored"]) == ("store_memory" in more or "store_path" in more)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scene", SCENES)
+def test_scenes(scene, tmp_path):
+    check_scene(run("drafted_scenes_script", "ngram", scene, tmp_path), scene)
 
 
 def check(found, method):

@@ -41,6 +41,11 @@ class LayerCache:
         return self.stored.dtype == FP8
 
     @property
+    def is_latent(self) -> bool:
+        """Whether its values are a part of its keys, of one head."""
+        return not self.layout.values.numel()
+
+    @property
     def stored(self) -> torch.Tensor:
         """``pages`` in the type that their elements have, not a copy."""
         return typed(self.pages)

@@ -35,19 +35,21 @@ def of_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> 
     Args:
         q: [H, G, N, D].
         k: [H, N, D].
-        v: [H, N, D].
+        v: [H, N, V].
         kind: The layer's.
 
     Returns:
-        [H, G, N, D].
+        [H, G, N, V].
 
     """
-    if not kind.softcap and kind.window is None and kind.sinks is None:
+    plain = not kind.softcap and kind.window is None and kind.sinks is None
+    # With values of another size PyTorch would hold the weights of all queries at once.
+    if plain and k.shape == v.shape:
         heads, group, tokens, _ = q.shape
         # A group's queries on one KV head: keys are not repeated in memory.
         k, v = (x[:, None].expand(heads, group, -1, -1) for x in (k, v))
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale)
-    found = torch.empty_like(q)
+    found = q.new_empty(*q.shape[:3], v.shape[-1])
     tokens = q.shape[2]
     step = max(1, ROWS // (q.shape[0] * q.shape[1] * tokens))
     for begin in range(0, tokens, step):
@@ -98,7 +100,7 @@ def weights_behind(
 
 
 def apply(weights: torch.Tensor, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """[R, H, G, T, D] float32: weights of :func:`weights_behind` on context and rows' values."""
+    """[R, H, G, T, V] float32: weights of :func:`weights_behind` on context and rows' values."""
     context = values.shape[1]
     flat = weights.flatten(2, 3)
     found = flat[..., :context] @ values.float() + flat[..., context:] @ own.float()

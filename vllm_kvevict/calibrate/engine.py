@@ -118,7 +118,7 @@ def probed(
     )
     llm = start(sized(learn.extended(engine_args), longest + 1))
     try:
-        mine = _identity(llm.llm_engine.vllm_config)
+        mine = identity(llm.llm_engine.vllm_config)
         found = learn.learned(
             llm, config, mine.kv_heads, texts, options.answers, held_out, progress
         )
@@ -152,7 +152,7 @@ def ranked(
     """Tokens [L, H] that heads keep of each prompt's end, by scores; and whose they are."""
     llm = start(sized(engine_args, max(len(ids) for ids, _ in prompts) + 2))
     try:
-        mine = _identity(llm.llm_engine.vllm_config)
+        mine = identity(llm.llm_engine.vllm_config)
         counts = [
             rank.kept(scores_of(llm, ids[:end]), kept_tokens(config, end))
             for ids, end in progress(prompts)
@@ -160,21 +160,6 @@ def ranked(
         return counts, mine
     finally:
         llm.llm_engine.engine_core.shutdown()
-
-
-def _identity(vllm_config: Any) -> ModelIdentity:
-    """The identity of the model, whose heads have keys.
-
-    Raises:
-        CalibrateError: It is one of latent attention.
-
-    """
-    if vllm_config.model_config.use_mla:
-        raise CalibrateError(
-            "a profile has shares of heads and probes of keys, and the latent cache of this model "
-            "(MLA) has one head and no keys"
-        )
-    return identity(vllm_config)
 
 
 def divided(
@@ -196,7 +181,13 @@ def divided(
             f"--by answers: each prompt must keep between {LEVELS[0]:.1%} and all of its tokens: "
             "give longer prompts or another --kv-eviction-budget"
         )
-    model = _identity(engine_args.create_engine_config())
+    served = engine_args.create_engine_config()
+    if served.model_config.use_mla:
+        raise CalibrateError(
+            "--by answers: transformers has keys and values of every query head where this model's "
+            "cache has latent entries of one (MLA): leave --by out"
+        )
+    model = identity(served)
     measured = Costs(engine_args.model, build_policy(config).scorer, config.window)
     costs, by_scores = [], []
     for ids, end in progress(prompts):

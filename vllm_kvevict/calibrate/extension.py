@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache.spec import is_evictable
@@ -26,7 +27,7 @@ from vllm_kvevict.calibrate.regression import (
     window_feature,
 )
 from vllm_kvevict.ops.reference.probe import unrotated
-from vllm_kvevict.worker.ranks import first_head, sum_of_ranks
+from vllm_kvevict.worker.ranks import first_head, of_ranks, sum_of_ranks
 from vllm_kvevict.worker.rotary import find
 
 EXTENSION = "vllm_kvevict.calibrate.extension.CalibratingWorker"
@@ -52,15 +53,18 @@ class CalibratingWorker:
 
         """
         specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
-        attentions = self.vllm_config.compilation_config.static_forward_context
+        layers = self.vllm_config.compilation_config.static_forward_context.items()
+        # Experts stand there, too, and keep nothing of earlier tokens.
+        attentions = {n: layer for n, layer in layers if isinstance(layer, AttentionLayerBase)}
         names = sorted((n for n, s in specs.items() if is_evictable(s)), key=extract_layer_index)
-        others = [n for n, layer in attentions.items() if type(layer) is not Attention]
+        kinds = Attention, MLAAttention
+        others = [n for n, layer in attentions.items() if type(layer) not in kinds]
         if others or not names:
             kind = type(attentions[others[0]]).__name__ if others else "no full attention"
             return {"problem": f"not every layer is attention ({kind})"}
         model = self.model_runner.get_model()
-        self._kvevict = Layers(dict(attentions), names)
-        self._kvevict_window, self._kvevict_recent = window, recent
+        self._kvevict = Layers(attentions, names, window)
+        self._kvevict_recent = recent
         try:
             self._kvevict_rotary = {name: find(model, attentions[name]) for name in names}
         except ValueError as error:
@@ -96,7 +100,7 @@ class CalibratingWorker:
         most, single = self._kvevict_most(later, len(ids))
         seen = self._kvevict_seen()
         for name, x in self._kvevict_features().items():
-            shares = shares_of(self._kvevict.context[name].values, sum_of_ranks)
+            shares = self._kvevict_shares(name)
             self._kvevict_ridge[name].add(x, target(most[name], shares)[:, :count])
             both = torch.cat([x, seen[name][..., None]], dim=-1)
             self._kvevict_following[name].add(both, following(single[name])[:, :count])
@@ -114,8 +118,8 @@ class CalibratingWorker:
         most, found = self._kvevict_most(later, len(ids))[0], []
         seen = self._kvevict_seen()
         for index, (name, x) in enumerate(self._kvevict_features().items()):
-            count, values = x.shape[1], self._kvevict.context[name].values
-            worth = most[name][:, :count] * shares_of(values[:, :count], sum_of_ranks)
+            count = x.shape[1]
+            worth = (most[name] * self._kvevict_shares(name))[:, :count]
             by_probe = [
                 captured(scored(x, seen[name], weights[index]), worth, steps)
                 for weights in (self._kvevict_keys, self._kvevict_joined)
@@ -136,7 +140,29 @@ class CalibratingWorker:
                 self._kvevict_run(text, start, 1)
             for name, given in (done.most or {}).items():
                 most[name] = torch.maximum(most[name], given) if name in most else given
-        return most, done.single
+        most, single = self._kvevict_of_ranks(most), self._kvevict_of_ranks(done.single)
+        return most, single
+
+    def _kvevict_of_ranks(self, most: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The highest over ranks that share a head: each has some of its query heads."""
+        if self._kvevict_copies == 1:
+            return most
+        mine, found = self._kvevict_mine[get_tensor_model_parallel_rank()], {}
+        for name, given in most.items():
+            parts = of_ranks(given)
+            held = [parts[self._kvevict_mine == head].amax(0) for head in mine]
+            found[name] = torch.stack(held)
+        return found
+
+    def _kvevict_latent(self, name: str) -> bool:
+        return isinstance(self._kvevict.attentions[name], MLAAttention)
+
+    def _kvevict_shares(self, name: str) -> torch.Tensor:
+        """[H, n] share of each head in the norms of a token's values; 1 of a latent cache."""
+        values = self._kvevict.context[name].values
+        if self._kvevict_latent(name):
+            return torch.ones(values.shape[:2], device=values.device)
+        return shares_of(values, sum_of_ranks) * self._kvevict_copies
 
     def kvevict_solve(self, strength: float, window: float) -> dict[str, Any]:
         """What this rank's heads have learned, by the keys alone and joined with the window.
@@ -172,7 +198,7 @@ class CalibratingWorker:
 
     def kvevict_use(self, keys: torch.Tensor, joined: torch.Tensor) -> None:
         """Score by these probes [L, H, D + 2] and [L, H, D + 3], of the heads of all ranks."""
-        mine = self._kvevict_mine
+        mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
         self._kvevict_keys = keys[:, mine].to(self.device)
         self._kvevict_joined = joined[:, mine].to(self.device)
 
@@ -210,7 +236,7 @@ class CalibratingWorker:
         layers, length = self._kvevict, self._kvevict_scores.shape[-1]
         rank = self._kvevict_scores.argsort(-1, descending=True).argsort(-1)
         counts = torch.full((len(trials) + 1, *rank.shape[:2]), length)
-        mine = self._kvevict_mine
+        mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
         for row, trial in enumerate(trials, 1):
             counts[row] = torch.as_tensor(trial)[:, mine]
         keep = {}
@@ -229,7 +255,8 @@ class CalibratingWorker:
 
     def kvevict_heads(self, mine: Sequence[Sequence[int]]) -> None:
         """Say which heads of a layer the heads of each rank are."""
-        self._kvevict_mine = torch.tensor(mine[get_tensor_model_parallel_rank()])
+        self._kvevict_mine = torch.tensor(mine)
+        self._kvevict_copies = self._kvevict_mine.numel() // len(self._kvevict_mine.unique())
 
     def _kvevict_features(self) -> dict[str, torch.Tensor]:
         """[H, n - recent, D + 2] features of the context's tokens, by layer."""
@@ -252,10 +279,9 @@ class CalibratingWorker:
         layers, found = self._kvevict, {}
         for name in layers.evictable:
             held, kind = layers.context[name], layers.kind(name)
-            shares = shares_of(held.values[:, : -self._kvevict_recent], sum_of_ranks)
-            queries = held.queries[:, :, -self._kvevict_window :]
+            shares = self._kvevict_shares(name)[:, : -self._kvevict_recent]
             how = kind.scale, kind.softcap, kind.sinks
-            found[name] = window_feature(held.keys, queries, shares, *how)
+            found[name] = window_feature(held.keys, held.queries, shares, *how)
         return found
 
     def _kvevict_run(self, ids: Sequence[int], start: int, rows: int) -> torch.Tensor:

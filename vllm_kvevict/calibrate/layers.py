@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_kvevict.calibrate.attend import Kind, apply, of_prompt, weights_behind
 from vllm_kvevict.calibrate.regression import KERNEL, neighbours
@@ -13,7 +14,11 @@ from vllm_kvevict.calibrate.regression import KERNEL, neighbours
 
 @dataclass
 class Context:
-    """What one layer holds of a context: keys and values [H, n, D], queries [H, G, n, D]."""
+    """What one layer holds of a context: keys [H, n, D], values [H, n, V], and its last queries.
+
+    Queries are [H, G, w, D]. Entries of a latent cache are keys of one head, their latents its
+    values; queries are as they meet them.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -45,19 +50,22 @@ class Layers:
     Args:
         attentions: vLLM's attention layers, by name, in the order in which they run.
         evictable: Names of those that evict.
+        window: Last queries of a context that are held.
 
     """
 
-    def __init__(self, attentions: dict[str, Any], evictable: list[str]) -> None:
+    def __init__(self, attentions: dict[str, Any], evictable: list[str], window: int) -> None:
         self.attentions = attentions
         self.evictable = evictable
+        self.window = window
         self.context: dict[str, Context] = {}
         self.rotated: dict[str, bool] = {}
         self._pass = Pass()
         self._turned = False
         self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, layer in attentions.items():
-            layer.forward = self._forward(name, layer)
+            latent = isinstance(layer, MLAAttention)
+            layer.forward = self._latent(name, layer) if latent else self._forward(name, layer)
 
     def watch(self, rotary: Any) -> None:
         """Note when a rotary module has run: the next attention gets rotated keys."""
@@ -82,7 +90,7 @@ class Layers:
         return Kind(
             float(layer.impl.scale),
             float(getattr(layer.impl, "logits_soft_cap", None) or 0.0),
-            layer.sliding_window,
+            getattr(layer, "sliding_window", None),
             None if sinks is None else sinks.detach().float().view(layer.num_kv_heads, -1),
         )
 
@@ -108,11 +116,31 @@ class Layers:
 
         return forward
 
+    def _latent(self, name: str, layer: Any) -> Any:
+        heads, rank, pe = layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
+        kind = self.kind(name)
+
+        def forward(
+            q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, *args: Any, **more: Any
+        ) -> torch.Tensor:
+            self.rotated[name], self._turned = self._turned, False
+            rows = max(self._pass.rows, 1)
+            k = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1).view(rows, 1, -1, rank + pe)
+            nope, turned = q.split([layer.qk_nope_head_dim, pe], dim=-1)
+            met = torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
+            met = torch.cat([met, turned], dim=-1).view(rows, 1, -1, heads, rank + pe)
+            out = self._attend(name, kind, met.transpose(2, 3), k, k[..., :rank])
+            out = out.permute(0, 3, 1, 2, 4).reshape(len(q), heads, rank).to(q.dtype)
+            return torch.bmm(out.transpose(0, 1), layer.W_UV).transpose(0, 1).flatten(1)
+
+        return forward
+
     def _attend(
         self, name: str, kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         if not self._pass.rows:
-            self.context[name] = Context(k[0].float(), v[0].float(), q[0].float())
+            queries = q[0, :, :, -self.window :].float()
+            self.context[name] = Context(k[0].float(), v[0].float(), queries)
             return of_prompt(q[0], k[0], v[0], kind)[None]
         context = self.context[name]
         keep = self._pass.keep.get(name)

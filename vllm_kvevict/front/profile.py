@@ -35,7 +35,7 @@ def identity(vllm_config: "VllmConfig") -> ModelIdentity:
     return ModelIdentity(
         architecture=str(model.architecture),
         layers=evictable_layers(vllm_config),
-        kv_heads=model.get_total_num_kv_heads(),
+        kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         config=digest[:16],
     )
 

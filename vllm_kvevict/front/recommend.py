@@ -44,17 +44,20 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
         if config.profile not in (None, AUTO):
             raise
         refusal = str(error)
-    latent = vllm_config.model_config.use_mla
-    without = LATENT if latent else WITHOUT_PROFILE
-    found = changed(config, {"policy": without, "profile": None} | budget_of(config, BUDGET))
-    return _settled(vllm_config, config, found, "" if latent else refusal)
+    without = {"policy": _unlearned(vllm_config), "profile": None}
+    found = changed(config, without | budget_of(config, BUDGET))
+    return _settled(vllm_config, config, found, refusal)
 
 
 def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:
     profile = load(AUTO if config.profile is None else config.profile, vllm_config)
-    policy = WITHOUT_PROFILE if profile.probe is None else WITH_PROFILE
+    policy = _unlearned(vllm_config) if profile.probe is None else WITH_PROFILE
     budget = budget_of(config, profile.budget)
     return changed(config, {"policy": policy, "profile": profile} | budget)
+
+
+def _unlearned(vllm_config: "VllmConfig") -> str:
+    return LATENT if vllm_config.model_config.use_mla else WITHOUT_PROFILE
 
 
 def budget_of(config: EvictionConfig, recommended: int | str) -> dict[str, Any]:

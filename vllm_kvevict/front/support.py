@@ -322,17 +322,14 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
     from vllm_kvevict.policies.base import WeightedScorer
     from vllm_kvevict.policies.registry import build_policies
 
-    if latent and config.profile is not None:
-        raise ValueError(
-            "KV eviction does not support --kv-eviction-profile for MLA models, because a profile "
-            "has shares of heads and probes of keys; remove the flag."
-        )
     # Also where nothing is refused: a policy of another package may not load.
     policies = build_policies(config).items()
     for name, policy in policies if latent else ():
         scorer = policy.scorer
-        values = scorer.needs_values or scorer.needs_value_shares or scorer.page_channels
-        if values or name in DISTANCES:
+        values = scorer.needs_values or scorer.needs_value_shares
+        # Numbers beside the cache that attention reads or writes.
+        beside = scorer.page_channels and not scorer.needs_key_scores
+        if values or beside or name in DISTANCES:
             raise ValueError(
                 f"KV eviction does not support the policy {name} for MLA models, because a latent "
                 "cache has no keys and values of its own; choose snapkv, tova or streaming-llm."

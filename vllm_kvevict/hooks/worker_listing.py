@@ -94,6 +94,7 @@ WORKER_HOOKS = {
             RotaryEmbedding.rotary_dim RotaryEmbedding.is_neox_style RotaryEmbedding.head_size
             RotaryEmbedding.forward(positions,query,key)
         """,
+        "vllm.model_executor.layers.attention.mla_attention": "MLAAttention.kv_lora_rank",
     },
     "worker/prompts.py": {
         "vllm.v1.core.sched.output": """
@@ -102,8 +103,8 @@ WORKER_HOOKS = {
     },
     "worker/ranks.py": {
         "vllm.distributed": """
-            tensor_model_parallel_all_reduce get_tensor_model_parallel_rank
-            get_tensor_model_parallel_world_size
+            tensor_model_parallel_all_reduce tensor_model_parallel_all_gather
+            get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
         """,
     },
     "attention/choice.py": {

@@ -302,7 +302,8 @@ class WorkerEviction:
         # Questions that come later lose by it: 77 facts of 100 at 6.25%, 82 without.
         if eviction.inside:
             return False
-        if any(self._caches[name].is_fp8 for name in state.layer_names):
+        caches = [self._caches[name] for name in state.layer_names]
+        if any(cache.is_fp8 or cache.is_latent for cache in caches):
             return False
         # Whoever listens sees what the kernels do.
         return scorer.fit_values == "on" or self._fused is None

@@ -100,7 +100,11 @@ class Probes:
             [H, P * block_size, C] float32 of each layer; anything on padding.
 
         """
-        shares = self._log_shares(state, grid[..., store_pages:]) if self.channels > 1 else None
+        latent = any(self._caches[name].is_latent for name in state.layer_names)
+        shares = None
+        # The one head of a latent cache has all of a token's value, of which the logarithm is 0.
+        if self.channels > 1 and not latent:
+            shares = self._log_shares(state, grid[..., store_pages:])
         found = []
         for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
             probe, cache = self.layers[name], self._caches[name]

@@ -4,6 +4,7 @@ import torch
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
 
@@ -17,6 +18,12 @@ def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
 def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Average over the tensor-parallel ranks, as :func:`sum_of_ranks`."""
     return sum_of_ranks(tensor) / get_tensor_model_parallel_world_size()
+
+
+def of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """[ranks, ...] of all tensor-parallel ranks, the same on each; every rank must call it."""
+    size = get_tensor_model_parallel_world_size()
+    return tensor[None] if size == 1 else tensor_model_parallel_all_gather(tensor[None], dim=0)
 
 
 def first_head(num_heads: int) -> int:

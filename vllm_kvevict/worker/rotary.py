@@ -1,6 +1,6 @@
 """The rotation of a layer's keys, found beside its attention and taken out by the module itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,16 @@ class Rotary:
     """A rotary module of vLLM, which turns pairs of a key's dimensions by the token's position.
 
     Its own code says by how much: whatever the base, the scaling and the sections are.
+
+    Args:
+        module: The module.
+        first: Dimensions of a cached key before those that the module gets, as an entry of a
+            latent cache has them.
+
     """
 
     module: Any
+    first: int = 0
 
     @property
     def interleaved(self) -> bool:
@@ -35,6 +42,10 @@ class Rotary:
             positions: [N] int64, or [3, N] where the module has sections (M-RoPE).
 
         """
+        return replace(self._rotation(positions), first=self.first)
+
+    def _rotation(self, positions: torch.Tensor) -> Rotation:
+        """What takes it out of the dimensions that the module gets."""
         pairs = self.module.rotary_dim // 2
         first, second = (0, 1) if self.interleaved else (0, pairs)
         step = 2 if self.interleaved else 1
@@ -62,13 +73,14 @@ class Rotary:
             longest: Longest sequence in tokens.
 
         Returns:
-            None where the module has no such table, or turns keys by more than their token's number
-            (M-RoPE): only its own code says what it does then.
+            None where the module has no such table, turns a part of keys behind another, or turns
+            keys by more than their token's number (M-RoPE): only its own code says what it does.
 
         """
         found = getattr(self.module, "cos_sin_cache", None)
         sections = (getattr(self.module, f"{name}_section", None) for name in ("mrope", "xdrope"))
-        if not isinstance(found, torch.Tensor) or any(one is not None for one in sections):
+        turned = self.first or any(one is not None for one in sections)
+        if not isinstance(found, torch.Tensor) or turned:
             return None
         if found.shape[1:] != (self.module.rotary_dim,) or len(found) < longest:
             return None
@@ -93,14 +105,16 @@ class Rotary:
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(4, self.module.head_size, generator=generator).to(device, self.dtype)
         turned = self._apply(positions, keys.clone())
-        found = unrotated(turned[None], self.rotation(positions))[0]
+        found = unrotated(turned[None], self._rotation(positions))[0]
         tolerance = 16 * torch.finfo(self.dtype).eps
         return torch.allclose(found, keys.float(), rtol=tolerance, atol=tolerance)
 
     def _apply(self, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         # In PyTorch on every platform: a kernel may want more than one row, or a query head.
         apply = getattr(self.module, "forward_native", self.module.forward)
-        return apply(positions, keys.clone(), keys.clone())[1].view(keys.shape)
+        # Latent attention gives its modules a dimension of heads, and some need it.
+        given = keys[:, None] if self.first else keys
+        return apply(positions, given.clone(), given.clone())[1].view(keys.shape)
 
 
 def find(model: nn.Module, layer: nn.Module) -> Rotary | None:
@@ -129,7 +143,7 @@ def find(model: nn.Module, layer: nn.Module) -> Rotary | None:
         named = [children[NAME]] if NAME in children else []
         for child in [*named, *children.values()]:
             if _is_rotary(child):
-                return Rotary(child)
+                return Rotary(child, getattr(layer, "kv_lora_rank", 0))
     if any("Rotary" in type(module).__name__ for module in model.modules()):
         raise ValueError("its rotary embedding is not near its attention")
     return None

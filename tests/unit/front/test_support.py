@@ -8,6 +8,7 @@ import pytest
 from tests.unit.front.configurations import NGRAM, Build, assert_sentence, build, refusal
 from vllm_kvevict.front import support
 from vllm_kvevict.front.latent import LATENT_REFUSALS
+from vllm_kvevict.front.profile import identity
 from vllm_kvevict.front.support import (
     GROUP_REFUSALS,
     LEARNED_REFUSALS,
@@ -16,6 +17,7 @@ from vllm_kvevict.front.support import (
 )
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import evictable_layers
+from vllm_kvevict.settings.profile import Profile
 
 __all__ = ["build"]
 
@@ -278,6 +280,12 @@ def test_serves_latent_caches_on_their_backend_for_cpus(
     assert config.cache_config.block_size == 16 and evictable_layers(config) == 2
     automatic = build("DeepseekV2ForCausalLM", additional_config={"kv_eviction": "auto"})
     assert automatic.additional_config["kv_eviction"]["policy"] == "snapkv"
+    mine = identity(config)
+    assert mine.kv_heads == 1
+    shares = Profile(model=mine, policy="snapkv", budget="20%", layers=(0.4, 1.6)).model_dump()
+    asked = {"kv_eviction": dict(policy="auto", profile=shares)}
+    found = build("DeepseekV2ForCausalLM", additional_config=asked).additional_config
+    assert (found["kv_eviction"]["policy"], found["kv_eviction"]["budget"]) == ("snapkv", "20%")
     build("DeepseekV2ForCausalLM", tensor_parallel_size=2)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     with pytest.raises(ValueError, match="on CPUs with AMX, because") as caught:
@@ -295,6 +303,7 @@ def test_serves_latent_caches_on_their_backend_for_cpus(
     ("policy", "served"),
     [
         *((name, True) for name in ("snapkv", "ada-snapkv", "tova", "streaming-llm", "pyramidkv")),
+        *((name, True) for name in ("probe", "ada-probe")),
         *((name, False) for name in ("defensive", "ada-defensive", "h2o", "subgen-stream")),
         ("subgen", False),
     ],
@@ -305,13 +314,6 @@ def test_policies_of_latent_caches(build: Build, policy: str, served: bool) -> N
         return _check(config, policy)
     with pytest.raises(ValueError, match=f"the policy {policy} for MLA models") as caught:
         _check(config, policy)
-    assert_sentence(str(caught.value))
-
-
-def test_refuses_profiles_of_latent_caches(build: Build) -> None:
-    config = build("DeepseekV2ForCausalLM")
-    with pytest.raises(ValueError, match="-profile for MLA models") as caught:
-        support.check(config, EvictionConfig(policy="snapkv", profile="auto"))
     assert_sentence(str(caught.value))
 
 

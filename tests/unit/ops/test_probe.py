@@ -27,11 +27,12 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-def rotated(key, angles, interleaved, stretch):
+def rotated(key, angles, interleaved, stretch, first):
     """A key whose pairs are turned as complex numbers, and stretched."""
     found, pairs = list(key), len(angles)
     for i, angle in enumerate(angles):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+        a, b = first + a, first + b
         turned = complex(key[a], key[b]) * cmath.rect(stretch, angle)
         found[a], found[b] = turned.real, turned.imag
     return found
@@ -39,9 +40,9 @@ def rotated(key, angles, interleaved, stretch):
 
 @BOTH
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("pairs", [4, 2])
+@pytest.mark.parametrize("pairs, first", [(4, 0), (2, 0), (2, 4), (2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs, dtype):
+def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs, first, dtype):
     generator = torch.Generator().manual_seed(0)
     heads, tokens, size, stretch = 2, 7, 8, 1.25
     keys = torch.randn(heads, tokens, size, generator=generator).double()
@@ -50,14 +51,14 @@ def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs
     turned = torch.tensor(
         [
             [
-                rotated(keys[h, n].tolist(), angles[n].tolist(), interleaved, stretch)
+                rotated(keys[h, n].tolist(), angles[n].tolist(), interleaved, stretch, first)
                 for n in range(tokens)
             ]
             for h in range(heads)
         ]
     ).to(dtype)
     rotation = Rotation(
-        (angles.cos() / stretch).float(), (angles.sin() / stretch).float(), interleaved
+        (angles.cos() / stretch).float(), (angles.sin() / stretch).float(), interleaved, first
     )
     tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.1)
     torch.testing.assert_close(unrotated(turned, rotation).double(), keys, **tolerance)

@@ -58,6 +58,23 @@ def test_what_the_module_does_is_taken_out(name, dtype):
     assert module.cos_sin_cache.dtype == dtype and torch.equal(module.cos_sin_cache, table)
 
 
+def test_the_end_of_a_latent_entry_is_turned_back():
+    parameters = dict(rope_type="deepseek_yarn", factor=8.0, mscale=1.0, mscale_all_dim=0.5)
+    parameters |= dict(rope_theta=10000.0, original_max_position_embeddings=64)
+    with set_current_vllm_config(VllmConfig()):
+        module = get_rope(16, 512, False, parameters, torch.float32)
+    entries, positions = torch.randn(40, 48), torch.randint(0, 500, (40,))
+    turned = module.forward_native(positions, entries[:, None, 32:], entries[:, None, 32:])[1]
+    cached = torch.cat([entries[:, :32], turned[:, 0]], dim=-1)
+    beside, model = Attention(rotary_emb=module), nn.Module()
+    beside.attn.kv_lora_rank, model.layers = 32, nn.ModuleList([beside])
+    rotary = find(model, beside.attn)
+    assert rotary.first == 32 and rotary.table(512) is None and rotary.is_exact(512, CPU)
+    found = unrotated(cached[None], rotary.rotation(positions))[0]
+    torch.testing.assert_close(found, entries, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(cached, entries, atol=0.5)
+
+
 def test_what_does_not_turn_pairs_is_seen(monkeypatch):
     module = rope("plain")
     monkeypatch.setattr(module, "forward_native", lambda at, q, k: (q, k.roll(1, -1)))

@@ -26,8 +26,9 @@ def key_scores(
     if rotation is not None:
         cos, sin = (part.numpy() for part in rotation.by_pair)
     step, apart = (2, 1) if rotation is not None and rotation.interleaved else (1, len(cos))
+    begin = 0 if rotation is None else rotation.first
     read = arguments(pages, index, places)
-    _scores(*read, cos, sin, weights.contiguous().numpy(), found.numpy(), step, apart)
+    _scores(*read, cos, sin, weights.contiguous().numpy(), found.numpy(), begin, step, apart)
     return found
 
 
@@ -44,10 +45,11 @@ def _scores(
     sin: np.ndarray,
     weights: np.ndarray,
     found: np.ndarray,
+    begin: int,
     step: int,
     apart: int,
 ) -> None:
-    """Scores [H, N, C]; pair j is dimensions ``step * j`` and ``apart`` after."""
+    """Scores [H, N, C]; pair j is dimensions ``begin + step * j`` and ``apart`` after."""
     heads, count = index.shape
     block_size, size = offsets.shape
     bits = np.empty((size, PAGES * block_size), np.int32)
@@ -61,7 +63,7 @@ def _scores(
                 unpack(page, offsets, first, by_token, by_element, shift, one * block_size, bits)
             start, tokens = number * block_size, some * block_size
             mine = found[head, start : start + tokens]
-            _tile(keys, cos, sin, start, weights[head], sums, mine, step, apart)
+            _tile(keys, cos, sin, start, weights[head], sums, mine, begin, step, apart)
 
 
 # Slices of two dimensions would have strides that the compiler does not know: no vectors.
@@ -74,6 +76,7 @@ def _tile(
     weights: np.ndarray,
     sums: np.ndarray,
     found: np.ndarray,
+    begin: int,
     step: int,
     apart: int,
 ) -> None:
@@ -83,7 +86,8 @@ def _tile(
     sums[:] = 0
     squares = sums[channels, :count]
     for pair in range(pairs):
-        one, other = step * pair, step * pair + apart
+        one = begin + step * pair
+        other = one + apart
         a, b = keys[one, :count], keys[other, :count]
         c, s = cos[pair, start : start + count], sin[pair, start : start + count]
         for channel in range(channels):
@@ -97,7 +101,8 @@ def _tile(
             into = a[i] * c[i] + b[i] * s[i]
             beside = b[i] * c[i] - a[i] * s[i]
             squares[i] += into * into + beside * beside
-    for dim in range(2 * pairs, size):
+    for still in range(size - 2 * pairs):
+        dim = still if still < begin else still + 2 * pairs
         a = keys[dim, :count]
         for channel in range(channels):
             mine, left = sums[channel, :count], weights[channel, dim]

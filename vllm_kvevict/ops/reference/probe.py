@@ -10,19 +10,21 @@ import torch
 class Rotation:
     """What takes the rotation out of keys at N positions.
 
-    R pairs of dimensions are rotated; the dimensions behind the first 2 * R are not.
+    R pairs of dimensions are rotated, from ``first`` on; the others are not.
 
     Args:
         cos: [N, R] float32: cosine of each pair's angle, over the square of what the model's
             rotary module scales lengths by.
         sin: [N, R] float32, as ``cos``.
         interleaved: Whether a pair is (2i, 2i + 1), else (i, i + R).
+        first: The first rotated dimension.
 
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
+    first: int = 0
 
     @cached_property
     def by_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,20 +45,21 @@ def unrotated(keys: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     """
     if rotation is None:
         return keys.float()
-    pairs = rotation.cos.shape[-1]
+    pairs, begin = rotation.cos.shape[-1], rotation.first
+    end = begin + 2 * pairs
     keys = keys.float()
     found = torch.empty(keys.shape, device=keys.device)
     if rotation.interleaved:
-        first, second = keys[..., 0 : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
-        into, beside = found[..., 0 : 2 * pairs : 2], found[..., 1 : 2 * pairs : 2]
+        first, second = keys[..., begin:end:2], keys[..., begin + 1 : end : 2]
+        into, beside = found[..., begin:end:2], found[..., begin + 1 : end : 2]
     else:
-        first, second = keys[..., :pairs], keys[..., pairs : 2 * pairs]
-        into, beside = found[..., :pairs], found[..., pairs : 2 * pairs]
+        first, second = keys[..., begin : begin + pairs], keys[..., begin + pairs : end]
+        into, beside = found[..., begin : begin + pairs], found[..., begin + pairs : end]
     torch.mul(first, rotation.cos, out=into)
     into.addcmul_(second, rotation.sin)
     torch.mul(second, rotation.cos, out=beside)
     beside.addcmul_(first, rotation.sin, value=-1)
-    found[..., 2 * pairs :] = keys[..., 2 * pairs :]
+    found[..., :begin], found[..., end:] = keys[..., :begin], keys[..., end:]
     return found
 
 
