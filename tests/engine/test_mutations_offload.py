@@ -110,9 +110,7 @@ def test_what_is_refused_is_harmless(refusals):
     assert refusals.count > 100
 
 
-def test_accounting_catches_what_was_refused_and_is_stored_after_an_eviction(
-    refusals, monkeypatch
-):
+def test_accounting_catches_what_was_refused_and_is_stored_after_an_eviction(refusals, monkeypatch):
     """Without refusals all tokens up to an eviction are stored when it comes."""
 
     def settle(self, evictions):

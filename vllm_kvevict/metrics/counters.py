@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from vllm_kvevict.schedule.step_plan import GroupEviction
 
 
+def target_field(kept: str) -> str:
+    """The field of :class:`Totals` that counts requests which came to keep so much."""
+    return "target_" + kept.rstrip("%").replace(".", "_")
+
+
 @dataclass(kw_only=True)
 class Totals:
     """What is counted once, whatever the policy.
@@ -28,7 +33,9 @@ class Totals:
     memory or files, ``*_restored_*`` came back from there, with the tokens that they stand for,
     their bytes on all ranks, and the seconds of reading and copying them; ``files_refused`` were
     not what they must be. ``tokens_audited`` were computed once more by replays, ``audits_dropped``
-    the evictions of drawn requests without one.
+    the evictions of drawn requests without one. ``trials`` are requests of the engine's own that
+    tried a budget, ``tokens_tried`` what they and their replays computed; ``target_*`` counts
+    requests with a target by what they came to.
     """
 
     evictions_pressure: int = 0
@@ -62,6 +69,14 @@ class Totals:
     seconds_restored_file: float = 0.0
     tokens_audited: int = 0
     audits_dropped: int = 0
+    trials: int = 0
+    tokens_tried: int = 0
+    target_6_25: int = 0
+    target_12_5: int = 0
+    target_25: int = 0
+    target_50: int = 0
+    target_100: int = 0
+    target_short: int = 0
 
     @property
     def postponed(self) -> int:
@@ -103,6 +118,11 @@ class Counters(Totals):
             self.requests_evicted += 1
         else:
             self.requests_whole += 1
+
+    def targeted(self, kept: str) -> None:
+        """Count a request with a target that came to keep so much: ``12.5%``, or ``short``."""
+        name = target_field(kept)
+        setattr(self, name, getattr(self, name) + 1)
 
     def restored(self, tokens: int, num_bytes: int, from_file: bool) -> None:
         """Count a store that is brought back, which stands for so many tokens."""

@@ -10,9 +10,11 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
 import vllm_kvevict
-from vllm_kvevict.metrics.audited import AuditMetrics
+from vllm_kvevict.metrics.audited import NATS, AuditMetrics
+from vllm_kvevict.metrics.counters import target_field
 from vllm_kvevict.metrics.report import Report
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.target import RUNGS
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -87,6 +89,11 @@ COUNTERS = {
         "dropped_audits",
         "Evictions of audited requests that were not replayed, because others came first.",
     ),
+    "trials": ("trials", "Budgets that the engine tried for requests with a target."),
+    "tokens_tried": (
+        "tried_tokens",
+        "Tokens computed to try budgets, and to see what they lose; in no request's usage.",
+    ),
     "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
     "requests_evicted": ("evicted_requests", "Requests that ended and were evicted before."),
 }
@@ -101,6 +108,9 @@ RESTORED = {
 """As :data:`COUNTERS`, by the tier that a store came back from: field less ``_TIER``."""
 
 TIERS = ("memory", "file")
+
+CHOSEN = (*RUNGS, "100%", "short")
+"""What a request with a target came to keep; ``short`` where budgets could not be tried."""
 
 CAUSES = ("blocks", "ring", "turn")
 """What a due eviction waits for: blocks of the pool, a slot of the rings, its turn in the batch."""
@@ -165,7 +175,19 @@ class EvictionMetrics:
         for name, (metric, text) in RESTORED.items():
             counter = self._make("counter", metric, text, "tier")
             self._restored |= {f"{name}_{tier}": children(counter, tier) for tier in TIERS}
+        chosen = self._make(
+            "counter",
+            "target_rungs",
+            "Requests with a target by the budget that they came to; short: none could be tried.",
+            "kept",
+        )
+        self._chosen = {target_field(kept): children(chosen, kept) for kept in CHOSEN}
         histograms = {
+            "target_nats": (
+                "target_kl_nats",
+                "KL divergence of the next tokens that the trial of a chosen budget found.",
+                NATS,
+            ),
             "seconds": ("eviction_seconds", "Seconds of one eviction on a worker.", SECONDS),
             "kept_share": (
                 "request_kept_share",
@@ -230,7 +252,7 @@ class EvictionMetrics:
             for reason, count in zip(REASONS, counts, strict=True):
                 if count:
                     self._evictions[policy, reason][engine].inc(count)
-        for name, counter in (self._counters | self._restored).items():
+        for name, counter in (self._counters | self._restored | self._chosen).items():
             if count := getattr(report, name):
                 counter[engine].inc(count)
         for cause, waited in self._postponed.items():
