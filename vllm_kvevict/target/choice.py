@@ -173,8 +173,7 @@ class Targets:
     def _start(self, spare: int) -> None:
         """Start trials of requests that are held, the smallest budgets first."""
         scheduler = self._scheduler
-        waiting = sum(not trial.state.holds_blocks for trial in self.trials.under_way.values())
-        places = self._places - len(scheduler.running) - waiting
+        places = self._places - len(scheduler.running) - self.trials.waiting
         spare -= self.trials.outstanding + self._core.cache.watermark_blocks + self.low_mark()
         tried = {trial.ladder.key: trial.ladder for trial in self.trials.under_way.values()}
         for ladder in self.pending.values():

@@ -82,6 +82,17 @@ class Trials:
         return sum(one.needs for one in self.under_way.values() if one.replay is None)
 
     @property
+    def waiting(self) -> int:
+        """Trials and replays that have no place yet."""
+        states, found = self._core.table.states, 0
+        for request_id, one in self.under_way.items():
+            name = request_id if one.replay is None else one.replay
+            state = states.get(name)
+            coming = one.replay is not None and self._replays.under_way(one.replay)
+            found += not state.holds_blocks if state is not None else coming
+        return found
+
+    @property
     def full(self) -> bool:
         return len(self.under_way) >= MOST
 
