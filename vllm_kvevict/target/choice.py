@@ -3,6 +3,9 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
+
+from vllm.v1.request import Request
 
 from vllm_kvevict.audit.replays import Replays
 from vllm_kvevict.engine.blocks import EvictionCore
@@ -14,7 +17,7 @@ from vllm_kvevict.schedule.step_plan import StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.names import NONE
 from vllm_kvevict.settings.requests import RequestOptions
-from vllm_kvevict.target.ladder import SHORT, WHOLE, Ladder
+from vllm_kvevict.target.ladder import SHORT, WHOLE, Ladder, Rung
 from vllm_kvevict.target.trials import Trials
 from vllm_kvevict.target.verdicts import Verdicts
 
@@ -120,14 +123,17 @@ class Targets:
     @property
     def places(self) -> int:
         """Requests that vLLM may run in the coming step: one place is kept for trials."""
-        running = len(self._scheduler.running)
         if not self.pending:
             return self._places
-        if running >= self._places - 1 and self._scheduler.waiting:
-            first = self._table.states.get(self._scheduler.waiting.peek_request().request_id)
-            if first is not None and (first.trial or first.given is not None):
-                return self._places
-        return self._places - 1
+        # Those at the front of the queue are admitted before any client's.
+        first = sum(1 for _ in takewhile(self._is_own, self._scheduler.waiting))
+        taken = len(self._scheduler.running) + first
+        return self._places - (taken < self._places)
+
+    def _is_own(self, request: Request) -> bool:
+        """Whether a request is a trial or a replay."""
+        state = self._table.states.get(request.request_id)
+        return state is not None and (state.trial or state.given is not None)
 
     def planned(self, plan: StepPlan, num_scheduled_tokens: dict[str, int]) -> None:
         """A step is planned."""
@@ -176,6 +182,7 @@ class Targets:
         places = self._places - len(scheduler.running) - self.trials.waiting
         spare -= self.trials.outstanding + self._core.cache.watermark_blocks + self.low_mark()
         tried = {trial.ladder.key: trial.ladder for trial in self.trials.under_way.values()}
+        chosen: list[tuple[Ladder, Rung]] = []
         for ladder in self.pending.values():
             ladder.rest = max(0, ladder.rest - 1)
             first = tried.setdefault(ladder.key, ladder) if ladder.held else None
@@ -186,10 +193,13 @@ class Targets:
                 needs = self.trials.needs(ladder, rung)
                 if rung in mine:
                     continue
-                if places < 1 or needs > spare or self.trials.full:
+                if needs > spare or len(chosen) >= min(places, self.trials.room):
                     break
-                self.trials.start(ladder, rung)
-                places, spare = places - 1, spare - needs
+                chosen.append((ladder, rung))
+                spare -= needs
+        # Each goes to the front of the queue: the smallest budget last.
+        for ladder, rung in reversed(chosen):
+            self.trials.start(ladder, rung)
 
     def _give_up(self) -> None:
         """Let requests go on that have waited long enough, or that wait for each other."""

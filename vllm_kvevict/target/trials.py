@@ -93,8 +93,9 @@ class Trials:
         return found
 
     @property
-    def full(self) -> bool:
-        return len(self.under_way) >= MOST
+    def room(self) -> int:
+        """Trials that may begin."""
+        return max(0, MOST - len(self.under_way))
 
     def of(self, ladder: Ladder) -> list[Trial]:
         """Trials under way of a request, the smallest budget first."""

@@ -113,6 +113,18 @@ def test_audits_by_policy_and_share(build):
     assert named == {"a", "b", "c"}
 
 
+def test_targets_by_what_requests_came_to(build):
+    manager = StatLoggerManager(build(SETTINGS | {"target": 0.03}, served_model_name="served"))
+    counts = dict(target_6_25=1, target_12_5=2, target_50=3, target_100=4, target_short=5)
+    send(manager, Report(target_nats=[0.002, 0.025], trials=9, tokens_tried=400, **counts))
+    for kept, count in (("6.25%", 1), ("12.5%", 2), ("25%", 0), ("50%", 3), ("100%", 4)):
+        assert value("target_rungs_total", kept=kept) == count
+    assert value("target_rungs_total", kept="short") == 5
+    assert value("trials_total") == 9 and value("tried_tokens_total") == 400
+    assert value("target_kl_nats_count") == 2
+    assert value("target_kl_nats_bucket", le="0.003") == 1
+
+
 def test_no_audits_have_no_histograms(build):
     manager = StatLoggerManager(build(SETTINGS, served_model_name="served"))
     send(manager, Report(evictions={"tova": [1, 0]}))
