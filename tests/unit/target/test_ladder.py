@@ -20,7 +20,8 @@ def ladder(
     request = make_request(server, "r", list(range(2, 2 + length)), 20, asked=asked)
 
     def read(share: str):
-        mine = (asked or {}) | {"kv_eviction_budget": share}
+        mine = {k: v for k, v in (asked or {}).items() if k != "kv_eviction_target"}
+        mine["kv_eviction_budget"] = share
         return parse_options(config, mine, length, list(rules.values()))
 
     options = parse_options(config, asked, length, list(rules.values()))
