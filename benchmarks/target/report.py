@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.audit.figures import HIGH, Row
 from benchmarks.audit.report import origin
 from benchmarks.quality.table import row
-from vllm_kvevict.metrics.prometheus import CHOSEN
+from vllm_kvevict.metrics.counters import CHOSEN
 
-HEAD = ("n", "kept", "answer, mean", "answer, worst", f"above {HIGH}, %", *CHOSEN)
+HEAD = ("n", "kept", "answer, mean", "answer, worst", f"above {HIGH}, %", *CHOSEN.values())
 
 
 def fields(rows: Sequence[Row]) -> list[str]:
@@ -20,7 +20,7 @@ def fields(rows: Sequence[Row]) -> list[str]:
     return [
         str(len(rows)), f"{100 * fmean(one['kept'] for one in rows):.1f}%", f"{fmean(answers):.4f}",
         f"{max(answers):.4f}", f"{100 * above / len(rows):.1f}",
-        *(str(rungs[kept]) for kept in CHOSEN),
+        *(str(rungs[kept]) for kept in CHOSEN.values()),
     ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def test_accounting_catches_a_window_before_its_budget(monkeypatch):
     assert caught("has no budget, and computes its window")
 
 
+@pytest.mark.nightly
 def test_accounting_catches_the_first_budget_that_is_heard(monkeypatch):
     def first(self: Ladder):
         heard = [rung for rung in self.rungs if self.nats.get(rung.share, 1e9) <= self.target]

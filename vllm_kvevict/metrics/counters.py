@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.settings.target import RUNGS
+
 if TYPE_CHECKING:
     from vllm_kvevict.schedule.step_plan import GroupEviction
 
 
-def target_field(kept: str) -> str:
-    """The field of :class:`Totals` that counts requests which came to keep so much."""
-    return "target_" + kept.rstrip("%").replace(".", "_")
+CHOSEN = {
+    "target_" + kept.rstrip("%").replace(".", "_"): kept for kept in (*RUNGS, "100%", "short")
+}
+"""By field of :class:`Totals`: what a request with a target came to keep; ``short`` where budgets
+could not be tried."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +125,7 @@ class Counters(Totals):
 
     def targeted(self, kept: str) -> None:
         """Count a request with a target that came to keep so much: ``12.5%``, or ``short``."""
-        name = target_field(kept)
+        name = next(name for name, one in CHOSEN.items() if one == kept)
         setattr(self, name, getattr(self, name) + 1)
 
     def restored(self, tokens: int, num_bytes: int, from_file: bool) -> None:

@@ -11,10 +11,9 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import vllm_kvevict
 from vllm_kvevict.metrics.audited import NATS, AuditMetrics
-from vllm_kvevict.metrics.counters import target_field
+from vllm_kvevict.metrics.counters import CHOSEN
 from vllm_kvevict.metrics.report import Report
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.target import RUNGS
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -109,9 +108,6 @@ RESTORED = {
 
 TIERS = ("memory", "file")
 
-CHOSEN = (*RUNGS, "100%", "short")
-"""What a request with a target came to keep; ``short`` where budgets could not be tried."""
-
 CAUSES = ("blocks", "ring", "turn")
 """What a due eviction waits for: blocks of the pool, a slot of the rings, its turn in the batch."""
 
@@ -181,7 +177,7 @@ class EvictionMetrics:
             "Requests with a target by the budget that they came to; short: none could be tried.",
             "kept",
         )
-        self._chosen = {target_field(kept): children(chosen, kept) for kept in CHOSEN}
+        self._chosen = {name: children(chosen, kept) for name, kept in CHOSEN.items()}
         histograms = {
             "target_nats": (
                 "target_kl_nats",

@@ -1,5 +1,6 @@
 """vLLM's schedulers with eviction, all that is optional around it, and budgets by target."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -46,7 +47,7 @@ class TargetMixin(AuditedMixin):
             return options
         ladder = self._ladder(request, options)
         # Too short a prompt, or none that can be computed again: the server's budget.
-        return super()._options(request) if ladder is None else self._targets.arrive(ladder)
+        return replace(options, target=None) if ladder is None else self._targets.arrive(ladder)
 
     def _ladder(self, request: "Request", options: RequestOptions) -> Ladder | None:
         if request.resumable or request.pooling_params is not None or not words_alone(request):

@@ -10,6 +10,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_kvevict.metrics import prometheus
+from vllm_kvevict.metrics.interval import Interval
 from vllm_kvevict.metrics.logger import EvictionStatLogger
 from vllm_kvevict.metrics.prometheus import info
 from vllm_kvevict.metrics.report import KEY, Report
@@ -123,6 +124,11 @@ def test_targets_by_what_requests_came_to(build):
     assert value("trials_total") == 9 and value("tried_tokens_total") == 400
     assert value("target_kl_nats_count") == 2
     assert value("target_kl_nats_bucket", le="0.003") == 1
+    interval = Interval()
+    interval.add(Report(target_25=2, target_short=1))
+    interval.add(Report(target_25=1))
+    assert interval and interval.line().endswith(", by target: 3 at 25%, 1 at short")
+    assert not Interval()
 
 
 def test_no_audits_have_no_histograms(build):
