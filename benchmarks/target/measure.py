@@ -11,13 +11,13 @@ from benchmarks.audit.engine import ANSWER, WHOLE, Audited, engine
 from benchmarks.audit.figures import Row, divergence
 from benchmarks.audit.prompts import Document
 from benchmarks.quality.local_chat import LocalChat
-from benchmarks.target.prompts import WithFourValues
+from benchmarks.target.prompts import FOUR, FOUR_KNOWN, WithFourValues
 from vllm_kvevict.settings.own_target import TARGET
 from vllm_kvevict.settings.requests import AT, INTERVAL
 from vllm_kvevict.target.scheduler import ANSWER as TOLD
 
 FOUR_TIMES = 4 * ANSWER
-"""Most tokens of an answer: four numbers are long."""
+"""Most tokens of an answer of four numbers."""
 
 
 def share(kept: str) -> float:
@@ -34,7 +34,8 @@ def with_target(
     ids, listener = document.ids, run.listener
     listener.clear()
     listener.first = len(ids) - 1
-    ((whole, answer),) = run.generate([ids], [WHOLE], FOUR_TIMES)
+    longest = FOUR_TIMES if {FOUR, FOUR_KNOWN} & document.points.keys() else ANSWER
+    ((whole, answer),) = run.generate([ids], [WHOLE], longest)
     full = listener.logits[whole]
     asked = [
         (kind, point)
@@ -98,7 +99,7 @@ def measure(
             for seed in tqdm(range(prompts), desc=policy, unit="prompt"):
                 for document in mixture.documents(seed):
                     rows += with_target(run, document, kinds, policy, target, seed)
-                counters = run.listener.counters
-                names = "trials", "tokens_tried", "target_short"
-                counted[policy] = {name: getattr(counters, name) for name in names}
-                found({"target": target, "rows": rows, "counted": counted})
+                    counters = run.listener.counters
+                    names = "trials", "tokens_tried", "target_short"
+                    counted[policy] = {name: getattr(counters, name) for name in names}
+                    found({"target": target, "rows": rows, "counted": counted})
