@@ -150,10 +150,8 @@ class Aims:
 
     def check(self) -> None:
         assert not self.in_the_way, self.in_the_way[0]
-        if self._targets is not None:
-            assert self._targets.pending.keys() <= self._scheduler.requests.keys() | self.waiting
 
     def check_idle(self) -> None:
         if self._targets is not None:
-            assert not self._targets.pending and not self._targets.trials.under_way
-            assert not self._targets._told
+            left = self._targets.pending, self._targets.trials.under_way, self._targets._told
+            assert not any(left), "something is left of a target"
