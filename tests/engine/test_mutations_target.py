@@ -53,6 +53,12 @@ def test_a_day_catches_trials_that_hold_on_to_their_blocks(monkeypatch):
 
 
 @pytest.mark.nightly
+def test_accounting_catches_ladders_of_requests_that_are_gone(monkeypatch):
+    monkeypatch.setattr(Targets, "_leave", lambda self, ladder: None)
+    assert caught("something is left of a target")
+
+
+@pytest.mark.nightly
 def test_accounting_catches_a_request_that_waits_for_ever(monkeypatch):
     monkeypatch.setattr(Targets, "_give_up", lambda self: None)
     assert caught("livelock|no token in")
