@@ -26,6 +26,7 @@ from tests.engine.test_scheduler import (
     tokens,
     used_blocks,
 )
+from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
 LOSES = {"6.25%": 1.0, "12.5%": 0.1, "25%": 0.02, "50%": 0.01}
 SERVER = dict(target=0.03, max_batched=512, blocks=240)
@@ -196,6 +197,19 @@ def test_nothing_is_left_of_a_request_that_goes_away(setup):
     core.step()
     assert not [name for name in core.scheduler.requests if "-audit-" not in name]
     core.finish()
+
+
+@BOTH
+def test_a_value_for_a_request_that_has_just_gone(setup):
+    """Its last trial is heard in the step in which it is aborted."""
+    core = serving(setup, {"6.25%": 0.0} | dict.fromkeys(list(LOSES)[1:], 1.0))
+    core.add(tokens(300) + tokens(20, 1), 20, asked={"kv_eviction_at": 300})
+    while not getattr(core.schedule(), PLAN, StepPlan()).compared:
+        core.settle()
+    core.abort(core.requests[0])
+    core.finish()
+    assert not core.answers and not core.scheduler._table.stopping
+    assert counters(core).target_6_25 == 0
 
 
 @BOTH

@@ -95,7 +95,7 @@ class Targets:
         if ladder is None:
             return end
         clipped = min(end, max(start, ladder.hold))
-        if clipped == start and not running:
+        if clipped == start < end and not running:
             # Nothing may be admitted without a token.
             self._settle(ladder)
             return end
@@ -103,22 +103,27 @@ class Targets:
 
     def begin_step(self) -> None:
         """Before a step is scheduled: give way, give up, and start what there is memory for."""
+        held = []
         for request_id, ladder in list(self.pending.items()):
-            if self._table.states.get(request_id) is not ladder.state:
+            if self._gone(ladder):
                 self._leave(ladder)
                 continue
             # Chunks of what is in here are clipped.
             assert ladder.state is not None
             self._table.stopping[request_id] = ladder.state
-            if not ladder.state.holds_blocks:
-                self.trials.stop(self.trials.of(ladder))
-        spare = self._spare() if self.pending or self.trials.under_way else 0
+            if ladder.held:
+                held.append(ladder)
+        trials = self.trials.under_way
+        self.trials.stop([one for one in trials.values() if one.ladder not in held])
         self._lost(self.trials.tend())
-        if self.trials.under_way and (spare := self._spare()) < 0:
+        if not held:
+            self._stuck = 0
+            return
+        if (spare := self._spare()) < 0 and trials:
             self._lost(self.trials.make_way(-spare))
             spare = self._spare()
-        self._start(spare)
-        self._give_up()
+        self._start(held, spare)
+        self._give_up(held)
 
     @property
     def places(self) -> int:
@@ -176,17 +181,16 @@ class Targets:
             )
         return self._core.free - taken
 
-    def _start(self, spare: int) -> None:
+    def _start(self, held: Sequence[Ladder], spare: int) -> None:
         """Start trials of requests that are held, the smallest budgets first."""
         scheduler = self._scheduler
         places = self._places - len(scheduler.running) - self.trials.waiting
         spare -= self.trials.outstanding + self._core.cache.watermark_blocks + self.low_mark()
         tried = {trial.ladder.key: trial.ladder for trial in self.trials.under_way.values()}
         chosen: list[tuple[Ladder, Rung]] = []
-        for ladder in self.pending.values():
+        for ladder in held:
             ladder.rest = max(0, ladder.rest - 1)
-            first = tried.setdefault(ladder.key, ladder) if ladder.held else None
-            if first is not ladder or ladder.rest:
+            if tried.setdefault(ladder.key, ladder) is not ladder or ladder.rest:
                 continue
             mine = {trial.rung for trial in self.trials.of(ladder)}
             for rung in ladder.open:
@@ -201,21 +205,23 @@ class Targets:
         for ladder, rung in reversed(chosen):
             self.trials.start(ladder, rung)
 
-    def _give_up(self) -> None:
+    def _give_up(self, held: Sequence[Ladder]) -> None:
         """Let requests go on that have waited long enough, or that wait for each other."""
         tried = {trial.ladder.key for trial in self.trials.under_way.values()}
-        for ladder in list(self.pending.values()):
-            ladder.waited += ladder.held and ladder.key not in tried
+        for ladder in held:
+            ladder.waited += ladder.key not in tried
             if ladder.waited > PATIENCE or ladder.lost > MOST_LOST:
                 self._settle(ladder)
-        running = [request.request_id for request in self._scheduler.running]
-        held = [r for r in running if r in self.pending and self.pending[r].held]
         # A value that is on its way from the device comes; what waits in the queue may not.
         late = any(trial.compared for trial in self.trials.under_way.values())
-        stuck = held and len(held) == len(running) and not late
+        stuck = len(held) == len(self._scheduler.running) and not late
         self._stuck = self._stuck + 1 if stuck else 0
-        if self._stuck > STUCK and held[0] in self.pending:
-            self._settle(self.pending[held[0]])
+        if self._stuck > STUCK:
+            self._settle(held[0])
+
+    def _gone(self, ladder: Ladder) -> bool:
+        """Whether its request has ended."""
+        return self._table.states.get(ladder.request.request_id) is not ladder.state
 
     def _lost(self, ladders: Sequence[Ladder]) -> None:
         for ladder in ladders:
@@ -233,8 +239,9 @@ class Targets:
         if not ladder.open:
             self.verdicts.put(ladder.key, kept, nats)
         for other in [one for one in self.pending.values() if one.key == ladder.key]:
-            options = self._choose(other, kept, nats)
-            self._follow(other, options)
+            # Who was aborted in this very step leaves with the next.
+            if not self._gone(other):
+                self._follow(other, self._choose(other, kept, nats))
 
     def _choose(self, ladder: Ladder, kept: str, nats: float | None) -> RequestOptions:
         """The settings that a request comes to, which is counted and told."""
