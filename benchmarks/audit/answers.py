@@ -60,8 +60,8 @@ def under_all(
             continue
         _, _, kept, nats, agreed = audits[0]
         places = answer_rows(len(ids), len(answer), point)
-        before = _rows(full, places)
-        after, rounded = (_rows(listener.logits.get(one, {}), places) for one in (request, again))
+        before = rows_of(full, places)
+        after, rounded = (rows_of(listener.logits.get(one, {}), places) for one in (request, again))
         assert before is not None and after is not None
         rows.append(
             {
@@ -74,7 +74,7 @@ def under_all(
     return rows
 
 
-def _rows(logits: dict[int, torch.Tensor], places: range) -> torch.Tensor | None:
+def rows_of(logits: dict[int, torch.Tensor], places: range) -> torch.Tensor | None:
     """[N, V] logits of positions; None where one of them was not computed."""
     if not all(place in logits for place in places):
         return None

@@ -62,8 +62,8 @@ class Audited:
 
 
 @contextmanager
-def engine(model: Path, policy: str, dtype: str = "bfloat16") -> Iterator[Audited]:
-    """An engine in this process, shut down at the end."""
+def engine(model: Path, policy: str, dtype: str = "bfloat16", **changes: Any) -> Iterator[Audited]:
+    """An engine in this process, shut down at the end; ``changes`` of its settings of eviction."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -71,7 +71,7 @@ def engine(model: Path, policy: str, dtype: str = "bfloat16") -> Iterator[Audite
         str(model), dtype=dtype, enforce_eager=True, block_size=BLOCK, seed=0,
         kv_cache_memory_bytes=1 << 30, max_model_len=4096, max_num_batched_tokens=4096,
         max_num_seqs=16, enable_prefix_caching=True, disable_log_stats=False,
-        additional_config={"kv_eviction": settings(policy)},
+        additional_config={"kv_eviction": settings(policy) | changes},
     )  # fmt: skip
     try:
         yield Audited(llm)

@@ -12,7 +12,7 @@ def number(request_id: str) -> int:
 
 def own(request_id: str) -> bool:
     """Whether the engine made this request, and not a client."""
-    return "-audit-" in request_id
+    return "-audit-" in request_id or "-target-" in request_id
 
 
 class Listener:
@@ -55,7 +55,7 @@ class Listener:
 
     def _keep(self, output: Any, wanted: int) -> None:
         """After a forward pass: logits of all positions from ``wanted`` on."""
-        hidden, rows = self._eviction.rows.hidden_states(output)
+        hidden, rows = self._eviction._rows.hidden_states(output)
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

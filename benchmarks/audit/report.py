@@ -29,11 +29,11 @@ def markdown(result: dict[str, Any]) -> str:
     for title, name, tell in parts:
         lines += ["", f"## {title}", ""]
         found = result.get(name)
-        lines += [_origin(found), "", *tell(found)] if found else [NOT_MEASURED]
+        lines += [origin(found), "", *tell(found)] if found else [NOT_MEASURED]
     return "\n".join(lines) + "\n"
 
 
-def _origin(found: dict[str, Any]) -> str:
+def origin(found: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
         f"`{found['command']}`, {found['date']}, commit {found['commit']}. {found['machine']}. "

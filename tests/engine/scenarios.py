@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
+from tests.engine.aims import drawn
 from tests.engine.harness import (
     VOCABULARY,
     Engine,
@@ -144,6 +145,13 @@ def streaming_in(scenario: Scenario) -> Scenario:
     return replace(scenario, setup=setup, events=events)
 
 
+def aiming(scenario: Scenario) -> Scenario:
+    """The same day on a server whose evictions may lose so much, in pools that have more room."""
+    seed, setup = scenario.seed, scenario.setup
+    setup = replace(setup, target=(0.5, 0.2, 0.8)[seed % 3], blocks=setup.blocks * (1 + seed % 3))
+    return replace(scenario, setup=setup)
+
+
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
     """Play a scenario to its end; adds what happened to ``totals``."""
     day = Day(scenario)
@@ -161,6 +169,7 @@ class Day:
     def __init__(self, scenario: Scenario) -> None:
         self.setup = scenario.setup
         self.engine = Engine(scenario.setup, seed=scenario.seed)
+        self.engine.worker.loses = drawn
         self.rng = random.Random(scenario.seed)
         self.shared = [self._tokens(300) for _ in range(2)]
         self.asked = [
@@ -188,6 +197,8 @@ class Day:
         max_tokens = min(max_tokens, self.setup.max_model_len - len(prompt))
         if wish is not None:
             asked = wish.asked(self.setup, len(prompt))
+        if self.setup.targets is not None and self.rng.random() < 0.3:
+            asked = self._aimed(asked, len(prompt))
         if self.setup.prefill_interval and not self._fits(asked, len(prompt), max_tokens):
             self.refused += 1
             return
@@ -199,6 +210,16 @@ class Day:
         rules = list(self.engine.scheduler._table.rules.values())
         parse_options(config, asked, request.num_prompt_tokens, rules)
         self.wishes += asked is not None
+
+    def _aimed(self, asked: dict[str, Any] | None, length: int) -> dict[str, Any] | None:
+        """A request's settings with a target of its own, where it may have one."""
+        mine = (asked or {}) | {"kv_eviction_target": self.rng.choice([0, 0.3, "0.6", 2])}
+        config = self.engine.scheduler._table.config
+        try:
+            parse_options(config, mine, length, list(self.engine.scheduler._table.rules.values()))
+        except ValueError:
+            return asked
+        return mine
 
     def _fits(self, asked: dict[str, Any] | None, length: int, max_tokens: int) -> bool:
         """Whether the front door lets a request in."""
@@ -348,6 +369,7 @@ class Day:
             "taken_in_use": tally.taken_in_use,
             "taken_again": tally.taken_again,
             "went_ahead": tally.went_ahead,
+            **{f"kept_{kept}": count for kept, count in self.engine.invariants.aims.tally.items()},
             "offload_loads": offload.loads if offload else 0,
             "offload_waits": offload.waited if offload else 0,
             **counters.as_dict(),

@@ -64,7 +64,7 @@ def decoding(book: Book, name: str) -> RequestState:
     """A request whose prefill is over and whose coming step observes."""
     state = book.admit(name)
     state.timelines[0].due = 116
-    state._refresh()
+    state.refresh()
     state.request.num_computed_tokens = 110
     book.turns.finish_step(state, 110)
     return state

@@ -12,6 +12,7 @@ FLOORS = (
     {"__main__"},
     {"calibrate", "plan"},
     {"sizing", "inspect", "ray_serve"},
+    {"target"},
     {"audit"},
     {"offload"},
     {"worker", "tiers"},

@@ -17,7 +17,8 @@ from vllm_kvevict.schedule.step_plan import Eviction, Heard, Replay, StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 
 MOST = 8
-"""Replays that wait or run at once: each holds a store, and hidden states on every rank."""
+"""Replays that wait or run at once, beside as many of trials: each holds a store, and hidden states
+on every rank."""
 
 MOST_HEARD = 32
 """Requests whose hidden states are kept at once: 16 MiB where w is 32 and a state has 8,192 numbers
@@ -76,12 +77,15 @@ class Replays:
         self._made = 0
 
     def draw(self, state: RequestState) -> None:
-        """Choose whether the evictions of a request that arrives are looked at, by its id."""
+        """Choose whether the evictions of a request that arrives are looked at, by its id.
+
+        Those of a trial always are.
+        """
         request = state.request
-        if not state.evicts or state.given is not None or not _replayable(state, request):
+        if not state.evicts or state.given is not None or not replayable(state):
             return
         number = int.from_bytes(sha256(request.request_id.encode()).digest()[:8], "big")
-        if number < self._share * 2**64:
+        if state.trial or number < self._share * 2**64:
             state.audited = True
             self._drawn[state.request_id] = state
 
@@ -101,6 +105,7 @@ class Replays:
                 # The workers forget what they have of a request that is preempted.
                 self._heard.pop(request_id, None)
             full = len(self._heard) >= MOST_HEARD and request_id not in self._heard
+            full = full and not state.trial
             if num_tokens is None or full or not state.holds_blocks:
                 continue
             start = state.request.num_computed_tokens
@@ -132,15 +137,19 @@ class Replays:
                 plan.heard[request_id] = Heard(at, max(at, start), at + num_tokens)
                 if at + num_tokens >= replay.end:
                     plan.compared.append(replay)
-                    self._counters.tokens_audited += replay.end - start
+                    if waiting.of.trial:
+                        self._counters.tokens_tried += replay.end - start
+                    else:
+                        self._counters.tokens_audited += replay.end - start
 
     def _ask(self, plan: StepPlan, state: RequestState, eviction: Eviction) -> None:
         end, tails = eviction.num_tokens, [t.tail_start for t in state.timelines.values()]
         start = max(end - self._core.table.window, *tails)
         since, until = self._heard.get(state.request_id, (end, 0))
         unheard = until != end or since > start
-        if unheard or len(self._waiting) >= MOST or state.replayed or self._soon(state, end):
-            self._counters.audits_dropped += 1
+        under_way = sum(one.of.trial == state.trial for one in self._waiting.values())
+        if unheard or under_way >= MOST or state.replayed or self._soon(state, end):
+            self._counters.audits_dropped += not state.trial
             return
         self._made += 1
         share = kept_share(state.timelines, self._layers, end)
@@ -186,6 +195,7 @@ class Replays:
             sampling_params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
             pooling_params=None,
             client_index=of.client_index,
+            arrival_time=of.arrival_time,
             cache_salt=of.cache_salt,
             priority=of.priority,
         )
@@ -232,6 +242,15 @@ class Replays:
                 late = waiting.asked > PATIENCE or waiting.alone > 1
                 if preempted or late or self._in_the_way(waiting) or not self._room(waiting):
                     self._give_up(waiting)
+
+    def under_way(self, name: str) -> bool:
+        """Whether a replay is not over."""
+        return name in self._waiting
+
+    def stop(self, name: str) -> None:
+        """End a replay; nothing is compared."""
+        if name in self._waiting:
+            self._give_up(self._waiting[name])
 
     def reset(self) -> None:
         """Hold nothing: vLLM forgets the prefix cache only where no block is in use."""
@@ -285,7 +304,7 @@ class Replays:
         elif not waiting.ready:
             self._dropped.append(request_id)
         self._forget(waiting)
-        self._counters.audits_dropped += 1
+        self._counters.audits_dropped += not waiting.of.trial
 
     def _forget(self, waiting: Waiting) -> None:
         self._release(waiting)
@@ -293,11 +312,13 @@ class Replays:
         del self._waiting[waiting.replay.request_id]
 
 
-def _replayable(state: RequestState, request: Request) -> bool:
+def replayable(state: RequestState) -> bool:
     """Whether a request's last tokens can be computed again: words, without weights beside them."""
+    return words_alone(state.request) and not state.needs.weighs
+
+
+def words_alone(request: Request) -> bool:
+    """Whether a prompt is nothing but tokens of the model itself."""
     return (
-        not request.mm_features
-        and request.prompt_embeds is None
-        and request.lora_request is None
-        and not state.needs.weighs
+        not request.mm_features and request.prompt_embeds is None and request.lora_request is None
     )

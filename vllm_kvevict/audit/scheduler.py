@@ -26,12 +26,13 @@ class AuditedMixin(OffloadMixin):
         stores = super()._make_stores(core, enabled, config)
         groups = self.kv_cache_config.kv_cache_groups
         if not stores.enabled:
+            flag = "--kv-eviction-audit" if config.audits else "--kv-eviction-target"
             raise ValueError(
-                "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share, "
-                "and this server shares none: it needs prefix caching, layers that all evict, and "
-                "no draft model."
+                f"KV eviction: {flag} replays tokens over blocks that requests share, and this "
+                "server shares none: it needs prefix caching, layers that all evict, and no draft "
+                "model."
             )
-        if not self.log_stats:
+        if config.audits and not self.log_stats:
             raise ValueError(
                 "KV eviction: --kv-eviction-audit reports through vLLM's statistics; remove "
                 "--disable-log-stats or it."

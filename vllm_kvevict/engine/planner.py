@@ -154,19 +154,16 @@ class StepPlanner:
         if store is not None and state.context is None:
             state.compute_over(store)
         self._left -= not in_prefill
-        if self._reporter is not None:
+        if self._reporter is not None and not state.trial:
             self._reporter.evicted(state.options.policy, in_prefill)
         sizes = [self._core.managers[one.group_id].block_size for one in evictions]
-        self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
+        if not state.trial:
+            self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         return Eviction(
-            state.request_id,
-            end,
-            ring,
-            evictions,
-            state.options.policy,
+            state.request_id, end, ring, evictions, state.options.policy,
             state.options.protect_first,
             state.context is not None or end + 1 < state.request.num_prompt_tokens,
-        )
+        )  # fmt: skip
 
     def retire(self, plan: StepPlan) -> None:
         """Free what the evictions of a processed step replaced."""

@@ -108,6 +108,10 @@ class RequestState:
     """What a replay, a request of the engine's own, begins with; None for all others."""
     audited: bool = False
     """Whether its evictions are replayed, so that the queries before them must be computed."""
+    trial: bool = False
+    """Whether it tries a budget for another request: no client's, and in no count of theirs."""
+    most_cached: int = sys.maxsize
+    """Most tokens that a prefix-cache hit may cover before its budget is chosen."""
     replayed: frozenset[int] = frozenset()
     """Block ids that a replay of its last eviction holds."""
     store: "PublishedStore | None" = None
@@ -191,11 +195,11 @@ class RequestState:
         if self._begun_with != self.request.num_tokens or self.reuse is not None:
             self.timelines = self.fresh_timelines()
             self._begun_with = self.request.num_tokens
-            self._refresh()
+            self.refresh()
         self.reuse = reuse
         if reuse is not None:
             reuse.advance(self.timelines)
-            self._refresh()
+            self.refresh()
             self.compute_over(reuse)
 
     def fresh_timelines(self) -> dict[int, RequestTimeline]:
@@ -215,7 +219,7 @@ class RequestState:
         self.suffix_published = self.publish_at = self.evicted_at = 0
         self.expected_gain = self.pressure_order = 0
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         self.version += 1
         timelines = self.timelines.values()
         self.prefill_end = max((t.prefill_end for t in timelines), default=0)
@@ -233,18 +237,18 @@ class RequestState:
         """Let groups of a request that evicts on demand do so, each at its length."""
         for group, due in dues.items():
             self.timelines[group].call(due)
-        self._refresh()
+        self.refresh()
 
     def defer(self, group: int, end: int) -> None:
         """Put one group's eviction off to its next interval."""
         self.timelines[group].defer(end)
-        self._refresh()
+        self.refresh()
 
     def evict(self, group: int, end: int) -> tuple[int, int]:
         """Advance one group's timeline; returns the old and the new tail start."""
         tail_starts = self.timelines[group].evict(end)
         self.store, self.evicted, self.evicted_at = None, True, end
-        self._refresh()
+        self.refresh()
         return tail_starts
 
     def observes(self, end: int) -> bool:
@@ -332,8 +336,7 @@ class RequestState:
 
         A window that scores must be computed, and so must all that comes after an eviction point.
         Where the attention of every query counts, no query may be skipped. A policy that can do
-        without a window gets it too: two blocks are computed again at most, and where the prompt
-        ends with its question the window is what knows it.
+        without a window gets it too: it knows a question at the prompt's end, for two blocks.
         """
         if self.accumulates_attention:
             return 0
@@ -342,7 +345,7 @@ class RequestState:
             for t in self.timelines.values()
             if (t.stops and t.point is not None) or self.needs.window != "none" or self.audited
         ]
-        return min(caps, default=self.request.num_tokens)
+        return min([self.request.num_tokens, self.most_cached, *caps])
 
     @property
     def reuse_cap(self) -> int:

@@ -52,7 +52,7 @@ class RequestTable:
         """Those that the step under way admits."""
         self.on_release: Callable[[RequestState], None] = lambda state: None
         """Told of a request whose blocks are about to be freed."""
-        self._needs = needs
+        self.needs = needs
 
     def add(self, request: "Request", options: RequestOptions) -> RequestState:
         """The state of a request that arrives.
@@ -66,11 +66,11 @@ class RequestTable:
         never = request.resumable or request.pooling_params is not None or not options.evicts
         rules = {g: options.timeline(r) for g, r in self.rules.items()} if not never else {}
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        needs = self._needs.get(options.policy, NOTHING) if rules else NOTHING
+        needs = self.needs.get(options.policy, NOTHING) if rules else NOTHING
         state = RequestState(request, options, needs, rules, longest)
         self.states[request.request_id] = state
         state.begin()
-        self._note_stops(state)
+        self.note_stops(state)
         return state
 
     def consider(self, state: RequestState | None) -> None:
@@ -97,7 +97,7 @@ class RequestTable:
         self.stopping.pop(state.request_id, None)
         state.phase = Phase.QUIET
 
-    def _note_stops(self, state: RequestState) -> None:
+    def note_stops(self, state: RequestState) -> None:
         # At the prompt's end, too: a preempted request replays tokens that are still to come.
         points = state.options.at is not None
         if state.rules and (points or any(r.prefill_stride for r in state.rules.values())):
@@ -112,7 +112,7 @@ class RequestTable:
         for index in (self.prefilling, self.accumulating, self.on_demand):
             index.pop(request_id, None)
         state.release()
-        self._note_stops(state)
+        self.note_stops(state)
 
     def remove(self, request_id: str) -> None:
         """Forget a request whose blocks are freed."""

@@ -15,6 +15,7 @@ from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
 from vllm_kvevict.settings.names import AUTO, KEY
+from vllm_kvevict.settings.own_target import check_target
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,8 @@ OURS = {
     ("offload", True): "vllm_kvevict.offload.scheduler.OffloadingAsyncScheduler",
     ("audit", False): "vllm_kvevict.audit.scheduler.AuditedScheduler",
     ("audit", True): "vllm_kvevict.audit.scheduler.AuditedAsyncScheduler",
+    ("target", False): "vllm_kvevict.target.scheduler.TargetScheduler",
+    ("target", True): "vllm_kvevict.target.scheduler.TargetAsyncScheduler",
 }
 
 
@@ -77,7 +80,9 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             f"requests share through the prefix cache{without_prefix_cache(vllm_config)} these."
         )
     check_audit(vllm_config, config)
+    check_target(config)
     optional = dict(
+        target=config.target is not None,
         audit=config.audits,
         offload=serve_offload(vllm_config),
         tiers=config.has_tiers,
@@ -110,23 +115,24 @@ def check_statistics(config: EvictionConfig, disabled: bool) -> None:
 
 
 def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
-    """Refuse audits where they could not run.
+    """Refuse audits and targets where they could not run.
 
     Raises:
         ValueError: In one sentence, why.
 
     """
-    if not config.audits:
+    if not config.replays:
         return
+    flag = "--kv-eviction-audit" if config.audits else "--kv-eviction-target"
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
-            "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share "
-            f"through the prefix cache{without_prefix_cache(vllm_config)} it."
+            f"KV eviction: {flag} replays tokens over blocks that requests share through the "
+            f"prefix cache{without_prefix_cache(vllm_config)} it."
         )
     if vllm_config.lora_config is not None:
         raise ValueError(
-            "KV eviction: --kv-eviction-audit compares logits of a step of its own, which adapters "
-            "do not know; remove --enable-lora or it."
+            f"KV eviction: {flag} compares logits of a step of its own, which adapters do not "
+            "know; remove --enable-lora or it."
         )
 
 

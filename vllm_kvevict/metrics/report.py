@@ -35,9 +35,9 @@ class Report(Totals):
     ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS`
     are growth since the last report. ``kept_share`` has one value per finished request,
     ``seconds`` one per eviction, ``head_spread`` one per sampled eviction, ``audits`` one per
-    eviction that was replayed. ``blocks_saved``, in
-    blocks, and ``idle_stores`` are the state now, as is ``store_bytes`` of host memory; so are
-    the marks of free blocks, and whether eviction under pressure runs.
+    eviction that was replayed, ``target_nats`` one per budget that a target chose.
+    ``blocks_saved``, in blocks, and ``idle_stores`` are the state now, as is ``store_bytes`` of
+    host memory; so are the marks of free blocks, and whether eviction under pressure runs.
     """
 
     evictions: dict[str, list[int]] = field(default_factory=dict)
@@ -45,6 +45,7 @@ class Report(Totals):
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
     audits: list[Audited] = field(default_factory=list)
+    target_nats: list[float] = field(default_factory=list)
     blocks_saved: int = 0
     idle_stores: int = 0
     store_bytes: int = 0
@@ -80,6 +81,11 @@ class Reporter:
     def kept(self, share: float) -> None:
         """Note what share of its tokens a finished request kept."""
         self._next.kept_share.append(share)
+        self._news = True
+
+    def chosen(self, nats: float) -> None:
+        """Note what a budget loses that a request with a target came to."""
+        self._next.target_nats.append(nats)
         self._news = True
 
     def measured(

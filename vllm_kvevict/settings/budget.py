@@ -101,3 +101,27 @@ def check_cap(budget: int | str, cap: int | str) -> None:
             f"--kv-eviction-max-budget {cap} is below the budget of {budget} that every "
             "request has; raise it or lower --kv-eviction-budget"
         )
+
+
+def check_beside(budget: int | str, recent: int, window: int) -> None:
+    """Refuse a budget in tokens that the tokens which always stay fill.
+
+    Args:
+        budget: As parsed.
+        recent: Last tokens that some policy of the server never evicts.
+        window: Observation window.
+
+    Raises:
+        ValueError: In one sentence, what to change.
+
+    """
+    tokens = budget_tokens(budget)
+    if tokens is None or tokens > recent:
+        return
+    what, less = f"the window of {recent} tokens", "lower --kv-eviction-window"
+    if recent != window:
+        what = f"the last {recent} tokens, which stay"
+        less = "lower probe_recent in --kv-eviction-options"
+    raise ValueError(
+        f"budget {budget} leaves no room beside {what}; raise --kv-eviction-budget or {less}"
+    )

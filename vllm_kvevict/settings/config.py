@@ -22,6 +22,7 @@ from vllm_kvevict.settings.budget import (
     budget_least,
     budget_share,
     budget_tokens,
+    check_beside,
     check_cap,
 )
 from vllm_kvevict.settings.names import (
@@ -39,6 +40,7 @@ from vllm_kvevict.settings.policy_options import PolicyOptions, check_known, rea
 from vllm_kvevict.settings.profile import Profile, parse
 from vllm_kvevict.settings.sentences import one_sentence
 from vllm_kvevict.settings.store_tiers import Folder, Size, parse_size
+from vllm_kvevict.settings.target import Target
 
 PYRAMID_GROUPS = 4
 
@@ -158,6 +160,13 @@ class EvictionConfig(BaseModel):
             "are computed once more over what is left, and compared."
         ),
     )
+    target: Target = Field(
+        default=None,
+        description=(
+            "Most that a prompt's eviction may lose, such as 0.03 nats of KL divergence: of 6.25, "
+            "12.5, 25 and 50%, the smallest that keeps to it becomes the budget of the request."
+        ),
+    )
     options: PolicyOptions = Field(
         default=PolicyOptions(),
         description=(
@@ -217,16 +226,8 @@ class EvictionConfig(BaseModel):
     @model_validator(mode="after")
     def _room_beside_window(self) -> Self:
         # A policy that a request chooses has the server's budget, too.
-        recent = max(map(self.recent_tokens, self.policies))
-        if self._has_budget and self.budget_tokens is not None and self.budget_tokens <= recent:
-            what, less = f"the window of {recent} tokens", "lower --kv-eviction-window"
-            if recent != self.window:
-                what = f"the last {recent} tokens, which stay"
-                less = "lower probe_recent in --kv-eviction-options"
-            raise ValueError(
-                f"budget {self.budget_tokens} leaves no room beside {what}; raise "
-                f"--kv-eviction-budget or {less}"
-            )
+        if self._has_budget:
+            check_beside(self.budget, max(map(self.recent_tokens, self.policies)), self.window)
         return self
 
     @model_validator(mode="after")
@@ -300,6 +301,11 @@ class EvictionConfig(BaseModel):
     def audits(self) -> bool:
         """Whether some evictions are replayed."""
         return parse_share(self.audit) > 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether evictions may be replayed: audits of clients' requests, or trials of budgets."""
+        return self.audits or self.target is not None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -382,8 +388,7 @@ class EvictionConfig(BaseModel):
         policy = value.get("policy", "") if isinstance(value, dict) else value
         if policy is None or policy is False or policy in (NONE, "off"):
             return None
-        if isinstance(value, str):
-            value = {"policy": value}
+        value = {"policy": value} if isinstance(value, str) else value
         if not isinstance(value, dict):
             raise ValueError(
                 f"KV eviction: additional_config[{KEY!r}] must be a policy name "

@@ -128,7 +128,7 @@ class PolicyOptions(BaseModel):
         description=(
             "Whether probe changes the values of what it keeps so that the last queries get what "
             "they got of all tokens: auto does where queries were recorded and PyTorch operations "
-            "evict, as on a CPU, and nothing is audited; on does without the CUDA kernels, too; "
+            "evict, as on a CPU, and nothing is replayed; on does without the CUDA kernels, too; "
             "off never does."
         ),
     )

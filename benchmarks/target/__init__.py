@@ -1,0 +1,1 @@
+"""What requests with a target come to, and what their answers lose."""

@@ -1,0 +1,137 @@
+"""A request with a target answers as one that asked for the budget which the target came to."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests import forked
+from tests.models import random_prompt
+from tests.nightly import some
+from tests.oracles.engine import engine
+from tests.oracles.masked import MaskedModel, check_tokens
+
+PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 700)]
+NEW_TOKENS = 60
+OPTIONS = dict(enable_prefix_caching=True, disable_log_stats=False, max_num_batched_tokens=256)
+RUNGS = ("6.25%", "12.5%", "25%", "50%")
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return MaskedModel(tiny_model)
+
+
+def serving(model, settings, **options):
+    return engine(model, dict(interval=32, target=0.03) | settings, **OPTIONS | options)
+
+
+def answers(run, asked: list[dict[str, Any]], prompts=PROMPTS):
+    """Tokens of every prompt, and what each request is told that it came to."""
+    told: list[Any] = []
+    generate = run.llm.generate
+
+    def noted(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        told.extend((one.kv_transfer_params or {}).get("kv_eviction") for one in outputs)
+        return outputs
+
+    run.llm.generate = noted
+    try:
+        return run.generate(prompts, NEW_TOKENS, asked), told
+    finally:
+        run.llm.generate = generate
+
+
+def said(run) -> dict[str, dict[str, float]]:
+    """What trials say, by request and budget, as they say it."""
+    found: dict[str, dict[str, float]] = {}
+    heard = run.scheduler._targets.heard
+
+    def noted(request_id, nats):
+        client, _, rest = request_id.partition("-target-")
+        found.setdefault(client.split("-")[0], {})[rest.split("-")[0]] = nats
+        heard(request_id, nats)
+
+    run.scheduler._targets.heard = noted
+    return found
+
+
+CASES = {
+    "ada-snapkv": dict(policy="ada-snapkv"),
+    "ada-defensive": dict(policy="ada-defensive"),
+    "a policy without a window": dict(policy="streaming-llm"),
+    "groups": dict(policy="pyramidkv", options=dict(groups=2)),
+    "draws": dict(policy="nacl"),
+    "evict": dict(policy="snapkv", shared_blocks="evict"),
+}
+
+
+@pytest.mark.parametrize("case", some(CASES, "ada-snapkv"))
+def test_its_tokens_are_those_of_its_budget(tiny_model, oracle, case):
+    with serving(tiny_model, CASES[case] | dict(allow="none")) as run:
+        free, trials = run.free_blocks(), said(run)
+        for where in ({}, {"kv_eviction_at": -60}):
+            check_tokens_at(run, oracle, where, trials)
+            assert run.free_blocks() == free
+        counters = run.counters
+        assert counters.target_100 == 6 and counters.target_short == 0
+        assert counters.trials >= 2 * (3 + 3 + 4) and counters.tokens_tried > 64 * counters.trials
+        assert counters.audits_dropped == 0 == counters.tokens_audited
+
+
+def check_tokens_at(run, oracle, where, trials):
+    """Targets wider than any loss, of none, and between what two budgets lose."""
+    wide, told = answers(run, [where | {"kv_eviction_target": 1e9}] * 3)
+    shares = [one["kept"] for one in told]
+    assert shares == ["12.5%", "12.5%", "6.25%"]
+    trials.clear()
+    none, told = answers(run, [where | {"kv_eviction_target": 0}] * 3)
+    assert told == [{"kept": "100%"}] * 3 and not any(v[0].evictions for v in run.lives())
+    loses = [trials[request] for request in sorted(trials, key=int)]
+    between = [sorted(mine.values())[1] * (1 + 1e-6) for mine in loses]
+    asked = [where | {"kv_eviction_target": nats} for nats in between]
+    some_of, told = answers(run, asked)
+    for mine, one, nats, output, lives, prompt in zip(
+        loses, told, between, some_of, run.lives(), PROMPTS, strict=True
+    ):
+        passing = [share for share in RUNGS if mine.get(share, 1e9) <= nats]
+        assert one["kept"] == passing[0]
+        assert one["kl_nats"] == pytest.approx(mine[one["kept"]], rel=1e-3)
+        assert lives[-1].evictions
+        assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
+    budgets = [where | {"kv_eviction_budget": one["kept"]} for one in told]
+    assert answers(run, budgets) == (some_of, [None] * 3)
+    own = [where | {"kv_eviction_budget": share} for share in shares]
+    assert answers(run, own)[0] == wide
+    assert answers(run, [{"kv_eviction": "none"}] * 3)[0] == none
+    # The same again is known, and needs no trial.
+    before = run.counters.trials
+    again, known = answers(run, asked)
+    assert again == some_of and known == told and run.counters.trials == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({}, dict(enable_prefix_caching=False), "--kv-eviction-target .*--no-enable-prefix-cach"),
+        (dict(policy="h2o"), {}, "--kv-eviction-target tries budgets, and those of h2o"),
+        (dict(when="pressure"), {}, "--kv-eviction-when pressure or it"),
+    ],
+)
+def test_where_it_cannot_run_it_says_so(tiny_model, settings, options, message):
+    with (
+        pytest.raises(ValueError, match=message),
+        serving(tiny_model, dict(policy="snapkv") | settings, **options),
+    ):
+        pass
+
+
+@pytest.mark.nightly
+def test_two_ranks(tiny_model_kv4):
+    """Each rank has half of the vocabulary and of the heads: they come to what one comes to."""
+    done = forked.run("tests.e2e.target_script", tiny_model_kv4, "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = forked.run("tests.e2e.target_script", tiny_model_kv4, "1")
+    two, one = (json.loads(each.stdout.splitlines()[-1]) for each in (done, alone))
+    assert two == one and {kept["kept"] for kept in one["told"]} != {"short"}
