@@ -47,10 +47,11 @@ void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
   check_sizes(caches[0], "caches", {kAny, heads, kAny, 2 * size});
   work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
                                      caches[0].size(2), parts);
-  check_sizes(weights, "weights", {layers, heads, kAny, size + 2});
+  check_sizes(weights, "weights", {layers, heads, kAny, size + kProbeRest});
   const int64_t channels = weights.size(2);
   check_among(channels, "weights of a head", {1, 2});
-  check(weights, "weights", ScalarType::Float, {layers, heads, channels, size + 2}, parts);
+  check(weights, "weights", ScalarType::Float, {layers, heads, channels, size + kProbeRest},
+        parts);
   check(parts, "parts", ScalarType::Float, {channels, kAny}, parts);
   check(norms, "norms", ScalarType::Float, {channels > 1 ? parts.size(1) : kAny}, parts);
   check(totals, "totals", ScalarType::Float, {requests.size(0), layers, channels > 1 ? width : kAny},

@@ -98,7 +98,7 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int pair = unit * kPairs + i, first = split ? pair : 2 * pair;
-      const float* mine = weights + c * (work.head_size + 2);
+      const float* mine = weights + c * (work.head_size + kProbeRest);
       of_first[c][i] = mine[first];
       of_second[c][i] = mine[split ? first + work.pairs : first + 1];
     }
@@ -148,7 +148,12 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
     find_turns(work, work.rotary.at[layer], due.old_tail_start + first, mine, turns);
   }
   __syncwarp();
-  float totals[kProbeTokens] = {};
+  float totals[kProbeTokens] = {}, ages[kProbeTokens];
+#pragma unroll
+  for (int j = 0; j < kProbeTokens; ++j) {
+    const int64_t age = due.num_tokens - due.old_tail_start - first - j;
+    ages[j] = j < mine ? logf(static_cast<float>(age)) : 0.0f;
+  }
   for (int index = 0; index < heads && mine > 0; ++index) {
     const Head head = find_head(work.candidates, request, layer, index);
     KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_parts);
@@ -160,7 +165,7 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
       const int column = store_columns + first + (j < mine ? j : mine - 1);
       slots[j] = work.caches.at[layer] + head.slot(column) * work.slot_bytes;
     }
-    const int stride = work.head_size + 2;
+    const int stride = work.head_size + kProbeRest;
     const float* weights =
         work.weights + static_cast<int64_t>(layer * heads + index) * kChannels * stride;
     for (int unit = lane; unit < work.head_size / (2 * kInWord<kElement>); unit += kWarp) {
@@ -183,7 +188,8 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         const float* rest = weights + c * stride + work.head_size;
-        work.parts[c * work.num_parts + at] = sums[j].dots[c] + rest[0] * key + rest[1];
+        work.parts[c * work.num_parts + at] =
+            sums[j].dots[c] + rest[0] * key + rest[1] + (rest[2] + rest[3] * ages[j]) * ages[j];
       }
       if constexpr (kChannels > 1) work.norms[at] = norm;
     }

@@ -1,8 +1,9 @@
 // probe: what linear probes of its unrotated key say a token is worth, joined with the window or not.
 //
 // ops/reference/probe.py in two launches, between which ranks may add up the norms of values. The first
-// reads each new token once, key and value. A part is a . k + b * |k| + c; the second of two also
-// counts the logarithm of the head's share of the value norms, and the window joins that one.
+// reads each new token once, key and value. A part is a . k + b * |k| + c + d * l + e * l * l, l the
+// logarithm of the token's age; the second of two also counts the logarithm of the head's share of the
+// value norms, and the window joins that one.
 #pragma once
 
 #include "candidates.h"
@@ -13,12 +14,14 @@
 
 namespace kvevict {
 
+constexpr int kProbeRest = 4;  // weights of a probe behind those of the key: b, c, d, e
+
 // Parts of the tail's tokens: with two of them, the second still lacks its share.
 struct ProbeKeys {
   Layers<const unsigned char> caches;  // [blocks, H, block_size, slot] each
   Layers<const unsigned char> rotary;  // [positions, 2 * pairs] each, cosines first; null: not rotated
   Candidates candidates;
-  const float* weights;  // [L, H, channels, head_size + 2]
+  const float* weights;  // [L, H, channels, head_size + kProbeRest]
   float* parts;          // [channels, num_parts] flat, as scores
   float* norms;          // flat, as scores; of values, with two channels
   float* totals;         // [E, L, width]: sums over this rank's heads, with two channels

@@ -25,7 +25,8 @@ def random_weights(mine: ModelIdentity, size: int, seed: int = 0) -> ProbeWeight
     keys, joined = (rng.normal(size=(*shape, size + n)).astype(np.float32) for n in (2, 3))
     # As learned ones: more attention now, more attention later.
     joined[..., -1] = np.abs(joined[..., -1])
-    return ProbeWeights(keys, joined)
+    age = 0.2 * rng.normal(size=(*shape, 2, 2)).astype(np.float32)
+    return ProbeWeights(keys, joined, age)
 
 
 def random_profile(

@@ -5,11 +5,11 @@ are turned, and its attention, under the same masks.
 """
 
 import gc
+import math
 import os
 
 import pytest
 import torch
-from torch.nn import functional
 from transformers import AutoTokenizer
 
 from tests import forked
@@ -18,6 +18,7 @@ from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
 from tests.nightly import nightly
 from tests.oracles.engine import engine, set_aside
+from tests.oracles.learned import Seen, check_learned, features, seen_by_window
 from tests.oracles.masked import Kept, Life, check_tokens
 from tests.profiles import random_profile
 from vllm_kvevict.calibrate import lessons
@@ -60,19 +61,6 @@ class EntriesOracle(MaskedArchitecture):
     seen_names = ("kv_a_layernorm", "kv_a_proj_with_mqa")
 
 
-def features(entries: torch.Tensor) -> torch.Tensor:
-    """[..., SIZE + 2]: entries, their norms, 1."""
-    norms = entries.norm(dim=-1, keepdim=True)
-    return torch.cat([entries, norms, torch.ones_like(norms)], -1)
-
-
-def seen_by_window(attention: torch.Tensor, columns: int) -> torch.Tensor:
-    """[columns] the most that a query gives a column or one near it, at least the mean."""
-    near = functional.avg_pool1d(attention[..., :columns].flatten(0, 1)[:, None], 5, 1, 2)
-    most = functional.max_pool1d(near.amax(0), 17, 1, 8)[0]
-    return most.maximum(most.mean()).clamp(min=1e-6)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return architecture("DeepseekV3", tmp_path_factory.mktemp("DeepseekV3"))
@@ -88,6 +76,7 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
     compared = 0
     for prompt, output, lives, mine in zip(PROMPTS, outputs, run.lives(), asked, strict=True):
         (life,), tokens = lives, [*prompt, *output]
+        log_ages: list[dict[int, float]] = [{} for _ in weights.age]
         for index, kept in enumerate(life.evictions):
             assert not kept.fitted, "latents are keys, too"
             entries, attention = oracle.of(tokens[: kept.n], life.evictions[:index])
@@ -108,6 +97,12 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
                     scores = x @ a[:-1] + a[-1] * seen.log()
                 else:
                     scores = x @ torch.from_numpy(weights.keys[layer, 0]).double()
+                # A token has the age that it had when it was scored.
+                known = log_ages[layer]
+                found = [known.setdefault(t, math.log(kept.n - t)) for t in candidates]
+                ages = torch.tensor(found).double()
+                first, second = weights.age[layer, 0, int(window)].tolist()
+                scores += first * ages + second * ages**2
                 score = dict(zip(candidates, scores.tolist(), strict=True))
                 first = mine.get("kv_eviction_protect_first", 0)
                 assert heads[0][:first] == list(range(first))
@@ -173,38 +168,16 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
-def expected_probes(oracle: EntriesOracle, texts: list[lessons.Lesson]) -> torch.Tensor:
-    """[L, SIZE + 2] the least squares of the definition, token by token."""
-    rows, targets = [], []
-    for lesson in texts:
-        n, most = len(lesson.context), None
-        for later in lesson.later:
-            entries, attention = oracle.of([*lesson.context, *later.ids], [])
-            padded = functional.pad(attention[..., n:, :n], (2, 2))
-            best = (sum(padded[..., i : i + n] for i in range(5)) / 5).amax((1, 2))
-            most = best if most is None else most.maximum(best)
-        count = n - RECENT
-        reached = [most[:, max(0, i - 8) : i + 9].amax(-1) for i in range(count)]
-        targets.append((torch.stack(reached, -1) + 1e-6).log())
-        rows.append(features(entries[:, :count]))
-    x, y = torch.cat(rows, 1), torch.cat(targets, 1)
-    # A penalty is as good as rows of its root, with targets of 0.
-    root = (1e-4 * x.shape[1]) ** 0.5 * torch.eye(x.shape[2])
-    x = torch.cat([x, root.expand(len(x), -1, -1)], 1)
-    y = functional.pad(y, (0, x.shape[2]))
-    return torch.linalg.lstsq(x, y[..., None]).solution[..., 0]
-
-
 def check_probes(oracle, model, found) -> None:
     tokenizer, paragraphs = AutoTokenizer.from_pretrained(model), lessons.prose()
     cut = len(paragraphs) * 5 // 6
     texts = lessons.lessons(tokenizer, paragraphs[:cut], 2, 500, "learn")
-    expected = expected_probes(oracle, texts)
-    keys = torch.from_numpy(found.keys[:, 0]).double()
-    # Norms of entries hardly differ, so their weight and the constant are loose; scores are not.
-    x = features(oracle.of(texts[0].context, [])[0])
-    said, wanted = ((x @ one[..., None])[..., 0] for one in (keys, expected))
-    torch.testing.assert_close(said, wanted, rtol=2e-3, atol=2e-3)
+
+    def watch(ids: list[int]) -> Seen:
+        entries, attention = oracle.of(ids, [])
+        return Seen(entries[:, None], None, attention[:, None])
+
+    check_learned(found, texts, watch, RECENT, WINDOW)
 
 
 @pytest.mark.nightly

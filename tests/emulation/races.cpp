@@ -264,7 +264,7 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   ProbeKeys keying{};
   const int pairs = D / 4;
   std::vector<float> angles = random_numbers<float>((later + tail_pages * bs) * 2 * pairs);
-  std::vector<float> weights = random_numbers<float>(layers * heads * channels * (D + 2));
+  std::vector<float> weights = random_numbers<float>(layers * heads * channels * (D + kProbeRest));
   std::vector<float> parts(channels * columns), of_windows(layers * heads, 0.5f);
   keying.caches = work.caches;
   keying.rotary.at[layers - 1] = reinterpret_cast<const unsigned char*>(angles.data());

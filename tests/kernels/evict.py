@@ -112,7 +112,8 @@ def layer_probes(
         weights = torch.randn(HEADS, channels, size + 2, generator=generator)
         window = torch.rand(HEADS, generator=generator)
         rotary = None if module is None else Rotary(module)
-        made[name] = LayerProbe(weights.to(device), window.to(device), rotary)
+        age = torch.randn(HEADS, channels, 2, generator=generator)
+        made[name] = LayerProbe(weights.to(device), age.to(device), window.to(device), rotary)
     return made
 
 

@@ -43,7 +43,7 @@ def tables_of(scene: Scene, rotated: Rotated) -> list[torch.Tensor]:
 def probes_of(scene: Scene, rotated: Rotated, channels: int, spare: int = 0) -> ProbeLayers:
     shape = scene.shape
     weights = torch.randn(
-        shape.layers, shape.heads, channels, shape.head_size + 2, generator=scene.generator
+        shape.layers, shape.heads, channels, shape.head_size + 4, generator=scene.generator
     )
     window = torch.rand(shape.layers, shape.heads, generator=scene.generator)
     return ProbeLayers(
@@ -94,9 +94,10 @@ def expected(
         width = grid.shape[-1] - len(due.positional)
         for layer in range(shape.layers):
             keys = turned_back(scene, probes, due, layer, grid, dims)
-            features = torch.cat(
-                [keys, keys.norm(dim=-1, keepdim=True), torch.ones_like(keys[..., :1])], -1
-            )
+            ages = due.num_tokens - torch.arange(due.old_tail_start, due.tail_start)
+            ages = ages.double().log()[:, None].expand(*keys.shape[:-1], 1)
+            norms = keys.norm(dim=-1, keepdim=True)
+            features = torch.cat([keys, norms, torch.ones_like(norms), ages, ages**2], -1)
             new = features @ probes.weights[layer].cpu().double().mT
             weight = probes.window_weights[layer].cpu().double()[:, None]
             if probed > 1:

@@ -120,7 +120,7 @@ def probed(
     try:
         mine = identity(llm.llm_engine.vllm_config)
         found = learn.learned(
-            llm, config, mine.kv_heads, texts, options.answers, held_out, progress
+            llm, config, mine.kv_heads, texts, options.answers, options.prose, held_out, progress
         )
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -129,6 +129,7 @@ def probed(
         "model": os.path.basename(str(engine_args.model).rstrip("/")),
         "prompts": len(texts) if options.prompts else f"{len(texts)} built-in",
         "digest": _digest(texts),
+        "prose": options.prose,
         "tokens": [min(lengths), max(lengths)],
         "spread": rank.spread(found.each) if len(found.each) > 1 else 0.0,
         "seconds": found.seconds,

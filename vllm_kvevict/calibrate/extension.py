@@ -17,6 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_kvevict.cache.spec import is_evictable
 from vllm_kvevict.calibrate.layers import Layers, Pass
 from vllm_kvevict.calibrate.regression import (
+    REST,
     Ridge,
     captured,
     features,
@@ -77,8 +78,11 @@ class CalibratingWorker:
                 return {"problem": f"{name} does not turn pairs of dimensions"}
         layer = attentions[names[0]]
         heads, size = layer.num_kv_heads, layer.head_size
-        self._kvevict_ridge = {name: Ridge(heads, size + 2, self.device) for name in names}
-        self._kvevict_following = {name: Ridge(heads, size + 3, self.device) for name in names}
+        # What answers look for has no age.
+        sizes = size + 2, size + REST + 1
+        self._kvevict_ridge, self._kvevict_following = (
+            {name: Ridge(heads, count, self.device) for name in names} for count in sizes
+        )
         self._kvevict_probes: torch.Tensor | None = None
         first = first_head(heads)
         return dict(problem=None, heads=heads, first=first, layers=len(names), head_size=size)
@@ -101,7 +105,8 @@ class CalibratingWorker:
         seen = self._kvevict_seen()
         for name, x in self._kvevict_features().items():
             shares = self._kvevict_shares(name)
-            self._kvevict_ridge[name].add(x, target(most[name], shares)[:, :count])
+            keys = x[..., : 2 - REST]
+            self._kvevict_ridge[name].add(keys, target(most[name], shares)[:, :count])
             both = torch.cat([x, seen[name][..., None]], dim=-1)
             self._kvevict_following[name].add(both, following(single[name])[:, :count])
 
@@ -172,8 +177,8 @@ class CalibratingWorker:
             window: Weight of the window's score beside what answers taught.
 
         Returns:
-            ``keys``: [L, H, 2, D + 2] probes of answers and of what follows; ``joined``: the same,
-            [L, H, 2, D + 3]; ``keys_moments`` and ``joined_moments``: [L, H, 2, 2] theirs;
+            ``keys``: [L, H, 2, D + 4] probes of answers and of what follows; ``joined``: the same,
+            [L, H, 2, D + 5]; ``keys_moments`` and ``joined_moments``: [L, H, 2, 2] theirs;
             ``rotated``: by layer.
 
         """
@@ -181,7 +186,7 @@ class CalibratingWorker:
         found: dict[str, list[torch.Tensor]] = {}
         for name in names:
             answers, follows = self._kvevict_ridge[name], self._kvevict_following[name]
-            keys = answers.solve(strength)
+            keys = torch.nn.functional.pad(answers.solve(strength), (0, REST - 2))
             size = keys.shape[-1]
             for kind, first, count in (
                 ("keys", keys, size),
@@ -189,7 +194,7 @@ class CalibratingWorker:
             ):
                 both = first, follows.solve(strength, count)
                 found.setdefault(kind, []).append(torch.stack(both, 1))
-                moments = [follows.moments(one, size - 1) for one in both]
+                moments = [follows.moments(one, size - REST + 1) for one in both]
                 found.setdefault(f"{kind}_moments", []).append(torch.stack(moments, 1))
         rotated = [self._kvevict.rotated[name] for name in names]
         return {kind: torch.stack(rows).cpu() for kind, rows in found.items()} | dict(
@@ -197,7 +202,7 @@ class CalibratingWorker:
         )
 
     def kvevict_use(self, keys: torch.Tensor, joined: torch.Tensor) -> None:
-        """Score by these probes [L, H, D + 2] and [L, H, D + 3], of the heads of all ranks."""
+        """Score by these probes [L, H, D + 4] and [L, H, D + 5], of the heads of all ranks."""
         mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
         self._kvevict_keys = keys[:, mine].to(self.device)
         self._kvevict_joined = joined[:, mine].to(self.device)
@@ -259,7 +264,7 @@ class CalibratingWorker:
         self._kvevict_copies = self._kvevict_mine.numel() // len(self._kvevict_mine.unique())
 
     def _kvevict_features(self) -> dict[str, torch.Tensor]:
-        """[H, n - recent, D + 2] features of the context's tokens, by layer."""
+        """[H, n - recent, D + 4] features of the context's tokens, by layer."""
         layers, found = self._kvevict, {}
         rotations: dict[int, Any] = {}
         for name in layers.evictable:
@@ -271,7 +276,7 @@ class CalibratingWorker:
                     positions = torch.arange(count, device=keys.device)
                     rotations[id(rotary.module)] = rotary.rotation(positions)
                 rotation = rotations[id(rotary.module)]
-            found[name] = features(unrotated(keys[:, :count], rotation))
+            found[name] = features(unrotated(keys[:, :count], rotation), keys.shape[1])
         return found
 
     def _kvevict_seen(self) -> dict[str, torch.Tensor]:

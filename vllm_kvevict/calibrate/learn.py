@@ -13,7 +13,7 @@ import torch
 from vllm_kvevict.calibrate.extension import EXTENSION
 from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
-from vllm_kvevict.calibrate.regression import joined_by_spread
+from vllm_kvevict.calibrate.regression import REST, joined_by_spread
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.probe_weights import ProbeWeights
@@ -94,10 +94,10 @@ class Model:
         later = [text.ids for text in lesson.later]
         return self._whole(self._all("kvevict_captured", lesson.context, later, STEPS))
 
-    def solve(self) -> ProbeWeights:
+    def solve(self, prose: float) -> ProbeWeights:
         """The probes, from all lessons so far.
 
-        Each is the sum of what answers taught and what the text that follows did.
+        Each is the sum of what answers taught, and ``prose`` times what the text that follows did.
         """
         ranks = self._all("kvevict_solve", STRENGTH, WINDOW_WEIGHT)
         probes = []
@@ -105,10 +105,18 @@ class Model:
             both, moments = (
                 self._whole([rank[name] for rank in ranks]) for name in (kind, f"{kind}_moments")
             )
-            probes.append(joined_by_spread(both[:, :, 0], both[:, :, 1], moments))
+            probes.append(joined_by_spread(both[:, :, 0], both[:, :, 1], moments, prose))
         keys, joined = probes
         self._all("kvevict_use", keys, joined)
-        return ProbeWeights(keys.numpy(), joined.numpy(), tuple(ranks[0]["rotated"]))
+        size = keys.shape[-1] - REST
+        age = torch.stack([one[..., size + 2 : size + REST] for one in probes], dim=2)
+        of_window = torch.cat([joined[..., : size + 2], joined[..., -1:]], dim=-1)
+        return ProbeWeights(
+            keys[..., : size + 2].numpy(),
+            of_window.numpy(),
+            age.numpy(),
+            tuple(ranks[0]["rotated"]),
+        )
 
     def hold(self, context: Sequence[int]) -> None:
         """Run a context, behind which texts are tried."""
@@ -214,10 +222,14 @@ def learned(
     kv_heads: int,
     lessons: Sequence[Lesson],
     answers: int,
+    prose: float,
     held_out: Sequence[Lesson],
     progress: Any,
 ) -> Learned:
-    """Learn of all lessons, share out by the first ``answers``, judge by those held out."""
+    """Learn of all lessons, share out by the first ``answers``, judge by those held out.
+
+    ``prose`` is what the text that follows counts beside what is asked.
+    """
     clock, seconds = time.perf_counter(), {}
 
     def lap(name: str) -> None:
@@ -227,8 +239,8 @@ def learned(
     model = Model(llm, config.window, config.recent_tokens(config.policy), kv_heads)
     for lesson in progress(lessons, "probes"):
         model.learn(lesson)
-    weights = model.solve()
-    if not all(np.isfinite(array).all() for array in (weights.keys, weights.joined)):
+    weights = model.solve(prose)
+    if not all(np.isfinite(a).all() for a in (weights.keys, weights.joined, weights.age)):
         raise CalibrateError("the probes are no numbers: give other --prompts or --documents")
     lap("probes")
     shares, each = shares_of(model, config, lessons[:answers], progress)

@@ -11,6 +11,7 @@ from vllm_kvevict.settings.names import COMPARABLE, LEARNED
 POLICY = "probe"
 DEFAULT_BUDGET = "12.5%"
 BY = ("scores", "answers")
+PROSE, MOST_PROSE = 0.0, 10
 
 
 class CalibrateError(Exception):
@@ -24,7 +25,8 @@ class Options:
     ``output`` is None for the place where ``--kv-eviction-profile auto`` finds it. ``by`` is one of
     :data:`BY`. ``prompts`` is the operator's file, None for ``samples`` built-in texts of
     ``length`` tokens, whose prose is that of ``documents`` where there are some.
-    ``answers`` of them say how much of what is asked later each head holds.
+    ``answers`` of them say how much of what is asked later each head holds, ``prose`` what the text
+    that follows counts beside what is asked.
     """
 
     output: Path | None
@@ -34,6 +36,7 @@ class Options:
     length: int
     documents: tuple[Path, ...] = ()
     answers: int = 6
+    prose: float = PROSE
 
 
 def parse(argv: list[str]) -> tuple[Options, Any]:
@@ -59,13 +62,17 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     args = _parser().parse_args(argv)
     options = Options(
         args.output, args.by, args.prompts, args.samples, args.length, tuple(args.documents),
-        args.answers,
+        args.answers, args.prose,
     )  # fmt: skip
     if args.pipeline_parallel_size > 1:
         raise CalibrateError("calibrate runs on one pipeline stage: drop --pipeline-parallel-size")
     if min(options.samples, options.answers) < 1 or options.length < 64:
         raise CalibrateError(
             "--samples and --answers must be at least 1, and --length at least 64 tokens"
+        )
+    if not 0 <= options.prose <= MOST_PROSE:
+        raise CalibrateError(
+            f"--prose must be a number from 0 to {MOST_PROSE}, not {options.prose}"
         )
     if options.output is not None and not options.output.absolute().parent.is_dir():
         raise CalibrateError(f"--output: there is no folder {options.output.parent}")
@@ -137,6 +144,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--answers", type=int, default=6, help="Texts by which heads are measured under probe."
+    )
+    group.add_argument(
+        "--prose",
+        type=float,
+        default=PROSE,
+        metavar="WEIGHT",
+        help="What the text that follows counts under probe beside what is asked later: 0 keeps "
+        "the most facts, 1 loses the least of prose.",
     )
     group.add_argument("--length", type=int, default=1400, help="Their length in tokens.")
     EngineArgs.add_cli_args(parser)

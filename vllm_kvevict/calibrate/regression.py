@@ -96,9 +96,9 @@ def scored(x: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> torch.
     """[H, n] scores as the policy makes them.
 
     Args:
-        x: [H, n, D + 2] of :func:`features`.
+        x: [H, n, D + 4] of :func:`features`.
         seen: [H, n] of :func:`window_feature`.
-        weights: [H, D + 2] of the probe, or [H, D + 3] with the window.
+        weights: [H, D + 4] of the probe, or [H, D + 5] with the window.
 
     """
     size = x.shape[-1]
@@ -125,10 +125,26 @@ def captured(scores: torch.Tensor, worth: torch.Tensor, steps: int) -> torch.Ten
     return sums[:, at.clamp(min=0)]
 
 
-def features(keys: torch.Tensor) -> torch.Tensor:
-    """[H, n, D + 2] float32: unrotated keys [H, n, D], their norms, 1."""
+REST = 4
+"""Features of a token beside its key's dimensions."""
+
+
+def features(keys: torch.Tensor, end: int) -> torch.Tensor:
+    """What is known of a token without a window.
+
+    Args:
+        keys: [H, n, D] unrotated.
+        end: Tokens of the context, of which these are the first.
+
+    Returns:
+        [H, n, D + 4] float32: keys, their norms, 1, the logarithm of the token's age (tokens from
+        it to the context's end), its square.
+
+    """
     norms = keys.norm(dim=-1, keepdim=True)
-    return torch.cat([keys, norms, torch.ones_like(norms)], dim=-1)
+    ages = torch.arange(end, end - keys.shape[1], -1, device=keys.device).float().log()
+    ages = ages[None, :, None].expand(norms.shape)
+    return torch.cat([keys, norms, torch.ones_like(norms), ages, ages.square()], dim=-1)
 
 
 class Ridge:
@@ -136,7 +152,7 @@ class Ridge:
 
     Args:
         heads: H.
-        size: D + 2.
+        size: Features of a token.
         device: Where the sums are.
 
     """
@@ -179,7 +195,7 @@ class Ridge:
 
 
 def joined_by_spread(
-    first: torch.Tensor, second: torch.Tensor, moments: torch.Tensor
+    first: torch.Tensor, second: torch.Tensor, moments: torch.Tensor, weight: float
 ) -> torch.Tensor:
     """Weights of the sum of two probes, each over its spread in a layer; as the first in scale.
 
@@ -187,9 +203,10 @@ def joined_by_spread(
         first: [L, H, size].
         second: [L, H, size].
         moments: [L, H, 2, 2] of :meth:`Ridge.moments`, of the first and of the second.
+        weight: Of the second.
 
     """
     mean, square = moments.double().mean(1).unbind(-1)
     spread = (square - mean**2).clamp(min=1e-12).sqrt()
     ratio = (spread[:, 0] / spread[:, 1]).float()
-    return first + ratio[:, None, None] * second
+    return first + weight * ratio[:, None, None] * second

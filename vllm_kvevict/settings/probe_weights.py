@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +27,15 @@ class ProbeWeights:
             of 1, for a score without a window.
         joined: [L, H, D + 3] float32: as ``keys``, then the weight of the logarithm of
             ``defensive``'s score, for a score with a window.
+        age: [L, H, 2, 2] float32: in each of the two, weights of the logarithm of the token's age,
+            and of its square.
         rotated: [L] whether keys of the layer are rotated; None where their modules say.
 
     """
 
     keys: np.ndarray
     joined: np.ndarray
+    age: np.ndarray
     rotated: tuple[bool, ...] | None = None
 
     @property
@@ -41,7 +45,7 @@ class ProbeWeights:
     def to_json(self) -> dict[str, Any]:
         """As the ``probe`` of a profile's file: arrays as base64 of little-endian float32."""
         found: dict[str, Any] = {"head_size": self.head_size}
-        for name, array in (("keys", self.keys), ("joined", self.joined)):
+        for name, array in (("keys", self.keys), ("joined", self.joined), ("age", self.age)):
             found[name] = base64.b64encode(array.astype(DTYPE).tobytes()).decode("ascii")
         if self.rotated is not None:
             found["rotated"] = list(self.rotated)
@@ -55,8 +59,10 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
         ValueError: In one sentence, what is wrong with it.
 
     """
-    if not isinstance(value, Mapping) or not {"keys", "joined"} <= value.keys():
-        raise ValueError("probe: must be a mapping with keys and joined")
+    if not isinstance(value, Mapping) or not {"keys", "joined", "age"} <= value.keys():
+        raise ValueError(
+            "probe: must be a mapping with keys, joined and age, as vllm-kvevict calibrate makes it"
+        )
     size = value.get("head_size")
     arrays = {}
     for name, more in (("keys", 2), ("joined", 3)):
@@ -75,6 +81,10 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
     keys, joined = arrays["keys"], arrays["joined"]
     if keys.shape[2] < 3 or joined.shape[2] != keys.shape[2] + 1:
         raise ValueError("probe.joined: must have one number more in a KV head than probe.keys")
+    age = _array(value["age"], "age")
+    shape = model.layers, model.kv_heads, 2, 2
+    if age.size != math.prod(shape) or not np.isfinite(age).all():
+        raise ValueError(f"probe.age: must be numbers of shape {list(shape)}")
     rotated = value.get("rotated")
     if rotated is not None and (
         not isinstance(rotated, list)
@@ -82,7 +92,8 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
         or not all(isinstance(one, bool) for one in rotated)
     ):
         raise ValueError(f"probe.rotated: must be {model.layers} times true or false")
-    return ProbeWeights(keys, joined, None if rotated is None else tuple(rotated))
+    turned = None if rotated is None else tuple(rotated)
+    return ProbeWeights(keys, joined, age.reshape(shape), turned)
 
 
 def _array(value: Any, name: str) -> np.ndarray:

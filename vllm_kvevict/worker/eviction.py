@@ -334,9 +334,11 @@ class WorkerEviction:
             eviction.request_id, group.old_tail_start, group.tail_start
         )
         on_device = async_tensor_h2d(positions, device=grid.device)
-        return self._probes.scores(
-            state, grid, grid.shape[-1] - new // state.timeline.block_size, on_device
-        )
+        end = eviction.num_tokens
+        first, last = end - group.old_tail_start, end - group.tail_start
+        ages = torch.arange(first, last, -1, device=grid.device)
+        stored = grid.shape[-1] - new // state.timeline.block_size
+        return self._probes.scores(state, grid, stored, on_device, ages)
 
     def _window_weights(self, layer_name: str) -> torch.Tensor:
         assert self._probes is not None

@@ -16,7 +16,7 @@ class GroupProbes:
     """Probes, and what takes the rotation out of the keys.
 
     Args:
-        weights: [L, H, C, D + 2] float32, for keys as they are stored.
+        weights: [L, H, C, D + 4] float32, for keys as they are stored.
         window: [L, H] float32.
         rotary: [positions, R] of each layer: cosines, then sines; empty where keys are not rotated.
         interleaved: Whether neighbouring dimensions are turned together.
@@ -58,6 +58,7 @@ class GroupProbes:
         weights = torch.stack([one.weights for one in mine])
         scales = torch.tensor([caches[name].key_scale for name in names], device=weights.device)
         weights[..., :-1] *= scales.view(-1, 1, 1, 1)
+        weights = torch.cat([weights, torch.stack([one.age for one in mine])], dim=-1)
         none = weights.new_empty(0)
         rotary = [none if o.rotary is None else tables[id(o.rotary.module)] for o in mine]
         return cls(

@@ -23,12 +23,14 @@ class LayerProbe:
 
     Args:
         weights: [H, C, D + 2] float32 of :func:`key_scores`; C is 1 without a window, else 2.
+        age: [H, C, 2] float32: weights of the logarithm of a token's age, and of its square.
         window: [H] float32: weight of the logarithm of ``defensive``'s score in the second.
         rotary: What rotated the keys; None for keys that were not.
 
     """
 
     weights: torch.Tensor
+    age: torch.Tensor
     window: torch.Tensor
     rotary: Rotary | None
 
@@ -56,8 +58,10 @@ class LayerProbe:
         mine = list(heads)
         keys, joined = weights.keys[depth, mine], weights.joined[depth, mine]
         both = np.stack([keys, joined[:, :-1]], axis=1)[:, :channels]
+        age = weights.age[depth, mine][:, :channels]
         return cls(
             torch.from_numpy(np.ascontiguousarray(both)).to(device),
+            torch.from_numpy(np.ascontiguousarray(age)).to(device),
             torch.from_numpy(np.ascontiguousarray(joined[:, -1])).to(device),
             rotary,
         )
@@ -86,7 +90,12 @@ class Probes:
         self.channels = next(iter(layers.values())).weights.shape[1]
 
     def scores(
-        self, state: GroupState, grid: torch.Tensor, store_pages: int, positions: torch.Tensor
+        self,
+        state: GroupState,
+        grid: torch.Tensor,
+        store_pages: int,
+        positions: torch.Tensor,
+        ages: torch.Tensor,
     ) -> list[torch.Tensor]:
         """Scores of all candidates of one request in every layer of a group.
 
@@ -95,6 +104,7 @@ class Probes:
             grid: [L, H, P] int64 pages of the candidates.
             store_pages: The first pages of each head, whose tokens were scored before.
             positions: [N] or [3, N] int64 positions of the tokens behind them.
+            ages: [N] of these tokens: tokens from each to the end of the cache, itself included.
 
         Returns:
             [H, P * block_size, C] float32 of each layer; anything on padding.
@@ -105,13 +115,15 @@ class Probes:
         # The one head of a latent cache has all of a token's value, of which the logarithm is 0.
         if self.channels > 1 and not latent:
             shares = self._log_shares(state, grid[..., store_pages:])
-        found = []
+        found, log_ages = [], ages.float().log()[None, :, None]
         for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
             probe, cache = self.layers[name], self._caches[name]
             rotation = None
             if probe.rotary is not None:
                 rotation = self._rotation(probe.rotary, positions)
             new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights)
+            new.addcmul_(log_ages, probe.age[:, None, :, 0])
+            new.addcmul_(log_ages.square(), probe.age[:, None, :, 1])
             if shares is not None:
                 new[..., 1].addcmul_(shares[index], probe.window[:, None])
             if store_pages:

@@ -36,7 +36,8 @@ def write(build: Any, path: Path, probe: bool = True, **changes: Any) -> Path:
     if probe:
         size = config.model_config.get_head_size()
         shape = (model.layers, model.kv_heads, size + 2)
-        zeros = np.zeros(shape, np.float32), np.zeros((*shape[:2], size + 3), np.float32)
+        more = (size + 3,), (2, 2)
+        zeros = [np.zeros((*shape[:2], *last), np.float32) for last in (shape[2:], *more)]
         value["probe"] = ProbeWeights(*zeros, (True,) * model.layers).to_json()
     path.write_text(json.dumps(value | changes))
     return path

@@ -39,12 +39,14 @@ def test_every_process_reads_the_same_numbers(tmp_path: Path) -> None:
     there = probe_weights.read(again.profile.probe, MODEL)
     np.testing.assert_array_equal(there.keys, weights.keys)
     np.testing.assert_array_equal(there.joined, weights.joined)
+    np.testing.assert_array_equal(there.age, weights.age)
     assert there.head_size == 8 and there.rotated is None
 
 
 def test_nested_lists_serve_too(tmp_path: Path) -> None:
     weights = random_weights(MODEL, 8)
-    lists = dict(keys=weights.keys.tolist(), joined=weights.joined.tolist(), rotated=[True] * 3)
+    arrays = dict(keys=weights.keys, joined=weights.joined, age=weights.age)
+    lists = {name: array.tolist() for name, array in arrays.items()} | dict(rotated=[True] * 3)
     found = probe_weights.decode(lists, MODEL)
     np.testing.assert_array_equal(found.keys, weights.keys)
     assert found.rotated == (True, True, True)
@@ -69,6 +71,7 @@ def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
         (dict(keys=[[1.0]]), "probe.keys: must have 3 layers of 2 KV heads"),
         (dict(keys=[[[float("nan")] * 10] * 2] * 3), "probe.keys: must be numbers"),
         (dict(joined=[[[1.0] * 10] * 2] * 3), "probe.joined: must have one number more"),
+        (dict(age=[1.0]), "probe.age: must be numbers of shape [3, 2, 2, 2]"),
         (dict(rotated=[True]), "probe.rotated: must be 3 times true or false"),
     ],
 )

@@ -48,7 +48,9 @@ def worker(policy: str) -> WorkerEviction:
         positions=lambda request_id, start, stop: torch.arange(start, stop, device=CPU),
     )
     values = PageValues(caches, dict.fromkeys(NAMES, HEADS), 2)
-    probe = LayerProbe(torch.randn(HEADS, 2, SIZE + 2), torch.rand(HEADS), None)
+    probe = LayerProbe(
+        torch.randn(HEADS, 2, SIZE + 2), torch.randn(HEADS, 2, 2), torch.rand(HEADS), None
+    )
     made = WorkerEviction(
         build_policies(config), {0: state}, caches, rings, values, rows,
         probes=Probes(dict.fromkeys(NAMES, probe), caches, values),

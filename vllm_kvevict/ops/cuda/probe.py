@@ -18,8 +18,8 @@ class ProbeLayers:
     Args:
         caches: [blocks, H, block_size, 2 * D] contiguous each, float16, bfloat16, float32,
             float8_e4m3fn or float8_e5m2; D is 64, 80, 96, 128 or 256.
-        weights: [L, H, C, D + 2] float32: of an unrotated key's dimensions as they are stored, of
-            its norm, and of 1.
+        weights: [L, H, C, D + 4] float32: of an unrotated key's dimensions as they are stored, of
+            its norm, of 1, of the logarithm of the token's age, and of that one's square.
         window_weights: [L, H] float32: of the logarithms that the second of two probes counts.
         rotary: [positions, R] contiguous each, float32, float16 or bfloat16, R the rotated
             dimensions: cosines, then sines, by position; empty where keys are not rotated. R is a
