@@ -22,6 +22,8 @@ from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings import probe_weights
 from vllm_kvevict.settings.config import EvictionConfig
 
+PROSE = 0.7
+
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +120,7 @@ class Watched:
 def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp_path, capsys):
     path = tmp_path / "profile.json"
     options = ["--output", str(path), "--samples", "2", "--answers", "1", "--length", "500"]
+    options += ["--prose", str(PROSE)]
     assert main([str(tiny_model_kv4), *options, "--dtype", "float32"]) == 0
     said = capsys.readouterr().out
     assert "KL, keys" in said and "KL, joined" in said and f"--kv-eviction-profile {path}" in said
@@ -132,7 +135,7 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
     cut = len(paragraphs) * 5 // 6
     texts = lessons.lessons(tokenizer, paragraphs[:cut], 2, 500, "learn")
     watched = Watched(tiny_model_kv4)
-    check_learned(found, texts, lambda ids: Seen(*watched.of(ids)), 8, 32)
+    check_learned(found, texts, lambda ids: Seen(*watched.of(ids)), 8, 32, PROSE)
     assert not list(tmp_path.glob("tmp*")), "a draft is left"
 
 
@@ -140,7 +143,8 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
     model, path = cached_tiny_llama(kv_heads=1), tmp_path / "profile.json"
-    options = "--samples 2 --answers 1 --length 500 --dtype float32 -tp 2 --output".split()
+    options = "--samples 2 --answers 1 --length 500 --dtype float32 -tp 2".split()
+    options += ["--prose", str(PROSE), "--output"]
     words = "vllm_kvevict.calibrate", str(model), *options, str(path)
     done = forked.run(*words, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -149,7 +153,7 @@ def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
     tokenizer, paragraphs = AutoTokenizer.from_pretrained(model), lessons.prose()
     texts = lessons.lessons(tokenizer, paragraphs[: len(paragraphs) * 5 // 6], 2, 500, "learn")
     watched = Watched(model)
-    check_learned(found, texts, lambda ids: Seen(*watched.of(ids)), 8, 32)
+    check_learned(found, texts, lambda ids: Seen(*watched.of(ids)), 8, 32, PROSE)
 
 
 @pytest.mark.nightly
@@ -185,6 +189,7 @@ QUARTER = ("--kv-eviction-budget", "25%")
         (["--kv-eviction", "snapkv", "-tp", "2"], "are measured on one rank"),
         (["--kv-eviction", "snapkv", "--output", "/no/folder/a.json"], "there is no folder"),
         (["--kv-eviction", "snapkv", "--prompts", "/no/file"], "No such file"),
+        (["--prose", "-1"], "--prose must be a number from 0 to 10, not -1.0"),
         (["--kv-eviction", "h2o", "--by", "answers", *QUARTER, "--length", "300"], "not for h2o"),
         (["--kv-eviction", "snapkv", "--by", "answers", "--length", "128"], "give longer prompts"),
     ],

@@ -31,7 +31,9 @@ SIZE, LATENT, WINDOW, RECENT = 576, 512, 32, 8
 PROMPTS = [random_prompt(n, seed=n) for n in (700, 333, 60, 500, 420)]
 ASKED = [{}, {}, {}, {"kv_eviction_at": 300}, {"kv_eviction_protect_first": 40}]
 EVICTION = dict(budget=128, interval=64)
+PROSE = 0.7
 OPTIONS = "--samples 2 --answers 1 --length 500 --block-size 16 --dtype float32".split()
+OPTIONS += ["--prose", str(PROSE)]
 
 
 class EntriesOracle(MaskedArchitecture):
@@ -177,7 +179,7 @@ def check_probes(oracle, model, found) -> None:
         entries, attention = oracle.of(ids, [])
         return Seen(entries[:, None], None, attention[:, None])
 
-    check_learned(found, texts, watch, RECENT, WINDOW)
+    check_learned(found, texts, watch, RECENT, WINDOW, PROSE)
 
 
 @pytest.mark.nightly

@@ -45,6 +45,7 @@ def check_learned(
     watch: Callable[[list[int]], Seen],
     recent: int,
     window: int,
+    prose: float,
 ) -> None:
     """Compare scores of the first text by a profile with those by the definition, token by token.
 
@@ -57,6 +58,7 @@ def check_learned(
         watch: Runs a text.
         recent: Last tokens of a context that are always kept.
         window: Observation window.
+        prose: What the text that goes on counts.
 
     """
     rows: list[list[torch.Tensor]] = [[], [], [], []]
@@ -95,7 +97,7 @@ def check_learned(
         answered = answers + window_weight * of_text[..., -1]
         text = (of_text[..., :size] @ ridge(of_text[..., :size], z)[..., None])[..., 0]
         spread = [one.std((1, 2), correction=0)[:, None, None] for one in (answered, text)]
-        expected = (answered + spread[0] / spread[1] * text)[..., : first.shape[2]]
+        expected = (answered + prose * spread[0] / spread[1] * text)[..., : first.shape[2]]
         weights = torch.from_numpy((found.keys, found.joined)[kind]).double()
         age = torch.from_numpy(found.age[:, :, kind]).double()
         said = first[..., :-3] @ weights[..., : first.shape[-1] - 3, None]

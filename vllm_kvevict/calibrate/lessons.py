@@ -26,7 +26,7 @@ MODULES = (
 """Modules of Python's standard library, whose docstrings are the prose of the contexts."""
 
 FACTS = 6
-FOLLOWING = 128
+FOLLOWING = 80
 """Tokens of the prose that goes on, which is what comes right behind a context."""
 
 MOST_OF_PROMPT = 320
