@@ -1,8 +1,8 @@
 """Every name of vLLM's that the plugin touches: docs/vllm-hooks.md says why, file by file.
 
 By our file, then by vLLM's module. ``Class.member`` may be inherited or assigned to ``self``;
-parentheses hold parameters that we pass by name or override. Workers and attention have a file of
-their own beside this one.
+parentheses hold parameters that we pass by name or override. Workers, attention and
+calibrate have a file of their own beside this one.
 """
 
 from vllm_kvevict.hooks.tiers_listing import TIER_HOOKS
@@ -360,20 +360,6 @@ HOOKS = {
         """,
     },
     "schedule/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
-    "calibrate/extension.py": {
-        "vllm.forward_context": "set_forward_context",
-        "vllm.model_executor.layers.attention": "Attention MLAAttention",
-        "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
-        "vllm.model_executor.models.utils": "extract_layer_index",
-        "vllm.config": "ParallelConfig.worker_extension_cls",
-    },
-    "calibrate/layers.py": {
-        "vllm.model_executor.layers.attention.attention": "Attention.forward(query,key,value)",
-        "vllm.model_executor.layers.attention.mla_attention": """
-            MLAAttention.forward(q,kv_c_normed,k_pe) MLAAttention.process_weights_after_loading
-            MLAAttention.kv_lora_rank MLAAttention.qk_nope_head_dim MLAAttention.qk_rope_head_dim
-        """,
-    },
     "hooks/shims/vllm_0_32.py": {
         "vllm.v1.core.kv_cache_utils": """
             get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory)

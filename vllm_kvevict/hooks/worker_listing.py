@@ -1,4 +1,4 @@
-"""The names of vLLM's that workers and attention touch: a part of ``listing.py``."""
+"""The names of vLLM's that workers, attention and calibrate touch: a part of ``listing.py``."""
 
 WORKER_HOOKS = {
     "worker/meter.py": {
@@ -173,6 +173,20 @@ WORKER_HOOKS = {
             CommonAttentionMetadata.query_start_loc CommonAttentionMetadata.seq_lens
             CommonAttentionMetadata.block_table_tensor CommonAttentionMetadata.slot_mapping
             CommonAttentionMetadata.num_actual_tokens
+        """,
+    },
+    "calibrate/extension.py": {
+        "vllm.forward_context": "set_forward_context",
+        "vllm.model_executor.layers.attention": "Attention MLAAttention",
+        "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
+        "vllm.model_executor.models.utils": "extract_layer_index",
+        "vllm.config": "ParallelConfig.worker_extension_cls",
+    },
+    "calibrate/layers.py": {
+        "vllm.model_executor.layers.attention.attention": "Attention.forward(query,key,value)",
+        "vllm.model_executor.layers.attention.mla_attention": """
+            MLAAttention.forward(q,kv_c_normed,k_pe) MLAAttention.process_weights_after_loading
+            MLAAttention.kv_lora_rank MLAAttention.qk_nope_head_dim MLAAttention.qk_rope_head_dim
         """,
     },
 }
