@@ -4,12 +4,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from benchmarks.bare_scheduler import Setup, eviction_config, make_request
 from vllm_kvevict.settings.requests import parse_options
 from vllm_kvevict.target.ladder import SHORT, WHOLE, Ladder, build
 
 SERVER = Setup(window=32, block_size=16, budget=256, target=0.03)
+
+
+@pytest.fixture(autouse=True)
+def hashes() -> None:
+    """As an engine begins them."""
+    init_none_hash(sha256)
 
 
 def ladder(
