@@ -69,7 +69,17 @@ class WatchedModel(MaskedModel):
         alone = (features * torch.from_numpy(weights.keys).double()[:, :, None]).sum(-1)
         joined = torch.from_numpy(weights.joined).double()[:, :, None]
         both = (features * joined[..., :-1]).sum(-1) + joined[..., -1] * shares
-        return torch.stack([alone, both], -1)
+        return torch.stack([alone, both], -1) + self.of_ages(life, keys.shape[2], weights)
+
+    def of_ages(self, life, tokens, weights) -> torch.Tensor:
+        """[L, H, n, 2] what their ages add: those that tokens had when they first could go."""
+        layers = []
+        for layer, age in enumerate(torch.from_numpy(weights.age).double()):
+            mine = [e for e in life.evictions if e.positions[layer] is not None]
+            ages = [next((e.n - i for e in mine if e.tail_start > i), 1) for i in range(tokens)]
+            logs = torch.tensor(ages).double().log()
+            layers.append(torch.stack([logs, logs**2], -1) @ age.mT)
+        return torch.stack(layers)
 
 
 def watch(run):
