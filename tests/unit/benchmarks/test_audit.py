@@ -137,7 +137,7 @@ def test_the_listener_keeps_logits_by_position_and_leaves_replays_alone() -> Non
     ended: list[Any] = []
     reported: list[Any] = []
     eviction = SimpleNamespace(
-        rows=SimpleNamespace(
+        _rows=SimpleNamespace(
             hidden_states=lambda _: (hidden, {"0-a": 0, "1-b": 4, "0-a-audit-1": 7})
         ),
         end_step=lambda output, run=True: ended.append(run),
