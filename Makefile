@@ -11,7 +11,7 @@ export VLLM_NO_USAGE_STATS := 1
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
 	@echo "make demo     serve the same load without and with eviction; print one table"
-	@echo "make check    lint, types, units, one engine, one eviction: a minute or two"
+	@echo "make check    lint, types, and the units that are quick: a minute or two"
 	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, drafts, images, ranks and stages, token by token"
 	@echo "make fuzz     a million scheduler steps of random days, by a seed that is printed"
@@ -47,8 +47,12 @@ format: setup
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+# What takes longer: kernels, workers, tools. Days in the scheduler are in tests/engine.
+LONGER := $(addprefix tests/unit/,worker ops benchmarks hooks deploy calibrate sizing test_conftest.py)
+CHECKED := tests/unit $(addprefix tests/engine/test_,scheduler.py in_place.py sharing.py turns.py audit.py)
+
 check: lint
-	$(PYTHON_VENV) -m pytest -q $(PARALLEL) -m "not slow" tests/engine tests/unit $(PYTEST_ARGS)
+	$(PYTHON_VENV) -m pytest -q $(PARALLEL) -m "not slow" $(addprefix --ignore=,$(LONGER)) $(CHECKED) $(PYTEST_ARGS)
 
 test:
 	@$(MAKE) --no-print-directory --jobs 2 setup setup-kvpress
