@@ -112,8 +112,9 @@ def layer_probes(
         weights = torch.randn(HEADS, channels, size + 2, generator=generator)
         window = torch.rand(HEADS, generator=generator)
         rotary = None if module is None else Rotary(module)
-        age = torch.randn(HEADS, channels, 2, generator=generator)
-        made[name] = LayerProbe(weights.to(device), age.to(device), window.to(device), rotary)
+        # The first layer knows no ages.
+        age = torch.randn(HEADS, channels, 2, generator=generator).to(device) if made else None
+        made[name] = LayerProbe(weights.to(device), age, window.to(device), rotary)
     return made
 
 

@@ -10,11 +10,10 @@ from vllm_kvevict.settings.budget import budget_share, budget_tokens, parse_budg
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.handover import shares_prompt
 from vllm_kvevict.settings.names import KEY, NONE, keeps_by_layer
-from vllm_kvevict.settings.own_target import TARGET, target_of
+from vllm_kvevict.settings.own_target import BUDGET, TARGET, target_of
 from vllm_kvevict.settings.sentences import shown
 
 POLICY = KEY
-BUDGET = f"{KEY}_budget"
 INTERVAL = f"{KEY}_interval"
 PREFILL_INTERVAL = f"{KEY}_prefill_interval"
 PROTECT = f"{KEY}_protect_first"

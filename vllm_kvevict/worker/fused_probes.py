@@ -58,7 +58,11 @@ class GroupProbes:
         weights = torch.stack([one.weights for one in mine])
         scales = torch.tensor([caches[name].key_scale for name in names], device=weights.device)
         weights[..., :-1] *= scales.view(-1, 1, 1, 1)
-        weights = torch.cat([weights, torch.stack([one.age for one in mine])], dim=-1)
+        ages = [
+            w.new_zeros(*w.shape[:2], 2) if one.age is None else one.age
+            for one, w in zip(mine, weights, strict=True)
+        ]
+        weights = torch.cat([weights, torch.stack(ages)], dim=-1)
         none = weights.new_empty(0)
         rotary = [none if o.rotary is None else tables[id(o.rotary.module)] for o in mine]
         return cls(

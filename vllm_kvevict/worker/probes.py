@@ -23,14 +23,15 @@ class LayerProbe:
 
     Args:
         weights: [H, C, D + 2] float32 of :func:`key_scores`; C is 1 without a window, else 2.
-        age: [H, C, 2] float32: weights of the logarithm of a token's age, and of its square.
+        age: [H, C, 2] float32: weights of the logarithm of a token's age, and of its square; None
+            where all are 0.
         window: [H] float32: weight of the logarithm of ``defensive``'s score in the second.
         rotary: What rotated the keys; None for keys that were not.
 
     """
 
     weights: torch.Tensor
-    age: torch.Tensor
+    age: torch.Tensor | None
     window: torch.Tensor
     rotary: Rotary | None
 
@@ -61,7 +62,7 @@ class LayerProbe:
         age = weights.age[depth, mine][:, :channels]
         return cls(
             torch.from_numpy(np.ascontiguousarray(both)).to(device),
-            torch.from_numpy(np.ascontiguousarray(age)).to(device),
+            torch.from_numpy(np.ascontiguousarray(age)).to(device) if age.any() else None,
             torch.from_numpy(np.ascontiguousarray(joined[:, -1])).to(device),
             rotary,
         )
@@ -122,8 +123,9 @@ class Probes:
             if probe.rotary is not None:
                 rotation = self._rotation(probe.rotary, positions)
             new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights)
-            new.addcmul_(log_ages, probe.age[:, None, :, 0])
-            new.addcmul_(log_ages.square(), probe.age[:, None, :, 1])
+            if probe.age is not None:
+                new.addcmul_(log_ages, probe.age[:, None, :, 0])
+                new.addcmul_(log_ages.square(), probe.age[:, None, :, 1])
             if shares is not None:
                 new[..., 1].addcmul_(shares[index], probe.window[:, None])
             if store_pages:
