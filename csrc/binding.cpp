@@ -58,7 +58,7 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "Tensor store, Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def(
       "probe_keys(Tensor(a!) parts, Tensor(b!) norms, Tensor(c!) totals, Tensor[] caches, "
-      "Tensor weights, Tensor[] rotary, bool interleaved, int width, Tensor requests, "
+      "Tensor weights, Tensor ages, Tensor[] rotary, bool interleaved, int width, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def(
       "probe_scores(Tensor(a!) scores, Tensor(b!) parts, Tensor(c!) means, Tensor peaks, Tensor norms, "

@@ -70,9 +70,9 @@ void keep_page_values(std::vector<Tensor> kept, const Tensor& numbers, const Ten
                       const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
 
 void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
-                std::vector<Tensor> caches, const Tensor& weights, std::vector<Tensor> rotary,
-                bool interleaved, int64_t width, const Tensor& requests, const Tensor& head_indptr,
-                const Tensor& old_store, const Tensor& positional);
+                std::vector<Tensor> caches, const Tensor& weights, const Tensor& ages,
+                std::vector<Tensor> rotary, bool interleaved, int64_t width, const Tensor& requests,
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
 
 void probe_scores(const Tensor& scores, const Tensor& parts, const Tensor& means,
                   const Tensor& peaks, const Tensor& norms, const Tensor& totals,

@@ -35,9 +35,9 @@ void check_rotary(const std::vector<Tensor>& rotary, ProbeKeys* work, const Tens
 }  // namespace
 
 void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
-                std::vector<Tensor> caches, const Tensor& weights, std::vector<Tensor> rotary,
-                bool interleaved, int64_t width, const Tensor& requests, const Tensor& head_indptr,
-                const Tensor& old_store, const Tensor& positional) {
+                std::vector<Tensor> caches, const Tensor& weights, const Tensor& ages,
+                std::vector<Tensor> rotary, bool interleaved, int64_t width, const Tensor& requests,
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
   const Launch launch(parts);
   ProbeKeys work{};
   work.caches = check_caches<const unsigned char>(caches, parts);
@@ -48,20 +48,24 @@ void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
   work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
                                      caches[0].size(2), parts);
   check_sizes(weights, "weights", {layers, heads, kAny, size + kProbeRest});
-  const int64_t channels = weights.size(2);
-  check_among(channels, "weights of a head", {1, 2});
-  check(weights, "weights", ScalarType::Float, {layers, heads, channels, size + kProbeRest},
-        parts);
+  check_sizes(parts, "parts", {kAny, kAny});
+  const int64_t channels = parts.size(0), probes = weights.size(2);
+  check_among(channels, "parts", {1, 2});
+  check_among(probes, "probes of a head", {channels, 2 * channels});
+  check(weights, "weights", ScalarType::Float, {layers, heads, probes, size + kProbeRest}, parts);
   check(parts, "parts", ScalarType::Float, {channels, kAny}, parts);
+  check(ages, "ages", ScalarType::Float, {requests.size(0), 2}, parts);
   check(norms, "norms", ScalarType::Float, {channels > 1 ? parts.size(1) : kAny}, parts);
   check(totals, "totals", ScalarType::Float, {requests.size(0), layers, channels > 1 ? width : kAny},
         parts);
   work.weights = in<float>(weights);
+  work.ages = in<float>(ages);
   work.parts = out<float>(parts);
   work.norms = out<float>(norms);
   work.totals = out<float>(totals);
   work.num_parts = parts.size(1);
-  work.channels = narrow(channels, "weights of a head");
+  work.channels = narrow(channels, "parts");
+  work.prose = probes > channels;
   work.head_size = narrow(size, "head size");
   work.num_layers = narrow(layers, "layers");
   work.slot_bytes = narrow(caches[0].size(3) * caches[0].element_size(), "bytes of a slot");

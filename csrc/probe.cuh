@@ -62,18 +62,18 @@ __device__ inline void find_turns(const ProbeKeys& work, const unsigned char* ro
   }
 }
 
-// Sums over the dimensions of a token's key, and with two probes of its value.
-template <int kChannels>
+// Sums over the dimensions of a token's key, and with two parts of its value.
+template <int kProbes>
 struct ProbeSums {
-  float dots[kChannels], key, value;
+  float dots[kProbes], key, value;
 };
 
 // What a lane adds to the sums of a warp's tokens of a head. It takes as many pairs as a word has
 // numbers: two words where pairs lie side by side, or one of each half of the rotated part.
-template <Element kElement, int kChannels>
+template <Element kElement, int kProbes, bool kValues>
 __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* const* slots,
                                  const float* weights, const float2* turns, int unit,
-                                 ProbeSums<kChannels>* sums) {
+                                 ProbeSums<kProbes>* sums) {
   constexpr int kPairs = kInWord<kElement>, kBytes = 4 / kPairs;
   const bool turned = turns != nullptr && unit * kPairs < work.pairs;
   const bool split = turned && !work.interleaved;
@@ -86,15 +86,15 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
     words[j][0] = *reinterpret_cast<const uint32_t*>(slots[j] + low);
     words[j][1] = *reinterpret_cast<const uint32_t*>(slots[j] + high);
   }
-  if constexpr (kChannels > 1) {
+  if constexpr (kValues) {
 #pragma unroll
     for (int j = 0; j < kProbeTokens; ++j) {
       values[j] = *reinterpret_cast<const uint2*>(slots[j] + work.slot_bytes / 2 + unit * 8);
     }
   }
-  float of_first[kChannels][kPairs], of_second[kChannels][kPairs];
+  float of_first[kProbes][kPairs], of_second[kProbes][kPairs];
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
+  for (int c = 0; c < kProbes; ++c) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int pair = unit * kPairs + i, first = split ? pair : 2 * pair;
@@ -118,11 +118,11 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
       const float second = turned ? y * turn.x - x * turn.y : y;
       sums[j].key += first * first + second * second;
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
+      for (int c = 0; c < kProbes; ++c) {
         sums[j].dots[c] += first * of_first[c][i] + second * of_second[c][i];
       }
     }
-    if constexpr (kChannels > 1) {
+    if constexpr (kValues) {
       sums[j].value += squares(values[j].x, kElement) + squares(values[j].y, kElement);
     }
   }
@@ -130,8 +130,9 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
 
 // A warp takes kProbeTokens tokens of a layer, one head after another: cosines are read once, and a
 // total has one order.
-template <Element kElement, int kChannels>
+template <Element kElement, int kChannels, bool kProse>
 static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const __grid_constant__ ProbeKeys work) {
+  constexpr int kProbes = kProse ? 2 * kChannels : kChannels;
   const int blocks = (work.width + kProbeBlock - 1) / kProbeBlock;
   const int layer = blockIdx.x / blocks % work.num_layers;
   const int request = blockIdx.x / blocks / work.num_layers;
@@ -149,17 +150,19 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
   }
   __syncwarp();
   float totals[kProbeTokens] = {}, ages[kProbeTokens];
+  if constexpr (kProse) {
 #pragma unroll
-  for (int j = 0; j < kProbeTokens; ++j) {
-    const int64_t age = due.num_tokens - due.old_tail_start - first - j;
-    ages[j] = j < mine ? logf(static_cast<float>(age)) : 0.0f;
+    for (int j = 0; j < kProbeTokens; ++j) {
+      const int64_t age = due.num_tokens - due.old_tail_start - first - j;
+      ages[j] = j < mine ? logf(static_cast<float>(age)) : 0.0f;
+    }
   }
   for (int index = 0; index < heads && mine > 0; ++index) {
     const Head head = find_head(work.candidates, request, layer, index);
     KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_parts);
     const int store_columns = head.store_pages * head.block_size;
     const unsigned char* slots[kProbeTokens];
-    ProbeSums<kChannels> sums[kProbeTokens] = {};
+    ProbeSums<kProbes> sums[kProbeTokens] = {};
 #pragma unroll
     for (int j = 0; j < kProbeTokens; ++j) {
       const int column = store_columns + first + (j < mine ? j : mine - 1);
@@ -167,9 +170,9 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
     }
     const int stride = work.head_size + kProbeRest;
     const float* weights =
-        work.weights + static_cast<int64_t>(layer * heads + index) * kChannels * stride;
+        work.weights + static_cast<int64_t>(layer * heads + index) * kProbes * stride;
     for (int unit = lane; unit < work.head_size / (2 * kInWord<kElement>); unit += kWarp) {
-      add_pairs<kElement, kChannels>(work, slots, weights, turns, unit, sums);
+      add_pairs<kElement, kProbes, (kChannels > 1)>(work, slots, weights, turns, unit, sums);
     }
 #pragma unroll
     for (int j = 0; j < kProbeTokens; ++j) {
@@ -177,7 +180,7 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
         sums[j].key += __shfl_xor_sync(kAllLanes, sums[j].key, step);
         if constexpr (kChannels > 1) sums[j].value += __shfl_xor_sync(kAllLanes, sums[j].value, step);
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
+        for (int c = 0; c < kProbes; ++c) {
           sums[j].dots[c] += __shfl_xor_sync(kAllLanes, sums[j].dots[c], step);
         }
       }
@@ -188,8 +191,16 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         const float* rest = weights + c * stride + work.head_size;
-        work.parts[c * work.num_parts + at] =
-            sums[j].dots[c] + rest[0] * key + rest[1] + (rest[2] + rest[3] * ages[j]) * ages[j];
+        float part = sums[j].dots[c] + rest[0] * key + rest[1];
+        if constexpr (kProse) {
+          const int p = kChannels + c;
+          const float* more = weights + p * stride + work.head_size;
+          const float old = ages[j] - work.ages[2 * request];
+          const float older = ages[j] * ages[j] - work.ages[2 * request + 1];
+          const float prose = sums[j].dots[p] + more[0] * key + more[1] + more[2] * old + more[3] * older;
+          part += nan_max(prose, 0.0f);
+        }
+        work.parts[c * work.num_parts + at] = part;
       }
       if constexpr (kChannels > 1) work.norms[at] = norm;
     }
@@ -251,18 +262,22 @@ void launch_probe_keys(const ProbeKeys& work, int num_requests, Stream stream) {
   const auto run = [&](auto kernel) {
     launch(kernel, blocks * work.num_layers * num_requests, 1, kProbeThreads, shared, stream, work);
   };
-  const auto run_for = [&](auto channels) {
+  const auto run_for = [&](auto channels, auto prose) {
     constexpr int kChannels = decltype(channels)::value;
+    constexpr bool kProse = decltype(prose)::value;
     switch (work.element) {
-      case Element::kFloat: return run(probe_key_kernel<Element::kFloat, kChannels>);
-      case Element::kHalf: return run(probe_key_kernel<Element::kHalf, kChannels>);
-      case Element::kBFloat16: return run(probe_key_kernel<Element::kBFloat16, kChannels>);
-      case Element::kE4M3: return run(probe_key_kernel<Element::kE4M3, kChannels>);
-      case Element::kE5M2: return run(probe_key_kernel<Element::kE5M2, kChannels>);
+      case Element::kFloat: return run(probe_key_kernel<Element::kFloat, kChannels, kProse>);
+      case Element::kHalf: return run(probe_key_kernel<Element::kHalf, kChannels, kProse>);
+      case Element::kBFloat16: return run(probe_key_kernel<Element::kBFloat16, kChannels, kProse>);
+      case Element::kE4M3: return run(probe_key_kernel<Element::kE4M3, kChannels, kProse>);
+      case Element::kE5M2: return run(probe_key_kernel<Element::kE5M2, kChannels, kProse>);
     }
   };
-  if (work.channels > 1) return run_for(std::integral_constant<int, 2>{});
-  run_for(std::integral_constant<int, 1>{});
+  const auto run_with = [&](auto prose) {
+    if (work.channels > 1) return run_for(std::integral_constant<int, 2>{}, prose);
+    run_for(std::integral_constant<int, 1>{}, prose);
+  };
+  work.prose ? run_with(std::true_type{}) : run_with(std::false_type{});
 }
 
 void launch_probe_scores(const ProbeScores& work, int64_t heads, Stream stream) {

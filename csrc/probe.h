@@ -1,9 +1,10 @@
 // probe: what linear probes of its unrotated key say a token is worth, joined with the window or not.
 //
 // ops/reference/probe.py in two launches, between which ranks may add up the norms of values. The first
-// reads each new token once, key and value. A part is a . k + b * |k| + c + d * l + e * l * l, l the
-// logarithm of the token's age; the second of two also counts the logarithm of the head's share of the
-// value norms, and the window joins that one.
+// reads each new token once, key and value. A probe says a . k + b * |k| + c. A part is what one says,
+// and where prose counts what another one says and d * l + e * m, if that is above 0: l the logarithm of
+// the token's age, m its square, each less its mean. The second of two parts also counts the logarithm
+// of the head's share of the value norms, and the window joins that one.
 #pragma once
 
 #include "candidates.h"
@@ -21,7 +22,8 @@ struct ProbeKeys {
   Layers<const unsigned char> caches;  // [blocks, H, block_size, slot] each
   Layers<const unsigned char> rotary;  // [positions, 2 * pairs] each, cosines first; null: not rotated
   Candidates candidates;
-  const float* weights;  // [L, H, channels, head_size + kProbeRest]
+  const float* weights;  // [L, H, channels, or twice as many with prose, head_size + kProbeRest]
+  const float* ages;     // [E, 2]: means of l and m over what is new
   float* parts;          // [channels, num_parts] flat, as scores
   float* norms;          // flat, as scores; of values, with two channels
   float* totals;         // [E, L, width]: sums over this rank's heads, with two channels
@@ -29,6 +31,7 @@ struct ProbeKeys {
   Element element, angle;  // of the caches, and of cosines and sines
   int channels, head_size, pairs, num_layers, slot_bytes, width;
   bool interleaved;      // pairs are (2i, 2i + 1), else (i, i + pairs)
+  bool prose;            // the second half of the probes is prose's
 };
 
 struct ProbeScores {

@@ -1,13 +1,15 @@
 """Profiles of small models, with random probes and equal shares."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_kvevict.front.profile import identity, to_json
-from vllm_kvevict.settings.probe_weights import ProbeWeights
+from vllm_kvevict.settings.probe_weights import ProbeWeights, ProseWeights
 from vllm_kvevict.settings.profile import ModelIdentity, Profile
 
 
@@ -22,11 +24,52 @@ def random_weights(mine: ModelIdentity, size: int, seed: int = 0) -> ProbeWeight
     """Probes for keys of ``size`` dimensions."""
     rng = np.random.default_rng(seed)
     shape = mine.layers, mine.kv_heads
-    keys, joined = (rng.normal(size=(*shape, size + n)).astype(np.float32) for n in (2, 3))
-    # As learned ones: more attention now, more attention later.
-    joined[..., -1] = np.abs(joined[..., -1])
+
+    def drawn() -> list[np.ndarray]:
+        keys, joined = (rng.normal(size=(*shape, size + n)).astype(np.float32) for n in (2, 3))
+        # As learned ones: more attention now, more attention later.
+        joined[..., -1] = np.abs(joined[..., -1])
+        return [keys, joined]
+
     age = 0.2 * rng.normal(size=(*shape, 2, 2)).astype(np.float32)
-    return ProbeWeights(keys, joined, age)
+    return ProbeWeights(*drawn(), ProseWeights(*drawn(), age))
+
+
+def prose_counts(share: float) -> float:
+    """What prose counts where this share is kept: 0 at 1/16, half at 1/8, 1 at 1/4, in tenths."""
+    return round(10 * min(1.0, max(0.0, (math.log2(share) + 4) / 2))) / 10
+
+
+def said(
+    weights: ProbeWeights, share: float, x: torch.Tensor, ages: torch.Tensor, kind: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[L, H, n] what is said of tokens where this share is kept; [L, H] of the window beside it.
+
+    Args:
+        weights: The probes.
+        share: That an eviction keeps.
+        x: [L, H, n, D + 2] float64: keys before rotation, their norms, 1.
+        ages: [L, H or 1, n] of tokens when they were scored, all in one eviction.
+        kind: 0 for keys alone, 1 for what the window is joined with.
+
+    """
+    prose, counts = weights.prose, prose_counts(share)
+    assert prose is not None
+    arrays = (weights.keys, prose.keys), (weights.joined, prose.joined)
+    first, more = (torch.from_numpy(one).double() for one in arrays[kind])
+    logs, size = ages.double().log(), x.shape[-1]
+    found = torch.stack([logs, logs**2], -1)
+    found = found - found.mean(-2, keepdim=True)
+    age = torch.from_numpy(prose.age[:, :, kind]).double()
+    added = (x * more[:, :, None, :size]).sum(-1) + (found * age[:, :, None]).sum(-1)
+    alone = (x * first[:, :, None, :size]).sum(-1) + counts * added.clamp(min=0)
+    return alone, first[..., -1] + counts * more[..., -1]
+
+
+def of_layers(weights: ProbeWeights, layers: slice) -> ProbeWeights:
+    """The probes of some layers."""
+    keys, joined, *prose = (array[layers] for array in weights.arrays)
+    return ProbeWeights(keys, joined, ProseWeights(*prose))
 
 
 def random_profile(

@@ -13,9 +13,11 @@ NEEDLE_KNOWN = "needle, question known"
 NEEDLE = "needle, question not known"
 FACTS = "other facts, not known"
 PROSE = "prose, continued"
-KINDS = (NEEDLE_KNOWN, NEEDLE, FACTS, PROSE)
+FOUR_KNOWN = "four values, question known"
+FOUR = "four values, question not known"
+KINDS = (NEEDLE_KNOWN, NEEDLE, FOUR_KNOWN, FOUR, FACTS, PROSE)
 
-NEEDLE_TASK, FACTS_TASK = "s-niah", "unseen"
+NEEDLE_TASK, FACTS_TASK, FOUR_TASK = "s-niah", "unseen", "mv-niah"
 PROSE_PACKAGE = "vllm"
 """Whose docstrings are the prose: the shipped profile learned of other ones."""
 
@@ -54,6 +56,8 @@ class Mixture:
         wanted = [FACTS_TASK] if FACTS in kinds else []
         if NEEDLE in kinds or NEEDLE_KNOWN in kinds:
             wanted.append(NEEDLE_TASK)
+        if FOUR in kinds or FOUR_KNOWN in kinds:
+            wanted.append(FOUR_TASK)
         self._characters = {
             task: tasks.characters_for(task, tokens, self._count) for task in wanted
         }
@@ -74,6 +78,8 @@ class Mixture:
         if PROSE in self._kinds:
             ids = tuple(self._prose(seed))
             found.append(Document(ids, {PROSE: len(ids)}))
+        if FOUR_TASK in self._characters:
+            found.append(self._asked(FOUR_TASK, seed, {FOUR_KNOWN: True, FOUR: False}))
         return found
 
     def _asked(self, task: str, seed: int, kinds: dict[str, bool]) -> Document:

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.audit import ladder
 from benchmarks.audit.figures import HIGH, LOW, Row, cells, summary, within
 from benchmarks.quality.table import row
 
@@ -98,7 +99,14 @@ def _answers(found: dict[str, Any]) -> list[str]:
             "Rank correlations over several budgets or kinds hold what these do by themselves. "
             f"Inside a cell of the first table, the mean over the cells is {inside:.2f}.",
         ]
-    return lines
+    lines += [
+        "",
+        "What a target would choose: the smallest of these budgets whose audit is not above it, "
+        "else all. One budget of that loss: the part that one budget for all prompts would keep "
+        "where their answers lose as much, on a line between the budgets measured.",
+        "",
+    ]
+    return lines + ladder.table(rows)
 
 
 def _counted(policy: str, one: dict[str, int]) -> str:

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,7 +156,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", help="shares of layers: a file, or auto")
     parser.add_argument("--groups", help="of layers, with --layers; the server's choice without")
-    parser.add_argument("--server-args", nargs="*", default=[])
+    parser.add_argument("--server-args", type=shlex.split, default=[], help="more, in one word")
     parser.add_argument("--work", type=Path, default=Path(".cache/quality"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/fidelity.json"))
     options = parser.parse_args()

@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.audit.prompts import KINDS
 from benchmarks.provenance import provenance
 from benchmarks.smollm2 import real_model
 from benchmarks.target.measure import measure
-from benchmarks.target.prompts import KINDS
 from benchmarks.target.report import markdown
 
 RESULT = Path(__file__).parents[1] / "results" / "target.json"

@@ -9,9 +9,8 @@ from tqdm import tqdm
 from benchmarks.audit.answers import answer_rows, rows_of
 from benchmarks.audit.engine import ANSWER, WHOLE, Audited, engine
 from benchmarks.audit.figures import Row, divergence
-from benchmarks.audit.prompts import Document
+from benchmarks.audit.prompts import FOUR, FOUR_KNOWN, Document, Mixture
 from benchmarks.quality.local_chat import LocalChat
-from benchmarks.target.prompts import FOUR, FOUR_KNOWN, WithFourValues
 from vllm_kvevict.settings.own_target import TARGET
 from vllm_kvevict.settings.requests import AT, INTERVAL
 from vllm_kvevict.target.scheduler import ANSWER as TOLD
@@ -84,14 +83,14 @@ def measure(
     Args:
         model: Folder of the model.
         policies: That evict.
-        kinds: Of :data:`~benchmarks.target.prompts.KINDS`.
+        kinds: Of :data:`~benchmarks.audit.prompts.KINDS`.
         target: Nats.
         prompts: Of each kind.
         tokens: Of a prompt, about.
         found: Told of the result so far after each document.
 
     """
-    mixture = WithFourValues(LocalChat(model), tokens, kinds)
+    mixture = Mixture(LocalChat(model), tokens, kinds)
     rows: list[Row] = []
     counted: dict[str, dict[str, int]] = {}
     for policy in policies:

@@ -129,7 +129,7 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
     rows = [profile.quality[name].values() for name in ("keys", "joined")]
     assert all(len(row) == 4 and min(row) >= 0 for row in rows)
     found = probe_weights.read(profile.probe, profile.model)
-    assert found.rotated == (True,) * 4 and found.age.any()
+    assert found.rotated == (True,) * 4 and found.prose.age.any()
 
     tokenizer, paragraphs = AutoTokenizer.from_pretrained(tiny_model_kv4), lessons.prose()
     cut = len(paragraphs) * 5 // 6

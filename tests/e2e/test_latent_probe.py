@@ -5,7 +5,6 @@ are turned, and its attention, under the same masks.
 """
 
 import gc
-import math
 import os
 
 import pytest
@@ -20,7 +19,7 @@ from tests.nightly import nightly
 from tests.oracles.engine import engine, set_aside
 from tests.oracles.learned import Seen, check_learned, features, seen_by_window
 from tests.oracles.masked import Kept, Life, check_tokens
-from tests.profiles import random_profile
+from tests.profiles import of_layers, random_profile, said
 from vllm_kvevict.calibrate import lessons
 from vllm_kvevict.calibrate.__main__ import main
 from vllm_kvevict.front.profile import read
@@ -78,9 +77,11 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
     compared = 0
     for prompt, output, lives, mine in zip(PROMPTS, outputs, run.lives(), asked, strict=True):
         (life,), tokens = lives, [*prompt, *output]
-        log_ages: list[dict[int, float]] = [{} for _ in weights.age]
+        scored: list[dict[int, float]] = [{} for _ in weights.keys]
         for index, kept in enumerate(life.evictions):
             assert not kept.fitted, "latents are keys, too"
+            context = mine.get("kv_eviction_at", len(prompt))
+            share = EVICTION["budget"] / max(kept.n, context)
             entries, attention = oracle.of(tokens[: kept.n], life.evictions[:index])
             for layer, heads in enumerate(kept.positions):
                 if heads is None:
@@ -90,21 +91,18 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
                 begin = former[-1].tail_start if former else 0
                 candidates = [*held, *range(begin, kept.tail_start)]
                 held += range(begin, kept.n)
-                x = features(entries[layer, candidates])
+                # A token is scored once, when it first may go, with the age that it has then.
+                new = range(begin, kept.tail_start)
+                x, age = features(entries[layer, list(new)]), kept.n - torch.tensor(new)
+                mine_of = of_layers(weights, slice(layer, layer + 1))
+                alone, beside = said(mine_of, share, x[None, None], age[None, None], int(window))
+                scored[layer] |= zip(new, alone[0, 0].tolist(), strict=True)
+                scores = torch.tensor([scored[layer][t] for t in candidates]).double()
                 if window:
-                    a = torch.from_numpy(weights.joined[layer, 0]).double()
                     rows = attention[layer, :, -WINDOW:, held]
                     columns = max(len(held) - WINDOW, len(candidates))
                     seen = seen_by_window(rows, columns)[: len(candidates)]
-                    scores = x @ a[:-1] + a[-1] * seen.log()
-                else:
-                    scores = x @ torch.from_numpy(weights.keys[layer, 0]).double()
-                # A token has the age that it had when it was scored.
-                known = log_ages[layer]
-                found = [known.setdefault(t, math.log(kept.n - t)) for t in candidates]
-                ages = torch.tensor(found).double()
-                first, second = weights.age[layer, 0, int(window)].tolist()
-                scores += first * ages + second * ages**2
+                    scores += float(beside) * seen.log()
                 score = dict(zip(candidates, scores.tolist(), strict=True))
                 first = mine.get("kv_eviction_protect_first", 0)
                 assert heads[0][:first] == list(range(first))

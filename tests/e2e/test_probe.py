@@ -14,14 +14,16 @@ from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens, cut_to_fp8, two_biases
-from tests.profiles import random_profile
+from tests.profiles import of_layers, random_profile, said
 
 REQUESTS = [
     (500, {}),
     (420, {"kv_eviction_at": 300}),
     (300, {"kv_eviction": "snapkv"}),
     (333, {"kv_eviction": "probe", "kv_eviction_protect_first": 40}),
+    (410, {"kv_eviction_budget": "15%"}),
 ]
+BUDGET = 288
 SNAPKV = 2
 PROMPTS = [random_prompt(n, seed=n) for n, _ in REQUESTS]
 ASKED = [asked for _, asked in REQUESTS]
@@ -48,7 +50,7 @@ class WatchedModel(MaskedModel):
         cos, sin = self.model.model.rotary_emb(keys, torch.arange(keys.shape[2])[None])
         return apply_rotary_pos_emb(keys, keys, cos, -sin)[1]
 
-    def scores(self, tokens, life, weights) -> torch.Tensor:
+    def scores(self, tokens, life, weights, share) -> torch.Tensor:
         """[L, H, n, 2] what the probes say of a key alone, and with the share of the values."""
         self.parts.clear()
         self.predictions(tokens, life)
@@ -66,20 +68,21 @@ class WatchedModel(MaskedModel):
         features = torch.cat(features, -1)
         norms = values.square().sum(-1).sqrt()
         shares = (norms / norms.sum(1, keepdim=True)).clamp(min=1e-6).log()
-        alone = (features * torch.from_numpy(weights.keys).double()[:, :, None]).sum(-1)
-        joined = torch.from_numpy(weights.joined).double()[:, :, None]
-        both = (features * joined[..., :-1]).sum(-1) + joined[..., -1] * shares
-        return torch.stack([alone, both], -1) + self.of_ages(life, keys.shape[2], weights)
-
-    def of_ages(self, life, tokens, weights) -> torch.Tensor:
-        """[L, H, n, 2] what their ages add: those that tokens had when they first could go."""
-        layers = []
-        for layer, age in enumerate(torch.from_numpy(weights.age).double()):
-            mine = [e for e in life.evictions if e.positions[layer] is not None]
-            ages = [next((e.n - i for e in mine if e.tail_start > i), 1) for i in range(tokens)]
-            logs = torch.tensor(ages).double().log()
-            layers.append(torch.stack([logs, logs**2], -1) @ age.mT)
-        return torch.stack(layers)
+        found = torch.zeros(*shares.shape, 2).double()
+        for layer in range(len(found)):
+            # Tokens are scored when they first may go, with the ages that they have then.
+            begin, one = 0, slice(layer, layer + 1)
+            for eviction in [e for e in life.evictions if e.positions[layer] is not None]:
+                new = slice(begin, eviction.tail_start)
+                ages = eviction.n - torch.arange(new.start, new.stop)[None, None]
+                for kind in (0, 1):
+                    alone, window = said(
+                        of_layers(weights, one), share, features[one, :, new], ages, kind
+                    )
+                    beside = window[..., None] * shares[one, :, new] if kind else 0
+                    found[one, :, new, kind] = alone + beside
+                begin = eviction.tail_start
+        return found
 
 
 def watch(run):
@@ -114,7 +117,7 @@ def test_scores_beside_survivors_are_those_of_keys_before_rotation(
     """First and later evictions, an eviction point, protected tokens, beside another policy."""
     path, weights = random_profile(tmp_path, tiny_model_kv4)
     oracle = WatchedModel(tiny_model_kv4, dtype == "fp8")
-    server = dict(policy="ada-probe", budget=288, interval=32, allow="probe,snapkv")
+    server = dict(policy="ada-probe", budget=BUDGET, interval=32, allow="probe,snapkv")
     server |= dict(profile=str(path), options=dict(probe_window=window))
     options = dict(max_num_batched_tokens=160, kv_cache_dtype=dtype)
     with engine(tiny_model_kv4, server, **options) as run:
@@ -135,7 +138,10 @@ def test_scores_beside_survivors_are_those_of_keys_before_rotation(
         if dtype == "auto":
             agreed = check_tokens(oracle, PROMPTS[index], outputs[index], lives[index])
             assert agreed == (NEW_TOKENS, NEW_TOKENS)
-        expected = oracle.scores(tokens, life, weights)
+        own = ASKED[index].get("kv_eviction_budget", "")
+        # The others keep more than a quarter.
+        share = float(own[:-1]) / 100 if own else BUDGET / len(tokens)
+        expected = oracle.scores(tokens, life, weights, share)
         for eviction, beside in zip(life.evictions, kept, strict=True):
             for layer, heads in enumerate(eviction.positions):
                 if heads is None:

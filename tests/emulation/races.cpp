@@ -264,12 +264,16 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   ProbeKeys keying{};
   const int pairs = D / 4;
   std::vector<float> angles = random_numbers<float>((later + tail_pages * bs) * 2 * pairs);
-  std::vector<float> weights = random_numbers<float>(layers * heads * channels * (D + kProbeRest));
+  const int probes = average ? channels : 2 * channels;
+  std::vector<float> weights = random_numbers<float>(layers * heads * probes * (D + kProbeRest));
+  std::vector<float> ages = random_numbers<float>(2 * due.size());
   std::vector<float> parts(channels * columns), of_windows(layers * heads, 0.5f);
   keying.caches = work.caches;
   keying.rotary.at[layers - 1] = reinterpret_cast<const unsigned char*>(angles.data());
   keying.candidates = work.candidates;
   keying.weights = weights.data();
+  keying.ages = ages.data();
+  keying.prose = probes > channels;
   keying.parts = parts.data();
   keying.norms = norms.data();
   keying.totals = totals.data();

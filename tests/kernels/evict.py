@@ -1,5 +1,6 @@
 """Workers with due evictions over random caches, for the emulated kernels and for a GPU alike."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,12 +110,15 @@ def layer_probes(
     made = {}
     for index, name in enumerate(NAMES):
         module = Turned(size, dims, neox, 50.0 + index, device) if name != "layer.2" else None
-        weights = torch.randn(HEADS, channels, size + 2, generator=generator)
-        window = torch.rand(HEADS, generator=generator)
         rotary = None if module is None else Rotary(module)
-        # The first layer knows no ages.
-        age = torch.randn(HEADS, channels, 2, generator=generator).to(device) if made else None
-        made[name] = LayerProbe(weights.to(device), age, window.to(device), rotary)
+
+        def drawn(age: torch.Tensor | None, rotary: Rotary | None = rotary) -> LayerProbe:
+            weights = torch.randn(HEADS, channels, size + 2, generator=generator)
+            window = torch.rand(HEADS, generator=generator)
+            return LayerProbe(weights.to(device), age, window.to(device), rotary)
+
+        age = torch.randn(HEADS, channels, 2, generator=generator).to(device)
+        made[name] = replace(drawn(None), prose=drawn(age))
     return made
 
 
@@ -153,7 +157,9 @@ def steps(policy: str, in_place: bool = False) -> list[StepPlan]:
 
     def both(request, tokens, ring, group, other, protect=0):
         other.group_id = 1
-        return Eviction(request, tokens, ring, [group, other], policy, protect)
+        # Prose counts fully, half, and not at all.
+        share = {"a": 0.5, "b": 0.15, "c": 0.01}[request]
+        return Eviction(request, tokens, ring, [group, other], policy, protect, share=share)
 
     a = both("a", 102, 1, due([], first, 0, 5, 1), due([], other, 0, 5, 8), protect=3)
     b = both("b", 230, 0, due([], [63, 64, 65], 0, 13, 15), due([], [66, 67], 0, 13, 30))

@@ -41,7 +41,7 @@ def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     parts = floats(2, batch.columns)
     survivors = (torch.arange(16, device=device).repeat(2).int(), ints(1, 1).view(1, 1, 2))
     yield "keep_page_values", (kept, parts, *survivors, batch.store, *tables)
-    probes = (floats(1, 2, 2, 68), [floats(64, 32)], True, 32)
+    probes = (floats(1, 2, 4, 68), floats(1, 2), [floats(64, 32)], True, 32)
     yield "probe_keys", (parts, norms, totals, scene.caches, *probes, *tables)
     read = (sums, norms, totals, floats(1, 2), kept, 8, batch.max_columns)
     yield "probe_scores", (floats(batch.columns), parts, floats(2), *read, *tables)

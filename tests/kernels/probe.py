@@ -40,13 +40,17 @@ def tables_of(scene: Scene, rotated: Rotated) -> list[torch.Tensor]:
     return tables
 
 
-def probes_of(scene: Scene, rotated: Rotated, channels: int, spare: int = 0) -> ProbeLayers:
+def probes_of(
+    scene: Scene, rotated: Rotated, channels: int, spare: int = 0, prose: bool = True
+) -> ProbeLayers:
     shape = scene.shape
+    probes = channels * (1 + prose)
     weights = torch.randn(
-        shape.layers, shape.heads, channels, shape.head_size + 4, generator=scene.generator
+        shape.layers, shape.heads, probes, shape.head_size + 4, generator=scene.generator
     )
     window = torch.rand(shape.layers, shape.heads, generator=scene.generator)
     return ProbeLayers(
+        channels=channels,
         caches=scene.caches,
         weights=weights.to(scene.device),
         window_weights=window.to(scene.device),
@@ -86,7 +90,7 @@ def expected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [batch.columns] and parts [C, batch.columns], in the flat layout."""
     shape, bs = scene.shape, scene.shape.block_size
-    probed, scores, parts = probes.weights.shape[2], [], []
+    probed, scores, parts = probes.channels, [], []
     for due in scene.due:
         grid, padding = candidate_grid(
             scene.indptr(due), scene.store(due), torch.tensor(due.positional)
@@ -95,10 +99,14 @@ def expected(
         for layer in range(shape.layers):
             keys = turned_back(scene, probes, due, layer, grid, dims)
             ages = due.num_tokens - torch.arange(due.old_tail_start, due.tail_start)
-            ages = ages.double().log()[:, None].expand(*keys.shape[:-1], 1)
+            ages = torch.stack([ages.double().log(), ages.double().log() ** 2], -1)
+            ages = (ages - ages.mean(0)).expand(*keys.shape[:-1], 2)
             norms = keys.norm(dim=-1, keepdim=True)
-            features = torch.cat([keys, norms, torch.ones_like(norms), ages, ages**2], -1)
-            new = features @ probes.weights[layer].cpu().double().mT
+            features = torch.cat([keys, norms, torch.ones_like(norms), ages], -1)
+            said = features @ probes.weights[layer].cpu().double().mT
+            new = features[..., :-2] @ probes.weights[layer, :, :probed, :-2].cpu().double().mT
+            if said.shape[-1] > probed:
+                new += said[..., probed:].clamp(min=0)
             weight = probes.window_weights[layer].cpu().double()[:, None]
             if probed > 1:
                 share = value_shares_of(scene, due, layer, grid)
@@ -121,10 +129,17 @@ def expected(
 
 def check_scores(device: str, case: Case, rotated: Rotated) -> None:
     """All layers and requests in one launch: without a window, and joined with it."""
-    for channels, joined in ((1, False), (2, False), (2, True)):
+    ways = (
+        (1, False, False),
+        (1, False, True),
+        (2, False, True),
+        (2, True, False),
+        (2, True, True),
+    )
+    for channels, joined, prose in ways:
         scene = Scene(case.shape, device, seed=case.group)
         window = layers_of(scene, case) if joined else None
-        probes = probes_of(scene, rotated, channels, spare=channels - 1)
+        probes = probes_of(scene, rotated, channels, channels - 1, prose)
         scores, parts = probe_scores(scene.batch, probes, window, lambda totals: totals)
         wanted, wanted_parts = expected(scene, case, probes, rotated.dims, window)
         torch.testing.assert_close(parts.cpu(), wanted_parts, **TOLERANCE)

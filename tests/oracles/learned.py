@@ -97,13 +97,22 @@ def check_learned(
         answered = answers + window_weight * of_text[..., -1]
         text = (of_text[..., :size] @ ridge(of_text[..., :size], z)[..., None])[..., 0]
         spread = [one.std((1, 2), correction=0)[:, None, None] for one in (answered, text)]
-        expected = (answered + prose * spread[0] / spread[1] * text)[..., : first.shape[2]]
-        weights = torch.from_numpy((found.keys, found.joined)[kind]).double()
-        age = torch.from_numpy(found.age[:, :, kind]).double()
-        said = first[..., :-3] @ weights[..., : first.shape[-1] - 3, None]
-        said = said[..., 0] + (first[..., -3:-1] @ age[..., None])[..., 0]
-        if kind:
-            said = said + weights[..., -1:] * first[..., -1]
-        difference = said - expected
-        difference -= difference.mean((1, 2), keepdim=True)
-        assert difference.abs().max() < 5e-3 * expected.std(), float(difference.abs().max())
+        follows = prose * spread[0] / spread[1] * text
+        assert found.prose is not None
+        age = torch.from_numpy(found.prose.age[:, :, kind]).double()
+        for part, added in ((answered, None), (follows, age)):
+            source = found if added is None else found.prose
+            mine = torch.from_numpy((source.keys, source.joined)[kind]).double()
+            said = (first[..., :-3] @ mine[..., : first.shape[-1] - 3, None])[..., 0]
+            if added is not None:
+                said = said + (first[..., -3:-1] @ added[..., None])[..., 0]
+            if kind:
+                said = said + mine[..., -1:] * first[..., -1]
+            expected = part[..., : first.shape[2]]
+            if added is not None:
+                # Of keys it says 0 on average over all that was learned from.
+                of_keys = of_text[..., :-3] @ mine[..., : first.shape[-1] - 3, None]
+                assert of_keys.mean((1, 2, 3)).abs().max() < 1e-2 * expected.std()
+            difference = said - expected
+            difference -= difference.mean((1, 2), keepdim=True)
+            assert difference.abs().max() < 5e-3 * expected.std(), float(difference.abs().max())

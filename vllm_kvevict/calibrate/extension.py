@@ -126,7 +126,7 @@ class CalibratingWorker:
             count = x.shape[1]
             worth = (most[name] * self._kvevict_shares(name))[:, :count]
             by_probe = [
-                captured(scored(x, seen[name], weights[index]), worth, steps)
+                captured(scored(x, seen[name], weights[:, index]), worth, steps)
                 for weights in (self._kvevict_keys, self._kvevict_joined)
             ]
             found.append(sum(by_probe) / 2)
@@ -178,7 +178,7 @@ class CalibratingWorker:
 
         Returns:
             ``keys``: [L, H, 2, D + 4] probes of answers and of what follows; ``joined``: the same,
-            [L, H, 2, D + 5]; ``keys_moments`` and ``joined_moments``: [L, H, 2, 2] theirs;
+            [L, H, 2, D + 5]; ``keys_moments`` and ``joined_moments``: [L, H, 2, 3] theirs;
             ``rotated``: by layer.
 
         """
@@ -202,10 +202,13 @@ class CalibratingWorker:
         )
 
     def kvevict_use(self, keys: torch.Tensor, joined: torch.Tensor) -> None:
-        """Score by these probes [L, H, D + 4] and [L, H, D + 5], of the heads of all ranks."""
+        """Score by these probes [2, L, H, D + 4] and [2, L, H, D + 5], of the heads of all ranks.
+
+        The first of two is what answers taught, the second what follows.
+        """
         mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
-        self._kvevict_keys = keys[:, mine].to(self.device)
-        self._kvevict_joined = joined[:, mine].to(self.device)
+        self._kvevict_keys = keys[:, :, mine].to(self.device)
+        self._kvevict_joined = joined[:, :, mine].to(self.device)
 
     @torch.inference_mode()
     def kvevict_score(self, joined: bool) -> torch.Tensor:
@@ -215,7 +218,7 @@ class CalibratingWorker:
             weights = self._kvevict_joined
         self._kvevict_scores = torch.stack(
             [
-                scored(x, seen[name], weights[index])
+                scored(x, seen[name], weights[:, index])
                 for index, (name, x) in enumerate(self._kvevict_features().items())
             ]
         )
@@ -287,7 +290,7 @@ class CalibratingWorker:
             shares = self._kvevict_shares(name)[:, : -self._kvevict_recent]
             how = kind.scale, kind.softcap, kind.sinks
             found[name] = window_feature(held.keys, held.queries, shares, *how)
-        return found
+        return self._kvevict_of_ranks(found)
 
     def _kvevict_run(self, ids: Sequence[int], start: int, rows: int) -> torch.Tensor:
         """[rows * len(ids), hidden] of the model for rows of the same text from ``start`` on."""

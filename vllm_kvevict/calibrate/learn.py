@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from vllm_kvevict.calibrate.extension import EXTENSION
 from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
-from vllm_kvevict.calibrate.regression import REST, joined_by_spread
+from vllm_kvevict.calibrate.regression import REST, spread_as
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.probe_weights import ProbeWeights
+from vllm_kvevict.settings.probe_weights import ProbeWeights, ProseWeights, prose_weight
 
 STRENGTH = 1e-4
 """Ridge penalty on a weight's square, for each token counted."""
@@ -97,26 +97,31 @@ class Model:
     def solve(self, prose: float) -> ProbeWeights:
         """The probes, from all lessons so far.
 
-        Each is the sum of what answers taught, and ``prose`` times what the text that follows did.
+        Each is what answers taught. To it comes what the text that follows did, in the same scale
+        and times ``prose``, as far as an eviction's share says.
         """
         ranks = self._all("kvevict_solve", STRENGTH, WINDOW_WEIGHT)
-        probes = []
+        self._answers, self._follows = [], []
+        size = ranks[0]["keys"].shape[-1] - REST
         for kind in ("keys", "joined"):
             both, moments = (
                 self._whole([rank[name] for rank in ranks]) for name in (kind, f"{kind}_moments")
             )
-            probes.append(joined_by_spread(both[:, :, 0], both[:, :, 1], moments, prose))
-        keys, joined = probes
-        self._all("kvevict_use", keys, joined)
-        size = keys.shape[-1] - REST
-        age = torch.stack([one[..., size + 2 : size + REST] for one in probes], dim=2)
-        of_window = torch.cat([joined[..., : size + 2], joined[..., -1:]], dim=-1)
-        return ProbeWeights(
-            keys[..., : size + 2].numpy(),
-            of_window.numpy(),
-            age.numpy(),
-            tuple(ranks[0]["rotated"]),
-        )
+            self._answers.append(both[:, :, 0])
+            self._follows.append(prose * spread_as(both[:, :, 1], moments, size + 1))
+        added = None
+        keys, joined = (_without_age(one, size) for one in self._answers)
+        if prose:
+            age = torch.stack([one[..., size + 2 : size + REST] for one in self._follows], dim=2)
+            more = [_without_age(one, size) for one in self._follows]
+            added = ProseWeights(more[0], more[1], age.numpy())
+        return ProbeWeights(keys, joined, added, tuple(ranks[0]["rotated"]))
+
+    def use(self, share: float) -> None:
+        """Score as evictions do that keep this share of the tokens."""
+        weight = prose_weight(share)
+        both = zip(self._answers, self._follows, strict=True)
+        self._all("kvevict_use", *(torch.stack([one, weight * more]) for one, more in both))
 
     def hold(self, context: Sequence[int]) -> None:
         """Run a context, behind which texts are tried."""
@@ -130,6 +135,11 @@ class Model:
         """[len(trials)] KL divergences of an answer, as the worker's method has it."""
         ranks = self._all("kvevict_later", text, answer, trials)
         return next(found for found in ranks if found is not None)
+
+
+def _without_age(probe: torch.Tensor, size: int) -> np.ndarray:
+    """[L, H, D + 2 or D + 3] of probes [L, H, D + 4 or D + 5] of keys of ``size`` dimensions."""
+    return torch.cat([probe[..., : size + 2], probe[..., size + REST :]], dim=-1).numpy()
 
 
 def kept_tokens(share: float, length: int, recent: int) -> float:
@@ -183,13 +193,13 @@ def shares_of(
     model: Model, config: EvictionConfig, lessons: Sequence[Lesson], progress: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Shares of all heads [L, H], of mean 1, and each lesson's own."""
-    curves, means = [], []
+    curves, means, rule = [], [], config.timeline(block_size=1)
     for lesson in progress(lessons, "shares"):
+        model.use(rule.budget(len(lesson.context)) / len(lesson.context))
         found = model.captured(lesson)
         curves.append(found / found[..., -1].mean())
         length = len(lesson.context)
-        kept = config.timeline(block_size=1).store_blocks(length)
-        means.append(min(1.0, max(1, kept) / (length - model.recent)))
+        means.append(min(1.0, max(1, rule.store_blocks(length)) / (length - model.recent)))
     each = [divided(one, mean) / mean for one, mean in zip(curves, means, strict=True)]
     together = divided(torch.stack(curves).mean(0), fmean(means))
     return together / together.mean(), each
@@ -203,13 +213,16 @@ def quality_of(
     for lesson in progress(lessons, "quality"):
         model.hold(lesson.context)
         length = len(lesson.context)
-        trials = [counts_of(shares, share, length, model.recent) for share in BUDGETS]
-        for name, joined in (("keys", False), ("joined", True)):
-            model.scores(joined)
-            for later in lesson.later:
-                lost = model.lost(later.ids, later.answer, trials)
-                for share, kl in zip(BUDGETS, lost.tolist(), strict=True):
-                    found.setdefault(name, {}).setdefault(f"{share:.2%}", []).append(kl)
+        for _, alike in groupby(BUDGETS, prose_weight):
+            budgets = list(alike)
+            model.use(budgets[0])
+            trials = [counts_of(shares, share, length, model.recent) for share in budgets]
+            for name, joined in (("keys", False), ("joined", True)):
+                model.scores(joined)
+                for later in lesson.later:
+                    lost = model.lost(later.ids, later.answer, trials)
+                    for share, kl in zip(budgets, lost.tolist(), strict=True):
+                        found.setdefault(name, {}).setdefault(f"{share:.2%}", []).append(kl)
     return {
         name: {share: round(fmean(kls), 4) for share, kls in rows.items()}
         for name, rows in found.items()
@@ -228,7 +241,7 @@ def learned(
 ) -> Learned:
     """Learn of all lessons, share out by the first ``answers``, judge by those held out.
 
-    ``prose`` is what the text that follows counts beside what is asked.
+    ``prose``: factor of what the text that follows counts beside what is asked.
     """
     clock, seconds = time.perf_counter(), {}
 
@@ -240,7 +253,7 @@ def learned(
     for lesson in progress(lessons, "probes"):
         model.learn(lesson)
     weights = model.solve(prose)
-    if not all(np.isfinite(a).all() for a in (weights.keys, weights.joined, weights.age)):
+    if not all(np.isfinite(array).all() for array in weights.arrays):
         raise CalibrateError("the probes are no numbers: give other --prompts or --documents")
     lap("probes")
     shares, each = shares_of(model, config, lessons[:answers], progress)

@@ -11,7 +11,7 @@ from vllm_kvevict.settings.names import COMPARABLE, LEARNED
 POLICY = "probe"
 DEFAULT_BUDGET = "12.5%"
 BY = ("scores", "answers")
-PROSE, MOST_PROSE = 0.0, 10
+PROSE, MOST_PROSE = 1.0, 10
 
 
 class CalibrateError(Exception):
@@ -149,9 +149,9 @@ def _parser() -> argparse.ArgumentParser:
         "--prose",
         type=float,
         default=PROSE,
-        metavar="WEIGHT",
-        help="What the text that follows counts under probe beside what is asked later: 0 keeps "
-        "the most facts, 1 loses the least of prose.",
+        metavar="FACTOR",
+        help="Of what the text that follows counts under probe beside what is asked later, which "
+        "grows with the share that is kept; 0 learns of questions alone.",
     )
     group.add_argument("--length", type=int, default=1400, help="Their length in tokens.")
     EngineArgs.add_cli_args(parser)

@@ -98,12 +98,16 @@ def scored(x: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> torch.
     Args:
         x: [H, n, D + 4] of :func:`features`.
         seen: [H, n] of :func:`window_feature`.
-        weights: [H, D + 4] of the probe, or [H, D + 5] with the window.
+        weights: [2, H, D + 4] of what answers taught and of what follows, or [2, H, D + 5] with the
+            window.
 
     """
     size = x.shape[-1]
-    said = (x @ weights[:, :size, None])[..., 0]
-    return said if weights.shape[-1] == size else said + weights[:, -1:] * seen
+    ages = x[..., 2 - REST :].double()
+    x = torch.cat([x[..., : 2 - REST], (ages - ages.mean(1, keepdim=True)).float()], dim=-1)
+    answers, follows = ((x @ one[:, :size, None])[..., 0] for one in weights)
+    said = answers + follows.clamp(min=0)
+    return said if weights.shape[-1] == size else said + weights.sum(0)[:, -1:] * seen
 
 
 def captured(scores: torch.Tensor, worth: torch.Tensor, steps: int) -> torch.Tensor:
@@ -181,7 +185,8 @@ class Ridge:
         return torch.linalg.solve(xx + penalty.to(xx.device), xy[..., None])[..., 0].float()
 
     def moments(self, weights: torch.Tensor, one: int) -> torch.Tensor:
-        """[H, 2] float64: mean and mean square of what weights say of the tokens counted.
+        """[H, 3] float64: mean and mean square of what weights say of the tokens counted, and the
+        mean of what they say by features up to ``one``.
 
         Args:
             weights: [H, size or less] of the first features.
@@ -190,23 +195,24 @@ class Ridge:
         """
         size = weights.shape[-1]
         w, xx = weights.double(), self._xx[:, :size, :size] / self.tokens
-        mean = (xx[:, one] * w).sum(-1)
-        return torch.stack([mean, torch.einsum("hi,hij,hj->h", w, xx, w)], -1)
+        means = xx[:, one] * w
+        square = torch.einsum("hi,hij,hj->h", w, xx, w)
+        return torch.stack([means.sum(-1), square, means[:, : one + 1].sum(-1)], -1)
 
 
-def joined_by_spread(
-    first: torch.Tensor, second: torch.Tensor, moments: torch.Tensor, weight: float
-) -> torch.Tensor:
-    """Weights of the sum of two probes, each over its spread in a layer; as the first in scale.
+def spread_as(second: torch.Tensor, moments: torch.Tensor, one: int) -> torch.Tensor:
+    """A second probe with the spread that the first one's scores have in a layer.
+
+    What it says of keys is 0 on the layer's average.
 
     Args:
-        first: [L, H, size].
-        second: [L, H, size].
-        moments: [L, H, 2, 2] of :meth:`Ridge.moments`, of the first and of the second.
-        weight: Of the second.
+        second: [L, H, size] weights.
+        moments: [L, H, 2, 3] of :meth:`Ridge.moments`, of the first and of the second.
+        one: Index of the feature that is 1, behind those of keys.
 
     """
-    mean, square = moments.double().mean(1).unbind(-1)
+    mean, square, of_keys = moments.double().mean(1).unbind(-1)
+    second = second.clone()
+    second[..., one] -= of_keys[:, 1, None]
     spread = (square - mean**2).clamp(min=1e-12).sqrt()
-    ratio = (spread[:, 0] / spread[:, 1]).float()
-    return first + weight * ratio[:, None, None] * second
+    return (spread[:, 0] / spread[:, 1]).float()[:, None, None] * second

@@ -159,11 +159,10 @@ class StepPlanner:
         sizes = [self._core.managers[one.group_id].block_size for one in evictions]
         if not state.trial:
             self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
-        return Eviction(
-            state.request_id, end, ring, evictions, state.options.policy,
-            state.options.protect_first,
-            state.context is not None or end + 1 < state.request.num_prompt_tokens,
-        )  # fmt: skip
+        inside = state.context is not None or end + 1 < state.request.num_prompt_tokens
+        policy, first = state.options.policy, state.options.protect_first
+        share = max(timeline.share(end) for timeline in state.timelines.values())
+        return Eviction(state.request_id, end, ring, evictions, policy, first, inside, share)
 
     def retire(self, plan: StepPlan) -> None:
         """Free what the evictions of a processed step replaced."""

@@ -110,6 +110,14 @@ class RequestTimeline:
             return self._floor
         return max(self._floor, self.timeline.store_blocks(n))
 
+    def share(self, n: int) -> float:
+        """Part of the tokens that an eviction at ``n`` keeps, on average over all layers.
+
+        Of the context where ``n`` is inside of it: what is scored early is compared at its end.
+        """
+        length = max(n, self.goal)
+        return self.timeline.budget(length) / length
+
     def gain(self, n: int) -> int:
         """Blocks that an eviction at ``n`` gives back, less those that it takes."""
         tail = (self.timeline.tail_start(n) - self.tail_start) // self.timeline.block_size

@@ -37,6 +37,7 @@ class Eviction:
     slot that holds the queries of the last w of them, or None for policies that need none.
     ``policy`` names what decides; the first ``protect_first`` tokens stay whatever it says.
     ``inside``: the window does not hold what is asked, because the prompt goes on behind it.
+    ``share``: part of its tokens that the request keeps, by its budget.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Eviction:
     policy: str
     protect_first: int = 0
     inside: bool = False
+    share: float = 0.0
 
 
 @dataclass

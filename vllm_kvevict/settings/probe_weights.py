@@ -17,6 +17,41 @@ from vllm_kvevict.settings.profile import ModelIdentity, ProbeFile
 
 DTYPE = "<f4"
 
+PROSE = ((1 / 16, 0.0), (1 / 8, 0.5), (1 / 4, 1.0))
+"""What the prose that follows counts beside what is asked, by the share of tokens kept.
+
+Each of them costs facts a place: where few places are, many facts."""
+
+STEPS = 10
+"""Weights between 0 and 1 that there are: evictions of one weight run together."""
+
+
+def prose_weight(share: float) -> float:
+    """What prose counts where an eviction keeps this share: :data:`PROSE` between its points."""
+    points = [math.log(at) for at, _ in PROSE]
+    found = np.interp(math.log(max(share, 1e-9)), points, [weight for _, weight in PROSE])
+    return round(float(found) * STEPS) / STEPS
+
+
+@dataclass(frozen=True)
+class ProseWeights:
+    """What both probes gain, times :func:`prose_weight`, of a context that is read on.
+
+    Of a key it is added where it is above 0, which is its average in a layer
+    (:func:`~vllm_kvevict.ops.reference.probe.with_prose`).
+
+    Args:
+        keys: [L, H, D + 2] float32, as in :class:`ProbeWeights`.
+        joined: [L, H, D + 3] float32; the window's part is added to its weight.
+        age: [L, H, 2, 2] float32: in each of the two, weights of
+            :func:`~vllm_kvevict.ops.reference.probe.age_features`.
+
+    """
+
+    keys: np.ndarray
+    joined: np.ndarray
+    age: np.ndarray
+
 
 @dataclass(frozen=True)
 class ProbeWeights:
@@ -27,26 +62,32 @@ class ProbeWeights:
             of 1, for a score without a window.
         joined: [L, H, D + 3] float32: as ``keys``, then the weight of the logarithm of
             ``defensive``'s score, for a score with a window.
-        age: [L, H, 2, 2] float32: in each of the two, weights of the logarithm of the token's age,
-            and of its square.
+        prose: What the text that follows adds; None where nothing was learned of it.
         rotated: [L] whether keys of the layer are rotated; None where their modules say.
 
     """
 
     keys: np.ndarray
     joined: np.ndarray
-    age: np.ndarray
+    prose: ProseWeights | None = None
     rotated: tuple[bool, ...] | None = None
 
     @property
     def head_size(self) -> int:
         return int(self.keys.shape[-1]) - 2
 
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All of its numbers."""
+        prose = self.prose
+        more = [] if prose is None else [prose.keys, prose.joined, prose.age]
+        return [self.keys, self.joined, *more]
+
     def to_json(self) -> dict[str, Any]:
         """As the ``probe`` of a profile's file: arrays as base64 of little-endian float32."""
-        found: dict[str, Any] = {"head_size": self.head_size}
-        for name, array in (("keys", self.keys), ("joined", self.joined), ("age", self.age)):
-            found[name] = base64.b64encode(array.astype(DTYPE).tobytes()).decode("ascii")
+        found: dict[str, Any] = {"head_size": self.head_size, **_encoded(self, "keys", "joined")}
+        if self.prose is not None:
+            found["prose"] = _encoded(self.prose, "keys", "joined", "age")
         if self.rotated is not None:
             found["rotated"] = list(self.rotated)
         return found
@@ -59,32 +100,19 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
         ValueError: In one sentence, what is wrong with it.
 
     """
-    if not isinstance(value, Mapping) or not {"keys", "joined", "age"} <= value.keys():
-        raise ValueError(
-            "probe: must be a mapping with keys, joined and age, as vllm-kvevict calibrate makes it"
-        )
-    size = value.get("head_size")
-    arrays = {}
-    for name, more in (("keys", 2), ("joined", 3)):
-        array = _array(value[name], name)
-        if array.ndim == 1 and isinstance(size, int) and size > 0:
-            array = array.reshape(-1, size + more) if array.size % (size + more) == 0 else array
-            if len(array) == model.layers * model.kv_heads:
-                array = array.reshape(model.layers, model.kv_heads, size + more)
-        if array.ndim != 3 or array.shape[:2] != (model.layers, model.kv_heads):
-            raise ValueError(
-                f"probe.{name}: must have {model.layers} layers of {model.kv_heads} KV heads"
-            )
-        if not np.isfinite(array).all():
-            raise ValueError(f"probe.{name}: must be numbers")
-        arrays[name] = array
-    keys, joined = arrays["keys"], arrays["joined"]
-    if keys.shape[2] < 3 or joined.shape[2] != keys.shape[2] + 1:
-        raise ValueError("probe.joined: must have one number more in a KV head than probe.keys")
-    age = _array(value["age"], "age")
-    shape = model.layers, model.kv_heads, 2, 2
-    if age.size != math.prod(shape) or not np.isfinite(age).all():
-        raise ValueError(f"probe.age: must be numbers of shape {list(shape)}")
+    keys, joined = _both(value, value, "probe", model)
+    if "age" in value:
+        raise ValueError("probe.age: is of an earlier version; make the file once more")
+    prose = None
+    if (given := value.get("prose")) is not None:
+        more = _both(given, value, "probe.prose", model)
+        if [one.shape for one in more] != [keys.shape, joined.shape]:
+            raise ValueError("probe.prose: must have as many numbers as the probe")
+        age = _array(given.get("age", ()), "probe.prose.age")
+        shape = model.layers, model.kv_heads, 2, 2
+        if age.size != math.prod(shape) or not np.isfinite(age).all():
+            raise ValueError(f"probe.prose.age: must be numbers of shape {list(shape)}")
+        prose = ProseWeights(*more, age.reshape(shape))
     rotated = value.get("rotated")
     if rotated is not None and (
         not isinstance(rotated, list)
@@ -93,7 +121,40 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
     ):
         raise ValueError(f"probe.rotated: must be {model.layers} times true or false")
     turned = None if rotated is None else tuple(rotated)
-    return ProbeWeights(keys, joined, age.reshape(shape), turned)
+    return ProbeWeights(keys, joined, prose, turned)
+
+
+def _encoded(weights: Any, *names: str) -> dict[str, str]:
+    arrays = {name: getattr(weights, name).astype(DTYPE).tobytes() for name in names}
+    return {name: base64.b64encode(array).decode("ascii") for name, array in arrays.items()}
+
+
+def _both(
+    value: Any, top: Mapping[str, Any], where: str, model: ModelIdentity
+) -> tuple[np.ndarray, np.ndarray]:
+    """[L, H, D + 2] and [L, H, D + 3] of a mapping; ``top`` has the head size."""
+    if not isinstance(value, Mapping) or not {"keys", "joined"} <= value.keys():
+        raise ValueError(
+            f"{where}: must be a mapping with keys and joined, as vllm-kvevict calibrate makes it"
+        )
+    size, arrays = top.get("head_size"), []
+    for name, more in (("keys", 2), ("joined", 3)):
+        array = _array(value[name], f"{where}.{name}")
+        if array.ndim == 1 and isinstance(size, int) and size > 0:
+            array = array.reshape(-1, size + more) if array.size % (size + more) == 0 else array
+            if len(array) == model.layers * model.kv_heads:
+                array = array.reshape(model.layers, model.kv_heads, size + more)
+        if array.ndim != 3 or array.shape[:2] != (model.layers, model.kv_heads):
+            raise ValueError(
+                f"{where}.{name}: must have {model.layers} layers of {model.kv_heads} KV heads"
+            )
+        if not np.isfinite(array).all():
+            raise ValueError(f"{where}.{name}: must be numbers")
+        arrays.append(array)
+    keys, joined = arrays
+    if keys.shape[2] < 3 or joined.shape[2] != keys.shape[2] + 1:
+        raise ValueError(f"{where}.joined: must have one number more in a KV head than keys")
+    return keys, joined
 
 
 def _array(value: Any, name: str) -> np.ndarray:
@@ -102,7 +163,7 @@ def _array(value: Any, name: str) -> np.ndarray:
             return np.frombuffer(base64.b64decode(value, validate=True), DTYPE).astype(np.float32)
         return np.asarray(value, dtype=np.float32)
     except (TypeError, ValueError, binascii.Error):
-        raise ValueError(f"probe.{name}: is neither base64 of float32 nor lists") from None
+        raise ValueError(f"{name}: is neither base64 of float32 nor lists") from None
 
 
 def digest(content: bytes) -> str:

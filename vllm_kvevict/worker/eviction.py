@@ -242,7 +242,7 @@ class WorkerEviction:
                     mine = made[index][:, : candidates.valid.shape[1], 0]
                     candidates = replace(candidates, value_shares=mine)
                 elif scorer.needs_key_scores:
-                    weights = self._window_weights(name)
+                    weights = self._window_weights(name, eviction.share)
                     candidates = replace(candidates, key_scores=made[index], window_weights=weights)
                 if isinstance(scorer, WeightedScorer):
                     summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
@@ -338,11 +338,11 @@ class WorkerEviction:
         first, last = end - group.old_tail_start, end - group.tail_start
         ages = torch.arange(first, last, -1, device=grid.device)
         stored = grid.shape[-1] - new // state.timeline.block_size
-        return self._probes.scores(state, grid, stored, on_device, ages)
+        return self._probes.scores(state, grid, stored, on_device, ages, eviction.share)
 
-    def _window_weights(self, layer_name: str) -> torch.Tensor:
+    def _window_weights(self, layer_name: str, share: float) -> torch.Tensor:
         assert self._probes is not None
-        return self._probes.layers[layer_name].window
+        return self._probes.at(share)[layer_name].window
 
     def _weigh(
         self,

@@ -54,7 +54,8 @@ class _Group:
     scales: list[float]
     softcap: float
     kept: list[torch.Tensor]
-    probes: GroupProbes | None
+    probes: dict[float, GroupProbes]
+    """By what prose counts in them."""
 
 
 class FusedEvictions:
@@ -92,6 +93,7 @@ class FusedEvictions:
         if problem is not None:
             raise ValueError(problem)
         self._policies = policies
+        self._probes = probes
         self._longest = longest
         self._groups = {
             id_: _group(state, caches, rings, page_values, probes, longest)
@@ -128,18 +130,19 @@ class FusedEvictions:
             [L, H] int32 pages that every head kept of one of the requests, of each group.
 
         """
-        by_group: dict[tuple[int, bool], list[Due]] = {}
+        by_group: dict[tuple[int, bool, float], list[Due]] = {}
         for eviction, row in zip(evictions, rows, strict=True):
+            prose = self._probes.weight(eviction.share) if self._probes is not None else 0.0
             for group in eviction.groups:
-                key = group.group_id, eviction.ring is not None
+                key = group.group_id, eviction.ring is not None, prose
                 by_group.setdefault(key, []).append(_due(eviction, group, int(row)))
         kept: dict[int, torch.Tensor] = {}
-        for (group_id, recorded), due in by_group.items():
+        for (group_id, recorded, prose), due in by_group.items():
             due.sort(key=lambda one: one.in_place)
             scored, where = self._policies[policy], self._groups[group_id]
             of_heads = None if shares is None else shares[group_id]
             for part in launches(due, self._longest):
-                pages = self._launch(scored, where, part, of_heads, recorded)
+                pages = self._launch(scored, where, part, of_heads, recorded, prose)
                 kept.setdefault(group_id, pages[0])
         return list(kept.values())
 
@@ -177,6 +180,7 @@ class FusedEvictions:
         due: Sequence[Due],
         of_heads: torch.Tensor | None,
         recorded: bool,
+        prose: float = 0.0,
     ) -> torch.Tensor:
         """[E, L, H] int32 pages that every head kept."""
         state, scorer = group.state, policy.scorer
@@ -190,8 +194,7 @@ class FusedEvictions:
         # What is kept of each candidate beside the cache [C, candidates].
         made = None
         if isinstance(scorer, Probe):
-            assert group.probes is not None
-            probes = group.probes.layers(group.caches, group.kept, split, state.stores)
+            probes = group.probes[prose].layers(group.caches, group.kept, split, state.stores)
             window = layers if recorded and scorer.wants_window else None
             scores, made = probe_scores(batch, probes, window, sum_of_ranks)
         elif isinstance(scorer, Defensive):
@@ -327,8 +330,19 @@ def _group(
         ],
         softcap=caches[names[0]].softcap,
         kept=kept,
-        probes=None if probes is None else GroupProbes.of(probes, caches, names, longest),
+        probes={} if probes is None else _by_weight(probes, caches, names, longest),
     )
+
+
+def _by_weight(
+    probes: Probes, caches: "Mapping[str, LayerCache]", names: Sequence[str], longest: int
+) -> dict[float, GroupProbes]:
+    """The probes of a group by what prose counts in them; empty where the kernels cannot."""
+    found = {
+        weight: GroupProbes.of(layers, caches, names, longest)
+        for weight, layers in probes.by_weight.items()
+    }
+    return {weight: one for weight, one in found.items() if one is not None}
 
 
 def _due(eviction: Eviction, group: GroupEviction, row: int) -> Due:

@@ -8,7 +8,7 @@ import torch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.ops.cuda.limits import DTYPES
 from vllm_kvevict.ops.cuda.probe import ProbeLayers
-from vllm_kvevict.worker.probes import Probes
+from vllm_kvevict.worker.probes import LayerProbe
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,15 @@ class GroupProbes:
     """Probes, and what takes the rotation out of the keys.
 
     Args:
-        weights: [L, H, C, D + 4] float32, for keys as they are stored.
+        channels: C.
+        weights: [L, H, C or 2 * C, D + 4] float32, for keys as they are stored.
         window: [L, H] float32.
         rotary: [positions, R] of each layer: cosines, then sines; empty where keys are not rotated.
         interleaved: Whether neighbouring dimensions are turned together.
 
     """
 
+    channels: int
     weights: torch.Tensor
     window: torch.Tensor
     rotary: list[torch.Tensor]
@@ -30,12 +32,16 @@ class GroupProbes:
 
     @classmethod
     def of(
-        cls, probes: Probes, caches: Mapping[str, LayerCache], names: Sequence[str], longest: int
+        cls,
+        probes: Mapping[str, LayerProbe],
+        caches: Mapping[str, LayerCache],
+        names: Sequence[str],
+        longest: int,
     ) -> "GroupProbes | None":
         """The probes of these layers.
 
         Args:
-            probes: Of the model.
+            probes: Of every layer.
             caches: The caches of these layers.
             names: Layers of one group, in order.
             longest: Longest sequence in tokens.
@@ -45,7 +51,7 @@ class GroupProbes:
             number, no table of cosines, or tables that differ in size between layers.
 
         """
-        mine = [probes.layers[name] for name in names]
+        mine = [probes[name] for name in names]
         modules = [one.rotary for one in mine if one.rotary is not None]
         tables = {id(one.module): one.table(longest) for one in modules}
         found = [table for table in tables.values() if table is not None]
@@ -58,14 +64,16 @@ class GroupProbes:
         weights = torch.stack([one.weights for one in mine])
         scales = torch.tensor([caches[name].key_scale for name in names], device=weights.device)
         weights[..., :-1] *= scales.view(-1, 1, 1, 1)
-        ages = [
-            w.new_zeros(*w.shape[:2], 2) if one.age is None else one.age
-            for one, w in zip(mine, weights, strict=True)
-        ]
-        weights = torch.cat([weights, torch.stack(ages)], dim=-1)
+        weights = torch.nn.functional.pad(weights, (0, 2))
+        channels = weights.shape[2]
+        for of_layer, one in zip(weights, mine, strict=True):
+            if one.age is not None:
+                channels = one.age.shape[1]
+                of_layer[:, channels:, -2:] = one.age
         none = weights.new_empty(0)
         rotary = [none if o.rotary is None else tables[id(o.rotary.module)] for o in mine]
         return cls(
+            channels,
             weights,
             torch.stack([one.window for one in mine]),
             [none if table is None else table for table in rotary],
@@ -81,6 +89,7 @@ class GroupProbes:
     ) -> ProbeLayers:
         """With the caches and tables of an eviction."""
         return ProbeLayers(
+            self.channels,
             caches,
             self.weights,
             self.window,

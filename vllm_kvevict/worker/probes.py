@@ -1,7 +1,7 @@
 """The model's probes on this rank: scores of keys, made once for each token."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,10 +9,15 @@ import torch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.probe import Rotation
+from vllm_kvevict.ops.reference.probe import Rotation, age_features, with_prose
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
-from vllm_kvevict.settings.probe_weights import ProbeWeights
+from vllm_kvevict.settings.probe_weights import (
+    STEPS,
+    ProbeWeights,
+    ProseWeights,
+    prose_weight,
+)
 from vllm_kvevict.worker.ranks import sum_of_ranks
 from vllm_kvevict.worker.rotary import Rotary
 
@@ -22,11 +27,12 @@ class LayerProbe:
     """Probes of the KV heads of one layer on this rank.
 
     Args:
-        weights: [H, C, D + 2] float32 of :func:`key_scores`; C is 1 without a window, else 2.
-        age: [H, C, 2] float32: weights of the logarithm of a token's age, and of its square; None
-            where all are 0.
+        weights: [H, C, D + 2] float32 of :func:`key_scores`; C is 1 without a window, else 2. With
+            ``age`` [H, 2 * C, D + 2], of :func:`with_prose`.
+        age: [H, C, 2] float32: of :func:`with_prose`; None where prose counts nothing.
         window: [H] float32: weight of the logarithm of ``defensive``'s score in the second.
         rotary: What rotated the keys; None for keys that were not.
+        prose: What :meth:`at` joins, as learned; None for nothing.
 
     """
 
@@ -34,6 +40,17 @@ class LayerProbe:
     age: torch.Tensor | None
     window: torch.Tensor
     rotary: Rotary | None
+    prose: "LayerProbe | None" = None
+
+    def at(self, weight: float) -> "LayerProbe":
+        """The probes where prose counts so much."""
+        prose = self.prose
+        if prose is None or not weight:
+            return replace(self, prose=None)
+        assert prose.age is not None
+        both = torch.cat([self.weights, weight * prose.weights], dim=1)
+        window = self.window + weight * prose.window
+        return LayerProbe(both, weight * prose.age, window, self.rotary)
 
     @classmethod
     def of(
@@ -57,15 +74,20 @@ class LayerProbe:
 
         """
         mine = list(heads)
-        keys, joined = weights.keys[depth, mine], weights.joined[depth, mine]
-        both = np.stack([keys, joined[:, :-1]], axis=1)[:, :channels]
-        age = weights.age[depth, mine][:, :channels]
-        return cls(
-            torch.from_numpy(np.ascontiguousarray(both)).to(device),
-            torch.from_numpy(np.ascontiguousarray(age)).to(device) if age.any() else None,
-            torch.from_numpy(np.ascontiguousarray(joined[:, -1])).to(device),
-            rotary,
-        )
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        def part(of: ProbeWeights | ProseWeights, age: torch.Tensor | None) -> LayerProbe:
+            keys, joined = of.keys[depth, mine], of.joined[depth, mine]
+            both = np.stack([keys, joined[:, :-1]], axis=1)[:, :channels]
+            return cls(put(both), age, put(joined[:, -1]), rotary)
+
+        prose = weights.prose
+        if prose is None:
+            return part(weights, None)
+        age = put(prose.age[depth, mine][:, :channels])
+        return replace(part(weights, None), prose=part(prose, age))
 
 
 class Probes:
@@ -84,11 +106,24 @@ class Probes:
         caches: Mapping[str, LayerCache],
         page_values: PageValues,
     ) -> None:
-        self.layers = layers
+        first = next(iter(layers.values()))
+        weights = [step / STEPS for step in range(STEPS + 1)] if first.prose is not None else [0.0]
+        self.by_weight = {
+            weight: {name: layer.at(weight) for name, layer in layers.items()} for weight in weights
+        }
+        """The probes by what prose counts in them."""
         self._caches = caches
         self._page_values = page_values
         self._rotations: dict[int, tuple[torch.Tensor, Rotation]] = {}
-        self.channels = next(iter(layers.values())).weights.shape[1]
+        self.channels = first.weights.shape[1]
+
+    def weight(self, share: float) -> float:
+        """What prose counts in an eviction that keeps this share of the tokens."""
+        return prose_weight(share) if len(self.by_weight) > 1 else 0.0
+
+    def at(self, share: float) -> Mapping[str, LayerProbe]:
+        """The probes of an eviction that keeps this share of the tokens."""
+        return self.by_weight[self.weight(share)]
 
     def scores(
         self,
@@ -97,6 +132,7 @@ class Probes:
         store_pages: int,
         positions: torch.Tensor,
         ages: torch.Tensor,
+        share: float,
     ) -> list[torch.Tensor]:
         """Scores of all candidates of one request in every layer of a group.
 
@@ -106,6 +142,7 @@ class Probes:
             store_pages: The first pages of each head, whose tokens were scored before.
             positions: [N] or [3, N] int64 positions of the tokens behind them.
             ages: [N] of these tokens: tokens from each to the end of the cache, itself included.
+            share: Part of the request's tokens that it keeps.
 
         Returns:
             [H, P * block_size, C] float32 of each layer; anything on padding.
@@ -116,16 +153,15 @@ class Probes:
         # The one head of a latent cache has all of a token's value, of which the logarithm is 0.
         if self.channels > 1 and not latent:
             shares = self._log_shares(state, grid[..., store_pages:])
-        found, log_ages = [], ages.float().log()[None, :, None]
+        found, layers, of_ages = [], self.at(share), age_features(ages)
         for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
-            probe, cache = self.layers[name], self._caches[name]
+            probe, cache = layers[name], self._caches[name]
             rotation = None
             if probe.rotary is not None:
                 rotation = self._rotation(probe.rotary, positions)
             new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights)
             if probe.age is not None:
-                new.addcmul_(log_ages, probe.age[:, None, :, 0])
-                new.addcmul_(log_ages.square(), probe.age[:, None, :, 1])
+                new = with_prose(new, of_ages, probe.age)
             if shares is not None:
                 new[..., 1].addcmul_(shares[index], probe.window[:, None])
             if store_pages:

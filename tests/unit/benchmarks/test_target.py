@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.audit.prompts import FOUR, KINDS
 from benchmarks.target.__main__ import parse
 from benchmarks.target.measure import share
-from benchmarks.target.prompts import FOUR, KINDS
 from benchmarks.target.report import fields, markdown
 
 ROWS = [

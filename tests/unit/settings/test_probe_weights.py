@@ -20,6 +20,14 @@ def profile(**changes: Any) -> Profile:
     return Profile(model=MODEL, policy="probe", budget="12.5%", layers=(1.0, 0.5, 1.5), **changes)
 
 
+def prose(size: int = 8, **changes: Any) -> dict[str, Any]:
+    """What a file has of prose, as lists."""
+    found = random_weights(MODEL, size).prose
+    assert found is not None
+    arrays = dict(keys=found.keys, joined=found.joined, age=found.age)
+    return {name: array.tolist() for name, array in arrays.items()} | changes
+
+
 def written(folder: Path, value: Any) -> Path:
     path = folder / "profile.json"
     path.write_text(json.dumps(value))
@@ -37,19 +45,19 @@ def test_every_process_reads_the_same_numbers(tmp_path: Path) -> None:
     again = EvictionConfig.parse(json.loads(told))
     assert again == config
     there = probe_weights.read(again.profile.probe, MODEL)
-    np.testing.assert_array_equal(there.keys, weights.keys)
-    np.testing.assert_array_equal(there.joined, weights.joined)
-    np.testing.assert_array_equal(there.age, weights.age)
+    assert len(there.arrays) == 5
+    for mine, theirs in zip(there.arrays, weights.arrays, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
     assert there.head_size == 8 and there.rotated is None
 
 
 def test_nested_lists_serve_too(tmp_path: Path) -> None:
     weights = random_weights(MODEL, 8)
-    arrays = dict(keys=weights.keys, joined=weights.joined, age=weights.age)
+    arrays = dict(keys=weights.keys, joined=weights.joined)
     lists = {name: array.tolist() for name, array in arrays.items()} | dict(rotated=[True] * 3)
     found = probe_weights.decode(lists, MODEL)
     np.testing.assert_array_equal(found.keys, weights.keys)
-    assert found.rotated == (True, True, True)
+    assert found.rotated == (True, True, True) and found.prose is None
 
 
 def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
@@ -71,7 +79,11 @@ def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
         (dict(keys=[[1.0]]), "probe.keys: must have 3 layers of 2 KV heads"),
         (dict(keys=[[[float("nan")] * 10] * 2] * 3), "probe.keys: must be numbers"),
         (dict(joined=[[[1.0] * 10] * 2] * 3), "probe.joined: must have one number more"),
-        (dict(age=[1.0]), "probe.age: must be numbers of shape [3, 2, 2, 2]"),
+        (dict(age=[1.0]), "probe.age: is of an earlier version; make the file once more"),
+        (dict(prose=[1.0]), "probe.prose: must be a mapping with keys and joined"),
+        (dict(prose=prose(age=[1.0])), "probe.prose.age: must be numbers of shape [3, 2, 2, 2]"),
+        (dict(prose=prose(keys="%")), "probe.prose.keys: is neither base64 of float32 nor lists"),
+        (dict(prose=prose(size=7)), "probe.prose: must have as many numbers as the probe"),
         (dict(rotated=[True]), "probe.rotated: must be 3 times true or false"),
     ],
 )
@@ -93,3 +105,11 @@ def test_a_learned_policy_requirements_a_profile_with_probes() -> None:
             check_learned(EvictionConfig(**settings), "m")
     with pytest.raises(ValueError, match="the file has shares, but no scores for probe"):
         check_learned(EvictionConfig(policy="probe", profile=profile()), "m")
+
+
+def test_prose_counts_the_more_the_more_is_kept() -> None:
+    weights = {share: probe_weights.prose_weight(share) for share in (0, 1 / 16, 1 / 8, 1 / 4, 2)}
+    assert weights == {0: 0, 1 / 16: 0, 1 / 8: 0.5, 1 / 4: 1, 2: 1}
+    found = [probe_weights.prose_weight(share / 1000) for share in range(1, 1001)]
+    assert found == sorted(found)
+    assert {round(weight * 10, 6) for weight in found} <= set(map(float, range(11)))

@@ -4,6 +4,7 @@ Under a default device on which nothing can be computed with the cache's tensors
 without naming its device shows.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,9 +49,9 @@ def worker(policy: str) -> WorkerEviction:
         positions=lambda request_id, start, stop: torch.arange(start, stop, device=CPU),
     )
     values = PageValues(caches, dict.fromkeys(NAMES, HEADS), 2)
-    probe = LayerProbe(
-        torch.randn(HEADS, 2, SIZE + 2), torch.randn(HEADS, 2, 2), torch.rand(HEADS), None
-    )
+    probe = LayerProbe(torch.randn(HEADS, 2, SIZE + 2), None, torch.rand(HEADS), None)
+    prose = replace(probe, weights=torch.randn(HEADS, 2, SIZE + 2), age=torch.randn(HEADS, 2, 2))
+    probe = replace(probe, prose=prose)
     made = WorkerEviction(
         build_policies(config), {0: state}, caches, rings, values, rows,
         probes=Probes(dict.fromkeys(NAMES, probe), caches, values),
@@ -78,7 +79,7 @@ def evictions(policy: str) -> list[Eviction]:
         store=[32, 33],
         positional=[7, 8, 9, 10],
     )
-    common = dict(request_id="a", ring=1, policy=policy, protect_first=2)
+    common = dict(request_id="a", ring=1, policy=policy, protect_first=2, share=0.15)
     return [
         Eviction(num_tokens=102, groups=(first,), **common),
         Eviction(num_tokens=150, groups=(later,), **common),

@@ -161,9 +161,9 @@ class EvictionBatch:
             num_heads=num_heads,
             block_size=block_size,
             window=window,
-            requests=_copy(requests, torch.int64, device),
-            positional=_copy(_padded([one.positional for one in due]), torch.int32, device),
-            store=_copy(_padded([one.store for one in due]), torch.int32, device),
+            requests=to_device(requests, torch.int64, device),
+            positional=to_device(_padded([one.positional for one in due]), torch.int32, device),
+            store=to_device(_padded([one.store for one in due]), torch.int32, device),
             columns=sum(columns),
             sums=sum(sums),
             kept_columns=sum(kept),
@@ -186,6 +186,9 @@ def _padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[*row, *[0] * (width - len(row))] for row in rows]
 
 
-def _copy(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(
+    rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Rows of one length on the device, in a copy that nobody waits for."""
     pinned = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from vllm_kvevict.ops.cuda.batch import EvictionBatch
+from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch, to_device
 from vllm_kvevict.ops.cuda.defensive import window_peaks
 from vllm_kvevict.ops.cuda.extension import operations
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_lse
@@ -18,8 +19,11 @@ class ProbeLayers:
     Args:
         caches: [blocks, H, block_size, 2 * D] contiguous each, float16, bfloat16, float32,
             float8_e4m3fn or float8_e5m2; D is 64, 80, 96, 128 or 256.
+        channels: C.
         weights: [L, H, C, D + 4] float32: of an unrotated key's dimensions as they are stored, of
-            its norm, of 1, of the logarithm of the token's age, and of that one's square.
+            its norm, of 1, and two that are not read. [L, H, 2 * C, D + 4] where prose counts: the
+            second half is its, and the last two are of the token's
+            :func:`~vllm_kvevict.ops.reference.probe.age_features`.
         window_weights: [L, H] float32: of the logarithms that the second of two probes counts.
         rotary: [positions, R] contiguous each, float32, float16 or bfloat16, R the rotated
             dimensions: cosines, then sines, by position; empty where keys are not rotated. R is a
@@ -31,6 +35,7 @@ class ProbeLayers:
 
     """
 
+    channels: int
     caches: Sequence[torch.Tensor]
     weights: torch.Tensor
     window_weights: torch.Tensor
@@ -39,6 +44,13 @@ class ProbeLayers:
     kept: Sequence[torch.Tensor]
     head_indptr: torch.Tensor
     old_store: torch.Tensor
+
+
+def mean_ages(due: Due) -> list[float]:
+    """Means of the logarithms of the ages of what an eviction scores, and of their squares."""
+    first, last = due.num_tokens - due.old_tail_start, due.num_tokens - due.tail_start
+    logs = np.log(np.arange(first, last, -1, dtype=np.float64))
+    return [float(logs.mean()), float((logs * logs).mean())] if len(logs) else [0.0, 0.0]
 
 
 def probe_scores(
@@ -66,7 +78,7 @@ def probe_scores(
         RuntimeError: A shape, dtype, stride or device is not as above.
 
     """
-    device, probes = batch.requests.device, layers.weights.shape[2]
+    device, channels = batch.requests.device, layers.channels
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=device)
@@ -75,8 +87,8 @@ def probe_scores(
     if window is not None:
         peaks = window_peaks(batch, window, window_lse(batch, window))
     longest = max(one.tail_start - one.old_tail_start for one in batch.due)
-    parts, scores = empty(probes, batch.columns), empty(batch.columns)
-    by_value = probes > 1
+    parts, scores = empty(channels, batch.columns), empty(batch.columns)
+    by_value = channels > 1
     norms = empty(batch.columns * by_value)
     totals = empty(len(batch.due), batch.num_layers, longest * by_value)
     tables = (batch.requests, layers.head_indptr, layers.old_store, batch.positional)
@@ -86,6 +98,7 @@ def probe_scores(
         totals,
         list(layers.caches),
         layers.weights,
+        to_device([mean_ages(one) for one in batch.due], torch.float32, device),
         list(layers.rotary),
         layers.interleaved,
         longest,

@@ -82,3 +82,36 @@ def key_scores(
     a, b, c = weights[..., :-2], weights[..., -2], weights[..., -1]
     scores = torch.baddbmm(c[:, None], found, a.mT)
     return scores.addcmul_(norms[..., None], b[:, None])
+
+
+def age_features(ages: torch.Tensor) -> torch.Tensor:
+    """[N, 2] float32: the logarithm of a token's age, and its square, less their means.
+
+    Less the means, so that what is new in an eviction is worth no more than what was new in an
+    earlier one: scores are made once and kept.
+
+    Args:
+        ages: [N] of the tokens that an eviction scores: tokens from each to the end of the cache.
+
+    """
+    logs = ages.double().log()
+    found = torch.stack([logs, logs.square()], dim=-1)
+    return (found - found.mean(0)).float()
+
+
+def with_prose(said: torch.Tensor, ages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Scores [H, N, C] of what answers taught, and what prose adds to some of them.
+
+    What is read on is added where it is above the average, and takes nothing from the others: a
+    sum of both cost unseen facts 5 of 100 at a quarter where this costs 2, and is no better for
+    prose.
+
+    Args:
+        said: [H, N, 2 * C] of :func:`key_scores`: by answers, then by prose.
+        ages: [N, 2] of :func:`age_features`.
+        weights: [H, C, 2] float32 of these.
+
+    """
+    answers, prose = said.chunk(2, dim=-1)
+    more = torch.baddbmm(prose, ages.expand(len(said), -1, -1), weights.mT)
+    return more.clamp_(min=0).add_(answers)

@@ -119,7 +119,8 @@ def test_fixed_shares(scene, shares, message):
     "change, message",
     [
         (dict(weights=torch.ones(2, 3, 2, 65)), r"weights must have shape \[2, 3, any, 68\]"),
-        (dict(weights=torch.ones(2, 3, 3, 68)), "must be one of 1, 2, not 3"),
+        (dict(weights=torch.ones(2, 3, 3, 68)), "probes of a head must be one of 2, 4, not 3"),
+        (dict(channels=3), "parts must be one of 1, 2, not 3"),
         (dict(window_weights=torch.ones(2, 2)), r"window_weights must have shape \[2, 3\]"),
         (dict(rotary=[torch.ones(99, 64)]), "rotary must be of 2 layers, not 1"),
         (dict(rotary=[torch.ones(99, 62)] * 2), "a multiple of 4 dimensions, at most 64, not 62"),
