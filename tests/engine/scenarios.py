@@ -148,7 +148,7 @@ def streaming_in(scenario: Scenario) -> Scenario:
 def aiming(scenario: Scenario) -> Scenario:
     """The same day on a server whose evictions may lose so much, in pools that have more room."""
     seed, setup = scenario.seed, scenario.setup
-    setup = replace(setup, target=(0.5, 0.2, 0.8)[seed % 3], blocks=setup.blocks * (1 + seed % 3))
+    setup = replace(setup, target=(0.5, 0.05, 0.8)[seed % 3], blocks=setup.blocks * (1 + seed % 3))
     return replace(scenario, setup=setup)
 
 
@@ -213,7 +213,7 @@ class Day:
 
     def _aimed(self, asked: dict[str, Any] | None, length: int) -> dict[str, Any] | None:
         """A request's settings with a target of its own, where it may have one."""
-        mine = (asked or {}) | {"kv_eviction_target": self.rng.choice([0, 0.3, "0.6", 2])}
+        mine = (asked or {}) | {"kv_eviction_target": self.rng.choice([0, 0.03, 0.3, "0.6", 2])}
         config = self.engine.scheduler._table.config
         try:
             parse_options(config, mine, length, list(self.engine.scheduler._table.rules.values()))
