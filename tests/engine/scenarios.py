@@ -148,8 +148,34 @@ def streaming_in(scenario: Scenario) -> Scenario:
 def aiming(scenario: Scenario) -> Scenario:
     """The same day on a server whose evictions may lose so much, in pools that have more room."""
     seed, setup = scenario.seed, scenario.setup
-    setup = replace(setup, target=(0.5, 0.05, 0.8)[seed % 3], blocks=setup.blocks * (1 + seed % 3))
+    setup = replace(setup, target=(0.5, 0.2, 0.8)[seed % 3], blocks=setup.blocks * (1 + seed % 3))
     return replace(scenario, setup=setup)
+
+
+def falling_short(scenario: Scenario) -> Scenario:
+    """The same day on a server with targets that shares blocks, where most want nothing else.
+
+    Answers are long, and blocks fall short again and again while nobody arrives.
+    """
+    seed, setup = scenario.seed, scenario.setup
+    setup = replace(
+        setup,
+        target=(0.4, 0.05, 0.15)[seed % 3],
+        blocks=setup.blocks * (2 + seed % 3),
+        caching=True,
+        sliding_window=None,
+        max_num_seqs=max(4, setup.max_num_seqs),
+        max_batched=max(64, setup.max_batched),
+    )
+    events: list[tuple[Any, ...]] = []
+    for number, event in enumerate(scenario.events, seed):
+        if event[0] == "add":
+            wish = event[-1] if number % 4 == 0 else None
+            event = (*event[:3], 100 + event[3], event[4], wish)
+        events.append(event)
+        if number % 4 == 0:
+            events += [("steps", 20), ("squeeze", number % 9, 20)]
+    return replace(scenario, setup=setup, events=events)
 
 
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:

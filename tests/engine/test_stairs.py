@@ -4,11 +4,15 @@ Setup as in ``test_target``. A whole request of 300 tokens has 38 blocks; at 50%
 17 and its tail, at 25% one of 8.
 """
 
+import os
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from tests.engine.days import play_until_seen
 from tests.engine.harness import Engine
+from tests.engine.scenarios import Scenario, falling_short, run
 from tests.engine.test_pressure import free, preempted
 from tests.engine.test_scheduler import ASYNC, SYNC, counters, engine, evictions, tokens
 from tests.engine.test_target import kept, loses
@@ -282,3 +286,17 @@ def test_nothing_is_left_of_one_that_goes_away(setup):
         core.abort(request)
     core.release()
     core.finish()
+
+
+@pytest.mark.slow
+def test_no_block_is_lost_where_requests_go_down():
+    """Random days: only to the next budget that was tried and loses little enough, only where
+    blocks are short, and up again with the next life."""
+    totals: Counter[str] = Counter()
+
+    def accounting(scenario: Scenario) -> None:
+        run(falling_short(scenario), totals)
+
+    names = "target_lowered kept_down kept_100% kept_50% preemptions resets".split()
+    steps = int(os.environ.get("KVEVICT_STEPS", "6000"))
+    play_until_seen(accounting, max(1, steps // 400), totals, names)

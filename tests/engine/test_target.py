@@ -369,7 +369,6 @@ def test_no_block_is_lost_where_budgets_are_tried():
     names = """
         kept_6.25% kept_12.5% kept_25% kept_50% kept_100% kept_short trials preemptions aborts
         resets evictions_decode evictions_at_point tokens_audited stores_published taken
-        target_lowered evictions_pressure
     """.split()
     steps = int(os.environ.get("KVEVICT_STEPS", "6000"))
     play_until_seen(accounting, max(1, steps // 400), totals, names)

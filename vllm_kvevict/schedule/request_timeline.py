@@ -150,8 +150,8 @@ class RequestTimeline:
         elif end <= self.prefill_end:
             due = max(due, self.prefill_end)
         elif self.due is not None:
-            due = min(due, max(self.due, end))
-        return self._before_end(due) if self.gain(due) > 0 else None
+            due = min(due, self.due)
+        return self._before_end(due) if self.gain(max(due, end)) > 0 else None
 
     def call(self, due: int) -> None:
         """Let a request that evicts on demand do so at ``due``, which :meth:`turn` gave."""
