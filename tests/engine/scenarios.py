@@ -158,15 +158,11 @@ def falling_short(scenario: Scenario) -> Scenario:
     Answers are long, and blocks fall short again and again while nobody arrives.
     """
     seed, setup = scenario.seed, scenario.setup
+    setup = replace(setup, target=(0.4, 0.05, 0.15)[seed % 3], blocks=setup.blocks * (2 + seed % 3))
     setup = replace(
-        setup,
-        target=(0.4, 0.05, 0.15)[seed % 3],
-        blocks=setup.blocks * (2 + seed % 3),
-        caching=True,
-        sliding_window=None,
-        max_num_seqs=max(4, setup.max_num_seqs),
-        max_batched=max(64, setup.max_batched),
+        setup, caching=True, sliding_window=None, max_batched=max(64, setup.max_batched)
     )
+    setup = replace(setup, max_num_seqs=max(4, setup.max_num_seqs))
     events: list[tuple[Any, ...]] = []
     for number, event in enumerate(scenario.events, seed):
         if event[0] == "add":

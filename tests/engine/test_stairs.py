@@ -115,6 +115,18 @@ def test_its_own_intervals_go_on_under_the_new_budget(setup):
 
 
 @BOTH
+def test_whoever_evicts_soon_by_its_interval_is_left_alone(setup):
+    core = serving(replace(setup, interval=64), dict(zip(LOSES, (1, 0.9, 0.2, 0.01), strict=True)))
+    while core.requests[0].num_computed_tokens < 355:
+        core.step()
+    squeeze(core, left=1)
+    assert seen(core, 12) == {"r0": 364} and rungs(core) == ["50%"]
+    core.release()
+    core.finish()
+    assert preempted(core) == 0
+
+
+@BOTH
 def test_the_cheapest_loss_for_a_block_goes_first(setup):
     """Two lose as much, and one of them gives more; the third gives as much, and loses less."""
     core = engine(replace(setup, blocks=400))
