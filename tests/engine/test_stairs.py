@@ -80,7 +80,23 @@ def test_without_a_window_it_evicts_in_that_very_step(setup):
     assert evictions(core.step()) == {"r0": length + 1}
     core.release()
     core.finish()
-    assert kept(core) == ["50%"]
+    assert kept(core) == ["50%"] and counters(core).evictions_decode == 1
+
+
+@BOTH
+def test_not_beside_drafts(setup):
+    """Of them not all will be accepted, and an eviction looks at what the step computed."""
+    core = serving(setup)
+    squeeze(core, left=1)
+    core.requests[0].spec_token_ids = [3]
+    core.scheduler._targets.stairs.lower(9)
+    assert rungs(core) == ["100%"]
+    core.requests[0].spec_token_ids = []
+    core.scheduler._targets.stairs.lower(9)
+    assert rungs(core) == ["50%"]
+    core.step()
+    core.release()
+    core.finish()
 
 
 @BOTH
