@@ -86,7 +86,7 @@ def caught_short(message: str) -> bool:
 
 
 def test_accounting_catches_steps_down_at_any_loss(monkeypatch):
-    monkeypatch.setattr(ladder, "MOST_LOST", 10**9)
+    monkeypatch.setattr(ladder, "WORST", 10**9)
     assert caught_short("a step down that loses too much")
 
 

@@ -18,7 +18,7 @@ WHOLE = "100%"
 SHORT = "short"
 """What it comes to where trials could not run: the server's budget."""
 
-MOST_LOST = 10
+WORST = 10
 """Times its target that a request may lose for want of blocks: an operator would notice more, and
 it would no longer be cheap."""
 
@@ -107,7 +107,7 @@ class Ladder:
         shares = [*(rung.share for rung in self.rungs), WHOLE]
         smaller = shares[: shares.index(self.rung)] if self.rung in shares else []
         tried = [share for share in smaller if share in self.nats]
-        return tried[-1] if tried and self.nats[tried[-1]] <= MOST_LOST * self.target else None
+        return tried[-1] if tried and self.nats[tried[-1]] <= WORST * self.target else None
 
     def settings(self, share: str) -> RequestOptions:
         """Its settings where it keeps so much; one that was whole evicts only when called."""
