@@ -1,6 +1,7 @@
 """A request with a target answers as one that asked for the budget which the target came to."""
 
 import json
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def serving(model, settings, **options):
     return engine(model, dict(interval=32, target=0.03) | settings, **OPTIONS | options)
 
 
-def answers(run, asked: list[dict[str, Any]], prompts=PROMPTS):
+def answers(run, asked: list[dict[str, Any]], prompts=PROMPTS, new_tokens=NEW_TOKENS):
     """Tokens of every prompt, and what each request is told that it came to."""
     told: list[Any] = []
     generate = run.llm.generate
@@ -38,7 +39,7 @@ def answers(run, asked: list[dict[str, Any]], prompts=PROMPTS):
 
     run.llm.generate = noted
     try:
-        return run.generate(prompts, NEW_TOKENS, asked), told
+        return run.generate(prompts, new_tokens, asked), told
     finally:
         run.llm.generate = generate
 
@@ -109,6 +110,63 @@ def check_tokens_at(run, oracle, where, trials):
     before = run.counters.trials
     again, known = answers(run, asked)
     assert again == some_of and known == told and run.counters.trials == before
+
+
+@contextmanager
+def squeezed(run, left: int, times: int):
+    """From the twentieth token of everybody on all free blocks but some are taken.
+
+    Again when a request has gone down, until as many have; then they are given back.
+    """
+    pool, schedule = run.scheduler.kv_cache_manager.block_pool, run.scheduler.schedule
+    taken: list[Any] = []
+    last = run.counters.target_lowered + times
+
+    def scheduled(*args, **kwargs):
+        running = run.scheduler.running
+        settled = run.scheduler._targets.stairs.settled.values()
+        quiet = len(running) == len(PROMPTS) and not any(one.gain for one in settled)
+        decode = all(request.num_output_tokens > 20 for request in running)
+        if quiet and decode and run.counters.target_lowered < last:
+            taken.extend(pool.get_new_blocks(max(0, pool.get_num_free_blocks() - left)))
+        elif run.counters.target_lowered >= last:
+            pool.free_blocks(taken)
+            taken.clear()
+        return schedule(*args, **kwargs)
+
+    run.scheduler.schedule = scheduled
+    yield
+    run.scheduler.schedule = schedule
+    assert not taken
+    assert run.counters.target_lowered >= last
+
+
+DOWN = ("ada-snapkv", "streaming-llm", "ada-defensive")
+
+
+@pytest.mark.parametrize("policy", some(DOWN, "ada-snapkv"))
+def test_its_tokens_are_those_of_what_it_goes_down_to(tiny_model, oracle, policy):
+    """Two that are whole go down in decode, one of them twice; then one at half its tokens."""
+    with serving(tiny_model, dict(policy=policy)) as run:
+        free, trials = run.free_blocks(), said(run)
+        run.generate(PROMPTS, 2, [{"kv_eviction_target": 0}] * 3)
+        loses = [trials[request] for request in sorted(trials, key=int)]
+        for times, part in ((3, 2), (1, 1000)):
+            # Of the others' loss at most five times this, or nothing that any budget loses.
+            nats = [loses[0]["50%"], *(min(mine.values()) / part for mine in loses[1:])]
+            asked = [{"kv_eviction_target": one * (1 + 1e-6)} for one in nats]
+            with squeezed(run, left=3, times=times):
+                outputs, told = answers(run, asked, new_tokens=200)
+            kept, lives = [one["kept"] for one in told], run.lives()
+            evictions = [[one.n for one in life.evictions] for (life,) in lives]
+            if part == 2:
+                assert kept[0] == "50%" != kept[2] != "100%" and len(evictions[2]) >= 2
+            else:
+                assert kept == ["25%", "100%", "100%"] and not any(evictions[1:])
+            assert run.scheduler.eviction_counters.target_short == 0
+            for output, life, prompt in zip(outputs, lives, PROMPTS, strict=True):
+                assert check_tokens(oracle, prompt, output, life) == (200, 200)
+            assert run.free_blocks() == free
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ TRIES = "-target-"
 
 RUNGS = ("6.25%", "12.5%", "25%", "50%")
 
+WORST = 10
+"""Times its target that a request may lose for want of blocks."""
+
 
 def tries(request_id: str) -> bool:
     """Whether a request of the engine's own tries a budget, or replays one that does."""
@@ -52,6 +55,13 @@ class Aims:
         self.tally: Counter[str] = Counter()
         self.waiting: dict[str, int] = {}
         """Tokens before which requests wait, by id."""
+        self.stands: dict[str, str] = {}
+        """The smaller budget that requests went down to for want of blocks, by id."""
+        self.changed: set[str] = set()
+        """Those that have gone down since they evicted."""
+        self._before: dict[str, str] = {}
+        self._lives: dict[str, int] = {}
+        self._short = False
         self.in_the_way: list[str] = []
         self._said: set[tuple[Any, ...]] = set()
         if self._targets is not None:
@@ -121,10 +131,60 @@ class Aims:
             else:
                 self.waiting.pop(request_id, None)
                 self.kept[request_id] = self._come_to(request, target)
+        for request_id, request in self._scheduler.requests.items():
+            if self.kept.get(request_id) not in (None, "", "short"):
+                self._stand(request)
+
+    def begin(self) -> None:
+        """Note whether blocks are short for those that run, before a step is scheduled."""
+        setup, scheduler = self._setup, self._scheduler
+        lead = 3 + (setup.window if setup.ring_count else 0)
+        taken = setup.groups * -(-lead * len(scheduler.running) // setup.block_size)
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._short = free < min(taken, setup.blocks // 4)
+
+    def _stand(self, request: Any) -> None:
+        """A request goes down to the next budget that was tried, and up with its next life."""
+        request_id, kept = request.request_id, self.kept[request.request_id]
+        former = self.stands.get(request_id, kept)
+        now = self._says(request_id)
+        if request.num_preemptions > self._lives.get(request_id, 0):
+            assert now == kept, f"{request_id} has lost its blocks, and stays at {now}"
+            self._lives[request_id] = request.num_preemptions
+            self.stands.pop(request_id, None)
+            self.changed.discard(request_id)
+        elif now != former:
+            if now == self._before.get(request_id) and request_id in self.changed:
+                self.tally["up"] += 1
+            else:
+                self._down(request, former, now)
+            self._before[request_id] = former
+            self.stands[request_id] = now
+            self.changed.add(request_id)
+
+    def _down(self, request: Any, former: str, now: str) -> None:
+        prompt = tuple(request.prompt_token_ids)[: self.end(request)]
+        smaller = [share for share in self.rungs(request) if (prompt, share) in self._said]
+        smaller = smaller[: smaller.index(former)] if former in smaller else smaller
+        assert now in smaller[-1:], f"{request.request_id} goes from {former} to {now}"
+        loses = self._worker.loses(f"r{TRIES}{now}-1", list(prompt))
+        target = self.target(request)
+        assert target is not None and loses <= WORST * target, "a step down that loses too much"
+        assert self._short, f"{request.request_id} goes down, and blocks are not short"
+        self.tally["down"] += 1
+
+    def _says(self, request_id: str) -> str:
+        """What a request is, as the scheduler has it."""
+        options = self._scheduler._table.states[request_id].options
+        return options.budget or ("100%" if options.policy == "none" else "short")
+
+    def answered(self, request_id: str, told: Any) -> None:
+        """A request has ended, and is told what it came to, or stood on at last."""
+        if kept := self.kept.get(request_id):
+            assert told["kv_eviction"]["kept"] == self.stands.get(request_id, kept)
 
     def _come_to(self, request: Any, target: float) -> str:
-        options = self._scheduler._table.states[request.request_id].options
-        kept = options.budget or ("100%" if options.policy == "none" else "short")
+        kept = self._says(request.request_id)
         rungs = self.rungs(request)
         prompt = list(request.prompt_token_ids)[: self.end(request)]
         loses = {share: self._worker.loses(f"r{TRIES}{share}-1", prompt) for share in rungs}
@@ -153,5 +213,6 @@ class Aims:
 
     def check_idle(self) -> None:
         if self._targets is not None:
-            left = self._targets.pending, self._targets.trials.under_way, self._targets._told
+            settled = self._targets.stairs.settled
+            left = self._targets.pending, self._targets.trials.under_way, settled
             assert not any(left), "something is left of a target"

@@ -46,6 +46,12 @@ class Asked:
             mine.budget = kept
         return mine
 
+    def lowered(self, kept: str, now: str) -> "Asked":
+        """What it asks for that went down from there: a whole one evicts when it is called."""
+        mine = self.chosen(now)
+        mine.pressure = kept == "100%"
+        return mine
+
     def prepared(self, request: Any) -> "Asked":
         """What is asked of a request that prepares this one's context: all of its prompt."""
         mine = copy(self)

@@ -49,6 +49,8 @@ class Expected:
         """What requests with a target came to; nothing for one that waits for trials."""
         self.waits: dict[str, int] = {}
         """Those that wait."""
+        self.stands: dict[str, str] = {}
+        """What those stand on that went down."""
         self.prefill_ends: dict[str, int] = {}
         """Tokens that each request had when it was admitted last: its prompt, or all to replay."""
 
@@ -60,6 +62,8 @@ class Expected:
         if tries(request.request_id):
             return asked.tried(share_of(request.request_id))
         kept = "100%" if client in self.waits else self.kept.get(client, "")
+        if not prepared and (now := self.stands.get(client, kept)) != kept:
+            return asked.lowered(kept, now)
         if not prepared and kept not in ("", "short"):
             return asked.chosen(kept)
         return asked.prepared(request) if prepared else asked

@@ -81,6 +81,7 @@ class Engine:
         return request
 
     def schedule(self) -> Any:
+        self.invariants.aims.begin()
         output = self.scheduler.schedule()
         self.steps += output.total_num_scheduled_tokens > 0
         self.pending.append(output)
@@ -112,6 +113,7 @@ class Engine:
         for one in (one for each in outputs.values() for one in each.outputs):
             if one.kv_transfer_params is not None:
                 self.answers[one.request_id] = one.kv_transfer_params
+                self.invariants.aims.answered(one.request_id, one.kv_transfer_params)
 
     def step(self, between: Callable[[], None] | None = None) -> Any:
         """Schedule once, then process what vLLM's engine core would by then.

@@ -43,6 +43,7 @@ class Invariants:
         self.put_off = PutOff(setup, scheduler)
         self.aims = Aims(setup, scheduler, worker, self.expected)
         self.expected.kept, self.expected.waits = self.aims.kept, self.aims.waiting
+        self.expected.stands = self.aims.stands
 
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
@@ -183,6 +184,9 @@ class Invariants:
                 assert evicted[request_id].protect_first == asked.protect_first
                 self.tally.at_point += end == asked.at and end < request.num_prompt_tokens
                 self.tally.inside += asked.prefill_interval > 0 and end < entry.prefill_end
+                if request_id in self.aims.changed:
+                    self.aims.changed.remove(request_id)
+                    self._lives[request_id].stores.clear()
                 for part in evicted[request_id].groups:
                     if part.published:
                         made_of = self.expected.made_of(request, end)

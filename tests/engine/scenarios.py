@@ -152,6 +152,28 @@ def aiming(scenario: Scenario) -> Scenario:
     return replace(scenario, setup=setup)
 
 
+def falling_short(scenario: Scenario) -> Scenario:
+    """The same day on a server with targets that shares blocks, where most want nothing else.
+
+    Answers are long, and blocks fall short again and again while nobody arrives.
+    """
+    seed, setup = scenario.seed, scenario.setup
+    setup = replace(setup, target=(0.4, 0.05, 0.15)[seed % 3], blocks=setup.blocks * (2 + seed % 3))
+    setup = replace(
+        setup, caching=True, sliding_window=None, max_batched=max(64, setup.max_batched)
+    )
+    setup = replace(setup, max_num_seqs=max(4, setup.max_num_seqs))
+    events: list[tuple[Any, ...]] = []
+    for number, event in enumerate(scenario.events, seed):
+        if event[0] == "add":
+            wish = event[-1] if number % 4 == 0 else None
+            event = (*event[:3], 100 + event[3], event[4], wish)
+        events.append(event)
+        if number % 4 == 0:
+            events += [("steps", 20), ("squeeze", number % 9, 20)]
+    return replace(scenario, setup=setup, events=events)
+
+
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
     """Play a scenario to its end; adds what happened to ``totals``."""
     day = Day(scenario)
@@ -213,7 +235,7 @@ class Day:
 
     def _aimed(self, asked: dict[str, Any] | None, length: int) -> dict[str, Any] | None:
         """A request's settings with a target of its own, where it may have one."""
-        mine = (asked or {}) | {"kv_eviction_target": self.rng.choice([0, 0.3, "0.6", 2])}
+        mine = (asked or {}) | {"kv_eviction_target": self.rng.choice([0, 0.03, 0.3, "0.6", 2])}
         config = self.engine.scheduler._table.config
         try:
             parse_options(config, mine, length, list(self.engine.scheduler._table.rules.values()))

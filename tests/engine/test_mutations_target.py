@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.engine import days, test_target
-from tests.engine.scenarios import Scenario, aiming, run
+from tests.engine.scenarios import Scenario, aiming, falling_short, run
 from tests.engine.test_scheduler import SYNC
-from vllm_kvevict.target import trials
+from vllm_kvevict.schedule.request_timeline import RequestTimeline
+from vllm_kvevict.target import ladder, trials
 from vllm_kvevict.target.choice import Targets
 from vllm_kvevict.target.ladder import Ladder
+from vllm_kvevict.target.stairs import Stairs
 from vllm_kvevict.target.trials import Trials
 
 
@@ -72,3 +74,44 @@ def test_accounting_catches_trials_of_another_budget(monkeypatch):
     original = trials.replace
     monkeypatch.setattr(trials, "replace", larger)
     assert caught("a store of another budget")
+
+
+def short_day(scenario: Scenario) -> None:
+    run(falling_short(scenario))
+
+
+def caught_short(message: str) -> bool:
+    """Whether random days in which blocks fall short end with this message."""
+    return days.hunt(short_day, message, examples=40)
+
+
+def test_accounting_catches_steps_down_at_any_loss(monkeypatch):
+    monkeypatch.setattr(ladder, "WORST", 10**9)
+    assert caught_short("a step down that loses too much")
+
+
+def test_accounting_catches_a_preempted_request_that_stays_down(monkeypatch):
+    monkeypatch.setattr(Stairs, "preempted", lambda self, request_id: None)
+    assert caught_short("has lost its blocks, and stays at")
+
+
+@pytest.mark.nightly
+def test_accounting_catches_two_rungs_at_once(monkeypatch):
+    def lowest(self: Ladder):
+        return self.rungs[0].share if below.fget(self) is not None else None
+
+    below = Ladder.below
+    monkeypatch.setattr(Ladder, "below", property(lowest))
+    assert caught_short("goes from")
+
+
+@pytest.mark.nightly
+def test_accounting_catches_steps_down_while_there_are_blocks(monkeypatch):
+    monkeypatch.setattr(Stairs, "begin_step", lambda self: self.may_lower)
+    assert caught_short("goes down, and blocks are not short")
+
+
+@pytest.mark.nightly
+def test_accounting_catches_stores_that_stay_as_large(monkeypatch):
+    monkeypatch.setattr(RequestTimeline, "under", lambda self, rule: self)
+    assert caught_short("a store of another budget|goes from")

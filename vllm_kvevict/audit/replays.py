@@ -6,6 +6,7 @@ from hashlib import sha256
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.audit.replayed import Replayed
@@ -206,12 +207,8 @@ class Replays:
             when="always", prefill_interval=0,
         )  # fmt: skip
         self._core.table.add(request, options).given = waiting.store
-        self._scheduler.add_request(request)
-        queue = self._scheduler.waiting
-        if request in queue:
-            # Others wait for a whole prompt's blocks; it needs a few, and holds a store.
-            queue.remove_request(request)
-            queue.prepend_request(request)
+        # Others wait for a whole prompt's blocks; it needs a few, and holds a store.
+        add_first(self._scheduler, request)
         waiting.ready = True
 
     def _room(self, waiting: Waiting) -> bool:
@@ -310,6 +307,15 @@ class Replays:
         self._release(waiting)
         waiting.of.replayed = frozenset()
         del self._waiting[waiting.replay.request_id]
+
+
+def add_first(scheduler: Scheduler, request: Request) -> None:
+    """Add a request before all that wait."""
+    scheduler.add_request(request)
+    queue = scheduler.waiting
+    if request in queue:
+        queue.remove_request(request)
+        queue.prepend_request(request)
 
 
 def replayable(state: RequestState) -> bool:

@@ -3,12 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    replace_as,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, replace_as
 
 from vllm_kvevict.schedule.timeline import Timeline
 

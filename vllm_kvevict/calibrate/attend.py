@@ -61,11 +61,7 @@ def of_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> 
 
 
 def weights_behind(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    own: torch.Tensor,
-    kind: Kind,
-    keep: torch.Tensor | None,
+    q: torch.Tensor, keys: torch.Tensor, own: torch.Tensor, kind: Kind, keep: torch.Tensor | None
 ) -> torch.Tensor:
     """Attention weights of R rows of T tokens, each right behind the same context.
 

@@ -358,7 +358,5 @@ def register_spec() -> None:
     # vLLM registers its own specs only into an empty registry: they must come first.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(
-        EvictableAttentionSpec,
-        EvictableAttentionManager,
-        uniform_type_base_spec=FullAttentionSpec,
+        EvictableAttentionSpec, EvictableAttentionManager, uniform_type_base_spec=FullAttentionSpec
     )

@@ -1,7 +1,7 @@
 """What admissions leave free, and whom eviction under pressure takes when free blocks run short."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, islice
 from operator import itemgetter
 
@@ -48,8 +48,7 @@ class Forecast:
     def __init__(self, core: EvictionCore) -> None:
         self._core = core
         self._interval = max(rule.stride for rule in core.table.rules.values())
-        self._running = self._age = 0
-        self._peak = 0
+        self._running = self._age = self._peak = 0
 
     def peak(self) -> int:
         """Most blocks beyond today's that running requests hold at any step of an interval.
@@ -141,6 +140,10 @@ class Memory:
         config = core.table.config
         pool = self._cache.block_pool.num_gpu_blocks
         self.watermarks = Watermarks(pool, config.options.low_mark, config.options.high_mark)
+        self.lead = SLACK + (self._table.window if turns.slots is not None else 0)
+        """Steps until an eviction that begins now has given blocks back."""
+        self.may_lower: Callable[[], bool] = lambda: False
+        """Whether a running request may evict to a smaller budget."""
         self._evictions = 0
 
     def begin_step(self) -> None:
@@ -150,7 +153,7 @@ class Memory:
         free is taken by an admission before the eviction is planned again.
         """
         marks = self.watermarks
-        marks.reserve = self._reserve() if self._table.on_demand else 0
+        marks.reserve = self.reserve() if self._table.on_demand or self.may_lower() else 0
         planned = max(self.watermark, marks.reserve, self.forecast.peak())
         self._cache.watermark_blocks = planned + self._planner.short
 
@@ -174,10 +177,9 @@ class Memory:
             prospects = self._prospects(num_scheduled_tokens, urgent=free < marks.reserve)
             self._request(prospects, missing)
 
-    def _reserve(self) -> int:
+    def reserve(self) -> int:
         """Blocks that running requests take until an eviction that begins has given some back."""
-        lead = SLACK + (self._table.window if self._turns.slots is not None else 0)
-        tokens = lead * len(self._core.scheduler.running)
+        tokens = self.lead * len(self._core.scheduler.running)
         needed = sum(blocks_for(tokens, size) for size in self._cache.coordinator.group_block_sizes)
         return min(needed, self._cache.block_pool.num_gpu_blocks // MOST_RESERVE)
 
@@ -249,8 +251,7 @@ class Memory:
 
     def _request(self, prospects: list[Prospect], missing: int) -> None:
         """Request evictions in their order until they give back what is missing."""
-        decoding = self._planner.most_decode_evictions()
-        slots = self._turns.free_slots
+        decoding, slots = self._planner.most_decode_evictions(), self._turns.free_slots
         for _, state, dues in prospects:
             if missing <= 0:
                 return

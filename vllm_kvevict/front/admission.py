@@ -20,13 +20,7 @@ from vllm_kvevict.settings.limits import check_limits
 from vllm_kvevict.settings.memory import evictable_stages
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.own_target import TARGET
-from vllm_kvevict.settings.requests import (
-    AT,
-    PREFILL_INTERVAL,
-    RequestOptions,
-    asks,
-    parse_options,
-)
+from vllm_kvevict.settings.requests import AT, PREFILL_INTERVAL, RequestOptions, asks, parse_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -39,7 +39,8 @@ class Totals:
     not what they must be. ``tokens_audited`` were computed once more by replays, ``audits_dropped``
     the evictions of drawn requests without one. ``trials`` are requests of the engine's own that
     tried a budget, ``tokens_tried`` what they and their replays computed; ``target_*`` counts
-    requests with a target by what they came to.
+    requests with a target by what they came to, ``target_lowered`` the steps down from there for
+    want of blocks.
     """
 
     evictions_pressure: int = 0
@@ -81,6 +82,7 @@ class Totals:
     target_50: int = 0
     target_100: int = 0
     target_short: int = 0
+    target_lowered: int = 0
 
     @property
     def postponed(self) -> int:

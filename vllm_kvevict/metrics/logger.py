@@ -5,11 +5,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.metrics.loggers import (
-    AggregateStatLoggerBase,
-    PrometheusStatLogger,
-    StatLoggerManager,
-)
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
 
 from vllm_kvevict.metrics.interval import Interval
 from vllm_kvevict.metrics.prometheus import EvictionMetrics

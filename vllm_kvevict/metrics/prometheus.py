@@ -93,6 +93,7 @@ COUNTERS = {
         "tried_tokens",
         "Tokens computed to try budgets, and to see what they lose; in no request's usage.",
     ),
+    "target_lowered": ("lowered_targets", "Steps to a smaller budget, because memory was short."),
     "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
     "requests_evicted": ("evicted_requests", "Requests that ended and were evicted before."),
 }

@@ -42,10 +42,7 @@ class PolicyOptions(BaseModel):
         description="Kind of the pooling that smooths scores: max (Ada-KV) or avg (kvpress).",
     )
     sinks: int = Field(
-        default=4,
-        ge=0,
-        strict=True,
-        description="First tokens that streaming-llm always keeps.",
+        default=4, ge=0, strict=True, description="First tokens that streaming-llm always keeps."
     )
     recent_share: float = Field(
         default=0.5,

@@ -339,10 +339,7 @@ def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) ->
 
 
 def _check_store(
-    config: EvictionConfig,
-    options: RequestOptions,
-    prompt_len: int,
-    rules: Sequence[Timeline],
+    config: EvictionConfig, options: RequestOptions, prompt_len: int, rules: Sequence[Timeline]
 ) -> None:
     """Refuse a budget above the cap, and protected tokens that the store cannot hold."""
     length = prompt_len if options.at is None else options.at

@@ -1,8 +1,7 @@
 """Which budget each request with a target comes to, and when it is known."""
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import takewhile
 
 from vllm.v1.request import Request
@@ -12,12 +11,12 @@ from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.policies.requirements import NOTHING
 from vllm_kvevict.schedule.step_plan import StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.names import NONE
 from vllm_kvevict.settings.requests import RequestOptions
-from vllm_kvevict.target.ladder import SHORT, WHOLE, Ladder, Rung
+from vllm_kvevict.target.ladder import SHORT, Ladder, Rung
+from vllm_kvevict.target.stairs import Stairs, take_on
 from vllm_kvevict.target.trials import Trials
 from vllm_kvevict.target.verdicts import Verdicts
 
@@ -63,17 +62,17 @@ class Targets:
         self.pending: dict[str, Ladder] = {}
         """By id of the request that waits."""
         self.verdicts = Verdicts()
-        self._told: dict[str, dict[str, object]] = {}
+        self.stairs: Stairs
+        """Those whose budget is known; set as soon as all that it works on is there."""
         self._stuck = 0
-        self.low_mark: Callable[[], int] = lambda: 0
-        """Free blocks below which eviction under pressure would begin."""
 
     def arrive(self, ladder: Ladder) -> RequestOptions:
         """The settings that a request with a target begins with."""
         if (known := self.verdicts.get(ladder.key)) is not None:
-            return self._choose(ladder, *known)
+            kept, ladder.nats = known
+            return self._choose(ladder, kept)
         if self._places < 2:
-            return self._choose(ladder, SHORT, None)
+            return self._choose(ladder, SHORT)
         for other in self.pending.values():
             if other.key == ladder.key:
                 ladder.nats = other.nats
@@ -82,8 +81,9 @@ class Targets:
 
     def begin(self, state: RequestState) -> None:
         """Hold a request that has arrived, if its budget is not known."""
-        ladder = self.pending.get(state.request_id)
-        if ladder is not None:
+        if (ladder := self.stairs.settled.get(state.request_id)) is not None:
+            ladder.state = state
+        if (ladder := self.pending.get(state.request_id)) is not None:
             ladder.state = state
             # A chunk that is clipped to nothing would keep it, and all behind it, in the queue.
             size = max(manager.block_size for manager in self._core.managers.values())
@@ -102,27 +102,33 @@ class Targets:
         return clipped
 
     def begin_step(self) -> None:
-        """Before a step is scheduled: give way, give up, and start what there is memory for."""
+        """Before a step is scheduled: give way, go down, give up, start what memory allows."""
         held = []
         for request_id, ladder in list(self.pending.items()):
             if self._gone(ladder):
                 self._leave(ladder)
                 continue
             # Chunks of what is in here are clipped.
-            assert ladder.state is not None
             self._table.stopping[request_id] = ladder.state
             if ladder.held:
                 held.append(ladder)
         trials = self.trials.under_way
         self.trials.stop([one for one in trials.values() if one.ladder not in held])
         self._lost(self.trials.tend())
+        missing = self.stairs.begin_step()
+        if missing and trials:
+            # What they held may come back with the next step.
+            self._lost(self.trials.make_way(missing))
+        elif missing:
+            self.stairs.lower(missing)
         if not held:
             self._stuck = 0
             return
         if (spare := self._spare()) < 0 and trials:
             self._lost(self.trials.make_way(-spare))
             spare = self._spare()
-        self._start(held, spare)
+        if not missing:
+            self._start(held, spare)
         self._give_up(held)
 
     @property
@@ -162,7 +168,10 @@ class Targets:
 
     def told(self, request_id: str) -> dict[str, object] | None:
         """What a request that ends came to, for its answer; None for one without a target."""
-        return self._told.pop(request_id, None)
+        if (ladder := self.stairs.settled.pop(request_id, None)) is None:
+            return None
+        nats = ladder.nats.get(ladder.rung)
+        return {"kept": ladder.rung} | ({} if nats is None else {"kl_nats": round(nats, 6)})
 
     def _spare(self) -> int:
         """Free blocks, less those that running requests may take in the coming step."""
@@ -185,7 +194,7 @@ class Targets:
         """Start trials of requests that are held, the smallest budgets first."""
         scheduler = self._scheduler
         places = self._places - len(scheduler.running) - self.trials.waiting
-        spare -= self.trials.outstanding + self._core.cache.watermark_blocks + self.low_mark()
+        spare -= self.trials.outstanding + self._core.cache.watermark_blocks + self.stairs.low_mark
         tried = {trial.ladder.key: trial.ladder for trial in self.trials.under_way.values()}
         chosen: list[tuple[Ladder, Rung]] = []
         for ladder in held:
@@ -230,42 +239,32 @@ class Targets:
     def _settle(self, ladder: Ladder) -> None:
         """Choose, for all that ask the same."""
         self.trials.stop(self.trials.of(ladder))
-        kept: str = SHORT
+        kept = SHORT if ladder.open else ladder.whole
         if ladder.passed is not None:
             kept = ladder.passed.share
-        elif not ladder.open:
-            kept = ladder.whole
-        nats = ladder.nats[kept] if ladder.passed is not None else None
         if not ladder.open:
-            self.verdicts.put(ladder.key, kept, nats)
+            self.verdicts.put(ladder.key, kept, ladder.nats)
         for other in [one for one in self.pending.values() if one.key == ladder.key]:
             # Who was aborted in this very step leaves with the next.
             if not self._gone(other):
-                self._follow(other, self._choose(other, kept, nats))
+                self._follow(other, self._choose(other, kept))
 
-    def _choose(self, ladder: Ladder, kept: str, nats: float | None) -> RequestOptions:
+    def _choose(self, ladder: Ladder, kept: str) -> RequestOptions:
         """The settings that a request comes to, which is counted and told."""
         self._core.counters.targeted(kept)
-        if nats is not None and self.reporter is not None:
+        if (nats := ladder.nats.get(kept)) is not None and self.reporter is not None:
             self.reporter.chosen(nats)
-        self._told[ladder.request.request_id] = {"kept": kept} | (
-            {} if nats is None else {"kl_nats": round(nats, 6)}
-        )
-        for rung in ladder.rungs:
-            if rung.share == kept:
-                return rung.options
-        return RequestOptions(NONE) if kept == WHOLE else replace(ladder.options, target=None)
+        ladder.kept = ladder.rung = kept
+        self.stairs.settled[ladder.request.request_id] = ladder
+        return ladder.settings(kept)
 
     def _follow(self, ladder: Ladder, options: RequestOptions) -> None:
         """Let a request be what it would have been with these settings from the beginning."""
         del self.pending[ladder.request.request_id]
         state, table = ladder.state, self._table
-        assert state is not None
         table.stopping.pop(state.request_id, None)
-        state.options, state.most_cached = options, sys.maxsize
-        if options.evicts:
-            state.rules = {g: options.timeline(rule) for g, rule in table.rules.items()}
-            state.needs = table.needs.get(options.policy, NOTHING)
+        state.most_cached = sys.maxsize
+        take_on(state, options, table)
         state.timelines = state.fresh_timelines()
         state.refresh()
         table.note_stops(state)

@@ -1,13 +1,14 @@
 """Budgets that a request may come to, and what trials of them have said."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from vllm.v1.request import Request
 
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.settings.names import NONE
 from vllm_kvevict.settings.requests import RequestOptions
 from vllm_kvevict.settings.target import RUNGS
 
@@ -16,6 +17,10 @@ WHOLE = "100%"
 
 SHORT = "short"
 """What it comes to where trials could not run: the server's budget."""
+
+WORST = 10
+"""Times its target that a request may lose for want of blocks: an operator would notice more, and
+it would no longer be cheap."""
 
 Key = tuple[bytes, tuple[int, ...], int, bool, str, int, float, tuple[str, ...]]
 """What a verdict depends on: vLLM's hash of the blocks before the window, the tokens after them,
@@ -32,7 +37,7 @@ class Rung:
 
 @dataclass(eq=False)
 class Ladder:
-    """A request whose budget is not chosen yet.
+    """A request with a target.
 
     Args:
         request: vLLM's request.
@@ -56,13 +61,24 @@ class Ladder:
     whole: str
     key: Key
     nats: dict[str, float] = field(default_factory=dict)
-    state: RequestState | None = None
+    state: RequestState = field(init=False)
+    """From its arrival on."""
     waited: int = 0
     """Steps at ``hold`` without a trial."""
     lost: int = 0
     """Trials that said nothing."""
     rest: int = 0
     """Steps before the next trial."""
+    kept: str = ""
+    """What it has come to."""
+    rung: str = ""
+    """What it stands on: that, or a smaller budget for want of blocks."""
+    before: str = ""
+    """What it stood on before its last step down."""
+    since: int = 0
+    """Length at its last eviction before that."""
+    gain: int = 0
+    """Blocks that this step will give, until they are back; 0 for none."""
 
     @property
     def inside(self) -> bool:
@@ -72,12 +88,7 @@ class Ladder:
     @property
     def held(self) -> bool:
         """Whether the request is computed as far as it may be."""
-        state = self.state
-        return (
-            state is not None
-            and state.holds_blocks
-            and self.request.num_computed_tokens >= self.hold
-        )
+        return self.state.holds_blocks and self.request.num_computed_tokens >= self.hold
 
     @property
     def passed(self) -> Rung | None:
@@ -89,6 +100,22 @@ class Ladder:
         """Rungs that may still be chosen and have said nothing yet."""
         last = self.rungs.index(self.passed) if self.passed is not None else len(self.rungs)
         return [rung for rung in self.rungs[:last] if rung.share not in self.nats]
+
+    @property
+    def below(self) -> str | None:
+        """The next smaller budget that was tried; None where it loses too much, or is not there."""
+        shares = [*(rung.share for rung in self.rungs), WHOLE]
+        smaller = shares[: shares.index(self.rung)] if self.rung in shares else []
+        tried = [share for share in smaller if share in self.nats]
+        return tried[-1] if tried and self.nats[tried[-1]] <= WORST * self.target else None
+
+    def settings(self, share: str) -> RequestOptions:
+        """Its settings where it keeps so much; one that was whole evicts only when called."""
+        for rung in self.rungs:
+            if rung.share == share:
+                called = self.kept == WHOLE
+                return replace(rung.options, when="pressure") if called else rung.options
+        return RequestOptions(NONE) if share == WHOLE else replace(self.options, target=None)
 
 
 def build(

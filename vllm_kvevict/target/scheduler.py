@@ -16,6 +16,7 @@ from vllm_kvevict.settings.own_target import BUDGET, TARGET
 from vllm_kvevict.settings.requests import RequestOptions, parse_options
 from vllm_kvevict.target.choice import Targets
 from vllm_kvevict.target.ladder import Ladder, build
+from vllm_kvevict.target.stairs import Stairs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,13 +34,15 @@ class TargetMixin(AuditedMixin):
 
     def _make_stores(self, core: EvictionCore, enabled: bool, config: EvictionConfig) -> Any:
         stores = super()._make_stores(core, enabled, config)
+        self._core = core
         self._targets = Targets(core, self._replays, stores, self.max_num_active_reqs)
         self._targets.reporter = self._reporter
         return stores
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._targets.low_mark = lambda: self._memory.watermarks.low
+        stairs = Stairs(self._core, self._memory, self._turns, self._replays)
+        self._targets.stairs, self._memory.may_lower = stairs, lambda: stairs.may_lower
 
     def _options(self, request: "Request") -> RequestOptions:
         options = super()._options(request)
@@ -121,6 +124,10 @@ class TargetMixin(AuditedMixin):
         if measured is not None and trials:
             measured["audits"] = [one for one in audits if one not in trials]
         return trials
+
+    def _preempt_request(self, request: "Request", *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._targets.stairs.preempted(request.request_id)
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         params, other = super()._free_request(request, *args, **kwargs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.audit.replays import MOST, Replays
+from vllm_kvevict.audit.replays import MOST, Replays, add_first
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.schedule.step_plan import StepPlan
@@ -126,11 +126,7 @@ class Trials:
         # Hits of clients are counted.
         state.trial = state.hit_capped = True
         self._replays.draw(state)
-        self._scheduler.add_request(request)
-        queue = self._scheduler.waiting
-        if request in queue:
-            queue.remove_request(request)
-            queue.prepend_request(request)
+        add_first(self._scheduler, request)
         trial = Trial(ladder, rung, request, state, self.needs(ladder, rung))
         self.under_way[request.request_id] = trial
         if len(self._names) >= MOST_NAMES:
@@ -168,8 +164,7 @@ class Trials:
 
     def tend(self) -> list[Ladder]:
         """Before a step: give up trials that will say nothing; returns their ladders."""
-        lost = [trial for trial in self.under_way.values() if self._is_lost(trial)]
-        return self.stop(lost)
+        return self.stop([one for one in self.under_way.values() if self._is_lost(one)])
 
     def _is_lost(self, trial: Trial) -> bool:
         if trial.compared:

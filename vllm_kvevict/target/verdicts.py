@@ -7,23 +7,23 @@ MOST = 1024
 
 
 class Verdicts:
-    """Rung and nats by everything that they depend on."""
+    """What was chosen, and the nats of every budget that was tried, by what they depend on."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, tuple[str, float | None]] = {}
+        self._known: dict[Key, tuple[str, dict[str, float]]] = {}
 
-    def get(self, key: Key) -> tuple[str, float | None] | None:
+    def get(self, key: Key) -> tuple[str, dict[str, float]] | None:
         """What a prompt came to; None where it is not known."""
         if (found := self._known.pop(key, None)) is not None:
             self._known[key] = found
         return found
 
-    def put(self, key: Key, rung: str, nats: float | None) -> None:
+    def put(self, key: Key, kept: str, nats: dict[str, float]) -> None:
         """Remember what a prompt came to."""
         self._known.pop(key, None)
         if len(self._known) >= MOST:
             del self._known[next(iter(self._known))]
-        self._known[key] = rung, nats
+        self._known[key] = kept, nats
 
     def clear(self) -> None:
         """Forget all: the model's weights may be others now."""
