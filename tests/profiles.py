@@ -36,8 +36,10 @@ def random_weights(mine: ModelIdentity, size: int, seed: int = 0) -> ProbeWeight
 
 
 def prose_counts(share: float) -> float:
-    """What prose counts where this share is kept: 0 at 1/16, half at 1/8, 1 at 1/4, in tenths."""
-    return round(10 * min(1.0, max(0.0, (math.log2(share) + 4) / 2))) / 10
+    """What prose counts where this share is kept: 0 at 1/16, 0.3 at 1/8, 1 at 1/4, in tenths."""
+    halvings = math.log2(share)
+    found = 0.3 * (halvings + 4) if halvings < -3 else 0.3 + 0.7 * (halvings + 3)
+    return round(10 * min(1.0, max(0.0, found))) / 10
 
 
 def said(

@@ -79,7 +79,7 @@ def texts(endpoint: Endpoint, options: argparse.Namespace) -> list[tuple[int, ..
     """
     wanted = options.context + options.continuation
     found = []
-    for seed in range(options.texts):
+    for seed in range(options.first, options.first + options.texts):
         rng = random.Random(f"fidelity/{seed}")
         place = spread(seed, options.texts) if options.spread else None
         ids = endpoint.encode(" ".join(passage(rng, 6 * wanted, place)))[:wanted]
@@ -150,6 +150,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budgets", default="12.5%,25%,50%", help="shares, or tokens")
     parser.add_argument("--bins", type=int, default=1, help="parts of the continuation")
     parser.add_argument("--model", type=Path, help="folder; SmolLM2-135M-Instruct without it")
+    parser.add_argument("--first", type=int, default=0, help="number of the first text")
     parser.add_argument("--spread", action="store_true", help="texts begin at equal distances")
     parser.add_argument("--at-once", type=int, default=1, help="texts asked at once")
     parser.add_argument("--kv-memory", default="1G")

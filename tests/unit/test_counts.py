@@ -42,7 +42,7 @@ def test_lines_of_code_are_counted():
 
 def test_code_of_the_package():
     """Not ``wc``'s count, which also has docstrings, comments and empty lines."""
-    assert sum(code_lines(file.read_text()) for file in PACKAGE.rglob("*.py")) <= 19500
+    assert sum(code_lines(file.read_text()) for file in PACKAGE.rglob("*.py")) <= 20000
 
 
 def test_flags():

@@ -17,7 +17,7 @@ from vllm_kvevict.settings.profile import ModelIdentity, ProbeFile
 
 DTYPE = "<f4"
 
-PROSE = ((1 / 16, 0.0), (1 / 8, 0.5), (1 / 4, 1.0))
+PROSE = ((1 / 16, 0.0), (1 / 8, 0.3), (1 / 4, 1.0))
 """What the prose that follows counts beside what is asked, by the share of tokens kept.
 
 Each of them costs facts a place: where few places are, many facts."""

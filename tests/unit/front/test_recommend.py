@@ -35,10 +35,9 @@ def write(build: Any, path: Path, probe: bool = True, **changes: Any) -> Path:
     value = dict(model=model.model_dump(), policy="probe", budget="12.5%", layers=[0.4, 1.6])
     if probe:
         size = config.model_config.get_head_size()
-        shape = (model.layers, model.kv_heads, size + 2)
-        more = (size + 3,), (2, 2)
-        zeros = [np.zeros((*shape[:2], *last), np.float32) for last in (shape[2:], *more)]
-        value["probe"] = ProbeWeights(*zeros, (True,) * model.layers).to_json()
+        heads = model.layers, model.kv_heads
+        keys, joined = (np.zeros((*heads, size + more), np.float32) for more in (2, 3))
+        value["probe"] = ProbeWeights(keys, joined, None, (True,) * model.layers).to_json()
     path.write_text(json.dumps(value | changes))
     return path
 

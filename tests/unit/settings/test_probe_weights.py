@@ -109,7 +109,7 @@ def test_a_learned_policy_requirements_a_profile_with_probes() -> None:
 
 def test_prose_counts_the_more_the_more_is_kept() -> None:
     weights = {share: probe_weights.prose_weight(share) for share in (0, 1 / 16, 1 / 8, 1 / 4, 2)}
-    assert weights == {0: 0, 1 / 16: 0, 1 / 8: 0.5, 1 / 4: 1, 2: 1}
+    assert weights == {0: 0, 1 / 16: 0, 1 / 8: 0.3, 1 / 4: 1, 2: 1}
     found = [probe_weights.prose_weight(share / 1000) for share in range(1, 1001)]
     assert found == sorted(found)
     assert {round(weight * 10, 6) for weight in found} <= set(map(float, range(11)))
