@@ -115,4 +115,4 @@ def check_learned(
                 assert of_keys.mean((1, 2, 3)).abs().max() < 1e-2 * expected.std()
             difference = said - expected
             difference -= difference.mean((1, 2), keepdim=True)
-            assert difference.abs().max() < 5e-3 * expected.std(), float(difference.abs().max())
+            assert difference.abs().max() < 1e-2 * expected.std(), float(difference.abs().max())

@@ -289,8 +289,17 @@ class CalibratingWorker:
             held, kind = layers.context[name], layers.kind(name)
             shares = self._kvevict_shares(name)[:, : -self._kvevict_recent]
             how = kind.scale, kind.softcap, kind.sinks
-            found[name] = window_feature(held.keys, held.queries, shares, *how)
-        return self._kvevict_of_ranks(found)
+            queries = self._kvevict_group(held.queries)
+            found[name] = window_feature(held.keys, queries, shares, *how)
+        return found
+
+    def _kvevict_group(self, queries: torch.Tensor) -> torch.Tensor:
+        """[H, G, w, D] queries of all ranks that share this rank's heads [H, part of G, w, D]."""
+        if self._kvevict_copies == 1:
+            return queries
+        parts = of_ranks(queries.contiguous())
+        mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
+        return torch.stack([parts[self._kvevict_mine == head].flatten(0, 1) for head in mine])
 
     def _kvevict_run(self, ids: Sequence[int], start: int, rows: int) -> torch.Tensor:
         """[rows * len(ids), hidden] of the model for rows of the same text from ``start`` on."""
