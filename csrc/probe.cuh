@@ -14,10 +14,13 @@ namespace kvevict {
 
 constexpr int kProbeThreads = 256;
 constexpr int kProbeWarps = kProbeThreads / kWarp;
-constexpr int kProbeTokens = 4;  // of a warp
-constexpr int kProbeBlock = kProbeWarps * kProbeTokens;
+// Tokens of a warp. With prose a token has twice the sums: more would not leave registers for two blocks.
+template <bool kProse>
+constexpr int kProbeTokens = kProse ? 2 : 4;
+template <bool kProse>
+constexpr int kProbeBlock = kProbeWarps * kProbeTokens<kProse>;
 
-#define KVEVICT_FITS(size) static_assert(kProbeBlock * (size) / 2 * sizeof(float2) <= kMaxShared);
+#define KVEVICT_FITS(size) static_assert(kProbeBlock<false> * (size) / 2 * sizeof(float2) <= kMaxShared);
 KVEVICT_HEAD_SIZES(KVEVICT_FITS)
 #undef KVEVICT_FITS
 
@@ -70,7 +73,7 @@ struct ProbeSums {
 
 // What a lane adds to the sums of a warp's tokens of a head. It takes as many pairs as a word has
 // numbers: two words where pairs lie side by side, or one of each half of the rotated part.
-template <Element kElement, int kProbes, bool kValues>
+template <Element kElement, int kProbes, bool kValues, int kTokens>
 __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* const* slots,
                                  const float* weights, const float2* turns, int unit,
                                  ProbeSums<kProbes>* sums) {
@@ -79,16 +82,16 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
   const bool split = turned && !work.interleaved;
   const int low = split ? unit * 4 : unit * 8;
   const int high = split ? low + work.pairs * kBytes : low + 4;
-  uint32_t words[kProbeTokens][2];
-  uint2 values[kProbeTokens];
+  uint32_t words[kTokens][2];
+  uint2 values[kTokens];
 #pragma unroll
-  for (int j = 0; j < kProbeTokens; ++j) {
+  for (int j = 0; j < kTokens; ++j) {
     words[j][0] = *reinterpret_cast<const uint32_t*>(slots[j] + low);
     words[j][1] = *reinterpret_cast<const uint32_t*>(slots[j] + high);
   }
   if constexpr (kValues) {
 #pragma unroll
-    for (int j = 0; j < kProbeTokens; ++j) {
+    for (int j = 0; j < kTokens; ++j) {
       values[j] = *reinterpret_cast<const uint2*>(slots[j] + work.slot_bytes / 2 + unit * 8);
     }
   }
@@ -104,7 +107,7 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
     }
   }
 #pragma unroll
-  for (int j = 0; j < kProbeTokens; ++j) {
+  for (int j = 0; j < kTokens; ++j) {
     float numbers[2 * kPairs];
     widen<kElement>(words[j][0], numbers);
     widen<kElement>(words[j][1], numbers + kPairs);
@@ -128,31 +131,32 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
   }
 }
 
-// A warp takes kProbeTokens tokens of a layer, one head after another: cosines are read once, and a
+// A warp takes a few tokens of a layer, one head after another: cosines are read once, and a
 // total has one order.
 template <Element kElement, int kChannels, bool kProse>
 static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const __grid_constant__ ProbeKeys work) {
   constexpr int kProbes = kProse ? 2 * kChannels : kChannels;
-  const int blocks = (work.width + kProbeBlock - 1) / kProbeBlock;
+  constexpr int kTokens = kProbeTokens<kProse>, kBlock = kProbeBlock<kProse>;
+  const int blocks = (work.width + kBlock - 1) / kBlock;
   const int layer = blockIdx.x / blocks % work.num_layers;
   const int request = blockIdx.x / blocks / work.num_layers;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int first = blockIdx.x % blocks * kProbeBlock + warp * kProbeTokens;
+  const int first = blockIdx.x % blocks * kBlock + warp * kTokens;
   const int heads = work.candidates.num_heads;
   const Request& due = work.candidates.requests[request];
   const int tokens = static_cast<int>(due.tail_start - due.old_tail_start);
   KVEVICT_ASSERT(tokens <= work.width);
-  const int mine = tokens - first < kProbeTokens ? tokens - first : kProbeTokens;
+  const int mine = tokens - first < kTokens ? tokens - first : kTokens;
   float2* turns = nullptr;
   if (work.rotary.at[layer] != nullptr && mine > 0) {
-    turns = reinterpret_cast<float2*>(shared_memory()) + warp * kProbeTokens * work.pairs;
+    turns = reinterpret_cast<float2*>(shared_memory()) + warp * kTokens * work.pairs;
     find_turns(work, work.rotary.at[layer], due.old_tail_start + first, mine, turns);
   }
   __syncwarp();
-  float totals[kProbeTokens] = {}, ages[kProbeTokens];
+  float totals[kTokens] = {}, ages[kTokens];
   if constexpr (kProse) {
 #pragma unroll
-    for (int j = 0; j < kProbeTokens; ++j) {
+    for (int j = 0; j < kTokens; ++j) {
       const int64_t age = due.num_tokens - due.old_tail_start - first - j;
       ages[j] = j < mine ? logf(static_cast<float>(age)) : 0.0f;
     }
@@ -161,10 +165,10 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
     const Head head = find_head(work.candidates, request, layer, index);
     KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_parts);
     const int store_columns = head.store_pages * head.block_size;
-    const unsigned char* slots[kProbeTokens];
-    ProbeSums<kProbes> sums[kProbeTokens] = {};
+    const unsigned char* slots[kTokens];
+    ProbeSums<kProbes> sums[kTokens] = {};
 #pragma unroll
-    for (int j = 0; j < kProbeTokens; ++j) {
+    for (int j = 0; j < kTokens; ++j) {
       const int column = store_columns + first + (j < mine ? j : mine - 1);
       slots[j] = work.caches.at[layer] + head.slot(column) * work.slot_bytes;
     }
@@ -172,10 +176,10 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
     const float* weights =
         work.weights + static_cast<int64_t>(layer * heads + index) * kProbes * stride;
     for (int unit = lane; unit < work.head_size / (2 * kInWord<kElement>); unit += kWarp) {
-      add_pairs<kElement, kProbes, (kChannels > 1)>(work, slots, weights, turns, unit, sums);
+      add_pairs<kElement, kProbes, (kChannels > 1), kTokens>(work, slots, weights, turns, unit, sums);
     }
 #pragma unroll
-    for (int j = 0; j < kProbeTokens; ++j) {
+    for (int j = 0; j < kTokens; ++j) {
       for (int step = 1; step < kWarp; step *= 2) {
         sums[j].key += __shfl_xor_sync(kAllLanes, sums[j].key, step);
         if constexpr (kChannels > 1) sums[j].value += __shfl_xor_sync(kAllLanes, sums[j].value, step);
@@ -208,7 +212,7 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
   if constexpr (kChannels == 1) return;
   float* target = work.totals + (static_cast<int64_t>(request) * work.num_layers + layer) * work.width;
 #pragma unroll
-  for (int j = 0; j < kProbeTokens; ++j) {
+  for (int j = 0; j < kTokens; ++j) {
     if (lane == 0 && first + j < work.width) target[first + j] = j < mine ? totals[j] : 0.0f;
   }
 }
@@ -257,8 +261,9 @@ static __global__ void probe_score_kernel(const __grid_constant__ ProbeScores wo
 }
 
 void launch_probe_keys(const ProbeKeys& work, int num_requests, Stream stream) {
-  const int64_t blocks = (work.width + kProbeBlock - 1) / kProbeBlock;
-  const size_t shared = static_cast<size_t>(kProbeBlock) * work.pairs * sizeof(float2);
+  const int block = work.prose ? kProbeBlock<true> : kProbeBlock<false>;
+  const int64_t blocks = (work.width + block - 1) / block;
+  const size_t shared = static_cast<size_t>(block) * work.pairs * sizeof(float2);
   const auto run = [&](auto kernel) {
     launch(kernel, blocks * work.num_layers * num_requests, 1, kProbeThreads, shared, stream, work);
   };
