@@ -33,7 +33,7 @@ def test_a_process_that_ends_costs_one_test(tmp_path: Path, fatal: int) -> None:
         (tmp_path / f"test_{name}.py").write_text(TESTS.format(count=6, fatal=number))
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope"]
     done = subprocess.run(
-        [*command, "--no-loadscope-reorder", "-p", "no:cacheprovider", str(tmp_path)],
+        [*command, "--no-loadscope-reorder", "-p", "no:cacheprovider", "--rootdir", ".", "."],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=60,
     )  # fmt: skip
