@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,9 +169,11 @@ class FusedEvictions:
                 tokens = 2 * timeline.block_size
                 end = tokens + timeline.window
                 blocks = [1 + index % 2 for index in range(blocks_for(end, timeline.block_size))]
-                for store, in_place in (([3], False), ([1], True)):
+                # Probes with prose have kernels of their own.
+                weights = {0.0, max(group.probes, default=0.0)}
+                for (store, in_place), prose in product((([3], False), ([1], True)), weights):
                     one = Due(0, 0, end, 0, tokens, 0, blocks, store, in_place=in_place)
-                    self._launch(policy, group, [one], of_heads, bool(group.rings))
+                    self._launch(policy, group, [one], of_heads, bool(group.rings), prose)
                 group.state.clear([0])
 
     def _launch(
