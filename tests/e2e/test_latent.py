@@ -317,6 +317,5 @@ def test_two_ranks(model, policy, tmp_path):
             apart += one.positions != other.positions
             one.positions = [a + b for a, b in zip(one.positions, other.positions, strict=True)]
         assert check_tokens(oracle, prompt, output, [first]) == (ranked.NEW_TOKENS,) * 2
-    # Where scores are of entries, too, the ranks agree for the most part.
     assert apart >= {"snapkv": 5, "probe": 1, "tova": 0}[policy], apart
-    assert apart <= 4 or policy == "snapkv", "tova averages over the ranks"
+    assert apart <= 4 or policy != "tova", "tova averages over the ranks"
