@@ -130,7 +130,9 @@ def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_pat
         asked = [{"kv_transfer_params": given}] * (len(never) + 1)
         run.generate([*never, PROMPTS[0]], 1, asked)
         assert run.counters.stores_restored_file == 1
-        assert sum(waited) < 6, "steps that it waited for"
+        # As many files are looked at in a step as there are slots, more where threads get on.
+        most = len(never) // stores.MOST_READ + 2
+        assert sum(waited) <= most, "steps that it waited for"
         assert len(held) > 60 and not any(held[30:60]), "slots of the reader"
 
 
