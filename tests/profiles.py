@@ -20,19 +20,25 @@ def identity_of(model: Path) -> ModelIdentity:
     return identity(EngineArgs(model=str(model)).create_engine_config())
 
 
-def random_weights(mine: ModelIdentity, size: int, seed: int = 0) -> ProbeWeights:
-    """Probes for keys of ``size`` dimensions."""
+def random_weights(
+    mine: ModelIdentity, size: int, seed: int = 0, window: float = 1.0
+) -> ProbeWeights:
+    """Probes for keys of ``size`` dimensions; ``window`` scales what the window counts."""
     rng = np.random.default_rng(seed)
     shape = mine.layers, mine.kv_heads
 
     def drawn() -> list[np.ndarray]:
         keys, joined = (rng.normal(size=(*shape, size + n)).astype(np.float32) for n in (2, 3))
         # As learned ones: more attention now, more attention later.
-        joined[..., -1] = np.abs(joined[..., -1])
+        joined[..., -1] = window * np.abs(joined[..., -1])
         return [keys, joined]
 
+    answers = drawn()
     age = 0.2 * rng.normal(size=(*shape, 2, 2)).astype(np.float32)
-    return ProbeWeights(*drawn(), ProseWeights(*drawn(), age))
+    keys, joined = drawn()
+    # As learned: what follows is told by the window a tenth as much as what is asked.
+    joined[..., -1] *= 0.1
+    return ProbeWeights(*answers, ProseWeights(keys, joined, age))
 
 
 def prose_counts(share: float) -> float:
@@ -75,11 +81,11 @@ def of_layers(weights: ProbeWeights, layers: slice) -> ProbeWeights:
 
 
 def random_profile(
-    folder: Path, model: Path, size: int = 32, seed: int = 0, **changes: Any
+    folder: Path, model: Path, size: int = 32, seed: int = 0, window: float = 1.0, **changes: Any
 ) -> tuple[Path, ProbeWeights]:
     """Write a profile of ``model`` into ``folder``; its path and its probes."""
     mine = identity_of(model)
-    weights = random_weights(mine, size, seed)
+    weights = random_weights(mine, size, seed, window)
     settings: dict[str, Any] = dict(
         model=mine,
         policy="probe",

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -109,14 +110,25 @@ def test_a_file_that_is_late_is_waited_for(tiny_model, tmp_path):
         assert sum(counts) == 1 and run.counters.stores_restored_file == 1
 
 
+class AtOnce:
+    """An executor whose work is done when it is handed over."""
+
+    def submit(self, work, *args):
+        done = Future()
+        done.set_result(work(*args))
+        return done
+
+
 def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_path, monkeypatch):
-    """However slow steps are: every look is done by the next one."""
+    """However slow steps are: every look is done by the next one, here as it begins."""
     monkeypatch.setattr(stores, "LOOK_AGAIN_S", 0)
     monkeypatch.setattr(stores, "HANDOVER_S", 3)
     settings = SETTINGS | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as run:
         ((given,), _) = hand_over(run, PROMPTS[:1])
         lose(run)
+        # Else it depends on the interpreter how far threads get beside a busy step.
+        monkeypatch.setattr(run.scheduler._stores, "_reader", AtOnce())
         never = [random_prompt(200, seed=100 + number) for number in range(8 * stores.MOST_READ)]
         waited, held, schedule = [], [], run.scheduler.schedule
 
@@ -130,9 +142,7 @@ def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_pat
         asked = [{"kv_transfer_params": given}] * (len(never) + 1)
         run.generate([*never, PROMPTS[0]], 1, asked)
         assert run.counters.stores_restored_file == 1
-        # As many files are looked at in a step as there are slots, more where threads get on.
-        most = len(never) // stores.MOST_READ + 2
-        assert sum(waited) <= most, "steps that it waited for"
+        assert sum(waited) < 6, "steps that it waited for"
         assert len(held) > 60 and not any(held[30:60]), "slots of the reader"
 
 

@@ -291,7 +291,8 @@ def test_two_ranks(model, policy, tmp_path):
     target = tmp_path / "result"
     words = [model, policy, target]
     if policy == "probe":
-        words.append(random_profile(tmp_path, model, size=576)[0])
+        # What a rank's own query heads say decides where entries say nearly the same.
+        words.append(random_profile(tmp_path, model, size=576, window=0.2)[0])
     done = forked.run("tests.e2e.latent_script", *words, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = pickle.loads(target.read_bytes())
@@ -317,5 +318,6 @@ def test_two_ranks(model, policy, tmp_path):
             apart += one.positions != other.positions
             one.positions = [a + b for a, b in zip(one.positions, other.positions, strict=True)]
         assert check_tokens(oracle, prompt, output, [first]) == (ranked.NEW_TOKENS,) * 2
+    # Where scores are of entries, too, the ranks agree for the most part.
     assert apart >= {"snapkv": 5, "probe": 1, "tova": 0}[policy], apart
-    assert apart <= 4 or policy != "tova", "tova averages over the ranks"
+    assert apart <= 4 or policy == "snapkv", "tova averages over the ranks"

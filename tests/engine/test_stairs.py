@@ -16,6 +16,7 @@ from tests.engine.scenarios import Scenario, falling_short, run
 from tests.engine.test_pressure import free, preempted
 from tests.engine.test_scheduler import ASYNC, SYNC, counters, engine, evictions, tokens
 from tests.engine.test_target import kept, loses
+from vllm_kvevict.target.stairs import IN_VAIN, Stairs
 
 LOSES = {"6.25%": 1.0, "12.5%": 0.5, "25%": 0.2, "50%": 0.1}
 SERVER = dict(target=0.03, max_batched=512, blocks=240, interval=0)
@@ -285,6 +286,26 @@ def test_one_whose_blocks_others_hold_is_left_alone(setup):
     squeeze(core, left=3)
     core.step()
     assert rungs(core) == ["100%"] * 3 and counters(core).target_lowered == 0
+    core.release()
+    core.finish()
+
+
+@BOTH
+def test_few_are_looked_at_in_vain(setup, monkeypatch):
+    """A look builds timelines and asks the managers: not all of hundreds, in every step."""
+    core = engine(replace(setup, max_num_seqs=40, blocks=400))
+    core.worker.loses = loses(LOSES)
+    for _ in range(30):
+        core.add(tokens(300), 100)
+    while not all(request.num_output_tokens > 1 for request in core.requests):
+        core.step()
+    looked, look = [], Stairs._step
+    monkeypatch.setattr(Stairs, "_step", lambda self, one: looked.append(one) or look(self, one))
+    squeeze(core, left=3)
+    for _ in range(3):
+        core.step()
+    assert len(looked) == len(set(map(id, looked))) == 3 * IN_VAIN, "others in each step"
+    assert counters(core).target_lowered == 0
     core.release()
     core.finish()
 

@@ -64,6 +64,9 @@ class Model:
 
     def __init__(self, llm: Any, window: int, recent: int, kv_heads: int) -> None:
         self._llm, self.recent = llm, recent
+        self._answers: list[torch.Tensor] = []
+        self._follows: list[torch.Tensor] = []
+        """What both kinds of texts taught: keys alone, and joined with the window."""
         ranks = self._all("kvevict_begin", window, recent)
         problems = [found["problem"] for found in ranks if found["problem"]]
         if problems:
@@ -101,7 +104,6 @@ class Model:
         and times ``prose``, as far as an eviction's share says.
         """
         ranks = self._all("kvevict_solve", STRENGTH, WINDOW_WEIGHT)
-        self._answers, self._follows = [], []
         size = ranks[0]["keys"].shape[-1] - REST
         for kind in ("keys", "joined"):
             both, moments = (

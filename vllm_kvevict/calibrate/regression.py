@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.ops.reference.probe import with_prose
 from vllm_kvevict.ops.reference.value_shares import value_shares
 
 LEAST = 1e-6
@@ -102,11 +103,12 @@ def scored(x: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> torch.
             window.
 
     """
-    size = x.shape[-1]
-    ages = x[..., 2 - REST :].double()
-    x = torch.cat([x[..., : 2 - REST], (ages - ages.mean(1, keepdim=True)).float()], dim=-1)
-    answers, follows = ((x @ one[:, :size, None])[..., 0] for one in weights)
-    said = answers + follows.clamp(min=0)
+    size, of_keys = x.shape[-1], x.shape[-1] + 2 - REST
+    # All heads know the same ages.
+    ages = x[0, :, of_keys:]
+    both = x[..., :of_keys] @ weights[..., :of_keys].permute(1, 2, 0)
+    of_ages = weights[1, :, None, of_keys:size]
+    said = with_prose(both, ages - ages.mean(0), of_ages)[..., 0]
     return said if weights.shape[-1] == size else said + weights.sum(0)[:, -1:] * seen
 
 

@@ -68,7 +68,7 @@ class Ladder:
     lost: int = 0
     """Trials that said nothing."""
     rest: int = 0
-    """Steps before the next trial."""
+    """Steps before the next trial, or step down."""
     kept: str = ""
     """What it has come to."""
     rung: str = ""

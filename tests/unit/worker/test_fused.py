@@ -14,6 +14,7 @@ from tests.kernels.evict import (
     FUSED,
     GROUP,
     HEADS,
+    PROBES,
     ROWS,
     WINDOW,
     assert_same,
@@ -27,6 +28,7 @@ from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes
+from vllm_kvevict.worker.fused_probes import GroupProbes
 from vllm_kvevict.worker.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -158,6 +160,24 @@ def test_the_warm_up_runs_what_evictions_run(policy, shares):
     with Operations() as served:
         run(made, steps(policy, in_place=True))
     assert warm.names == served.names and len(warm.names) > 4
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("policy", PROBES)
+def test_the_warm_up_loads_the_kernels_of_probes_with_prose_and_without(policy, monkeypatch):
+    """Which of them a launch takes follows from the probes of a head."""
+    made, seen, layers = worker(policy, fused=True), [], GroupProbes.layers
+
+    def noted(self, *args):
+        seen.append(self.weights.shape[2])
+        return layers(self, *args)
+
+    monkeypatch.setattr(GroupProbes, "layers", noted)
+    made.warm_up()
+    warm = set(seen)
+    seen.clear()
+    run(made, steps(policy))
+    assert warm == set(seen) == {2, 4}
 
 
 @pytest.mark.usefixtures("emulated")

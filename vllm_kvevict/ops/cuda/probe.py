@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch, to_device
 from vllm_kvevict.ops.cuda.defensive import window_peaks
 from vllm_kvevict.ops.cuda.extension import operations
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_lse
+from vllm_kvevict.ops.reference.probe import logged_ages
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ class ProbeLayers:
 def mean_ages(due: Due) -> list[float]:
     """Means of the logarithms of the ages of what an eviction scores, and of their squares."""
     first, last = due.num_tokens - due.old_tail_start, due.num_tokens - due.tail_start
-    logs = np.log(np.arange(first, last, -1, dtype=np.float64))
-    return [float(logs.mean()), float((logs * logs).mean())] if len(logs) else [0.0, 0.0]
+    if first == last:
+        return [0.0, 0.0]
+    means: list[float] = logged_ages(torch.arange(first, last, -1, device="cpu")).mean(0).tolist()
+    return means
 
 
 def probe_scores(
@@ -91,6 +93,9 @@ def probe_scores(
     by_value = channels > 1
     norms = empty(batch.columns * by_value)
     totals = empty(len(batch.due), batch.num_layers, longest * by_value)
+    ages = empty(len(batch.due), 2)
+    if layers.weights.shape[2] > channels:
+        ages = to_device([mean_ages(one) for one in batch.due], torch.float32, device)
     tables = (batch.requests, layers.head_indptr, layers.old_store, batch.positional)
     operations(parts).probe_keys(
         parts,
@@ -98,7 +103,7 @@ def probe_scores(
         totals,
         list(layers.caches),
         layers.weights,
-        to_device([mean_ages(one) for one in batch.due], torch.float32, device),
+        ages,
         list(layers.rotary),
         layers.interleaved,
         longest,

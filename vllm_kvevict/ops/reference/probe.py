@@ -84,6 +84,12 @@ def key_scores(
     return scores.addcmul_(norms[..., None], b[:, None])
 
 
+def logged_ages(ages: torch.Tensor) -> torch.Tensor:
+    """[N, 2] float64 logarithms of ages [N], and their squares."""
+    logs = ages.double().log()
+    return torch.stack([logs, logs.square()], dim=-1)
+
+
 def age_features(ages: torch.Tensor) -> torch.Tensor:
     """[N, 2] float32: the logarithm of a token's age, and its square, less their means.
 
@@ -94,8 +100,7 @@ def age_features(ages: torch.Tensor) -> torch.Tensor:
         ages: [N] of the tokens that an eviction scores: tokens from each to the end of the cache.
 
     """
-    logs = ages.double().log()
-    found = torch.stack([logs, logs.square()], dim=-1)
+    found = logged_ages(ages)
     return (found - found.mean(0)).float()
 
 
