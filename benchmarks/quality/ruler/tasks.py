@@ -1,10 +1,11 @@
-"""RULER's tasks by name, and two of our own; samples of a length in tokens."""
+"""RULER's tasks by name, and three of our own; samples of a length in tokens."""
 
 import random
 from collections.abc import Callable
 
 from benchmarks.quality.ruler.counting import common_words, frequent_words
 from benchmarks.quality.ruler.facts import fact
+from benchmarks.quality.ruler.later import later
 from benchmarks.quality.ruler.needles import needles
 from benchmarks.quality.ruler.questions import question
 from benchmarks.quality.ruler.sample import RulerSample
@@ -29,6 +30,7 @@ MAKE: dict[str, Make] = {
     "qa": question,
     "facts": fact,
     "unseen": unseen,
+    "later": later,
 }
 TASKS = tuple(MAKE)
 

@@ -3,12 +3,16 @@
 import random
 import re
 
+import pytest
+
 from benchmarks.quality.ruler import facts as measured
+from benchmarks.quality.ruler import later, unseen
 from benchmarks.quality.ruler import prose as needles_in
-from benchmarks.quality.ruler import unseen
 from benchmarks.quality.ruler.needles import CONTEXT, PREFIX, QUESTION
 from vllm_kvevict.calibrate import facts as learned
 from vllm_kvevict.calibrate.lessons import prose
+
+MEASURED = measured.KINDS + unseen.KINDS + later.KINDS
 
 
 def words(text: str) -> set[str]:
@@ -17,7 +21,7 @@ def words(text: str) -> set[str]:
 
 def test_no_kind_of_fact_is_both_learned_and_measured() -> None:
     templates = [kind.statement for kind in learned.KINDS]
-    for theirs in [kind[0] for kind in measured.KINDS + unseen.KINDS] + [CONTEXT, QUESTION, PREFIX]:
+    for theirs in [kind[0] for kind in MEASURED] + [CONTEXT, QUESTION, PREFIX]:
         for mine in templates:
             common = words(mine) & words(theirs)
             assert len(common) <= 1, f"{mine} and {theirs} share {common}"
@@ -29,7 +33,7 @@ def test_no_name_and_no_answer_is_both_learned_and_measured() -> None:
     rng = random.Random(0)
     for _ in range(200):
         answers[0] |= {kind.value(rng) for kind in learned.KINDS}
-        answers[1] |= {value(rng) for *_, value in measured.KINDS + unseen.KINDS}
+        answers[1] |= {value(rng) for *_, value in MEASURED}
     common = answers[0] & answers[1]
     # Numbers of one range may coincide; words may not.
     assert not [one for one in common if not one.isdigit()]
@@ -46,19 +50,25 @@ def test_no_prose_is_both_learned_and_measured() -> None:
 
     mine = runs(prose())
     assert len(mine) > 20_000
-    for texts in (measured.sentences(), needles_in.sentences(), measured.sentences(unseen.PACKAGE)):
+    packages = [measured.sentences(package) for package in ("vllm", unseen.PACKAGE, later.PACKAGE)]
+    for texts in [*packages, needles_in.sentences()]:
         theirs = runs(texts)
         assert len(theirs) > 5_000
         assert len(theirs & mine) < 0.01 * len(theirs), "but for idioms of documentation"
 
 
-def test_nothing_unseen_is_in_what_the_form_was_chosen_by() -> None:
-    for theirs in [kind[0] for kind in unseen.KINDS]:
-        for mine in [kind[0] for kind in measured.KINDS]:
+@pytest.mark.parametrize(
+    ("kinds", "chosen_by"),
+    [(unseen.KINDS, measured.KINDS), (later.KINDS, measured.KINDS + unseen.KINDS)],
+    ids=["unseen", "later"],
+)
+def test_nothing_unseen_is_in_what_the_form_was_chosen_by(kinds, chosen_by) -> None:
+    for theirs in [kind[0] for kind in kinds]:
+        for mine in [kind[0] for kind in chosen_by]:
             common = words(mine) & words(theirs)
             assert len(common) <= 1, f"{mine} and {theirs} share {common}"
     answers = [
-        {value(random.Random(seed)) for *_, value in kinds for seed in range(200)}
-        for kinds in (measured.KINDS, unseen.KINDS)
+        {value(random.Random(seed)) for *_, value in some for seed in range(200)}
+        for some in (chosen_by, kinds)
     ]
     assert not [one for one in answers[0] & answers[1] if not one.isdigit()]
