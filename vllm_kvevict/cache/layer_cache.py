@@ -1,14 +1,15 @@
 """One layer's KV cache as the eviction pass sees it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
-from vllm_kvevict.ops.host import key_scores, norms, read_floats, serves
+from vllm_kvevict.ops.host import each, key_scores, norms, read_floats, serves
 from vllm_kvevict.ops.reference import probe
-from vllm_kvevict.ops.reference.probe import Rotation
+from vllm_kvevict.ops.reference.probe import Prose, Rotation
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,26 @@ class LayerCache:
         return self.sequences(self.keys(pages))
 
     def key_scores(
-        self, pages: torch.Tensor, rotation: Rotation | None, weights: torch.Tensor
+        self,
+        pages: torch.Tensor,
+        rotation: Rotation | None,
+        weights: torch.Tensor,
+        prose: Prose | None = None,
     ) -> torch.Tensor:
         """Scores of the keys of pages [H, P] int64: [H, P * block_size, C] float32.
 
         Args:
             pages: The pages.
             rotation: Of their tokens; None for keys that were not rotated.
-            weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.reference.probe.key_scores`.
+            weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.reference.probe.key_scores`;
+                with ``prose`` [H, 2 * C, D + 2].
+            prose: Of :func:`vllm_kvevict.ops.reference.probe.with_prose`.
 
         """
         if serves(self.stored):
-            return key_scores(self.pages, pages, self.layout.key_places, rotation, weights)
-        return probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)
+            return key_scores(self.pages, pages, self.layout.key_places, rotation, weights, prose)
+        found = probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)
+        return found if prose is None else probe.with_prose(found, *prose)
 
     def value_sequences(self, pages: torch.Tensor) -> torch.Tensor:
         """Values of pages [H, P] int64 behind one another: [H, P * block_size, D] float32."""
@@ -123,3 +131,10 @@ class LayerCache:
 
     def _widened(self, elements: torch.Tensor, scale: float) -> torch.Tensor:
         return typed(elements).float() * scale if self.is_fp8 else elements
+
+
+def value_norms(caches: Sequence[LayerCache], grid: torch.Tensor) -> torch.Tensor:
+    """Norms of the values of pages [L, H, P] int64, one row a cache: [L, H, P * block_size]."""
+    return torch.stack(
+        each(caches[0].stored, lambda layer: caches[layer].value_norms(grid[layer]), len(caches))
+    )

@@ -1,11 +1,16 @@
 """Operations that run where their tensors lie: compiled on a CPU, else by PyTorch."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.places import Places
 from vllm_kvevict.ops.reference import defensive, select
-from vllm_kvevict.ops.reference.probe import Rotation
+from vllm_kvevict.ops.reference.probe import Prose, Rotation
+
+Result = TypeVar("Result")
 
 COMPILED = True
 """Off in tests of what a GPU runs where no kernel does."""
@@ -19,6 +24,15 @@ def compiled(tensor: torch.Tensor) -> bool:
 def serves(pages: torch.Tensor) -> bool:
     """Whether :func:`read_floats` and :func:`norms` read these pages."""
     return compiled(pages) and pages.dtype in (torch.bfloat16, torch.float32)
+
+
+def each(pages: torch.Tensor, work: Callable[[int], Result], count: int) -> list[Result]:
+    """``[work(0), ..., work(count - 1)]``, at once where operations on ``pages`` are compiled."""
+    if not serves(pages):
+        return [work(number) for number in range(count)]
+    from vllm_kvevict.ops.cpu import threads
+
+    return threads.each(work, range(count))
 
 
 def read_floats(pages: torch.Tensor, index: torch.Tensor, places: Places) -> torch.Tensor:
@@ -73,6 +87,7 @@ def key_scores(
     places: Places,
     rotation: Rotation | None,
     weights: torch.Tensor,
+    prose: Prose | None = None,
 ) -> torch.Tensor:
     """As :func:`vllm_kvevict.ops.reference.probe.key_scores`, of the tokens of pages on a CPU.
 
@@ -81,7 +96,8 @@ def key_scores(
         index: [H, P] int64 pages.
         places: Of the D elements of a key.
         rotation: Of the P * block_size tokens; None for keys that were not rotated.
-        weights: [H, C, D + 2] float32.
+        weights: [H, C, D + 2] float32; with ``prose`` [H, 2 * C, D + 2].
+        prose: Of :func:`vllm_kvevict.ops.reference.probe.with_prose`.
 
     Returns:
         [H, P * block_size, C] float32.
@@ -89,7 +105,7 @@ def key_scores(
     """
     from vllm_kvevict.ops.cpu.probe import key_scores as scores
 
-    return scores(pages, index, places, rotation, weights)
+    return scores(pages, index, places, rotation, weights, prose)
 
 
 def select_tokens(scores: torch.Tensor, pages: torch.Tensor, block_size: int) -> torch.Tensor:

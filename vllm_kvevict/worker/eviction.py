@@ -10,12 +10,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.layer_cache import LayerCache, value_norms
 from vllm_kvevict.cache.memories import Memories
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.host import select_tokens
+from vllm_kvevict.ops.host import each, select_tokens
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Scorer, Summary, WeightedScorer, protect
@@ -227,6 +227,7 @@ class WorkerEviction:
             made = self._value_shares(state, grid, group)[..., None].unbind()
         elif scorer.needs_key_scores:
             made = self._key_scores(state, grid[..., :candidate_pages], eviction, group)
+        probes = self._probes.at(eviction.share) if self._probes is not None else {}
         summaries: list[Summary] = []
 
         def read(index: int) -> Candidates:
@@ -242,8 +243,9 @@ class WorkerEviction:
                     mine = made[index][:, : candidates.valid.shape[1], 0]
                     candidates = replace(candidates, value_shares=mine)
                 elif scorer.needs_key_scores:
-                    weights = self._window_weights(name, eviction.share)
-                    candidates = replace(candidates, key_scores=made[index], window_weights=weights)
+                    candidates = replace(
+                        candidates, key_scores=made[index], window_weights=probes[name].window
+                    )
                 if isinstance(scorer, WeightedScorer):
                     summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
                     raw = summaries[-1].scores
@@ -270,22 +272,27 @@ class WorkerEviction:
             size = candidate_pages, len(group.store), bs
             scores, pages, columns = recent(padding, *size, eviction.protect_first)
             source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
-        for index, name in enumerate(state.layer_names):
-            cache = self._caches[name]
+        caches = [self._caches[name] for name in state.layer_names]
+
+        def move(index: int) -> None:
             source = source_page[index], source_slot[index]
-            fitted = None
-            if fits:
+            caches[index].layout.copy(caches[index].pages, *source, target_page)
+
+        if fits:
+            for index, cache in enumerate(caches):
                 kept = columns[index], pages[index]
                 fitted = fitted_values(cache, read(index), grid[index], *kept)
-            cache.layout.copy(cache.pages, *source, target_page)
-            if fitted is not None:
+                move(index)
                 cache.layout.write_values(cache.pages, target_page, fitted)
+        else:
+            each(caches[0].stored, move, len(caches))
+        for index, name in enumerate(state.layer_names):
             if made:
                 assert self.page_values is not None
                 self.page_values.keep(name, made[index], columns[index], pages[index], target_page)
             elif scorer.page_channels:
                 assert self.page_values is not None
-                self.page_values.move(name, *source, target_page)
+                self.page_values.move(name, source_page[index], source_slot[index], target_page)
         log_weights = None
         if isinstance(scorer, WeightedScorer):
             log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
@@ -316,12 +323,15 @@ class WorkerEviction:
         Of a token of the store it is what :meth:`PageValues.keep` wrote; all heads hold the others.
         """
         assert self.page_values is not None
-        stored, norms = [], []
         store_pages = grid.shape[-1] - len(group.positional)
-        for name, pages in zip(state.layer_names, grid, strict=True):
-            stored.append(self.page_values.layer(name)[pages[:, :store_pages], :, 0])
-            norms.append(self._caches[name].value_norms(pages[:, store_pages:]))
-        found = value_shares(torch.stack(norms), sum_of_ranks)
+        stored = [
+            self.page_values.layer(name)[pages[:, :store_pages], :, 0]
+            for name, pages in zip(state.layer_names, grid, strict=True)
+        ]
+        norms = value_norms(
+            [self._caches[name] for name in state.layer_names], grid[..., store_pages:]
+        )
+        found = value_shares(norms, sum_of_ranks)
         return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
 
     def _key_scores(
@@ -339,10 +349,6 @@ class WorkerEviction:
         ages = torch.arange(first, last, -1, device=grid.device)
         stored = grid.shape[-1] - new // state.timeline.block_size
         return self._probes.scores(state, grid, stored, on_device, ages, eviction.share)
-
-    def _window_weights(self, layer_name: str, share: float) -> torch.Tensor:
-        assert self._probes is not None
-        return self._probes.at(share)[layer_name].window
 
     def _weigh(
         self,

@@ -9,21 +9,40 @@ import torch
 from vllm_kvevict.ops.cpu import probe as compiled
 from vllm_kvevict.ops.places import Places
 from vllm_kvevict.ops.reference import probe
-from vllm_kvevict.ops.reference.probe import Rotation, unrotated
+from vllm_kvevict.ops.reference.probe import Rotation, unrotated, with_prose
+
+BLOCK = 2
 
 
-def from_pages(keys, rotation, weights):
-    """Compiled, of one page a head, in which tokens and dimensions lie in any order."""
-    heads, tokens, size = keys.shape
-    places = Places.of(torch.randperm(tokens * size).view(tokens, size))
-    pages = torch.zeros(heads, tokens * size, dtype=keys.dtype)
-    pages[:, torch.from_numpy(places.offsets)] = keys
-    index = torch.arange(heads)[:, None]
-    return compiled.key_scores(pages, index, places, rotation, weights)
+def reference(keys, rotation, weights, prose=None):
+    found = probe.key_scores(keys, rotation, weights)
+    return found if prose is None else with_prose(found, *prose)
+
+
+def compiled_in(order):
+    """Compiled, of keys in pages of two tokens, whose elements lie in an order."""
+
+    def from_pages(keys, rotation, weights, prose=None):
+        heads, tokens, size = keys.shape
+        offsets = 3 + order(size)
+        places, count = Places.of(offsets), tokens // BLOCK
+        index = torch.randperm(heads * count).view(heads, count)
+        pages = torch.zeros(heads * count, 3 + offsets.numel(), dtype=keys.dtype)
+        pages[index[..., None, None], offsets] = keys.view(heads, count, BLOCK, size)
+        return compiled.key_scores(pages, index, places, rotation, weights, prose)
+
+    return from_pages
 
 
 BOTH = pytest.mark.parametrize(
-    "key_scores", [probe.key_scores, from_pages], ids=["reference", "compiled"]
+    "key_scores",
+    [
+        reference,
+        compiled_in(lambda size: torch.randperm(BLOCK * size).view(BLOCK, size)),
+        compiled_in(lambda size: torch.arange(BLOCK * size).view(size, BLOCK).T),
+        compiled_in(lambda size: torch.arange(BLOCK * size).view(BLOCK, size)),
+    ],
+    ids=["reference", "compiled", "compiled, dimension by dimension", "compiled, token by token"],
 )
 
 
@@ -44,7 +63,7 @@ def rotated(key, angles, interleaved, stretch, first):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs, first, dtype):
     generator = torch.Generator().manual_seed(0)
-    heads, tokens, size, stretch = 2, 7, 8, 1.25
+    heads, tokens, size, stretch = 2, 18, 8, 1.25
     keys = torch.randn(heads, tokens, size, generator=generator).double()
     angles = torch.rand(tokens, pairs, generator=generator).double() * 6
     weights = torch.randn(heads, 3, size + 2, generator=generator)
@@ -78,6 +97,30 @@ def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs
 
 @BOTH
 def test_keys_without_rotation_are_read_as_they_are(key_scores):
-    keys = torch.randn(1, 3, 4)
+    keys = torch.randn(1, 4, 4)
     weights = torch.tensor([[[1.0, 0, 0, 0, 0, 2.0]]])
     torch.testing.assert_close(key_scores(keys, None, weights)[0, :, 0], keys[0, :, 0] + 2)
+
+
+@BOTH
+def test_prose_adds_where_it_is_above_the_average(key_scores):
+    torch.manual_seed(0)
+    keys, ages = torch.randn(2, 20, 6), torch.randn(20, 2)
+    weights, of_ages = torch.randn(2, 4, 8), torch.randn(2, 2, 2)
+    found = key_scores(keys, None, weights, (ages, of_ages))
+    assert found.shape == (2, 20, 2)
+    added = 0
+    for h in range(2):
+        for n in range(20):
+            key = keys[h, n].tolist()
+            features = [*key, math.hypot(*key), 1.0]
+            said = [
+                math.fsum(x * y for x, y in zip(weights[h, c].tolist(), features, strict=True))
+                for c in range(4)
+            ]
+            for c in range(2):
+                aged = math.fsum((of_ages[h, c] * ages[n]).tolist())
+                more = max(0.0, said[2 + c] + aged)
+                assert float(found[h, n, c]) == pytest.approx(said[c] + more, abs=1e-4)
+                added += more > 0
+    assert 10 < added < 70

@@ -11,6 +11,9 @@ from vllm_kvevict.ops.places import Places
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """A type that NumPy knows, by bytes of an element."""
 
+PAGES = 8
+"""Pages at a time: what is made of them stays in the first caches."""
+
 
 def arguments(pages: torch.Tensor, index: torch.Tensor, places: Places) -> tuple[Any, ...]:
     """What compiled readers of pages take: bits, index, places, and the bits to shift by."""
@@ -45,33 +48,47 @@ def copy_tokens(
     """As :func:`vllm_kvevict.ops.host.copy_tokens`."""
     bits = pages.view(BITS[pages.itemsize]).numpy()
     index = [one.contiguous().numpy() for one in (source_page, source_slot, target_page)]
-    _copy(bits, *index, places.offsets, *places.steps)
+    first, by_token, by_element = places.steps
+    block_size, size = places.offsets.shape
+    if first >= 0 and by_token == 1:
+        _copy_columns(bits, *index, block_size, size, first, by_element)
+    elif first >= 0 and by_element == 1:
+        # Eight bytes at a time, where all begins and ends at such.
+        words = 8 // pages.itemsize
+        if any(step % words for step in (size, first, by_token, bits.shape[1])):
+            words = 1
+        else:
+            bits = bits.view(np.int64)
+        _copy_rows(bits, *index, block_size, size // words, first // words, by_token // words)
+    else:
+        _copy_any(bits, *index, places.offsets)
 
 
 @exact
 def unpack(
-    page: np.ndarray,
+    pages: np.ndarray,
+    index: np.ndarray,
     offsets: np.ndarray,
     first: int,
     by_token: int,
     by_element: int,
     shift: int,
-    start: int,
-    found: np.ndarray,
+    element: int,
+    row: np.ndarray,
 ) -> None:
-    """Write the bits of a page's tokens, as those of float32, from column ``start`` on."""
-    block_size, size = offsets.shape
-    bits = np.int32(shift)
-    for element in range(size):
-        row = found[element, start : start + block_size]
+    """Write the bits of one element of the tokens of pages ``index``, as those of float32."""
+    block_size, bits = len(offsets), np.int32(shift)
+    for number in range(len(index)):
+        page = pages[index[number]]
+        mine = row[number * block_size : (number + 1) * block_size]
         if by_token == 1:
             place = first + element * by_element
-            mine = page[place : place + block_size]
+            read = page[place : place + block_size]
             for token in range(block_size):
-                row[token] = np.int32(mine[token]) << bits
+                mine[token] = np.int32(read[token]) << bits
         else:
             for token in range(block_size):
-                row[token] = np.int32(page[offsets[token, element]]) << bits
+                mine[token] = np.int32(page[offsets[token, element]]) << bits
 
 
 @exact
@@ -86,10 +103,15 @@ def _read(
     found: np.ndarray,
 ) -> None:
     heads, count = index.shape
+    block_size, size = offsets.shape
+    steps = first, by_token, by_element
     for head in range(heads):
-        for number in range(count):
-            page, start = pages[index[head, number]], number * len(offsets)
-            unpack(page, offsets, first, by_token, by_element, shift, start, found[head])
+        for number in range(0, count, PAGES):
+            some = index[head, number : min(count, number + PAGES)]
+            start = number * block_size
+            for element in range(size):
+                row = found[head, element, start : start + len(some) * block_size]
+                unpack(pages, some, offsets, *steps, shift, element, row)
 
 
 @fast
@@ -127,51 +149,75 @@ def _norms(
 
 
 @exact
-def _copy(
+def _copy_columns(
+    pages: np.ndarray,
+    source_page: np.ndarray,
+    source_slot: np.ndarray,
+    target_page: np.ndarray,
+    block_size: int,
+    size: int,
+    first: int,
+    by_element: int,
+) -> None:
+    """Copy tokens that lie beside one another, element by element."""
+    width, targets = pages.shape[1], len(target_page)
+    flat = pages.reshape(-1)
+    held = np.empty((targets, size, block_size), pages.dtype)
+    begin = np.empty(block_size, np.int64)
+    for target in range(targets):
+        for token in range(block_size):
+            number = target * block_size + token
+            begin[token] = source_page[number] * width + first + source_slot[number]
+        for element in range(size):
+            row, place = held[target, element], element * by_element
+            for token in range(block_size):
+                row[token] = flat[begin[token] + place]
+    for target in range(targets):
+        for element in range(size):
+            place = target_page[target] * width + first + element * by_element
+            flat[place : place + block_size] = held[target, element]
+
+
+@exact
+def _copy_rows(
+    pages: np.ndarray,
+    source_page: np.ndarray,
+    source_slot: np.ndarray,
+    target_page: np.ndarray,
+    block_size: int,
+    size: int,
+    first: int,
+    by_token: int,
+) -> None:
+    """Copy tokens whose elements lie beside one another."""
+    width, count = pages.shape[1], len(source_page)
+    flat = pages.reshape(-1)
+    held = np.empty(count * size, pages.dtype)
+    for number in range(count):
+        place = source_page[number] * width + first + source_slot[number] * by_token
+        for element in range(size):
+            held[number * size + element] = flat[place + element]
+    for number in range(count):
+        place = target_page[number // block_size] * width + first + number % block_size * by_token
+        for element in range(size):
+            flat[place + element] = held[number * size + element]
+
+
+@exact
+def _copy_any(
     pages: np.ndarray,
     source_page: np.ndarray,
     source_slot: np.ndarray,
     target_page: np.ndarray,
     offsets: np.ndarray,
-    first: int,
-    by_token: int,
-    by_element: int,
 ) -> None:
     block_size, size = offsets.shape
-    targets = len(target_page)
-    if by_token == 1:
-        turned = np.empty((targets, size, block_size), pages.dtype)
-        for target in range(targets):
-            for token in range(block_size):
-                number = target * block_size + token
-                page = pages[source_page[number]]
-                place = first + source_slot[number]
-                for element in range(size):
-                    turned[target, element, token] = page[place + element * by_element]
-        for target in range(targets):
-            page = pages[target_page[target]]
-            for element in range(size):
-                place = first + element * by_element
-                page[place : place + block_size] = turned[target, element]
-        return
-    held = np.empty((targets, block_size, size), pages.dtype)
-    for target in range(targets):
-        for token in range(block_size):
-            number = target * block_size + token
-            page, slot = pages[source_page[number]], source_slot[number]
-            mine = held[target, token]
-            if by_element == 1:
-                place = first + slot * by_token
-                mine[:] = page[place : place + size]
-            else:
-                for element in range(size):
-                    mine[element] = page[offsets[slot, element]]
-    for target in range(targets):
-        page = pages[target_page[target]]
-        for token in range(block_size):
-            if by_element == 1:
-                place = first + token * by_token
-                page[place : place + size] = held[target, token]
-            else:
-                for element in range(size):
-                    page[offsets[token, element]] = held[target, token, element]
+    held = np.empty((len(source_page), size), pages.dtype)
+    for number in range(len(source_page)):
+        page, slot = pages[source_page[number]], source_slot[number]
+        for element in range(size):
+            held[number, element] = page[offsets[slot, element]]
+    for number in range(len(source_page)):
+        page, slot = pages[target_page[number // block_size]], number % block_size
+        for element in range(size):
+            page[offsets[slot, element]] = held[number, element]

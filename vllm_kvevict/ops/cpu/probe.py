@@ -4,12 +4,11 @@ import numpy as np
 import torch
 
 from vllm_kvevict.ops.cpu.compiled import fast
-from vllm_kvevict.ops.cpu.pages import arguments, unpack
+from vllm_kvevict.ops.cpu.pages import PAGES, arguments, unpack
 from vllm_kvevict.ops.places import Places
-from vllm_kvevict.ops.reference.probe import Rotation
+from vllm_kvevict.ops.reference.probe import Prose, Rotation
 
-PAGES = 8
-"""Pages at a time: what is made of them stays in the first caches."""
+NO_PROSE = np.empty((0, 2), np.float32), np.empty((0, 0, 2), np.float32)
 
 
 def key_scores(
@@ -18,17 +17,21 @@ def key_scores(
     places: Places,
     rotation: Rotation | None,
     weights: torch.Tensor,
+    prose: Prose | None = None,
 ) -> torch.Tensor:
     """As :func:`vllm_kvevict.ops.host.key_scores`."""
     count = index.shape[1] * len(places.offsets)
-    found = torch.empty(len(index), count, weights.shape[1], device="cpu")
+    ages, of_ages = NO_PROSE if prose is None else [one.contiguous().numpy() for one in prose]
+    channels = weights.shape[1] if prose is None else of_ages.shape[1]
+    found = torch.empty(len(index), count, channels, device="cpu")
     cos = sin = np.empty((0, count), np.float32)
     if rotation is not None:
         cos, sin = (part.numpy() for part in rotation.by_pair)
     step, apart = (2, 1) if rotation is not None and rotation.interleaved else (1, len(cos))
     begin = 0 if rotation is None else rotation.first
     read = arguments(pages, index, places)
-    _scores(*read, cos, sin, weights.contiguous().numpy(), found.numpy(), begin, step, apart)
+    said = weights.contiguous().numpy(), ages, of_ages, found.numpy()
+    _scores(*read, cos, sin, *said, begin, step, apart)
     return found
 
 
@@ -44,6 +47,8 @@ def _scores(
     cos: np.ndarray,
     sin: np.ndarray,
     weights: np.ndarray,
+    ages: np.ndarray,
+    of_ages: np.ndarray,
     found: np.ndarray,
     begin: int,
     step: int,
@@ -52,65 +57,55 @@ def _scores(
     """Scores [H, N, C]; pair j is dimensions ``begin + step * j`` and ``apart`` after."""
     heads, count = index.shape
     block_size, size = offsets.shape
-    bits = np.empty((size, PAGES * block_size), np.int32)
+    pairs, channels = len(cos), weights.shape[1]
+    steps = first, by_token, by_element
+    bits = np.empty((2, PAGES * block_size), np.int32)
     keys = bits.view(np.float32)
-    sums = np.empty((weights.shape[1] + 1, PAGES * block_size), np.float32)
+    sums = np.empty((channels + 1, PAGES * block_size), np.float32)
     for head in range(heads):
         for number in range(0, count, PAGES):
-            some = min(PAGES, count - number)
-            for one in range(some):
-                page = pages[index[head, number + one]]
-                unpack(page, offsets, first, by_token, by_element, shift, one * block_size, bits)
-            start, tokens = number * block_size, some * block_size
-            mine = found[head, start : start + tokens]
-            _tile(keys, cos, sin, start, weights[head], sums, mine, begin, step, apart)
-
-
-# Slices of two dimensions would have strides that the compiler does not know: no vectors.
-@fast
-def _tile(
-    keys: np.ndarray,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    start: int,
-    weights: np.ndarray,
-    sums: np.ndarray,
-    found: np.ndarray,
-    begin: int,
-    step: int,
-    apart: int,
-) -> None:
-    """Scores [n, C] of the first n of keys [D, ...], at the positions from ``start`` on."""
-    size, count = len(keys), len(found)
-    pairs, channels = len(cos), len(weights)
-    sums[:] = 0
-    squares = sums[channels, :count]
-    for pair in range(pairs):
-        one = begin + step * pair
-        other = one + apart
-        a, b = keys[one, :count], keys[other, :count]
-        c, s = cos[pair, start : start + count], sin[pair, start : start + count]
-        for channel in range(channels):
-            mine = sums[channel, :count]
-            left, right = weights[channel, one], weights[channel, other]
-            for i in range(count):
-                into = a[i] * c[i] + b[i] * s[i]
-                beside = b[i] * c[i] - a[i] * s[i]
-                mine[i] += into * left + beside * right
-        for i in range(count):
-            into = a[i] * c[i] + b[i] * s[i]
-            beside = b[i] * c[i] - a[i] * s[i]
-            squares[i] += into * into + beside * beside
-    for still in range(size - 2 * pairs):
-        dim = still if still < begin else still + 2 * pairs
-        a = keys[dim, :count]
-        for channel in range(channels):
-            mine, left = sums[channel, :count], weights[channel, dim]
-            for i in range(count):
-                mine[i] += a[i] * left
-        for i in range(count):
-            squares[i] += a[i] * a[i]
-    for channel in range(channels):
-        of_norm, constant = weights[channel, size], weights[channel, size + 1]
-        for i in range(count):
-            found[i, channel] = sums[channel, i] + of_norm * np.sqrt(squares[i]) + constant
+            some = index[head, number : min(count, number + PAGES)]
+            start, tokens = number * block_size, len(some) * block_size
+            a, b, squares = keys[0, :tokens], keys[1, :tokens], sums[channels, :tokens]
+            sums[:] = 0
+            for pair in range(pairs):
+                one = begin + step * pair
+                other = one + apart
+                unpack(pages, some, offsets, *steps, shift, one, bits[0])
+                unpack(pages, some, offsets, *steps, shift, other, bits[1])
+                c, s = cos[pair, start : start + tokens], sin[pair, start : start + tokens]
+                for i in range(tokens):
+                    into = a[i] * c[i] + b[i] * s[i]
+                    beside = b[i] * c[i] - a[i] * s[i]
+                    squares[i] += into * into + beside * beside
+                    a[i] = into
+                    b[i] = beside
+                for channel in range(channels):
+                    mine = sums[channel, :tokens]
+                    left, right = weights[head, channel, one], weights[head, channel, other]
+                    for i in range(tokens):
+                        mine[i] += a[i] * left + b[i] * right
+            for still in range(size - 2 * pairs):
+                one = still if still < begin else still + 2 * pairs
+                unpack(pages, some, offsets, *steps, shift, one, bits[0])
+                for i in range(tokens):
+                    squares[i] += a[i] * a[i]
+                for channel in range(channels):
+                    mine, left = sums[channel, :tokens], weights[head, channel, one]
+                    for i in range(tokens):
+                        mine[i] += a[i] * left
+            for i in range(tokens):
+                squares[i] = np.sqrt(squares[i])
+            for channel in range(channels):
+                mine, theirs = sums[channel, :tokens], weights[head, channel, size:]
+                for i in range(tokens):
+                    mine[i] += theirs[0] * squares[i] + theirs[1]
+            for channel in range(found.shape[2]):
+                mine = sums[channel, :tokens]
+                if len(ages):
+                    more, theirs = sums[found.shape[2] + channel, :tokens], of_ages[head, channel]
+                    for i in range(tokens):
+                        aged = theirs[0] * ages[start + i, 0] + theirs[1] * ages[start + i, 1]
+                        mine[i] += max(more[i] + aged, np.float32(0))
+                for i in range(tokens):
+                    found[head, start + i, channel] = mine[i]

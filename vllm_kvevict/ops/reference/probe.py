@@ -104,6 +104,10 @@ def age_features(ages: torch.Tensor) -> torch.Tensor:
     return (found - found.mean(0)).float()
 
 
+Prose = tuple[torch.Tensor, torch.Tensor]
+"""Ages and their weights, as :func:`with_prose` takes them."""
+
+
 def with_prose(said: torch.Tensor, ages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Scores [H, N, C] of what answers taught, and what prose adds to some of them.
 
