@@ -20,7 +20,7 @@ DTYPE = "<f4"
 PROSE = ((1 / 16, 0.0), (1 / 8, 0.3), (1 / 4, 1.0))
 """What the prose that follows counts beside what is asked, by the share of tokens kept.
 
-Each of them costs facts a place: where few places are, many facts."""
+Tokens that prose needs take the places of facts, so it counts little where places are few."""
 
 STEPS = 10
 """Weights between 0 and 1 that there are: evictions of one weight run together."""
