@@ -1,13 +1,12 @@
 """One layer's KV cache as the eviction pass sees it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
-from vllm_kvevict.ops.host import each, key_scores, norms, read_floats, serves
+from vllm_kvevict.ops.host import key_scores, norms, read_floats, serves
 from vllm_kvevict.ops.reference import probe
 from vllm_kvevict.ops.reference.probe import Prose, Rotation
 
@@ -131,10 +130,3 @@ class LayerCache:
 
     def _widened(self, elements: torch.Tensor, scale: float) -> torch.Tensor:
         return typed(elements).float() * scale if self.is_fp8 else elements
-
-
-def value_norms(caches: Sequence[LayerCache], grid: torch.Tensor) -> torch.Tensor:
-    """Norms of the values of pages [L, H, P] int64, one row a cache: [L, H, P * block_size]."""
-    return torch.stack(
-        each(caches[0].stored, lambda layer: caches[layer].value_norms(grid[layer]), len(caches))
-    )

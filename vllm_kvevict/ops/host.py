@@ -1,16 +1,11 @@
 """Operations that run where their tensors lie: compiled on a CPU, else by PyTorch."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.places import Places
 from vllm_kvevict.ops.reference import defensive, select
 from vllm_kvevict.ops.reference.probe import Prose, Rotation
-
-Result = TypeVar("Result")
 
 COMPILED = True
 """Off in tests of what a GPU runs where no kernel does."""
@@ -24,15 +19,6 @@ def compiled(tensor: torch.Tensor) -> bool:
 def serves(pages: torch.Tensor) -> bool:
     """Whether :func:`read_floats` and :func:`norms` read these pages."""
     return compiled(pages) and pages.dtype in (torch.bfloat16, torch.float32)
-
-
-def each(pages: torch.Tensor, work: Callable[[int], Result], count: int) -> list[Result]:
-    """``[work(0), ..., work(count - 1)]``, at once where operations on ``pages`` are compiled."""
-    if not serves(pages):
-        return [work(number) for number in range(count)]
-    from vllm_kvevict.ops.cpu import threads
-
-    return threads.each(work, range(count))
 
 
 def read_floats(pages: torch.Tensor, index: torch.Tensor, places: Places) -> torch.Tensor:

@@ -10,12 +10,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.cache.layer_cache import LayerCache, value_norms
+from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.memories import Memories
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.host import each, select_tokens
+from vllm_kvevict.ops.host import select_tokens
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Policy, Scorer, Summary, WeightedScorer, protect
@@ -272,27 +272,22 @@ class WorkerEviction:
             size = candidate_pages, len(group.store), bs
             scores, pages, columns = recent(padding, *size, eviction.protect_first)
             source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
-        caches = [self._caches[name] for name in state.layer_names]
-
-        def move(index: int) -> None:
+        for index, name in enumerate(state.layer_names):
+            cache = self._caches[name]
             source = source_page[index], source_slot[index]
-            caches[index].layout.copy(caches[index].pages, *source, target_page)
-
-        if fits:
-            for index, cache in enumerate(caches):
+            fitted = None
+            if fits:
                 kept = columns[index], pages[index]
                 fitted = fitted_values(cache, read(index), grid[index], *kept)
-                move(index)
+            cache.layout.copy(cache.pages, *source, target_page)
+            if fitted is not None:
                 cache.layout.write_values(cache.pages, target_page, fitted)
-        else:
-            each(caches[0].stored, move, len(caches))
-        for index, name in enumerate(state.layer_names):
             if made:
                 assert self.page_values is not None
                 self.page_values.keep(name, made[index], columns[index], pages[index], target_page)
             elif scorer.page_channels:
                 assert self.page_values is not None
-                self.page_values.move(name, source_page[index], source_slot[index], target_page)
+                self.page_values.move(name, *source, target_page)
         log_weights = None
         if isinstance(scorer, WeightedScorer):
             log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
@@ -323,15 +318,12 @@ class WorkerEviction:
         Of a token of the store it is what :meth:`PageValues.keep` wrote; all heads hold the others.
         """
         assert self.page_values is not None
+        stored, norms = [], []
         store_pages = grid.shape[-1] - len(group.positional)
-        stored = [
-            self.page_values.layer(name)[pages[:, :store_pages], :, 0]
-            for name, pages in zip(state.layer_names, grid, strict=True)
-        ]
-        norms = value_norms(
-            [self._caches[name] for name in state.layer_names], grid[..., store_pages:]
-        )
-        found = value_shares(norms, sum_of_ranks)
+        for name, pages in zip(state.layer_names, grid, strict=True):
+            stored.append(self.page_values.layer(name)[pages[:, :store_pages], :, 0])
+            norms.append(self._caches[name].value_norms(pages[:, store_pages:]))
+        found = value_shares(torch.stack(norms), sum_of_ranks)
         return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
 
     def _key_scores(

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_kvevict.cache.layer_cache import LayerCache, value_norms
+from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.host import each
 from vllm_kvevict.ops.reference.probe import Rotation, age_features
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
@@ -154,28 +153,14 @@ class Probes:
         # The one head of a latent cache has all of a token's value, of which the logarithm is 0.
         if self.channels > 1 and not latent:
             shares = self._log_shares(state, grid[..., store_pages:])
-        layers, of_ages = self.at(share), age_features(ages)
-        probes = [layers[name] for name in state.layer_names]
-        rotations = [
-            None if probe.rotary is None else self._rotation(probe.rotary, positions)
-            for probe in probes
-        ]
-        caches, new_pages = (
-            [self._caches[name] for name in state.layer_names],
-            grid[..., store_pages:],
-        )
-
-        def score(index: int) -> torch.Tensor:
-            probe = probes[index]
+        found, layers, of_ages = [], self.at(share), age_features(ages)
+        for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
+            probe, cache = layers[name], self._caches[name]
+            rotation = None
+            if probe.rotary is not None:
+                rotation = self._rotation(probe.rotary, positions)
             prose = None if probe.age is None else (of_ages, probe.age)
-            return caches[index].key_scores(
-                new_pages[index], rotations[index], probe.weights, prose
-            )
-
-        found = []
-        scored = each(caches[0].stored, score, len(caches))
-        for index, (name, new) in enumerate(zip(state.layer_names, scored, strict=True)):
-            probe, pages = probes[index], grid[index]
+            new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights, prose)
             if shares is not None:
                 new[..., 1].addcmul_(shares[index], probe.window[:, None])
             if store_pages:
@@ -198,6 +183,9 @@ class Probes:
 
     def _log_shares(self, state: GroupState, grid: torch.Tensor) -> torch.Tensor:
         """[L, H, N] logarithms of each head's share in the value norms of the grid's tokens."""
-        norms = value_norms([self._caches[name] for name in state.layer_names], grid)
-        found = value_shares(norms, sum_of_ranks)
+        norms = [
+            self._caches[name].value_norms(pages)
+            for name, pages in zip(state.layer_names, grid, strict=True)
+        ]
+        found = value_shares(torch.stack(norms), sum_of_ranks)
         return found.clamp_(min=LEAST).log_()

@@ -11,7 +11,7 @@ from vllm_kvevict.ops.places import Places
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """A type that NumPy knows, by bytes of an element."""
 
-PAGES = 8
+PAGES = 32
 """Pages at a time: what is made of them stays in the first caches."""
 
 
@@ -62,6 +62,20 @@ def copy_tokens(
         _copy_rows(bits, *index, block_size, size // words, first // words, by_token // words)
     else:
         _copy_any(bits, *index, places.offsets)
+
+
+@exact
+def fetch(pages: np.ndarray, index: np.ndarray, first: int, count: int, found: np.ndarray) -> None:
+    """Read of each line of the cache a number, in order, so that others need not wait for memory.
+
+    What is read dimension by dimension jumps from page to page: scores took a third longer.
+    """
+    seen, step = 0, 64 // pages.itemsize
+    for number in index:
+        page = pages[number]
+        for place in range(first, first + count, step):
+            seen += page[place]
+    found[0] = seen
 
 
 @exact

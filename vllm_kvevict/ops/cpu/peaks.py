@@ -5,7 +5,6 @@ import torch
 
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.cpu.compiled import exact, fast, finite
-from vllm_kvevict.ops.cpu.threads import each
 
 LOGITS = 2**21
 """Most logits that stand in memory at once, unless one head has more: 8 MiB."""
@@ -30,12 +29,8 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
         logits = torch.bmm(rows[some], candidates.keys[some].float().mT)
         if candidates.softcap:
             logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
-        arrays = logits.contiguous().numpy(), padding[some], sinks[some], peaks[some].numpy()
-
-        def of_head(head: int, arrays: tuple[np.ndarray, ...] = arrays) -> None:
-            _peaks(*(one[head : head + 1] for one in arrays), window, kernel, reach)
-
-        each(of_head, range(len(logits)))
+        of_heads = padding[some], sinks[some], peaks[some].numpy()
+        _peaks(logits.contiguous().numpy(), *of_heads, window, kernel, reach)
     return peaks
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm_kvevict.ops.cpu.compiled import fast
-from vllm_kvevict.ops.cpu.pages import PAGES, arguments, unpack
+from vllm_kvevict.ops.cpu.pages import PAGES, arguments, fetch, unpack
 from vllm_kvevict.ops.places import Places
 from vllm_kvevict.ops.reference.probe import Prose, Rotation
 
@@ -62,12 +62,15 @@ def _scores(
     bits = np.empty((2, PAGES * block_size), np.int32)
     keys = bits.view(np.float32)
     sums = np.empty((channels + 1, PAGES * block_size), np.float32)
+    fetched = np.zeros(1, np.int64)
     for head in range(heads):
         for number in range(0, count, PAGES):
             some = index[head, number : min(count, number + PAGES)]
             start, tokens = number * block_size, len(some) * block_size
             a, b, squares = keys[0, :tokens], keys[1, :tokens], sums[channels, :tokens]
             sums[:] = 0
+            if by_token == 1:
+                fetch(pages, some, first, size * by_element, fetched)
             for pair in range(pairs):
                 one = begin + step * pair
                 other = one + apart
