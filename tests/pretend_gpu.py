@@ -4,9 +4,11 @@ Kernels run on the CPU, so results are real. What is watched are the host's call
 make it wait for a CUDA device is named. The rules are those of torch's CUDA code, version 2.13.
 """
 
+import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from vllm.utils import torch_utils
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
@@ -33,6 +34,18 @@ MOVERS = ("where", "index_put", "index_put_", "_index_put_impl_")
 """What moves host tensors among its arguments to the device."""
 VALUES = {"masked_fill": 2, "index_fill": 3}
 """Arguments that are numbers: what lies on the device is read."""
+
+
+def _upload_of_a_gpu() -> Any:
+    """vLLM's ``async_tensor_h2d``: its CPU runner, once imported, leaves another in its place."""
+    source, found = Path(torch_utils.__file__).read_text(), dict[str, Any]()
+    defined = [one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef)]
+    mine = [one for one in defined if one.name == "async_tensor_h2d"]
+    exec(compile(ast.Module(mine, []), torch_utils.__file__, "exec"), vars(torch_utils), found)
+    return found["async_tensor_h2d"]
+
+
+async_tensor_h2d = _upload_of_a_gpu()
 
 
 class OnDevice(torch.Tensor):
@@ -242,7 +255,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def pretended(monkeypatch: Any) -> Iterator[Watch]:
     """``cuda:0`` exists, pinned memory and events too."""
     with Watch() as watch:
-        # vLLM's CPU runner, once imported, leaves another one to whoever imports it then.
         for module in (ragged, state, eviction, nacl):
             monkeypatch.setattr(module, "async_tensor_h2d", async_tensor_h2d)
         monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
