@@ -70,7 +70,7 @@ def _scores(
             a, b, squares = keys[0, :tokens], keys[1, :tokens], sums[channels, :tokens]
             sums[:] = 0
             if by_token == 1:
-                fetch(pages, some, first, size * by_element, fetched)
+                fetch(pages, some, first, (size - 1) * by_element + block_size, fetched)
             for pair in range(pairs):
                 one = begin + step * pair
                 other = one + apart

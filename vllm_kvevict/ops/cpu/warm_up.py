@@ -15,12 +15,15 @@ def warm_up(dtype: torch.dtype) -> None:
         dtype: The cache's.
 
     """
-    offsets = torch.arange(8).view(2, 4)
-    places, cache = Places.of(offsets), torch.zeros(2, 8, dtype=dtype)
+    offsets = torch.arange(16).view(2, 8)
+    places, cache = Places.of(offsets), torch.zeros(2, 16, dtype=dtype)
     index = torch.zeros(1, 1, dtype=torch.int64)
-    pages.copy_tokens(cache, torch.zeros(2).long(), torch.arange(2), torch.tensor([1]), places)
+    # Tokens behind one another, also where they are no whole words; beside one another; anyhow.
+    for lie in (offsets, offsets[:, :7], offsets.view(8, 2).T, offsets.flip(1)):
+        source = torch.zeros(2).long(), torch.arange(2), torch.tensor([1])
+        pages.copy_tokens(cache, *source, Places.of(lie))
     if serves(cache):
-        probe.key_scores(cache, index, places, None, torch.zeros(1, 1, 6))
+        probe.key_scores(cache, index, places, None, torch.zeros(1, 1, 10))
         pages.read_floats(cache, index, places)
         pages.norms(cache, index, places)
     keys = torch.zeros(1, 4, 4)
