@@ -34,6 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kinds", default="all", help=f"numbers from 0 of: {'; '.join(KINDS)}")
     add("--tokens", type=int, default=1300, help="of a prompt, about")
     add("--samples", type=int, default=100, help="prompts of a cell of `answers`")
+    add("--first", type=int, default=0, help="the first prompt of a cell of `answers`")
     add("--minutes", type=float, default=0, help="most of each policy of `answers`; 0: no limit")
     add("--prompts", type=int, default=12, help="of `oracle`")
     add("--shares", default="1%,100%", help="of requests that `cost` audits, beside none")
@@ -81,7 +82,8 @@ def main() -> None:
 
     mixture = options.policies, options.budgets, options.kinds
     if options.part == "answers":
-        answers.measure(model, *mixture, options.samples, options.tokens, options.minutes, keep)
+        seeds = range(options.first, options.first + options.samples)
+        answers.measure(model, *mixture, seeds, options.tokens, options.minutes, keep)
     elif options.part == "oracle":
         oracle.measure(model, *mixture, options.prompts, options.tokens, keep)
     else:

@@ -86,7 +86,7 @@ def measure(
     policies: Sequence[str],
     budgets: Sequence[str],
     kinds: Sequence[str],
-    samples: int,
+    seeds: Sequence[int],
     tokens: int,
     minutes: float,
     found: Callable[[dict[str, Any]], object],
@@ -98,7 +98,7 @@ def measure(
         policies: That evict.
         budgets: Shares of the prompt.
         kinds: Of the mixture.
-        samples: Prompts of a cell.
+        seeds: Of the prompts of a cell.
         tokens: Of a prompt, about.
         minutes: A policy begins no further document after so many; 0 for no limit.
         found: Told of the result so far, now and then.
@@ -110,7 +110,7 @@ def measure(
     for policy in policies:
         with engine(model, policy) as run:
             began, counters = time.monotonic(), run.listener.counters
-            for seed in tqdm(range(samples), desc=policy, unit="sample"):
+            for seed in tqdm(seeds, desc=policy, unit="sample"):
                 if minutes and time.monotonic() - began > 60 * minutes:
                     break
                 for document in mixture.documents(seed):

@@ -27,6 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--policies", default="probe,ada-defensive")
     add("--kinds", default="all", help=f"numbers from 0 of: {'; '.join(KINDS)}")
     add("--prompts", type=int, default=100, help="of each kind")
+    add("--first", type=int, default=0, help="the first prompt of each kind")
     add("--tokens", type=int, default=1300, help="of a prompt, about")
     add("--out", type=Path, default=RESULT, help="the table is written beside it")
     options = parser.parse_args(arguments)
@@ -53,7 +54,7 @@ def main() -> None:
 
     measure(
         options.model or real_model(), options.policies, options.kinds, options.target,
-        options.prompts, options.tokens, keep,
+        range(options.first, options.first + options.prompts), options.tokens, keep,
     )  # fmt: skip
     print(options.out.with_suffix(".md").read_text())
 

@@ -74,7 +74,7 @@ def measure(
     policies: Sequence[str],
     kinds: Sequence[str],
     target: float,
-    prompts: int,
+    seeds: Sequence[int],
     tokens: int,
     found: Callable[[dict[str, Any]], object],
 ) -> None:
@@ -85,7 +85,7 @@ def measure(
         policies: That evict.
         kinds: Of :data:`~benchmarks.audit.prompts.KINDS`.
         target: Nats.
-        prompts: Of each kind.
+        seeds: Of the prompts of each kind.
         tokens: Of a prompt, about.
         found: Told of the result so far after each document.
 
@@ -95,7 +95,7 @@ def measure(
     counted: dict[str, dict[str, int]] = {}
     for policy in policies:
         with engine(model, policy, audit=0, target=target) as run:
-            for seed in tqdm(range(prompts), desc=policy, unit="prompt"):
+            for seed in tqdm(seeds, desc=policy, unit="prompt"):
                 for document in mixture.documents(seed):
                     rows += with_target(run, document, kinds, policy, target, seed)
                     counters = run.listener.counters

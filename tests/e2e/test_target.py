@@ -45,13 +45,13 @@ def answers(run, asked: list[dict[str, Any]], prompts=PROMPTS, new_tokens=NEW_TO
 
 
 def said(run) -> dict[str, dict[str, float]]:
-    """What trials say, by request and budget, as they say it."""
+    """What answers are taken to lose by what trials say, by request and budget."""
     found: dict[str, dict[str, float]] = {}
     heard = run.scheduler._targets.heard
 
     def noted(request_id, nats):
         client, _, rest = request_id.partition("-target-")
-        found.setdefault(client.split("-")[0], {})[rest.split("-")[0]] = nats
+        found.setdefault(client.split("-")[0], {})[rest.split("-")[0]] = 1.5 * nats
         heard(request_id, nats)
 
     run.scheduler._targets.heard = noted

@@ -13,6 +13,9 @@ TRIES = "-target-"
 
 RUNGS = ("6.25%", "12.5%", "25%", "50%")
 
+BEYOND = 1.5
+"""Times what its trial says that an answer is taken to lose, under policies of this harness."""
+
 WORST = 10
 """Times its target that a request may lose for want of blocks."""
 

@@ -76,7 +76,7 @@ def _profile(
     config: EvictionConfig,
     made: dict[str, Any],
     shares: torch.Tensor,
-    quality: dict[str, Any] | None = None,
+    **measured: Any,
 ) -> Profile:
     return Profile(
         model=model,
@@ -85,7 +85,7 @@ def _profile(
         made=made,
         layers=tuple(rank.by_layer(shares)),
         heads=tuple(map(tuple, rank.by_head(shares))),
-        quality=quality or {},
+        **measured,
     )
 
 
@@ -136,7 +136,10 @@ def probed(
         "vllm": vllm.__version__,
         "vllm_kvevict": __version__,
     }
-    return _profile(mine, config, made, found.shares, found.quality), found.weights
+    profile = _profile(
+        mine, config, made, found.shares, quality=found.quality, audits=found.audits
+    )
+    return profile, found.weights
 
 
 def _digest(texts: Sequence[Any]) -> str:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,9 @@ BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 STEPS = 128
 """Parts of a context at which it is measured what heads hold."""
 
+LEAST_NATS = 1e-5
+"""Below it a divergence is rounding."""
+
 LEAST = 0.05
 """Share of the mean that a head has at least."""
 
@@ -45,6 +48,7 @@ class Learned:
     shares: torch.Tensor
     each: list[torch.Tensor]
     quality: dict[str, Any]
+    audits: dict[str, dict[str, tuple[float, float]]]
     seconds: dict[str, float]
 
 
@@ -63,7 +67,7 @@ class Model:
     """
 
     def __init__(self, llm: Any, window: int, recent: int, kv_heads: int) -> None:
-        self._llm, self.recent = llm, recent
+        self._llm, self._window, self.recent = llm, window, recent
         self._answers: list[torch.Tensor] = []
         self._follows: list[torch.Tensor] = []
         """What both kinds of texts taught: keys alone, and joined with the window."""
@@ -133,10 +137,18 @@ class Model:
         """[L, H, n - recent] of the context held; the next trials keep tokens by them."""
         return self._whole(self._all("kvevict_score", joined))
 
-    def lost(self, text: Sequence[int], answer: int, trials: Sequence[Any]) -> torch.Tensor:
+    def lost(
+        self, text: Sequence[int], answer: int, trials: Sequence[Any], again: int = 0
+    ) -> torch.Tensor:
         """[len(trials)] KL divergences of an answer, as the worker's method has it."""
-        ranks = self._all("kvevict_later", text, answer, trials)
+        ranks = self._all("kvevict_later", text, answer, trials, again)
         return next(found for found in ranks if found is not None)
+
+    def audited(self, context: Sequence[int], trials: Sequence[Any]) -> torch.Tensor:
+        """[len(trials)] KL divergences that audits of the context held would find."""
+        again = min(self._window, len(context) - 1)
+        # The token behind the last one is not looked at.
+        return self.lost([*context[-again:], context[-1]], again, trials, again)
 
 
 def _without_age(probe: torch.Tensor, size: int) -> np.ndarray:
@@ -209,9 +221,16 @@ def shares_of(
 
 def quality_of(
     model: Model, shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
-) -> dict[str, Any]:
-    """KL divergences of held-out answers by budget: without the window and joined with it."""
-    found: dict[str, dict[str, list[float]]] = {}
+) -> tuple[dict[str, Any], dict[str, dict[str, tuple[float, float]]]]:
+    """What held-out answers lose: without the window and joined with it.
+
+    Returns:
+        KL divergences by budget, and beside them what an audit of their contexts says. That is a
+        geometric mean: audits of one kind differ by factors.
+
+    """
+    found: dict[str, dict[float, list[float]]] = {}
+    audits: dict[str, dict[float, list[float]]] = {}
     for lesson in progress(lessons, "quality"):
         model.hold(lesson.context)
         length = len(lesson.context)
@@ -221,14 +240,27 @@ def quality_of(
             trials = [counts_of(shares, share, length, model.recent) for share in budgets]
             for name, joined in (("keys", False), ("joined", True)):
                 model.scores(joined)
+                said = model.audited(lesson.context, trials)
+                for share, kl in zip(budgets, said.tolist(), strict=True):
+                    audits.setdefault(name, {}).setdefault(share, []).append(max(kl, LEAST_NATS))
                 for later in lesson.later:
                     lost = model.lost(later.ids, later.answer, trials)
                     for share, kl in zip(budgets, lost.tolist(), strict=True):
-                        found.setdefault(name, {}).setdefault(f"{share:.2%}", []).append(kl)
-    return {
-        name: {share: round(fmean(kls), 4) for share, kls in rows.items()}
+                        found.setdefault(name, {}).setdefault(share, []).append(kl)
+    quality = {
+        name: {f"{share:.2%}": round(fmean(kls), 4) for share, kls in rows.items()}
         for name, rows in found.items()
     } | {"answers": sum(len(lesson.later) for lesson in lessons)}
+    return quality, {
+        name: {
+            f"{100 * share:g}%": (
+                round(geometric_mean(said), 6),
+                round(max(fmean(found[name][share]), LEAST_NATS), 6),
+            )
+            for share, said in rows.items()
+        }
+        for name, rows in audits.items()
+    }
 
 
 def learned(
@@ -260,9 +292,9 @@ def learned(
     lap("probes")
     shares, each = shares_of(model, config, lessons[:answers], progress)
     lap("shares")
-    quality = quality_of(model, shares, held_out, progress)
+    quality, audits = quality_of(model, shares, held_out, progress)
     lap("quality")
-    return Learned(weights, shares, each, quality, seconds)
+    return Learned(weights, shares, each, quality, audits, seconds)
 
 
 def extended(engine_args: Any) -> Any:

@@ -15,6 +15,7 @@ from vllm_kvevict.schedule.step_plan import StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.names import NONE
 from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.target.estimate import Estimate
 from vllm_kvevict.target.ladder import SHORT, Ladder, Rung
 from vllm_kvevict.target.stairs import Stairs, take_on
 from vllm_kvevict.target.trials import Trials
@@ -44,12 +45,18 @@ class Targets:
         core: What the engine works on.
         replays: What reads what trials kept.
         stores: Published stores.
+        estimate: What answers lose where trials say so much.
         places: Requests that vLLM runs at once.
 
     """
 
     def __init__(
-        self, core: EvictionCore, replays: Replays, stores: PublishedStores, places: int
+        self,
+        core: EvictionCore,
+        replays: Replays,
+        stores: PublishedStores,
+        estimate: Estimate,
+        places: int,
     ) -> None:
         self._core = core
         self._scheduler = core.scheduler
@@ -57,7 +64,7 @@ class Targets:
         self._replays = replays
         self._stores = stores
         self._places = places
-        self.trials = Trials(core, replays)
+        self.trials = Trials(core, replays, estimate)
         self.reporter: Reporter | None = None
         self.pending: dict[str, Ladder] = {}
         """By id of the request that waits."""
@@ -151,7 +158,7 @@ class Targets:
         self.trials.planned(plan, num_scheduled_tokens)
 
     def heard(self, request_id: str, nats: float) -> None:
-        """A trial has said what its budget loses."""
+        """A trial has said what its budget loses of its last tokens."""
         ladder = self.trials.take(request_id, nats)
         if ladder is None:
             return

@@ -42,13 +42,14 @@ class Ladder:
     Args:
         request: vLLM's request.
         options: Its settings under the server's budget.
-        target: Nats that its eviction may lose.
+        target: Nats that its answer may lose.
         end: N, its eviction point, in tokens.
         hold: Tokens up to which it is computed meanwhile, in whole blocks: what trials share.
         rungs: Budgets, the smallest first; at least one.
         whole: What it gets where every rung loses too much; :data:`SHORT` where budgets are capped.
         key: What the verdict depends on.
-        nats: What trials said, by share; one for all requests that ask the same.
+        nats: What answers are expected to lose by what trials said, by share; one for all requests
+            that ask the same.
 
     """
 

@@ -15,6 +15,7 @@ from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.own_target import BUDGET, TARGET
 from vllm_kvevict.settings.requests import RequestOptions, parse_options
 from vllm_kvevict.target.choice import Targets
+from vllm_kvevict.target.estimate import Estimate
 from vllm_kvevict.target.ladder import Ladder, build
 from vllm_kvevict.target.stairs import Stairs
 
@@ -35,7 +36,8 @@ class TargetMixin(AuditedMixin):
     def _make_stores(self, core: EvictionCore, enabled: bool, config: EvictionConfig) -> Any:
         stores = super()._make_stores(core, enabled, config)
         self._core = core
-        self._targets = Targets(core, self._replays, stores, self.max_num_active_reqs)
+        estimate, places = Estimate(config), self.max_num_active_reqs
+        self._targets = Targets(core, self._replays, stores, estimate, places)
         self._targets.reporter = self._reporter
         return stores
 

@@ -13,6 +13,7 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.schedule.step_plan import StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.requests import PREPARING_ANSWERS
+from vllm_kvevict.target.estimate import Estimate
 from vllm_kvevict.target.ladder import Ladder, Rung
 
 PATIENCE = 64
@@ -54,13 +55,15 @@ class Trials:
     Args:
         core: What the engine works on.
         replays: Of audits, and of trials.
+        estimate: What answers lose where trials say so much.
 
     """
 
-    def __init__(self, core: EvictionCore, replays: Replays) -> None:
+    def __init__(self, core: EvictionCore, replays: Replays, estimate: Estimate) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._replays = replays
+        self._estimate = estimate
         self.under_way: dict[str, Trial] = {}
         """By request id."""
         self._names: dict[str, None] = {}
@@ -158,9 +161,10 @@ class Trials:
         trial = self.under_way.get(request_id)
         if trial is None:
             return None
-        trial.ladder.nats[trial.rung.share] = nats
+        ladder, share = trial.ladder, trial.rung.share
+        ladder.nats[share] = self._estimate.loss(ladder.options.policy, share, nats)
         self._end(trial)
-        return trial.ladder
+        return ladder
 
     def tend(self) -> list[Ladder]:
         """Before a step: give up trials that will say nothing; returns their ladders."""
