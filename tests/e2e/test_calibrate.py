@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
+from vllm.engine.arg_utils import EngineArgs
 
 from tests import forked
 from tests.models import cached_tiny_llama, random_prompt, random_text
 from tests.oracles.engine import engine, set_aside
 from tests.oracles.learned import Seen, check_learned
-from vllm_kvevict.calibrate import lessons
+from tests.oracles.masked import Kept, Life, MaskedModel
+from vllm_kvevict.calibrate import learn, lessons
 from vllm_kvevict.calibrate.__main__ import main
 from vllm_kvevict.calibrate.costs import Costs
 from vllm_kvevict.calibrate.rank import kept
 from vllm_kvevict.front.profile import read
+from vllm_kvevict.inspect.engine import sized, start
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings import probe_weights
 from vllm_kvevict.settings.config import EvictionConfig
@@ -128,6 +131,11 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
     assert profile.policy == "probe" and profile.heads is not None
     rows = [profile.quality[name].values() for name in ("keys", "joined")]
     assert all(len(row) == 4 and min(row) >= 0 for row in rows)
+    assert profile.audits.keys() == {"keys", "joined"}
+    for name, usual in profile.audits.items():
+        assert list(usual) == ["50%", "25%", "12.5%", "6.25%"]
+        lost = [answer for _, answer in usual.values()]
+        assert lost == pytest.approx(list(profile.quality[name].values()), abs=1e-4)
     found = probe_weights.read(profile.probe, profile.model)
     assert found.rotated == (True,) * 4 and found.prose.age.any()
 
@@ -137,6 +145,51 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
     watched = Watched(tiny_model_kv4)
     check_learned(found, texts, lambda ids: Seen(*watched.of(ids)), 8, 32, PROSE)
     assert not list(tmp_path.glob("tmp*")), "a draft is left"
+
+
+def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
+    """By an answer behind a context, and by an audit: the context's last tokens once more."""
+    paragraphs = lessons.prose()
+    (lesson,) = lessons.lessons(
+        AutoTokenizer.from_pretrained(tiny_model_kv4), paragraphs, 1, 500, "test"
+    )
+    context, later = lesson.context, lesson.later[0]
+    n, window, recent = len(context), 32, 8
+    args = EngineArgs(model=str(tiny_model_kv4), dtype="float32")
+    llm = start(sized(learn.extended(args), n + len(later.ids) + 1))
+    try:
+        model = learn.Model(llm, window, recent, kv_heads=4)
+        model.learn(lesson)
+        model.solve(PROSE)
+        model.use(0.25)
+        model.hold(context)
+        scores = model.scores(joined=True)
+        trials = torch.randint(20, n - recent, (2, *scores.shape[:2])).tolist()
+        audits = model.audited(context, trials).tolist()
+        answers = model.lost(later.ids, later.answer, trials).tolist()
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+    oracle, asked = MaskedModel(tiny_model_kv4), [*context, *later.ids]
+    ranked = scores.argsort(-1, descending=True)
+    for counts, audit, answer in zip(trials, audits, answers, strict=True):
+        kept = [
+            [
+                [*best[:count].tolist(), *range(n - recent, n)]
+                for best, count in zip(rows, mine, strict=True)
+            ]
+            for rows, mine in zip(ranked, counts, strict=True)
+        ]
+        for ids, at, told, read in (
+            (context, n - window, audit, slice(1, None)),
+            (asked, n, answer, slice(-later.answer - 1, -1)),
+        ):
+            held = [[[p for p in head if p < at] for head in layer] for layer in kept]
+            lives = Life(at), Life(at, [Kept(at, at, held)])
+            full, less = (oracle.predictions(ids, life)[read].log_softmax(-1) for life in lives)
+            assert len(full) == (window if ids is context else later.answer)
+            expected = (full.exp() * (full - less)).sum(-1).mean()
+            assert told == pytest.approx(float(expected), rel=1e-3) and told > 1e-3
 
 
 @pytest.mark.nightly
