@@ -53,9 +53,12 @@ def budget_with(prompts: Prompts, loss: float) -> float:
 
 
 def chosen(prompt: dict[str, Row], target: float) -> tuple[float, float]:
-    """Part that is kept, and nats that the answer loses, where a target chooses."""
+    """Part that is kept, and nats that the answer loses, where a target chooses.
+
+    Rows of older runs have no expected loss: their targets were of audits.
+    """
     for budget in sorted(prompt, key=share):
-        if prompt[budget]["audit"] <= target:
+        if prompt[budget].get("expected", prompt[budget]["audit"]) <= target:
             return share(budget), prompt[budget]["answer"]
     return 1.0, 0.0
 

@@ -101,7 +101,7 @@ def _answers(found: dict[str, Any]) -> list[str]:
         ]
     lines += [
         "",
-        "What a target would choose: the smallest of these budgets whose audit is not above it, "
+        "What a target would choose: the smallest of these budgets expected to lose no more, "
         "else all. One budget of that loss: the part that one budget for all prompts would keep "
         "where their answers lose as much, on a line between the budgets measured.",
         "",

@@ -182,7 +182,7 @@ class EvictionMetrics:
         histograms = {
             "target_nats": (
                 "target_kl_nats",
-                "KL divergence of the next tokens that the trial of a chosen budget found.",
+                "KL divergence that answers are taken to lose by the budget that was chosen.",
                 NATS,
             ),
             "seconds": ("eviction_seconds", "Seconds of one eviction on a worker.", SECONDS),

@@ -163,7 +163,7 @@ class EvictionConfig(BaseModel):
     target: Target = Field(
         default=None,
         description=(
-            "Most that a prompt's eviction may lose, such as 0.03 nats of KL divergence: of 6.25, "
+            "Most that a prompt's answer may lose, such as 0.03 nats of KL divergence: of 6.25, "
             "12.5, 25 and 50%, the smallest that keeps to it becomes the budget of the request."
         ),
     )

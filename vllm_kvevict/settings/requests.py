@@ -53,7 +53,8 @@ class RequestOptions:
             clients.
         prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
         recent: Last tokens that its policy never evicts.
-        target: Most that its prompt's eviction may lose, in nats; None where its budget is given.
+        target: Nats that its answer may lose by its prompt's eviction; None where its budget is
+            given.
 
     """
 

@@ -47,3 +47,10 @@ def test_the_table():
     assert "| probe | all | 0.03 | 62.5% | 40.6% | 0.0500 | 0.0 |" in lines
     assert "| probe | without other facts | 0.03 | 25.0% | 25.0% | 0.1000 | 0.0 |" in lines
     assert len(lines) == 2 + 2 * len(ladder.TARGETS)
+
+
+def test_where_it_is_known_the_expected_loss_counts_in_place_of_the_audit():
+    prompt = next(iter(ladder.of_rows(ROWS)["probe"].values()))
+    expected = {b: row | {"expected": 2 * row["audit"]} for b, row in prompt.items()}
+    for target in (0.6, 0.05, 0.03, 0.02, 0.001):
+        assert ladder.chosen(expected, 2 * target) == ladder.chosen(prompt, target)
