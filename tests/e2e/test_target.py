@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.engine.aims import Told
 from tests.models import random_prompt
 from tests.nightly import some
 from tests.oracles.engine import engine
@@ -45,16 +46,17 @@ def answers(run, asked: list[dict[str, Any]], prompts=PROMPTS, new_tokens=NEW_TO
 
 
 def said(run) -> dict[str, dict[str, float]]:
-    """What answers are taken to lose by what trials say, by request and budget."""
+    """What trials say, by request and budget, as they say it; they are taken at their word."""
     found: dict[str, dict[str, float]] = {}
     heard = run.scheduler._targets.heard
 
     def noted(request_id, nats):
         client, _, rest = request_id.partition("-target-")
-        found.setdefault(client.split("-")[0], {})[rest.split("-")[0]] = 1.5 * nats
+        found.setdefault(client.split("-")[0], {})[rest.split("-")[0]] = nats
         heard(request_id, nats)
 
     run.scheduler._targets.heard = noted
+    run.scheduler._targets.trials._estimate = Told()
     return found
 
 

@@ -64,6 +64,7 @@ class Targets:
         self._replays = replays
         self._stores = stores
         self._places = places
+        self._estimate = estimate
         self.trials = Trials(core, replays, estimate)
         self.reporter: Reporter | None = None
         self.pending: dict[str, Ladder] = {}
@@ -172,6 +173,7 @@ class Targets:
         """Hold nothing, and know nothing: the model's weights may change."""
         self.trials.stop(self.trials.under_way.values())
         self.verdicts.clear()
+        self._estimate.forget()
 
     def told(self, request_id: str) -> dict[str, object] | None:
         """What a request that ends came to, for its answer; None for one without a target."""

@@ -1,5 +1,6 @@
 """What a budget would lose of a request's answer, by what its trial said."""
 
+import math
 from collections.abc import Mapping
 
 from vllm_kvevict.settings.config import EvictionConfig
@@ -7,16 +8,26 @@ from vllm_kvevict.settings.names import LEARNED
 from vllm_kvevict.settings.profile import Profile
 
 OWN = 0.3
-"""Exponent of how far a trial is from what trials of its budget say on average.
+"""Exponent of how far a trial is from what a trial of its budget usually says, under a profile.
 
 Among requests of one kind an audit's rank correlation with the answer's loss is 0.1 to 0.2: most
 of what it says of its own request is noise. With 1 in its place requests of the same loss kept 1.8
 times as much as one budget for all of them would (benchmarks/results/audit_probe_prose.json)."""
 
+SEEN = 0.5
+"""The same without a profile, where what is usual is the mean of the trials that the server has
+seen (benchmarks/results/audit.json)."""
+
+FEW = 4
+"""Trials after which that mean counts for half of what it will."""
+
 BEYOND = 1.5
 """Times its audit that an answer loses on average under a policy that scores by the window: the
 audit reads the very window by which was chosen (ada-defensive:
 benchmarks/results/target_ada_defensive.md)."""
+
+LEAST = 1e-6
+"""Nats below which an audit is rounding."""
 
 
 class Estimate:
@@ -33,9 +44,15 @@ class Estimate:
         # A server that records no windows scores by keys alone.
         kind = "joined" if config.options.probe_window == "auto" else "keys"
         self._usual: Mapping[str, tuple[float, float]] = audits.get(kind, {})
+        self._seen: dict[tuple[str, str], tuple[int, float]] = {}
+        """Trials of a policy and budget, and the mean of their logarithms."""
+
+    def forget(self) -> None:
+        """Know no trials: the model's weights may change."""
+        self._seen.clear()
 
     def loss(self, policy: str, share: str, nats: float) -> float:
-        """Nats that the answer is expected to lose.
+        """Nats that the answer is expected to lose; to be asked once for each trial.
 
         Args:
             policy: The request's.
@@ -43,9 +60,17 @@ class Estimate:
             nats: KL divergence that the trial's audit found, at least 0.
 
         """
-        if policy not in LEARNED:
-            return BEYOND * nats
-        if share not in self._usual:
-            return nats
-        audit, answer = self._usual[share]
-        return answer * (nats / audit) ** OWN
+        if policy in LEARNED and share in self._usual:
+            audit, answer = self._usual[share]
+            return answer * (nats / audit) ** OWN
+        return (1.0 if policy in LEARNED else BEYOND) * self._among(policy, share, nats)
+
+    def _among(self, policy: str, share: str, nats: float) -> float:
+        """What a trial says, nearer to those before it as they grow in number."""
+        log = math.log(max(nats, LEAST))
+        before, mean = self._seen.get((policy, share), (0, 0.0))
+        count = before + 1
+        mean += (log - mean) / count
+        self._seen[policy, share] = count, mean
+        own = SEEN + (1 - SEEN) * FEW / (FEW + before)
+        return math.exp(mean + own * (log - mean))

@@ -1,5 +1,7 @@
 """What answers are taken to lose, by what a trial says."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,24 +38,44 @@ def test_ten_times_the_usual_audit_is_twice_the_usual_loss():
     assert estimate().loss("probe", "25%", 0.0) == 0.0
 
 
-def test_an_audit_stands_for_the_answer_where_nothing_was_measured():
-    assert estimate({}).loss("probe", "25%", 0.4) == 0.4
-    assert estimate().loss("probe", "50%", 0.4) == 0.4
+def usual(policy, share, said, audits=AUDITS) -> float:
+    """What the last of some trials comes to: by hand, over all that were seen."""
+    logs = [math.log(max(nats, 1e-6)) for nats in said]
+    mean = sum(logs) / len(logs)
+    own = 0.5 + 0.5 * 4 / (3 + len(logs))
+    factor = 1.0 if policy == "probe" else 1.5
+    return factor * math.exp(mean + own * (logs[-1] - mean))
 
 
-@pytest.mark.parametrize("policy", ["ada-defensive", "snapkv", "streaming-llm"])
-def test_policies_without_probes_lose_more_than_they_are_seen_to(policy):
-    assert estimate().loss(policy, "25%", 0.4) == pytest.approx(0.6)
-    config = EvictionConfig.parse(dict(policy=policy, budget="25%"))
-    assert config is not None
-    assert Estimate(config).loss(policy, "25%", 0.4) == pytest.approx(0.6)
+@pytest.mark.parametrize(
+    "policy, audits", [("ada-defensive", AUDITS), ("snapkv", AUDITS), ("probe", {})]
+)
+@given(said=st.lists(st.floats(0, 100), min_size=1, max_size=12))
+def test_without_a_profile_the_mean_of_what_was_seen_counts_more_and_more(policy, audits, said):
+    known = estimate(audits)
+    found = [known.loss(policy, "25%", nats) for nats in said]
+    expected = [usual(policy, "25%", said[:n]) for n in range(1, len(said) + 1)]
+    assert found == pytest.approx(expected, rel=1e-6)
+    known.forget()
+    first = 2.0 * (1.0 if policy == "probe" else 1.5)
+    assert known.loss(policy, "25%", 2.0) == pytest.approx(first)
+
+
+def test_budgets_and_policies_are_apart():
+    known = estimate()
+    for nats in (0.001, 10.0):
+        known.loss("snapkv", "25%", nats)
+    assert known.loss("snapkv", "50%", 0.4) == pytest.approx(0.6)
+    assert known.loss("defensive", "25%", 0.4) == pytest.approx(0.6)
+    assert known.loss("probe", "25%", 0.04) == pytest.approx(0.03)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.sampled_from(["probe", "snapkv"]))
 def test_more_nats_are_never_a_smaller_loss(less, more, policy):
     less, more = sorted((less, more))
     for share in ("6.25%", "25%", "50%"):
-        assert estimate().loss(policy, share, less) <= estimate().loss(policy, share, more)
+        least, most = (estimate().loss(policy, share, nats) for nats in (less, more))
+        assert least <= most
 
 
 @pytest.mark.parametrize("pair", [[0.0, 0.1], [0.1, -1], [float("inf"), 0.1], [0.1], ["x", 1]])
