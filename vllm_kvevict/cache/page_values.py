@@ -1,6 +1,6 @@
 """Numbers beside the cached tokens: what a policy has to remember of each of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,28 +83,25 @@ class PageValues:
 
     def keep(
         self,
-        layer_names: Sequence[str],
+        layer_name: str,
         made: torch.Tensor,
         columns: torch.Tensor,
         pages: torch.Tensor,
         target_page: torch.Tensor,
     ) -> None:
-        """Write what was made of tokens beside those that an eviction keeps.
+        """Write what was made of a layer's tokens beside those that an eviction keeps.
 
         Args:
-            layer_names: The layers.
-            made: [L, H, N, C] numbers of every candidate.
-            columns: [L, S * H * block_size] int64: candidates that stay, heads concatenated.
-            pages: [L, H] int64 pages of each head.
+            layer_name: The layer.
+            made: [H, N, C] numbers of every candidate.
+            columns: [S * H * block_size] int64: the candidates that stay, heads concatenated.
+            pages: [H] int64 pages of each head.
             target_page: [S * H] int64 head pages that they go to.
 
         """
-        block_size, channels = self.layer(layer_names[0]).shape[1], made.shape[-1]
-        every = pages.flatten() * block_size
-        heads = torch.arange(len(every), device=pages.device).repeat_interleave(
-            every, output_size=columns.numel()
+        values = self.layer(layer_name)
+        block_size, channels = values.shape[1], made.shape[-1]
+        heads = torch.arange(len(pages), device=pages.device).repeat_interleave(
+            pages * block_size, output_size=columns.numel()
         )
-        found = made.flatten(0, 1)[heads, columns.flatten()]
-        blocks = found.view(len(layer_names), -1, block_size, channels)
-        for name, mine in zip(layer_names, blocks, strict=True):
-            self.layer(name)[target_page, :, :channels] = mine
+        values[target_page, :, :channels] = made[heads, columns].view(-1, block_size, channels)

@@ -67,11 +67,6 @@ class Scorer(ABC):
     """Whether what the model's profile says of each token's key stands in the page values, from
     the first eviction on whose candidate the token is; of a learned policy."""
 
-    layers_at_once: ClassVar[bool] = False
-    """Whether, without recorded queries, :meth:`scores` reads ``key_scores`` and ``valid`` alone.
-
-    The heads of all layers are then scored as those of one."""
-
     @property
     def fit_values(self) -> Literal["auto", "on", "off"]:
         """Whether the values of kept tokens are fitted to the recorded queries.

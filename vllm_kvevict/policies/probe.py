@@ -33,7 +33,6 @@ class Probe(Scorer):
     wants_window: ClassVar[bool] = True
     needs_keys: ClassVar[bool] = False
     needs_key_scores: ClassVar[bool] = True
-    layers_at_once: ClassVar[bool] = True
     page_channels: ClassVar[int] = 2
 
     kernel: int = 5

@@ -102,36 +102,6 @@ class CandidateReader:
             sinks=None if cache.sinks is None else cache.sinks.float(),
         )
 
-    def of_all_layers(
-        self,
-        state: GroupState,
-        padding: torch.Tensor,
-        made: torch.Tensor,
-        eviction: Eviction,
-    ) -> Candidates:
-        """The heads of all layers of a group, for a scorer that takes ``layers_at_once``.
-
-        Args:
-            state: The group.
-            padding: [L, H] int64 padding pages at the left of each row.
-            made: [L, H, N, C] key scores.
-            eviction: The eviction.
-
-        """
-        found = made.flatten(0, 1)
-        columns = torch.arange(found.shape[1], device=found.device)
-        padded = padding.flatten()[:, None] * state.timeline.block_size
-        return Candidates(
-            keys=found[:, :0],
-            valid=columns >= padded,
-            queries=None,
-            window=state.timeline.window,
-            num_candidates=found.shape[1],
-            scale=1.0,
-            key_scores=found,
-            protected=eviction.protect_first,
-        )
-
     def _seed(self, eviction: Eviction) -> tuple[int, ...]:
         if self.prompts is None:
             return ()

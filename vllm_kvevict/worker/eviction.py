@@ -221,10 +221,10 @@ class WorkerEviction:
         tail_blocks = (group.tail_start - group.old_tail_start) // bs
         candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
         scorer = self.policies[eviction.policy].scorer
-        # What is made of a token once, and kept beside it: [L, H, N, C].
-        made: torch.Tensor | None = None
+        # What is made of a token once, and kept beside it: [H, N, C] of each layer.
+        made: Sequence[torch.Tensor] = ()
         if scorer.needs_value_shares:
-            made = self._value_shares(state, grid, group)[..., None]
+            made = self._value_shares(state, grid, group)[..., None].unbind()
         elif scorer.needs_key_scores:
             made = self._key_scores(state, grid[..., :candidate_pages], eviction, group)
         probes = self._probes.at(eviction.share) if self._probes is not None else {}
@@ -235,19 +235,14 @@ class WorkerEviction:
             where = grid[index], padding[index], candidate_pages
             return self._reader.candidates(state, name, *where, eviction, group)
 
-        def score() -> torch.Tensor:
-            seen = scorer.wants_window and eviction.ring is not None
-            if scorer.layers_at_once and made is not None and not seen:
-                every = self._reader.of_all_layers(state, padding, made, eviction)
-                raw = checked(scorer.scores(every), every)
-                return protect(raw, every.valid, eviction.protect_first).view(*padding.shape, -1)
+        def choose() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             found = []
             for index, name in enumerate(state.layer_names):
                 candidates = read(index)
-                if made is not None and scorer.needs_value_shares:
+                if scorer.needs_value_shares:
                     mine = made[index][:, : candidates.valid.shape[1], 0]
                     candidates = replace(candidates, value_shares=mine)
-                elif made is not None:
+                elif scorer.needs_key_scores:
                     candidates = replace(
                         candidates, key_scores=made[index], window_weights=probes[name].window
                     )
@@ -257,10 +252,7 @@ class WorkerEviction:
                 else:
                     raw = checked(scorer.scores(candidates), candidates)
                 found.append(protect(raw, candidates.valid, eviction.protect_first))
-            return torch.stack(found)
-
-        def choose() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            scores = score()
+            scores = torch.stack(found)
             shares = self._shares_of(eviction.policy)
             of_heads = None if shares is None else shares[group.group_id]
             allocator, caps = self.policies[eviction.policy].allocator, candidate_pages - padding
@@ -290,12 +282,12 @@ class WorkerEviction:
             cache.layout.copy(cache.pages, *source, target_page)
             if fitted is not None:
                 cache.layout.write_values(cache.pages, target_page, fitted)
-            if scorer.page_channels and made is None:
+            if made:
+                assert self.page_values is not None
+                self.page_values.keep(name, made[index], columns[index], pages[index], target_page)
+            elif scorer.page_channels:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
-        if made is not None:
-            assert self.page_values is not None
-            self.page_values.keep(state.layer_names, made, columns, pages, target_page)
         log_weights = None
         if isinstance(scorer, WeightedScorer):
             log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
@@ -336,8 +328,8 @@ class WorkerEviction:
 
     def _key_scores(
         self, state: GroupState, grid: torch.Tensor, eviction: Eviction, group: GroupEviction
-    ) -> torch.Tensor:
-        """What the probes say of every candidate [L, H, P * block_size, C]."""
+    ) -> list[torch.Tensor]:
+        """What the probes say of every candidate of each layer [H, P * block_size, C]."""
         assert self._probes is not None
         new = group.tail_start - group.old_tail_start
         positions = self._rows.positions(

@@ -133,7 +133,7 @@ class Probes:
         positions: torch.Tensor,
         ages: torch.Tensor,
         share: float,
-    ) -> torch.Tensor:
+    ) -> list[torch.Tensor]:
         """Scores of all candidates of one request in every layer of a group.
 
         Args:
@@ -145,7 +145,7 @@ class Probes:
             share: Part of the request's tokens that it keeps.
 
         Returns:
-            [L, H, P * block_size, C] float32; anything on padding.
+            [H, P * block_size, C] float32 of each layer; anything on padding.
 
         """
         latent = any(self._caches[name].is_latent for name in state.layer_names)
@@ -167,7 +167,7 @@ class Probes:
                 stored = self._page_values.layer(name)[pages[:, :store_pages]]
                 new = torch.cat([stored[..., : self.channels].flatten(1, 2), new], dim=1)
             found.append(new)
-        return torch.stack(found)
+        return found
 
     def _rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
         """That of the last call where it was for the same: groups and layers ask one by one."""
