@@ -180,13 +180,13 @@ def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
             ]
             for rows, mine in zip(ranked, counts, strict=True)
         ]
-        for ids, at, told, read in (
+        for ids, at, told, rows in (
             (context, n - window, audit, slice(1, None)),
             (asked, n, answer, slice(-later.answer - 1, -1)),
         ):
             held = [[[p for p in head if p < at] for head in layer] for layer in kept]
             lives = Life(at), Life(at, [Kept(at, at, held)])
-            full, less = (oracle.predictions(ids, life)[read].log_softmax(-1) for life in lives)
+            full, less = (oracle.predictions(ids, life)[rows].log_softmax(-1) for life in lives)
             assert len(full) == (window if ids is context else later.answer)
             expected = (full.exp() * (full - less)).sum(-1).mean()
             assert told == pytest.approx(float(expected), rel=1e-3) and told > 1e-3
