@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from pytest import approx
 
 from tests import forked
 from tests.engine.aims import Told
@@ -73,6 +74,7 @@ CASES = {
 @pytest.mark.parametrize("case", some(CASES, "ada-snapkv"))
 def test_its_tokens_are_those_of_its_budget(tiny_model, oracle, case):
     with serving(tiny_model, CASES[case] | dict(allow="none")) as run:
+        assert run.scheduler._targets.trials._estimate.loss("snapkv", "25%", 0.4) == approx(0.6)
         free, trials = run.free_blocks(), said(run)
         for where in ({}, {"kv_eviction_at": -60}):
             check_tokens_at(run, oracle, where, trials)
@@ -100,7 +102,7 @@ def check_tokens_at(run, oracle, where, trials):
     ):
         passing = [share for share in RUNGS if mine.get(share, 1e9) <= nats]
         assert one["kept"] == passing[0]
-        assert one["kl_nats"] == pytest.approx(mine[one["kept"]], rel=1e-3)
+        assert one["kl_nats"] == approx(mine[one["kept"]], rel=1e-3)
         assert lives[-1].evictions
         assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
     budgets = [where | {"kv_eviction_budget": one["kept"]} for one in told]

@@ -83,6 +83,25 @@ def test_the_smallest_that_loses_no_more(setup, target, share, blocks):
 
 
 @BOTH
+def test_what_counts_is_what_is_made_of_a_trial(setup):
+    """Twice what it said, here: a budget more is kept, and told with this loss."""
+    core, asked = serving(setup), []
+
+    class Doubled:
+        def loss(self, policy: str, share: str, nats: float) -> float:
+            asked.append((policy, share, nats))
+            return 2 * nats
+
+    core.scheduler._targets.trials._estimate = Doubled()
+    # Those that check ask for no request's own trial.
+    core.worker.loses = lambda name, so_far: LOSES[share_of(name)] * (1 + ("r-t" in name))
+    core.add(tokens(300), 100)
+    all_evictions(core)
+    assert core.answers["r0"] == {"kv_eviction": {"kept": "50%", "kl_nats": 0.02}}
+    assert sorted(asked) == sorted((setup.policy, *one) for one in LOSES.items())
+
+
+@BOTH
 def test_a_request_that_loses_too_much_stays_whole(setup):
     core = serving(setup, dict.fromkeys(LOSES, 1.0))
     core.add(tokens(300), 200)
