@@ -35,8 +35,8 @@ def markdown(result: dict[str, Any]) -> str:
         "Each prompt takes the smallest of 6.25, 12.5, 25 and 50% that is expected to lose at "
         f"most {result['target']} nats, else it keeps everything. Answer: KL divergence in nats of "
         "the answer's tokens from those of the full cache, teacher-forced on its greedy answer, "
-        "mean over the tokens that were predicted behind the eviction. The last columns count prompts "
-        "by what they came to; `short`: no trial could run.",
+        "mean over the tokens that were predicted behind the eviction. The last columns count "
+        "prompts by what they came to; `short`: no trial could run.",
         "",
     ]
     for policy, one in result["counted"].items():
