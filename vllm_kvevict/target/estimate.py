@@ -21,6 +21,9 @@ seen (benchmarks/results/audit.json)."""
 FEW = 4
 """Trials after which that mean counts for half of what it will."""
 
+MANY = 256
+"""Trials from which on older ones fade from the mean, because traffic changes."""
+
 BEYOND = 1.5
 """Times its audit that an answer loses on average under a policy that scores by the window: the
 audit reads the very window by which was chosen (ada-defensive:
@@ -57,9 +60,13 @@ class Estimate:
         Args:
             policy: The request's.
             share: Budget of the trial, as in ``RUNGS``.
-            nats: KL divergence that the trial's audit found, at least 0.
+            nats: KL divergence that the trial's audit found; below 0 by rounding, and no number
+                where logits are none.
 
         """
+        if not math.isfinite(nats):
+            return math.inf
+        nats = max(nats, LEAST)
         if policy in LEARNED and share in self._usual:
             audit, answer = self._usual[share]
             return answer * (nats / audit) ** OWN
@@ -67,9 +74,9 @@ class Estimate:
 
     def _among(self, policy: str, share: str, nats: float) -> float:
         """What a trial says, nearer to those before it as they grow in number."""
-        log = math.log(max(nats, LEAST))
+        log = math.log(nats)
         before, mean = self._seen.get((policy, share), (0, 0.0))
-        count = before + 1
+        count = min(before + 1, MANY)
         mean += (log - mean) / count
         self._seen[policy, share] = count, mean
         own = SEEN + (1 - SEEN) * FEW / (FEW + before)

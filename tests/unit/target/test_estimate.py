@@ -35,7 +35,7 @@ def test_an_audit_as_usual_is_the_usual_loss(window, first):
 def test_ten_times_the_usual_audit_is_twice_the_usual_loss():
     assert estimate().loss("probe", "25%", 0.4) == pytest.approx(0.03 * 10**0.3)
     assert estimate().loss("probe", "25%", 0.004) == pytest.approx(0.03 / 10**0.3)
-    assert estimate().loss("probe", "25%", 0.0) == 0.0
+    assert estimate().loss("probe", "25%", 0.0) < 0.002
 
 
 def usual(policy, share, said, audits=AUDITS) -> float:
@@ -82,3 +82,25 @@ def test_more_nats_are_never_a_smaller_loss(less, more, policy):
 def test_a_profile_whose_audits_are_no_nats_is_refused(pair):
     with pytest.raises(ValueError, match="audits"):
         estimate({"joined": {"25%": pair}})
+
+
+@pytest.mark.parametrize("policy", ["probe", "snapkv"])
+def test_what_is_no_number_loses_too_much_and_is_forgotten(policy):
+    known = estimate()
+    for nats in (float("nan"), float("inf")):
+        assert known.loss(policy, "25%", nats) == float("inf")
+    assert known.loss(policy, "25%", 0.04) == pytest.approx(0.03 if policy == "probe" else 0.06)
+
+
+@pytest.mark.parametrize("policy", ["probe", "snapkv"])
+def test_rounding_below_nothing_is_next_to_nothing(policy):
+    assert 0 < estimate().loss(policy, "25%", -1e-7) < 0.002
+
+
+def test_traffic_that_changes_is_followed():
+    known = estimate()
+    for _ in range(1000):
+        known.loss("snapkv", "25%", 0.01)
+    for _ in range(1000):
+        last = known.loss("snapkv", "25%", 1.0)
+    assert last == pytest.approx(1.5, rel=0.06)
