@@ -68,6 +68,11 @@ class Stream(threading.Thread):
         ends = b"data: [DONE]", b'"finish_reason":"length"'
         return self.broken or not all(any(end in line for line in self.lines) for end in ends)
 
+    def tokens(self) -> int:
+        """Tokens that have come."""
+        chunks = [json.loads(line[6:]) for line in self.lines if line.startswith(b"data: {")]
+        return sum(len(one["choices"][0]["token_ids"]) for one in chunks if one["choices"])
+
 
 def streams(server: Server, tokens: int) -> list[Stream]:
     """Clients under way, past evictions in decode."""
@@ -96,7 +101,9 @@ def test_a_killed_worker(tiny_model, tmp_path, short_tmp):
         assert clients
         for client in clients:
             client.join(60)
-            assert client.told()
+            # One that was at its end may have its whole answer.
+            assert client.told() or client.tokens() == 1500
+        assert any(client.told() for client in clients)
         code = server.process.wait(60)
         ended(server)
     log = server.log.read_text()
