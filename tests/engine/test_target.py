@@ -88,17 +88,17 @@ def test_what_counts_is_what_is_made_of_a_trial(setup):
     core, asked = serving(setup), []
 
     class Doubled:
-        def loss(self, policy: str, share: str, nats: float) -> float:
-            asked.append((policy, share, nats))
+        def loss(self, policy: str, share: str, nats: float, salt: str | None) -> float:
+            asked.append((policy, salt, share, nats))
             return 2 * nats
 
     core.scheduler._targets.trials._estimate = Doubled()
     # Those that check ask for no request's own trial.
     core.worker.loses = lambda name, so_far: LOSES[share_of(name)] * (1 + ("r-t" in name))
-    core.add(tokens(300), 100)
+    core.add(tokens(300), 100).cache_salt = "mine"
     all_evictions(core)
     assert core.answers["r0"] == {"kv_eviction": {"kept": "50%", "kl_nats": 0.02}}
-    assert sorted(asked) == sorted((setup.policy, *one) for one in LOSES.items())
+    assert sorted(asked) == sorted((setup.policy, "mine", *one) for one in LOSES.items())
 
 
 @BOTH

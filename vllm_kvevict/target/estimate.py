@@ -24,6 +24,9 @@ FEW = 4
 MANY = 256
 """Trials from which on older ones fade from the mean, because traffic changes."""
 
+MOST_MEANS = 4096
+"""Means that are kept: a client may name a cache salt of its own in each request."""
+
 BEYOND = 1.5
 """Times its audit that an answer loses on average under a policy that scores by the window: the
 audit reads the very window by which was chosen (ada-defensive:
@@ -47,14 +50,15 @@ class Estimate:
         # A server that records no windows scores by keys alone.
         kind = "joined" if config.options.probe_window == "auto" else "keys"
         self._usual: Mapping[str, tuple[float, float]] = audits.get(kind, {})
-        self._seen: dict[tuple[str, str], tuple[int, float]] = {}
-        """Trials of a policy and budget, and the mean of their logarithms."""
+        self._seen: dict[tuple[str | None, str, str], tuple[int, float]] = {}
+        """Trials of a cache salt, policy and budget, and the mean of their logarithms: tenants
+        that share no prefixes do not move each other's budgets."""
 
     def forget(self) -> None:
         """Know no trials: the model's weights may change."""
         self._seen.clear()
 
-    def loss(self, policy: str, share: str, nats: float) -> float:
+    def loss(self, policy: str, share: str, nats: float, salt: str | None = None) -> float:
         """Nats that the answer is expected to lose; to be asked once for each trial.
 
         Args:
@@ -62,6 +66,7 @@ class Estimate:
             share: Budget of the trial, as in ``RUNGS``.
             nats: KL divergence that the trial's audit found; below 0 by rounding, and no number
                 where logits are none.
+            salt: The request's cache salt.
 
         """
         if not math.isfinite(nats):
@@ -70,14 +75,16 @@ class Estimate:
         if policy in LEARNED and share in self._usual:
             audit, answer = self._usual[share]
             return answer * (nats / audit) ** OWN
-        return (1.0 if policy in LEARNED else BEYOND) * self._among(policy, share, nats)
+        return (1.0 if policy in LEARNED else BEYOND) * self._among((salt, policy, share), nats)
 
-    def _among(self, policy: str, share: str, nats: float) -> float:
+    def _among(self, of: tuple[str | None, str, str], nats: float) -> float:
         """What a trial says, nearer to those before it as they grow in number."""
         log = math.log(nats)
-        before, mean = self._seen.get((policy, share), (0, 0.0))
+        before, mean = self._seen.pop(of, (0, 0.0))
         count = min(before + 1, MANY)
         mean += (log - mean) / count
-        self._seen[policy, share] = count, mean
+        self._seen[of] = count, mean
+        if len(self._seen) > MOST_MEANS:
+            del self._seen[next(iter(self._seen))]
         own = SEEN + (1 - SEEN) * FEW / (FEW + before)
         return math.exp(mean + own * (log - mean))

@@ -162,7 +162,8 @@ class Trials:
         if trial is None:
             return None
         ladder, share = trial.ladder, trial.rung.share
-        ladder.nats[share] = self._estimate.loss(ladder.options.policy, share, nats)
+        policy, salt = ladder.options.policy, ladder.request.cache_salt
+        ladder.nats[share] = self._estimate.loss(policy, share, nats, salt)
         self._end(trial)
         return ladder
 

@@ -104,3 +104,21 @@ def test_traffic_that_changes_is_followed():
     for _ in range(1000):
         last = known.loss("snapkv", "25%", 1.0)
     assert last == pytest.approx(1.5, rel=0.06)
+
+
+def test_tenants_do_not_move_each_others_budgets():
+    known = estimate()
+    for salt in (None, "theirs"):
+        for _ in range(300):
+            known.loss("snapkv", "25%", 1e-5, salt)
+    assert known.loss("snapkv", "25%", 0.4, "mine") == pytest.approx(0.6)
+    assert known.loss("snapkv", "25%", 0.4, "theirs") < 0.01
+
+
+def test_salts_by_the_thousand_take_no_memory():
+    known = estimate()
+    for number in range(5000):
+        known.loss("snapkv", "25%", 1.0, str(number))
+        known.loss("snapkv", "25%", 0.01, "mine")
+    assert len(known._seen) == 4096
+    assert known.loss("snapkv", "25%", 1.0, "mine") < 0.3, "who asks often is not forgotten"
