@@ -27,11 +27,11 @@ SUMS = {"contract", "arcp", "nsz", "reassoc"}
 """Freedom to add in another order, which vector instructions need."""
 
 
-def _kept(fastmath: Any) -> Callable[[Callable[..., Any]], Any]:
+def _kept(fastmath: Any, **more: bool) -> Callable[[Callable[..., Any]], Any]:
     """A decorator that compiles, and keeps what it made where a folder can be written."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        made = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(function)
+        made = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath, **more)(function)
         try:
             made.enable_caching()
         except RuntimeError:
@@ -57,3 +57,5 @@ exact = _kept(fastmath=False)
 fast = _kept(fastmath=SUMS)
 finite = _kept(fastmath=SUMS | {"nnan"})
 """For functions that see no NaN."""
+shared = _kept(fastmath=False, parallel=True)
+"""For functions that :func:`~vllm_kvevict.ops.cpu.team.share` runs on all threads."""

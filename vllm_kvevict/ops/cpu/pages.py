@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
-from vllm_kvevict.ops.cpu.compiled import exact, fast
+from vllm_kvevict.ops.cpu.compiled import exact, fast, shared
+from vllm_kvevict.ops.cpu.team import share
 from vllm_kvevict.ops.places import Places
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -47,11 +49,15 @@ def copy_tokens(
 ) -> None:
     """As :func:`vllm_kvevict.ops.host.copy_tokens`."""
     bits = pages.view(BITS[pages.itemsize]).numpy()
-    index = [one.contiguous().numpy() for one in (source_page, source_slot, target_page)]
+    *source, target = (one.contiguous().numpy() for one in (source_page, source_slot, target_page))
     first, by_token, by_element = places.steps
     block_size, size = places.offsets.shape
+    # All are read before one is written: a target may be a source.
     if first >= 0 and by_token == 1:
-        _copy_columns(bits, *index, block_size, size, first, by_element)
+        columns = np.empty((len(target), size, block_size), bits.dtype)
+        into, count = (first, by_element, columns), len(columns)
+        share(_read_all_columns, _read_columns, count, bits, *source, *into)
+        share(_write_all_columns, _write_columns, count, bits, target, *into)
     elif first >= 0 and by_element == 1:
         # Eight bytes at a time, where all begins and ends at such.
         words = 8 // pages.itemsize
@@ -59,9 +65,12 @@ def copy_tokens(
             words = 1
         else:
             bits = bits.view(np.int64)
-        _copy_rows(bits, *index, block_size, size // words, first // words, by_token // words)
+        rows = np.empty((len(source_page), size // words), bits.dtype)
+        into, count = (first // words, by_token // words, rows), len(rows)
+        share(_read_all_rows, _read_rows, count, bits, *source, *into)
+        share(_write_all_rows, _write_rows, count, bits, target, *into)
     else:
-        _copy_any(bits, *index, places.offsets)
+        _copy_any(bits, *source, target, places.offsets)
 
 
 @exact
@@ -163,58 +172,111 @@ def _norms(
 
 
 @exact
-def _copy_columns(
+def _read_columns(
+    first_target: int,
+    end_target: int,
     pages: np.ndarray,
     source_page: np.ndarray,
     source_slot: np.ndarray,
-    target_page: np.ndarray,
-    block_size: int,
-    size: int,
     first: int,
     by_element: int,
+    held: np.ndarray,
 ) -> None:
-    """Copy tokens that lie beside one another, element by element."""
-    width, targets = pages.shape[1], len(target_page)
-    flat = pages.reshape(-1)
-    held = np.empty((targets, size, block_size), pages.dtype)
-    begin = np.empty(block_size, np.int64)
-    for target in range(targets):
+    """Read tokens that lie beside one another, element by element: [targets, D, block_size]."""
+    size, block_size = held.shape[1:]
+    width, flat = pages.shape[1], pages.reshape(-1)
+    # Numba asks of every signed place whether it counts from the end: a quarter of the time.
+    begin = np.empty(block_size, np.uint64)
+    for target in range(first_target, end_target):
         for token in range(block_size):
             number = target * block_size + token
             begin[token] = source_page[number] * width + first + source_slot[number]
         for element in range(size):
-            row, place = held[target, element], element * by_element
+            row, place = held[target, element], np.uint64(element * by_element)
             for token in range(block_size):
                 row[token] = flat[begin[token] + place]
-    for target in range(targets):
-        for element in range(size):
-            place = target_page[target] * width + first + element * by_element
-            flat[place : place + block_size] = held[target, element]
 
 
 @exact
-def _copy_rows(
+def _write_columns(
+    first_target: int,
+    end_target: int,
+    pages: np.ndarray,
+    target_page: np.ndarray,
+    first: int,
+    by_element: int,
+    held: np.ndarray,
+) -> None:
+    size, block_size = held.shape[1:]
+    for target in range(first_target, end_target):
+        page = pages[target_page[target]]
+        for element in range(size):
+            place = first + element * by_element
+            page[place : place + block_size] = held[target, element]
+
+
+@exact
+def _read_rows(
+    first_token: int,
+    end_token: int,
     pages: np.ndarray,
     source_page: np.ndarray,
     source_slot: np.ndarray,
-    target_page: np.ndarray,
-    block_size: int,
-    size: int,
     first: int,
     by_token: int,
+    held: np.ndarray,
 ) -> None:
-    """Copy tokens whose elements lie beside one another."""
-    width, count = pages.shape[1], len(source_page)
-    flat = pages.reshape(-1)
-    held = np.empty(count * size, pages.dtype)
-    for number in range(count):
+    """Read tokens whose elements lie beside one another: [tokens, D]."""
+    size, width, flat = held.shape[1], pages.shape[1], pages.reshape(-1)
+    for number in range(first_token, end_token):
+        row = held[number]
         place = source_page[number] * width + first + source_slot[number] * by_token
         for element in range(size):
-            held[number * size + element] = flat[place + element]
-    for number in range(count):
+            row[element] = flat[place + element]
+
+
+@exact
+def _write_rows(
+    first_token: int,
+    end_token: int,
+    pages: np.ndarray,
+    target_page: np.ndarray,
+    first: int,
+    by_token: int,
+    held: np.ndarray,
+) -> None:
+    count, size = held.shape
+    width, flat = pages.shape[1], pages.reshape(-1)
+    block_size = count // len(target_page)
+    for number in range(first_token, end_token):
+        row = held[number]
         place = target_page[number // block_size] * width + first + number % block_size * by_token
         for element in range(size):
-            flat[place + element] = held[number * size + element]
+            flat[place + element] = row[element]
+
+
+@shared
+def _read_all_columns(parts: int, pieces: int, *args: Any) -> None:
+    for part in numba.prange(parts):
+        _read_columns(part * pieces // parts, (part + 1) * pieces // parts, *args)
+
+
+@shared
+def _write_all_columns(parts: int, pieces: int, *args: Any) -> None:
+    for part in numba.prange(parts):
+        _write_columns(part * pieces // parts, (part + 1) * pieces // parts, *args)
+
+
+@shared
+def _read_all_rows(parts: int, pieces: int, *args: Any) -> None:
+    for part in numba.prange(parts):
+        _read_rows(part * pieces // parts, (part + 1) * pieces // parts, *args)
+
+
+@shared
+def _write_all_rows(parts: int, pieces: int, *args: Any) -> None:
+    for part in numba.prange(parts):
+        _write_rows(part * pieces // parts, (part + 1) * pieces // parts, *args)
 
 
 @exact

@@ -1,10 +1,14 @@
 """window_peaks, compiled: weights and their maxima in one pass over the logits."""
 
+from typing import Any
+
+import numba
 import numpy as np
 import torch
 
 from vllm_kvevict.ops.candidates import Candidates
-from vllm_kvevict.ops.cpu.compiled import exact, fast, finite
+from vllm_kvevict.ops.cpu.compiled import exact, fast, finite, shared
+from vllm_kvevict.ops.cpu.team import share
 
 LOGITS = 2**21
 """Most logits that stand in memory at once, unless one head has more: 8 MiB."""
@@ -29,8 +33,8 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
         logits = torch.bmm(rows[some], candidates.keys[some].float().mT)
         if candidates.softcap:
             logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
-        of_heads = padding[some], sinks[some], peaks[some].numpy()
-        _peaks(logits.contiguous().numpy(), *of_heads, window, kernel, reach)
+        of_heads = logits.contiguous().numpy(), padding[some], sinks[some], peaks[some].numpy()
+        share(_all_peaks, _peaks, len(logits), *of_heads, window, kernel, reach)
     return peaks
 
 
@@ -124,6 +128,8 @@ def _spread(best: np.ndarray, reach: int, found: np.ndarray) -> None:
 
 @exact
 def _peaks(
+    first_head: int,
+    end_head: int,
     logits: np.ndarray,
     padding: np.ndarray,
     sinks: np.ndarray,
@@ -133,12 +139,12 @@ def _peaks(
     reach: int,
 ) -> None:
     """Peaks [H, columns] of logits [H, G * w, width]; anything in the first ``padding`` columns."""
-    heads, rows, width = logits.shape
+    rows, width = logits.shape[1:]
     half, columns = kernel // 2, peaks.shape[1]
     weights = np.zeros(width + 2 * half, np.float32)
     powers = np.empty(width, np.int32)
     factors = powers.view(np.float32)
-    for head in range(heads):
+    for head in range(first_head, end_head):
         first = padding[head]
         best = np.zeros(columns - first, np.float32)
         known = True
@@ -167,3 +173,9 @@ def _peaks(
             _spread(best, reach, peaks[head, first:])
         else:
             peaks[head] = np.nan
+
+
+@shared
+def _all_peaks(parts: int, pieces: int, *args: Any) -> None:
+    for part in numba.prange(parts):
+        _peaks(part * pieces // parts, (part + 1) * pieces // parts, *args)
