@@ -87,7 +87,11 @@ class LayerCache:
             cache's dtype.
 
         """
-        if pages.numel() and serves(self.stored):
+        if not pages.numel():
+            dtype = torch.float32 if self.is_fp8 else self.pages.dtype
+            size = self.layout.keys.shape[1]
+            return torch.empty(len(pages), 0, size, dtype=dtype, device=pages.device)
+        if serves(self.stored):
             return read_floats(self.pages, pages, self.layout.key_places)
         return self.sequences(self.keys(pages))
 

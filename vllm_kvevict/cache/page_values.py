@@ -1,6 +1,6 @@
 """Numbers beside the cached tokens: what a policy has to remember of each of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,25 +83,27 @@ class PageValues:
 
     def keep(
         self,
-        layer_name: str,
-        made: torch.Tensor,
+        layer_names: Sequence[str],
+        made: Sequence[torch.Tensor],
         columns: torch.Tensor,
         pages: torch.Tensor,
         target_page: torch.Tensor,
     ) -> None:
-        """Write what was made of a layer's tokens beside those that an eviction keeps.
+        """Write what was made of the tokens of L layers beside those that an eviction keeps.
 
         Args:
-            layer_name: The layer.
-            made: [H, N, C] numbers of every candidate.
-            columns: [S * H * block_size] int64: the candidates that stay, heads concatenated.
-            pages: [H] int64 pages of each head.
+            layer_names: The layers of a group.
+            made: [H, N, C] numbers of every candidate of each.
+            columns: [L, S * H * block_size] int64: candidates that stay, heads concatenated.
+            pages: [L, H] int64 pages of each head.
             target_page: [S * H] int64 head pages that they go to.
 
         """
-        values = self.layer(layer_name)
-        block_size, channels = values.shape[1], made.shape[-1]
-        heads = torch.arange(len(pages), device=pages.device).repeat_interleave(
-            pages * block_size, output_size=columns.numel()
-        )
-        values[target_page, :, :channels] = made[heads, columns].view(-1, block_size, channels)
+        tokens = pages.flatten() * self._layers[layer_names[0]].shape[1]
+        rows = torch.arange(len(tokens), device=pages.device)
+        rows = rows.repeat_interleave(tokens, output_size=columns.numel())
+        found = torch.stack(list(made)).flatten(0, 1)[rows, columns.flatten()]
+        for name, kept in zip(layer_names, found.unflatten(0, columns.shape), strict=True):
+            values = self.layer(name)
+            block_size, channels = values.shape[1], kept.shape[-1]
+            values[target_page, :, :channels] = kept.view(-1, block_size, channels)

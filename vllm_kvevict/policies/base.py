@@ -22,17 +22,17 @@ def protect(scores: torch.Tensor, valid: torch.Tensor, first: int) -> torch.Tens
     every later eviction as well.
 
     Args:
-        scores: [H, N] float32, below :data:`PROTECTED`.
-        valid: [H, N or more] bool: False on the padding at the left.
+        scores: [..., N] float32, below :data:`PROTECTED`.
+        valid: [..., N or more] bool: False on the padding at the left.
         first: Protected tokens; 0 for none.
 
     Returns:
-        [H, N] float32.
+        [..., N] float32.
 
     """
     if not first:
         return scores
-    valid = valid[:, : scores.shape[1]]
+    valid = valid[..., : scores.shape[-1]]
     return scores.masked_fill(valid & (valid.cumsum(-1) <= first), PROTECTED)
 
 

@@ -229,6 +229,7 @@ class WorkerEviction:
             made = self._key_scores(state, grid[..., :candidate_pages], eviction, group)
         probes = self._probes.at(eviction.share) if self._probes is not None else {}
         summaries: list[Summary] = []
+        real = padding * bs
 
         def read(index: int) -> Candidates:
             name = state.layer_names[index]
@@ -251,8 +252,9 @@ class WorkerEviction:
                     raw = summaries[-1].scores
                 else:
                     raw = checked(scorer.scores(candidates), candidates)
-                found.append(protect(raw, candidates.valid, eviction.protect_first))
-            scores = torch.stack(found)
+                found.append(raw)
+            valid = torch.arange(candidate_pages * bs, device=grid.device) >= real[..., None]
+            scores = protect(torch.stack(found), valid, eviction.protect_first)
             shares = self._shares_of(eviction.policy)
             of_heads = None if shares is None else shares[group.group_id]
             allocator, caps = self.policies[eviction.policy].allocator, candidate_pages - padding
@@ -282,18 +284,18 @@ class WorkerEviction:
             cache.layout.copy(cache.pages, *source, target_page)
             if fitted is not None:
                 cache.layout.write_values(cache.pages, target_page, fitted)
-            if made:
-                assert self.page_values is not None
-                self.page_values.keep(name, made[index], columns[index], pages[index], target_page)
-            elif scorer.page_channels:
+            if scorer.page_channels and not made:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
+        if made:
+            assert self.page_values is not None
+            self.page_values.keep(state.layer_names, made, columns, pages, target_page)
         log_weights = None
         if isinstance(scorer, WeightedScorer):
             log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
         state.record(row, group.tail_start, store, pages, weighted=log_weights is not None)
         self.meter.pages(pages)
-        told = columns, pages, padding * bs, scores, log_weights, fits
+        told = columns, pages, real, scores, log_weights, fits
         for listener in self.listeners:
             listener(EvictionRecord(eviction, group, *told))
 

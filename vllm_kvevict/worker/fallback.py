@@ -80,9 +80,7 @@ def recent(
     place = torch.arange(candidate_pages * block_size, device=padding.device)
     valid = place >= (padding * block_size)[..., None]
     scores = place.float().expand(valid.shape).masked_fill(~valid, -torch.inf)
-    scores = torch.stack(
-        [protect(*layer, protect_first) for layer in zip(scores, valid, strict=True)]
-    )
+    scores = protect(scores, valid, protect_first)
     pages = Adaptive().pages(scores, candidate_pages - padding, store_blocks, block_size)
     return scores, pages, select_tokens(scores, pages, block_size)
 

@@ -40,8 +40,8 @@ def _launched() -> int | None:
 
     A process that is forked from it would be ended by Numba if it used them.
     """
-    # Whoever launches them gets as many threads as there are cores for PyTorch too, and vLLM has
-    # chosen that number; so a thread does it that has no other work.
+    # Who launches them gets as many threads for PyTorch as Numba has, and vLLM has chosen that
+    # number; so a thread does it that has no other work.
     launcher = threading.Thread(target=numba.set_num_threads, args=(1,))
     launcher.start()
     launcher.join()

@@ -1,5 +1,6 @@
 """The warm-up compiles all that evictions run: in a process that has compiled nothing yet."""
 
+import os
 import subprocess
 import sys
 
@@ -52,7 +53,10 @@ assert not late, late
 """
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_eviction_waits_for_a_compiler(dtype):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, dtype], capture_output=True, text=True)
+def test_no_eviction_waits_for_a_compiler(dtype, threads):
+    env = os.environ | dict(OMP_NUM_THREADS=str(threads), NUMBA_NUM_THREADS="2")
+    call = [sys.executable, "-c", SCRIPT, dtype]
+    done = subprocess.run(call, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
