@@ -29,14 +29,15 @@ def read_floats(pages: torch.Tensor, index: torch.Tensor, places: Places) -> tor
     block_size, size = places.offsets.shape
     shape = len(index), size, index.shape[1] * block_size
     found = torch.empty(shape, dtype=torch.int32, device="cpu")
-    _read(*arguments(pages, index, places), found.numpy())
+    pieces = len(index) * -(-index.shape[1] // PAGES)
+    share(_read_all, _read, pieces, *arguments(pages, index, places), found.numpy())
     return found.view(torch.float32).mT
 
 
 def norms(pages: torch.Tensor, index: torch.Tensor, places: Places) -> torch.Tensor:
     """As :func:`vllm_kvevict.ops.host.norms`."""
     found = torch.empty(len(index), index.shape[1] * len(places.offsets), device="cpu")
-    _norms(*arguments(pages, index, places), found.numpy())
+    share(_all_norms, _norms, index.numel(), *arguments(pages, index, places), found.numpy())
     return found
 
 
@@ -116,6 +117,8 @@ def unpack(
 
 @exact
 def _read(
+    first_piece: int,
+    end_piece: int,
     pages: np.ndarray,
     index: np.ndarray,
     offsets: np.ndarray,
@@ -125,20 +128,24 @@ def _read(
     shift: int,
     found: np.ndarray,
 ) -> None:
-    heads, count = index.shape
+    """Floats [H, D, N], of which a piece is some pages of a head."""
+    count = index.shape[1]
     block_size, size = offsets.shape
     steps = first, by_token, by_element
-    for head in range(heads):
-        for number in range(0, count, PAGES):
-            some = index[head, number : min(count, number + PAGES)]
-            start = number * block_size
-            for element in range(size):
-                row = found[head, element, start : start + len(some) * block_size]
-                unpack(pages, some, offsets, *steps, shift, element, row)
+    parts = (count + PAGES - 1) // PAGES
+    for piece in range(first_piece, end_piece):
+        head, number = piece // parts, piece % parts * PAGES
+        some = index[head, number : min(count, number + PAGES)]
+        start = number * block_size
+        for element in range(size):
+            row = found[head, element, start : start + len(some) * block_size]
+            unpack(pages, some, offsets, *steps, shift, element, row)
 
 
 @fast
 def _norms(
+    first_page: int,
+    end_page: int,
     pages: np.ndarray,
     index: np.ndarray,
     offsets: np.ndarray,
@@ -148,27 +155,27 @@ def _norms(
     shift: int,
     found: np.ndarray,
 ) -> None:
-    heads, count = index.shape
+    count = index.shape[1]
     block_size, size = offsets.shape
     bits = np.int32(shift)
     wide = np.empty(size, np.int32)
     values = wide.view(np.float32)
-    for head in range(heads):
-        for number in range(count):
-            page = pages[index[head, number]]
-            for token in range(block_size):
-                if by_element == 1:
-                    place = first + token * by_token
-                    mine = page[place : place + size]
-                    for element in range(size):
-                        wide[element] = np.int32(mine[element]) << bits
-                else:
-                    for element in range(size):
-                        wide[element] = np.int32(page[offsets[token, element]]) << bits
-                total = np.float32(0)
+    for piece in range(first_page, end_page):
+        head, number = piece // count, piece % count
+        page = pages[index[head, number]]
+        for token in range(block_size):
+            if by_element == 1:
+                place = first + token * by_token
+                mine = page[place : place + size]
                 for element in range(size):
-                    total += values[element] * values[element]
-                found[head, number * block_size + token] = np.sqrt(total)
+                    wide[element] = np.int32(mine[element]) << bits
+            else:
+                for element in range(size):
+                    wide[element] = np.int32(page[offsets[token, element]]) << bits
+            total = np.float32(0)
+            for element in range(size):
+                total += values[element] * values[element]
+            found[head, number * block_size + token] = np.sqrt(total)
 
 
 @exact
@@ -253,6 +260,18 @@ def _write_rows(
         place = target_page[number // block_size] * width + first + number % block_size * by_token
         for element in range(size):
             flat[place + element] = row[element]
+
+
+@shared
+def _read_all(parts: int, pieces: int, *args: Any) -> None:
+    for part in numba.prange(parts):
+        _read(part * pieces // parts, (part + 1) * pieces // parts, *args)
+
+
+@shared
+def _all_norms(parts: int, pieces: int, *args: Any) -> None:
+    for part in numba.prange(parts):
+        _norms(part * pieces // parts, (part + 1) * pieces // parts, *args)
 
 
 @shared

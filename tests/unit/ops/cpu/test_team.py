@@ -36,6 +36,8 @@ def everything():
         mine = cache.clone()
         pages.copy_tokens(mine, *source, Places.of(offsets))
         found.append(mine)
+        found.append(pages.read_floats(cache, index, Places.of(offsets)))
+        found.append(pages.norms(cache, index, Places.of(offsets)))
     found.append(probe.key_scores(cache, index, Places.of(by_element), rotation, weights, prose))
     found.append(select.select_tokens(many, kept, block_size))
     found.append(peaks.window_peaks(seen, 5, 7))
