@@ -7,6 +7,7 @@ bound to cores; threads of another kind would wait for cores on which these stil
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -42,7 +43,15 @@ def _launched() -> int | None:
     """
     # Who launches them gets as many threads for PyTorch as Numba has, and vLLM has chosen that
     # number; so a thread does it that has no other work.
-    launcher = threading.Thread(target=numba.set_num_threads, args=(1,))
+    layers: list[str] = []
+    launcher = threading.Thread(target=_launch, args=(layers,))
     launcher.start()
     launcher.join()
-    return os.getpid() if numba.threading_layer() == "omp" else None
+    return os.getpid() if layers == ["omp"] else None
+
+
+def _launch(layers: list[str]) -> None:
+    # Numba raises it where NUMBA_THREADING_LAYER names what is not installed.
+    with suppress(ValueError):
+        numba.set_num_threads(1)
+        layers.append(numba.threading_layer())

@@ -117,6 +117,13 @@ assert os.waitpid(child, 0)[1] == 1 << 8
     run(script, 2)
 
 
+@pytest.mark.parametrize("layer", ["workqueue", "tbb"])
+def test_threads_of_another_kind_are_not_used(layer):
+    """They would wait for cores on which OpenMP's spin; TBB may not even be installed."""
+    script = f"{SHARED}\nprint(parts_of(9))"
+    assert int(run(script, 2, NUMBA_THREADING_LAYER=layer)) == 1
+
+
 def test_another_thread_shares_too():
     script = f"""{SHARED}
 from concurrent.futures import ThreadPoolExecutor
