@@ -161,7 +161,7 @@ def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
         model = learn.Model(llm, window, recent, kv_heads=4)
         model.learn(lesson)
         model.solve(PROSE)
-        model.use(0.25)
+        model.use(0.25, n)
         model.hold(context)
         scores = model.scores(joined=True)
         trials = torch.randint(20, n - recent, (2, *scores.shape[:2])).tolist()

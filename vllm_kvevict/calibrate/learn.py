@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -123,9 +124,9 @@ class Model:
             added = ProseWeights(more[0], more[1], age.numpy())
         return ProbeWeights(keys, joined, added, tuple(ranks[0]["rotated"]))
 
-    def use(self, share: float) -> None:
-        """Score as evictions do that keep this share of the tokens."""
-        weight = prose_weight(share)
+    def use(self, share: float, tokens: int) -> None:
+        """Score as evictions do that keep this share of so many tokens."""
+        weight = prose_weight(share, tokens)
         both = zip(self._answers, self._follows, strict=True)
         self._all("kvevict_use", *(torch.stack([one, weight * more]) for one, more in both))
 
@@ -209,10 +210,10 @@ def shares_of(
     """Shares of all heads [L, H], of mean 1, and each lesson's own."""
     curves, means, rule = [], [], config.timeline(block_size=1)
     for lesson in progress(lessons, "shares"):
-        model.use(rule.budget(len(lesson.context)) / len(lesson.context))
+        length = len(lesson.context)
+        model.use(rule.budget(length) / length, length)
         found = model.captured(lesson)
         curves.append(found / found[..., -1].mean())
-        length = len(lesson.context)
         means.append(min(1.0, max(1, rule.store_blocks(length)) / (length - model.recent)))
     each = [divided(one, mean) / mean for one, mean in zip(curves, means, strict=True)]
     together = divided(torch.stack(curves).mean(0), fmean(means))
@@ -234,9 +235,9 @@ def quality_of(
     for lesson in progress(lessons, "quality"):
         model.hold(lesson.context)
         length = len(lesson.context)
-        for _, alike in groupby(BUDGETS, prose_weight):
+        for _, alike in groupby(BUDGETS, partial(prose_weight, tokens=length)):
             budgets = list(alike)
-            model.use(budgets[0])
+            model.use(budgets[0], length)
             trials = [counts_of(shares, share, length, model.recent) for share in budgets]
             for name, joined in (("keys", False), ("joined", True)):
                 model.scores(joined)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,28 @@ PROSE = ((1 / 16, 0.0), (1 / 8, 0.3), (1 / 4, 1.0))
 
 Tokens that prose needs take the places of facts, so it counts little where places are few."""
 
+PLACES = ((256, 0.0), (1024, 1.0))
+"""The same by the number of tokens kept in a KV head; the larger weight counts.
+
+A budget of 512 is a falling share of a prompt of 8,000 tokens that is evicted as it streams in: by
+shares alone its first tokens, scored when prose counted in full, stay before all later ones. Prose
+then loses 0.095 nats, so 0.082. Of 4,100 tokens 261 hold facts only where prose counts nothing (82
+of 100 answers, 66 where it counts in full), 518 wherever it counts (90, 88)."""
+
 STEPS = 10
 """Weights between 0 and 1 that there are: evictions of one weight run together."""
 
 
-def prose_weight(share: float) -> float:
-    """What prose counts where an eviction keeps this share: :data:`PROSE` between its points."""
-    points = [math.log(at) for at, _ in PROSE]
-    found = np.interp(math.log(max(share, 1e-9)), points, [weight for _, weight in PROSE])
-    return round(float(found) * STEPS) / STEPS
+def prose_weight(share: float, tokens: int) -> float:
+    """What prose counts where an eviction keeps this share of so many tokens."""
+    found = max(_between(PROSE, share), _between(PLACES, share * tokens))
+    return round(found * STEPS) / STEPS
+
+
+def _between(points: Sequence[tuple[float, float]], value: float) -> float:
+    """The weight of ``value`` between points of values and weights, on a logarithmic scale."""
+    values, weights = zip(*points, strict=True)
+    return float(np.interp(math.log(max(value, 1e-9)), np.log(values), weights))
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ class WorkerEviction:
             made = self._value_shares(state, grid, group)[..., None].unbind()
         elif scorer.needs_key_scores:
             made = self._key_scores(state, grid[..., :candidate_pages], eviction, group)
-        probes = self._probes.at(eviction.share) if self._probes is not None else {}
+        probes = self._probes.at(eviction) if self._probes is not None else {}
         summaries: list[Summary] = []
         real = padding * bs
 
@@ -342,7 +342,7 @@ class WorkerEviction:
         first, last = end - group.old_tail_start, end - group.tail_start
         ages = torch.arange(first, last, -1, device=grid.device)
         stored = grid.shape[-1] - new // state.timeline.block_size
-        return self._probes.scores(state, grid, stored, on_device, ages, eviction.share)
+        return self._probes.scores(state, grid, stored, on_device, ages, eviction)
 
     def _weigh(
         self,

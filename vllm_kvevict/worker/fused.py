@@ -133,7 +133,7 @@ class FusedEvictions:
         """
         by_group: dict[tuple[int, bool, float], list[Due]] = {}
         for eviction, row in zip(evictions, rows, strict=True):
-            prose = self._probes.weight(eviction.share) if self._probes is not None else 0.0
+            prose = self._probes.weight(eviction) if self._probes is not None else 0.0
             for group in eviction.groups:
                 key = group.group_id, eviction.ring is not None, prose
                 by_group.setdefault(key, []).append(_due(eviction, group, int(row)))

@@ -12,6 +12,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.probe import Rotation, age_features
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
+from vllm_kvevict.schedule.step_plan import Eviction
 from vllm_kvevict.settings.probe_weights import (
     STEPS,
     ProbeWeights,
@@ -117,13 +118,15 @@ class Probes:
         self._rotations: dict[int, tuple[torch.Tensor, Rotation]] = {}
         self.channels = first.weights.shape[1]
 
-    def weight(self, share: float) -> float:
-        """What prose counts in an eviction that keeps this share of the tokens."""
-        return prose_weight(share) if len(self.by_weight) > 1 else 0.0
+    def weight(self, eviction: Eviction) -> float:
+        """What prose counts in an eviction."""
+        if len(self.by_weight) == 1:
+            return 0.0
+        return prose_weight(eviction.share, eviction.num_tokens)
 
-    def at(self, share: float) -> Mapping[str, LayerProbe]:
-        """The probes of an eviction that keeps this share of the tokens."""
-        return self.by_weight[self.weight(share)]
+    def at(self, eviction: Eviction) -> Mapping[str, LayerProbe]:
+        """The probes of an eviction."""
+        return self.by_weight[self.weight(eviction)]
 
     def scores(
         self,
@@ -132,7 +135,7 @@ class Probes:
         store_pages: int,
         positions: torch.Tensor,
         ages: torch.Tensor,
-        share: float,
+        eviction: Eviction,
     ) -> list[torch.Tensor]:
         """Scores of all candidates of one request in every layer of a group.
 
@@ -142,7 +145,7 @@ class Probes:
             store_pages: The first pages of each head, whose tokens were scored before.
             positions: [N] or [3, N] int64 positions of the tokens behind them.
             ages: [N] of these tokens: tokens from each to the end of the cache, itself included.
-            share: Part of the request's tokens that it keeps.
+            eviction: That of the request.
 
         Returns:
             [H, P * block_size, C] float32 of each layer; anything on padding.
@@ -153,7 +156,7 @@ class Probes:
         # The one head of a latent cache has all of a token's value, of which the logarithm is 0.
         if self.channels > 1 and not latent:
             shares = self._log_shares(state, grid[..., store_pages:])
-        found, layers, of_ages = [], self.at(share), age_features(ages)
+        found, layers, of_ages = [], self.at(eviction), age_features(ages)
         for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
             probe, cache = layers[name], self._caches[name]
             rotation = None

@@ -107,9 +107,16 @@ def test_a_learned_policy_requirements_a_profile_with_probes() -> None:
         check_learned(EvictionConfig(policy="probe", profile=profile()), "m")
 
 
+def test_prose_counts_in_full_where_many_are_kept() -> None:
+    weights = [probe_weights.prose_weight(kept / 8000, 8000) for kept in (0, 256, 512, 1024, 8000)]
+    assert weights == [0, 0, 0.5, 1, 1]
+    assert probe_weights.prose_weight(1 / 8, 1400) == 0.3
+
+
 def test_prose_counts_the_more_the_more_is_kept() -> None:
-    weights = {share: probe_weights.prose_weight(share) for share in (0, 1 / 16, 1 / 8, 1 / 4, 2)}
+    shares = (0, 1 / 16, 1 / 8, 1 / 4, 2)
+    weights = {share: probe_weights.prose_weight(share, 100) for share in shares}
     assert weights == {0: 0, 1 / 16: 0, 1 / 8: 0.3, 1 / 4: 1, 2: 1}
-    found = [probe_weights.prose_weight(share / 1000) for share in range(1, 1001)]
+    found = [probe_weights.prose_weight(share / 1000, 1400) for share in range(1, 1001)]
     assert found == sorted(found)
     assert {round(weight * 10, 6) for weight in found} <= set(map(float, range(11)))
