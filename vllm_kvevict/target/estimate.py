@@ -25,7 +25,8 @@ MANY = 256
 """Trials from which on older ones fade from the mean, because traffic changes."""
 
 MOST_MEANS = 4096
-"""Means that are kept: a client may name a cache salt of its own in each request."""
+"""Means that are kept: a client may name a cache salt of its own, of any length, in each request;
+salts themselves are not kept."""
 
 BEYOND = 1.5
 """Times its audit that an answer loses on average under a policy that scores by the window: the
@@ -50,9 +51,9 @@ class Estimate:
         # A server that records no windows scores by keys alone.
         kind = "joined" if config.options.probe_window == "auto" else "keys"
         self._usual: Mapping[str, tuple[float, float]] = audits.get(kind, {})
-        self._seen: dict[tuple[str | None, str, str], tuple[int, float]] = {}
-        """Trials of a cache salt, policy and budget, and the mean of their logarithms: tenants
-        that share no prefixes do not move each other's budgets."""
+        self._seen: dict[tuple[int, str, str], tuple[int, float]] = {}
+        """Trials of a cache salt's hash, policy and budget, and the mean of their logarithms:
+        tenants that share no prefixes do not move each other's budgets."""
 
     def forget(self) -> None:
         """Know no trials: the model's weights may change."""
@@ -77,7 +78,7 @@ class Estimate:
             return answer * (nats / audit) ** OWN
         return (1.0 if policy in LEARNED else BEYOND) * self._among((salt, policy, share), nats)
 
-    def _among(self, of: tuple[str | None, str, str], nats: float) -> float:
+    def _among(self, of: tuple[int, str, str], nats: float) -> float:
         """What a trial says, nearer to those before it as they grow in number."""
         log = math.log(nats)
         before, mean = self._seen.pop(of, (0, 0.0))

@@ -1,6 +1,7 @@
 """What answers are taken to lose, by what a trial says."""
 
 import math
+import pickle
 
 import pytest
 from hypothesis import given
@@ -122,3 +123,11 @@ def test_salts_by_the_thousand_take_no_memory():
         known.loss("snapkv", "25%", 0.01, "mine")
     assert len(known._seen) == 4096
     assert known.loss("snapkv", "25%", 1.0, "mine") < 0.3, "who asks often is not forgotten"
+
+
+def test_a_long_cache_salt_is_not_kept() -> None:
+    estimate = Estimate(EvictionConfig(policy="ada-defensive"))
+    estimate.loss("ada-defensive", "25%", 0.01, "s" * 100_000)
+    mine, theirs = (estimate.loss("ada-defensive", "25%", 0.04, 100_000 * one) for one in "st")
+    assert mine != theirs
+    assert len(pickle.dumps(estimate._seen)) < 1000

@@ -58,4 +58,5 @@ fast = _kept(fastmath=SUMS)
 finite = _kept(fastmath=SUMS | {"nnan"})
 """For functions that see no NaN."""
 shared = _kept(fastmath=False, parallel=True)
-"""For functions that :func:`~vllm_kvevict.ops.cpu.team.share` runs on all threads."""
+"""For functions that :func:`~vllm_kvevict.ops.cpu.team.share` runs on all threads. Each operation
+has one of its own beside it: Numba keeps what it compiled by the file that it stands in."""
