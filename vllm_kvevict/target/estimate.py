@@ -76,7 +76,8 @@ class Estimate:
         if policy in LEARNED and share in self._usual:
             audit, answer = self._usual[share]
             return answer * (nats / audit) ** OWN
-        return (1.0 if policy in LEARNED else BEYOND) * self._among((salt, policy, share), nats)
+        beyond = 1.0 if policy in LEARNED else BEYOND
+        return beyond * self._among((hash(salt), policy, share), nats)
 
     def _among(self, of: tuple[int, str, str], nats: float) -> float:
         """What a trial says, nearer to those before it as they grow in number."""
