@@ -33,7 +33,6 @@ from vllm_kvevict.offload.spec import MainMemorySpec
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import PYRAMIDS
 from vllm_kvevict.settings.profile import ModelIdentity, Profile
-from vllm_kvevict.target.scheduler import TargetAsyncScheduler, TargetScheduler
 from vllm_kvevict.tiers.scheduler import TieredAsyncScheduler, TieredScheduler
 
 STOP_TOKEN = 1
@@ -79,7 +78,6 @@ class Setup:
     longest: int | None = None
     memory: int = 0
     audit: float = 0.0
-    target: float | None = None
     offload: int = 0
     chunk: int = 1
     answers: bool = False
@@ -93,13 +91,6 @@ class Setup:
     def audits(self) -> float:
         """Share of the requests that are audited, where the server shares blocks."""
         return self.audit if self.caching and self.sliding_window is None else 0.0
-
-    @property
-    def targets(self) -> float | None:
-        """What evictions may lose, where the server shares blocks and evicts where prompts end."""
-        where_prompts_end = self.when == "always" and not self.prefill_interval
-        shares = self.caching and self.sliding_window is None
-        return self.target if shares and where_prompts_end else None
 
     @property
     def keeps(self) -> int:
@@ -217,7 +208,6 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         allow="snapkv,streaming-llm,h2o,none",
         store_memory=setup.keeps,
         audit=setup.audits,
-        target=setup.targets,
         options=options | (dict(beta=setup.beta) if setup.policy in PYRAMIDS else {}),
     )
 
@@ -249,8 +239,6 @@ def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
         kind = OffloadingAsyncScheduler if setup.asynchronous else OffloadingScheduler
     if setup.audits:
         kind = AuditedAsyncScheduler if setup.asynchronous else AuditedScheduler
-    if setup.targets is not None:
-        kind = TargetAsyncScheduler if setup.asynchronous else TargetScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
     layers = mock.patch(
         "vllm_kvevict.settings.budget_log.evictable_stages", lambda *_: (setup.pyramid or 1,)

@@ -36,8 +36,7 @@ def under_all(
     predicted from the tokens of the full cache's, over what the eviction left.
 
     Returns:
-        A row for each kind and budget; ``expected`` is what a target would take the answer to
-        lose. Left out are evictions that were not audited, and answers
+        A row for each kind and budget. Left out are evictions that were not audited, and answers
         of which no token was computed behind the eviction. ``again`` of a row is the divergence
         of the same tokens, computed in the same way and without any eviction: what rounding alone
         comes to. It is None where the prefix cache held some of them.
@@ -68,8 +67,7 @@ def under_all(
             {
                 "policy": policy, "kind": kind, "budget": budget, "seed": seed,
                 "tokens": len(ids), "point": point, "answer_tokens": len(places), "kept": kept,
-                "audit": nats, "expected": run.estimate.loss(policy, budget, nats),
-                "agreement": agreed, "answer": divergence(before, after),
+                "audit": nats, "agreement": agreed, "answer": divergence(before, after),
                 "again": None if rounded is None else divergence(before, rounded),
             }
         )  # fmt: skip

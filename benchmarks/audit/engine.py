@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.audit.listener import Listener
-from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.requests import AT, BUDGET, INTERVAL, POLICY
-from vllm_kvevict.target.estimate import Estimate
 
 BLOCK = 32
 ANSWER = 16
@@ -45,9 +43,6 @@ class Audited:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.listener = Listener(llm)
-        settings = EvictionConfig.parse(llm.llm_engine.vllm_config.additional_config["kv_eviction"])
-        assert settings is not None
-        self.estimate = Estimate(settings)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], asked: Sequence[dict[str, Any]], tokens: int = 1

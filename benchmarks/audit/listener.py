@@ -12,7 +12,7 @@ def number(request_id: str) -> int:
 
 def own(request_id: str) -> bool:
     """Whether the engine made this request, and not a client."""
-    return "-audit-" in request_id or "-target-" in request_id
+    return "-audit-" in request_id
 
 
 class Listener:

@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.audit import ladder
 from benchmarks.audit.figures import HIGH, LOW, Row, cells, summary, within
 from benchmarks.quality.table import row
 
@@ -99,14 +98,7 @@ def _answers(found: dict[str, Any]) -> list[str]:
             "Rank correlations over several budgets or kinds hold what these do by themselves. "
             f"Inside a cell of the first table, the mean over the cells is {inside:.2f}.",
         ]
-    lines += [
-        "",
-        "What a target would choose: the smallest of these budgets expected to lose no more, "
-        "else all. One budget of that loss: the part that one budget for all prompts would keep "
-        "where their answers lose as much, on a line between the budgets measured.",
-        "",
-    ]
-    return lines + ladder.table(rows)
+    return lines
 
 
 def _counted(policy: str, one: dict[str, int]) -> str:

@@ -174,8 +174,7 @@ class Engine:
         def number(request_id: str) -> int:
             return int(request_id.split("-")[0])
 
-        others = "-audit-", "-target-"
-        mine = (key for key in self.recorder.lives if not any(word in key for word in others))
+        mine = (key for key in self.recorder.lives if "-audit-" not in key)
         return [self.recorder.lives[key] for key in sorted(mine, key=number)]
 
     def free_blocks(self) -> int:

@@ -131,11 +131,6 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
     assert profile.policy == "probe" and profile.heads is not None
     rows = [profile.quality[name].values() for name in ("keys", "joined")]
     assert all(len(row) == 4 and min(row) >= 0 for row in rows)
-    assert profile.audits.keys() == {"keys", "joined"}
-    for name, usual in profile.audits.items():
-        assert list(usual) == ["50%", "25%", "12.5%", "6.25%"]
-        lost = [answer for _, answer in usual.values()]
-        assert lost == pytest.approx(list(profile.quality[name].values()), abs=1e-4)
     found = probe_weights.read(profile.probe, profile.model)
     assert found.rotated == (True,) * 4 and found.prose.age.any()
 
@@ -148,7 +143,6 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
 
 
 def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
-    """By an answer behind a context, and by an audit: the context's last tokens once more."""
     paragraphs = lessons.prose()
     (lesson,) = lessons.lessons(
         AutoTokenizer.from_pretrained(tiny_model_kv4), paragraphs, 1, 500, "test"
@@ -165,14 +159,13 @@ def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
         model.hold(context)
         scores = model.scores(joined=True)
         trials = torch.randint(20, n - recent, (2, *scores.shape[:2])).tolist()
-        audits = model.audited(context, trials).tolist()
         answers = model.lost(later.ids, later.answer, trials).tolist()
     finally:
         llm.llm_engine.engine_core.shutdown()
 
     oracle, asked = MaskedModel(tiny_model_kv4), [*context, *later.ids]
     ranked = scores.argsort(-1, descending=True)
-    for counts, audit, answer in zip(trials, audits, answers, strict=True):
+    for counts, answer in zip(trials, answers, strict=True):
         kept = [
             [
                 [*best[:count].tolist(), *range(n - recent, n)]
@@ -180,16 +173,11 @@ def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
             ]
             for rows, mine in zip(ranked, counts, strict=True)
         ]
-        for ids, at, told, rows in (
-            (context, n - window, audit, slice(1, None)),
-            (asked, n, answer, slice(-later.answer - 1, -1)),
-        ):
-            held = [[[p for p in head if p < at] for head in layer] for layer in kept]
-            lives = Life(at), Life(at, [Kept(at, at, held)])
-            full, less = (oracle.predictions(ids, life)[rows].log_softmax(-1) for life in lives)
-            assert len(full) == (window if ids is context else later.answer)
-            expected = (full.exp() * (full - less)).sum(-1).mean()
-            assert told == pytest.approx(float(expected), rel=1e-3) and told > 1e-3
+        lives, rows = (Life(n), Life(n, [Kept(n, n, kept)])), slice(-later.answer - 1, -1)
+        full, less = (oracle.predictions(asked, life)[rows].log_softmax(-1) for life in lives)
+        assert len(full) == later.answer
+        expected = (full.exp() * (full - less)).sum(-1).mean()
+        assert answer == pytest.approx(float(expected), rel=1e-3) and answer > 1e-3
 
 
 @pytest.mark.nightly

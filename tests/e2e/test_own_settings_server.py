@@ -37,7 +37,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asks(protect_first=65), "at most the 64 tokens"),
     (asks(at=0), "kv_eviction_at must be between 1 and the prompt's"),
     (asks(at=5000), "kv_eviction_at must be between 1 and the prompt's"),
-    (asks(target=0.1), "kv_eviction_target needs a server with --kv-eviction-target"),
     (asks(point=3), "unknown key 'kv_eviction_point'"),
 ]
 BAD_ONLY_IN: list[tuple[str, dict[str, Any], str]] = [

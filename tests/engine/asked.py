@@ -31,27 +31,6 @@ class Asked:
             return 0
         return servers if self.interval is None else int(self.interval)
 
-    def tried(self, share: str) -> "Asked":
-        """What is asked of a request that tries a budget for this one: all of its prompt, once."""
-        mine = copy(self)
-        mine.budget, mine.at, mine.interval = share, 0, 0
-        return mine
-
-    def chosen(self, kept: str) -> "Asked":
-        """What this one asks for whose target came to a budget, or to keep all."""
-        mine = copy(self)
-        if kept == "100%":
-            mine.policy, mine.at = "none", 0
-        else:
-            mine.budget = kept
-        return mine
-
-    def lowered(self, kept: str, now: str) -> "Asked":
-        """What it asks for that went down from there: a whole one evicts when it is called."""
-        mine = self.chosen(now)
-        mine.pressure = kept == "100%"
-        return mine
-
     def prepared(self, request: Any) -> "Asked":
         """What is asked of a request that prepares this one's context: all of its prompt."""
         mine = copy(self)

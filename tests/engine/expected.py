@@ -3,7 +3,6 @@
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from tests.engine.aims import TRIES, share_of, tries
 from tests.engine.asked import Asked, apportioned
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def prepares(request_id: str) -> bool:
 
 def of_client(request_id: str) -> bool:
     """Whether a request is a client's, and none of the engine's own."""
-    return not (prepares(request_id) or replays(request_id) or tries(request_id))
+    return not (prepares(request_id) or replays(request_id))
 
 
 class Expected:
@@ -45,27 +44,14 @@ class Expected:
         self._setup = setup
         self._clients = clients
         self._known: dict[tuple[Any, ...], int] = {}
-        self.kept: dict[str, str] = {}
-        """What requests with a target came to; nothing for one that waits for trials."""
-        self.waits: dict[str, int] = {}
-        """Those that wait."""
-        self.stands: dict[str, str] = {}
-        """What those stand on that went down."""
         self.prefill_ends: dict[str, int] = {}
         """Tokens that each request had when it was admitted last: its prompt, or all to replay."""
 
     def asked(self, request: Any) -> Asked:
         """What the request, or the client that it prepares a context for, asked for."""
-        client, prepared, _ = request.request_id.partition(TRIES)[0].partition(PREPARES)
+        client, prepared, _ = request.request_id.partition(PREPARES)
         setup = self._setup
         asked = Asked(self._clients[client], setup.policy, setup.when, setup.prefill_interval)
-        if tries(request.request_id):
-            return asked.tried(share_of(request.request_id))
-        kept = "100%" if client in self.waits else self.kept.get(client, "")
-        if not prepared and (now := self.stands.get(client, kept)) != kept:
-            return asked.lowered(kept, now)
-        if not prepared and kept not in ("", "short"):
-            return asked.chosen(kept)
         return asked.prepared(request) if prepared else asked
 
     def _budget(self, group: int, asked: Asked) -> Any:
@@ -95,10 +81,6 @@ class Expected:
         )
         lengths = [first, n] if isinstance(budget, str) else [first]
         return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
-
-    def kept_blocks(self, budget: int | str, length: int, group: int, policy: str) -> int:
-        """Blocks of a budget at a length, in a group, under a policy."""
-        return self._blocks_of(budget, length, group, policy)
 
     def _blocks_of(self, *asked: Any) -> int:
         """Blocks of a budget at a length, in a group, under a policy; exact fractions are slow."""

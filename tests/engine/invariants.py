@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from tests.engine.aims import Aims, tries
 from tests.engine.announced import Announced
 from tests.engine.asked import Asked
 from tests.engine.expected import PREPARES, Expected, of_client, prepares, replays
@@ -41,15 +40,11 @@ class Invariants:
         self._saved: dict[str, dict[int, tuple[Any, ...]]] = {}
         self.announced = Announced(self.pool)
         self.put_off = PutOff(setup, scheduler)
-        self.aims = Aims(setup, scheduler, worker, self.expected)
-        self.expected.kept, self.expected.waits = self.aims.kept, self.aims.waiting
-        self.expected.stands = self.aims.stands
 
     def scheduled(self, output: Any) -> None:
         """Note the lives of a step that was just scheduled, and look at its plan."""
         self.published.scheduled += 1
         self._clients |= {r: q for r, q in self.scheduler.requests.items() if of_client(r)}
-        self.aims.follow()
         self._expect_preparations()
         self.tally.preemptions += len(output.preempted_req_ids or ())
         admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -169,8 +164,6 @@ class Invariants:
             still_due = entry.due_groups(end)
             asked = self.expected.asked(request)
             self._expect_chunk(request, asked, end - output.num_scheduled_tokens[request_id], end)
-            if (waits := self.aims.waiting.get(request_id)) is not None:
-                assert end <= waits, f"{request_id} has no budget, and computes its window"
             if asked.policy == "none":
                 assert request_id not in evicted and request_id not in plan.rings
                 self.tally.switched_off += 1
@@ -184,9 +177,6 @@ class Invariants:
                 assert evicted[request_id].protect_first == asked.protect_first
                 self.tally.at_point += end == asked.at and end < request.num_prompt_tokens
                 self.tally.inside += asked.prefill_interval > 0 and end < entry.prefill_end
-                if request_id in self.aims.changed:
-                    self.aims.changed.remove(request_id)
-                    self._lives[request_id].stores.clear()
                 for part in evicted[request_id].groups:
                     if part.published:
                         made_of = self.expected.made_of(request, end)
@@ -255,8 +245,7 @@ class Invariants:
         """Whether evictions of a request run at a loss, too."""
         request = self.scheduler.requests[request_id]
         again = self.expected.asked(request).prefill_interval and request.num_preemptions
-        others = prepares(request_id) or tries(request_id)
-        return self.setup.shared == "evict" or others or bool(again)
+        return self.setup.shared == "evict" or prepares(request_id) or bool(again)
 
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""
@@ -293,9 +282,6 @@ class Invariants:
 
     def check(self) -> None:
         """All that must hold between any two moves."""
-        self._clients |= {r: q for r, q in self.scheduler.requests.items() if of_client(r)}
-        self.aims.follow()
-        self.aims.check()
         references = Counter(block.block_id for block in self.held)
         for _, blocks in self.scheduler.deferred_frees:
             references.update(block.block_id for block in blocks)
@@ -379,7 +365,6 @@ class Invariants:
     def check_idle(self) -> None:
         """Nothing is left of anyone."""
         self.check()
-        self.aims.check_idle()
         assert self.pool.get_num_free_blocks() == self.setup.blocks - 1
         assert not self.scheduler._table.states and not self._replays()
         if self.scheduler._turns.slots is not None:

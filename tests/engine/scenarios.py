@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
-from tests.engine.aims import drawn
 from tests.engine.harness import (
     VOCABULARY,
     Engine,
@@ -145,35 +144,6 @@ def streaming_in(scenario: Scenario) -> Scenario:
     return replace(scenario, setup=setup, events=events)
 
 
-def aiming(scenario: Scenario) -> Scenario:
-    """The same day on a server whose evictions may lose so much, in pools that have more room."""
-    seed, setup = scenario.seed, scenario.setup
-    setup = replace(setup, target=(0.5, 0.2, 0.8)[seed % 3], blocks=setup.blocks * (1 + seed % 3))
-    return replace(scenario, setup=setup)
-
-
-def falling_short(scenario: Scenario) -> Scenario:
-    """The same day on a server with targets that shares blocks, where most want nothing else.
-
-    Answers are long, and blocks fall short again and again while nobody arrives.
-    """
-    seed, setup = scenario.seed, scenario.setup
-    setup = replace(setup, target=(0.4, 0.05, 0.15)[seed % 3], blocks=setup.blocks * (2 + seed % 3))
-    setup = replace(
-        setup, caching=True, sliding_window=None, max_batched=max(64, setup.max_batched)
-    )
-    setup = replace(setup, max_num_seqs=max(4, setup.max_num_seqs))
-    events: list[tuple[Any, ...]] = []
-    for number, event in enumerate(scenario.events, seed):
-        if event[0] == "add":
-            wish = event[-1] if number % 4 == 0 else None
-            event = (*event[:3], 100 + event[3], event[4], wish)
-        events.append(event)
-        if number % 4 == 0:
-            events += [("steps", 20), ("squeeze", number % 9, 20)]
-    return replace(scenario, setup=setup, events=events)
-
-
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
     """Play a scenario to its end; adds what happened to ``totals``."""
     day = Day(scenario)
@@ -191,7 +161,6 @@ class Day:
     def __init__(self, scenario: Scenario) -> None:
         self.setup = scenario.setup
         self.engine = Engine(scenario.setup, seed=scenario.seed)
-        self.engine.worker.loses = drawn
         self.rng = random.Random(scenario.seed)
         self.shared = [self._tokens(300) for _ in range(2)]
         self.asked = [
@@ -219,8 +188,6 @@ class Day:
         max_tokens = min(max_tokens, self.setup.max_model_len - len(prompt))
         if wish is not None:
             asked = wish.asked(self.setup, len(prompt))
-        if self.setup.targets is not None and self.rng.random() < 0.3:
-            asked = self._aimed(asked, len(prompt))
         if self.setup.prefill_interval and not self._fits(asked, len(prompt), max_tokens):
             self.refused += 1
             return
@@ -232,16 +199,6 @@ class Day:
         rules = list(self.engine.scheduler._table.rules.values())
         parse_options(config, asked, request.num_prompt_tokens, rules)
         self.wishes += asked is not None
-
-    def _aimed(self, asked: dict[str, Any] | None, length: int) -> dict[str, Any] | None:
-        """A request's settings with a target of its own, where it may have one."""
-        mine = (asked or {}) | {"kv_eviction_target": self.rng.choice([0, 0.03, 0.3, "0.6", 2])}
-        config = self.engine.scheduler._table.config
-        try:
-            parse_options(config, mine, length, list(self.engine.scheduler._table.rules.values()))
-        except ValueError:
-            return asked
-        return mine
 
     def _fits(self, asked: dict[str, Any] | None, length: int, max_tokens: int) -> bool:
         """Whether the front door lets a request in."""
@@ -391,7 +348,6 @@ class Day:
             "taken_in_use": tally.taken_in_use,
             "taken_again": tally.taken_again,
             "went_ahead": tally.went_ahead,
-            **{f"kept_{kept}": count for kept, count in self.engine.invariants.aims.tally.items()},
             "offload_loads": offload.loads if offload else 0,
             "offload_waits": offload.waited if offload else 0,
             **counters.as_dict(),

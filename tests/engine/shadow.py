@@ -90,10 +90,6 @@ class ShadowWorker:
         self.left: dict[str, tuple[Row, dict[int, int]]] = {}
         """By replay: what the request that it replays had, and was heard of it, at its eviction."""
         self.compared = 0
-        self.loses: Callable[[str, list[int]], float] = lambda request_id, tokens: 0.0
-        """Nats that an eviction loses, by request and the tokens before it."""
-        self.audits: list[tuple[str, str, float, float, float]] = []
-        """What the last step measured."""
         self.offload: ShadowOffload | None = None
         if setup.offloads:
             self.offload = ShadowOffload(self.memory, setup.chunk, setup.blocks)
@@ -102,7 +98,6 @@ class ShadowWorker:
 
     def execute(self, output: Any) -> dict[str, list[int]]:
         """Run a step; returns the sampled tokens by request id."""
-        self.audits = []
         self._follow(output)
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
         if self.offload is not None and plan.settle_first:
@@ -235,8 +230,6 @@ class ShadowWorker:
             for position in range(replay.start, replay.end):
                 assert kept.get(position % window) == row.content[position], "was not replayed"
             self.compared += 1
-            nats = self.loses(replay.of, of.tokens[: replay.end])
-            self.audits.append((replay.of, replay.policy, replay.kept, nats, 1.0))
 
     def _save(self, copy: StoreCopy) -> None:
         assert copy.keep

@@ -12,7 +12,6 @@ FLOORS = (
     {"__main__"},
     {"calibrate", "plan"},
     {"sizing", "inspect", "ray_serve"},
-    {"target"},
     {"audit"},
     {"offload"},
     {"worker", "tiers"},

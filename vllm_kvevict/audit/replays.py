@@ -6,7 +6,6 @@ from hashlib import sha256
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.audit.replayed import Replayed
@@ -18,8 +17,7 @@ from vllm_kvevict.schedule.step_plan import Eviction, Heard, Replay, StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 
 MOST = 8
-"""Replays that wait or run at once, beside as many of trials: each holds a store, and hidden states
-on every rank."""
+"""Replays that wait or run at once: each holds a store, and hidden states on every rank."""
 
 MOST_HEARD = 32
 """Requests whose hidden states are kept at once: 16 MiB where w is 32 and a state has 8,192 numbers
@@ -78,15 +76,12 @@ class Replays:
         self._made = 0
 
     def draw(self, state: RequestState) -> None:
-        """Choose whether the evictions of a request that arrives are looked at, by its id.
-
-        Those of a trial always are.
-        """
+        """Choose whether the evictions of a request that arrives are looked at, by its id."""
         request = state.request
-        if not state.evicts or state.given is not None or not replayable(state):
+        if not state.evicts or state.given is not None or not _replayable(state):
             return
         number = int.from_bytes(sha256(request.request_id.encode()).digest()[:8], "big")
-        if state.trial or number < self._share * 2**64:
+        if number < self._share * 2**64:
             state.audited = True
             self._drawn[state.request_id] = state
 
@@ -106,7 +101,6 @@ class Replays:
                 # The workers forget what they have of a request that is preempted.
                 self._heard.pop(request_id, None)
             full = len(self._heard) >= MOST_HEARD and request_id not in self._heard
-            full = full and not state.trial
             if num_tokens is None or full or not state.holds_blocks:
                 continue
             start = state.request.num_computed_tokens
@@ -138,19 +132,15 @@ class Replays:
                 plan.heard[request_id] = Heard(at, max(at, start), at + num_tokens)
                 if at + num_tokens >= replay.end:
                     plan.compared.append(replay)
-                    if waiting.of.trial:
-                        self._counters.tokens_tried += replay.end - start
-                    else:
-                        self._counters.tokens_audited += replay.end - start
+                    self._counters.tokens_audited += replay.end - start
 
     def _ask(self, plan: StepPlan, state: RequestState, eviction: Eviction) -> None:
         end, tails = eviction.num_tokens, [t.tail_start for t in state.timelines.values()]
         start = max(end - self._core.table.window, *tails)
         since, until = self._heard.get(state.request_id, (end, 0))
         unheard = until != end or since > start
-        under_way = sum(one.of.trial == state.trial for one in self._waiting.values())
-        if unheard or under_way >= MOST or state.replayed or self._soon(state, end):
-            self._counters.audits_dropped += not state.trial
+        if unheard or len(self._waiting) >= MOST or state.replayed or self._soon(state, end):
+            self._counters.audits_dropped += 1
             return
         self._made += 1
         share = kept_share(state.timelines, self._layers, end)
@@ -207,8 +197,12 @@ class Replays:
             when="always", prefill_interval=0,
         )  # fmt: skip
         self._core.table.add(request, options).given = waiting.store
-        # Others wait for a whole prompt's blocks; it needs a few, and holds a store.
-        add_first(self._scheduler, request)
+        self._scheduler.add_request(request)
+        queue = self._scheduler.waiting
+        if request in queue:
+            # Others wait for a whole prompt's blocks; it needs a few, and holds a store.
+            queue.remove_request(request)
+            queue.prepend_request(request)
         waiting.ready = True
 
     def _room(self, waiting: Waiting) -> bool:
@@ -239,15 +233,6 @@ class Replays:
                 late = waiting.asked > PATIENCE or waiting.alone > 1
                 if preempted or late or self._in_the_way(waiting) or not self._room(waiting):
                     self._give_up(waiting)
-
-    def under_way(self, name: str) -> bool:
-        """Whether a replay is not over."""
-        return name in self._waiting
-
-    def stop(self, name: str) -> None:
-        """End a replay; nothing is compared."""
-        if name in self._waiting:
-            self._give_up(self._waiting[name])
 
     def reset(self) -> None:
         """Hold nothing: vLLM forgets the prefix cache only where no block is in use."""
@@ -301,7 +286,7 @@ class Replays:
         elif not waiting.ready:
             self._dropped.append(request_id)
         self._forget(waiting)
-        self._counters.audits_dropped += not waiting.of.trial
+        self._counters.audits_dropped += 1
 
     def _forget(self, waiting: Waiting) -> None:
         self._release(waiting)
@@ -309,22 +294,12 @@ class Replays:
         del self._waiting[waiting.replay.request_id]
 
 
-def add_first(scheduler: Scheduler, request: Request) -> None:
-    """Add a request before all that wait."""
-    scheduler.add_request(request)
-    queue = scheduler.waiting
-    if request in queue:
-        queue.remove_request(request)
-        queue.prepend_request(request)
-
-
-def replayable(state: RequestState) -> bool:
+def _replayable(state: RequestState) -> bool:
     """Whether a request's last tokens can be computed again: words, without weights beside them."""
-    return words_alone(state.request) and not state.needs.weighs
-
-
-def words_alone(request: Request) -> bool:
-    """Whether a prompt is nothing but tokens of the model itself."""
+    request = state.request
     return (
-        not request.mm_features and request.prompt_embeds is None and request.lora_request is None
+        not request.mm_features
+        and request.prompt_embeds is None
+        and request.lora_request is None
+        and not state.needs.weighs
     )

@@ -26,13 +26,12 @@ class AuditedMixin(OffloadMixin):
         stores = super()._make_stores(core, enabled, config)
         groups = self.kv_cache_config.kv_cache_groups
         if not stores.enabled:
-            flag = "--kv-eviction-audit" if config.audits else "--kv-eviction-target"
             raise ValueError(
-                f"KV eviction: {flag} replays tokens over blocks that requests share, and this "
-                "server shares none: it needs prefix caching, layers that all evict, and no draft "
-                "model."
+                "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share, "
+                "and this server shares none: it needs prefix caching, layers that all evict, and "
+                "no draft model."
             )
-        if config.audits and not self.log_stats:
+        if not self.log_stats:
             raise ValueError(
                 "KV eviction: --kv-eviction-audit reports through vLLM's statistics; remove "
                 "--disable-log-stats or it."

@@ -136,7 +136,7 @@ def probed(
         "vllm": vllm.__version__,
         "vllm_kvevict": __version__,
     }
-    profile = _profile(mine, config, made, found.shares, quality=found.quality, audits=found.audits)
+    profile = _profile(mine, config, made, found.shares, quality=found.quality)
     return profile, found.weights
 
 

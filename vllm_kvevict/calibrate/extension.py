@@ -226,15 +226,13 @@ class CalibratingWorker:
 
     @torch.inference_mode()
     def kvevict_later(
-        self, text: Sequence[int], answer: int, trials: Sequence[Any], again: int
+        self, text: Sequence[int], answer: int, trials: Sequence[Any]
     ) -> torch.Tensor | None:
         """KL divergences of an answer behind contexts with less in them.
 
         Args:
             text: Tokens behind the context, the answer at their end.
             answer: Tokens of the answer.
-            again: Last tokens of the context with which the text begins: computed once more, as an
-                audit does.
             trials: Each the tokens that every head of every layer keeps beside the last ones, by
                 the scores of :meth:`kvevict_score`: nested lists, of the heads of all ranks.
 
@@ -254,14 +252,9 @@ class CalibratingWorker:
             if int(counts[:, index].min()) < length:
                 kept = rank[index] < counts[:, index].to(rank.device)[..., None]
                 keep[name] = torch.nn.functional.pad(kept, (0, self._kvevict_recent), value=True)
-        start, whole = rank.shape[-1] + self._kvevict_recent - again, layers.context
-        try:
-            layers.context = {name: held.first(start) for name, held in whole.items()}
-            keep = {name: kept[..., :start] for name, kept in keep.items()}
-            with layers.doing(Pass(rows=len(trials) + 1, keep=keep)):
-                hidden = self._kvevict_run(text, start, len(counts))
-        finally:
-            layers.context = whole
+        start = rank.shape[-1] + self._kvevict_recent
+        with layers.doing(Pass(rows=len(trials) + 1, keep=keep)):
+            hidden = self._kvevict_run(text, start, len(counts))
         rows = hidden.unflatten(0, (len(counts), -1))[:, -answer - 1 : -1]
         logits = self.model_runner.get_model().compute_logits(rows.flatten(0, 1))
         if logits is None:

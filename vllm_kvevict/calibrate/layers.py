@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,6 @@ class Context:
     keys: torch.Tensor
     values: torch.Tensor
     queries: torch.Tensor
-
-    def first(self, tokens: int) -> "Context":
-        """A context of no more than the first ``tokens`` of them."""
-        return replace(self, keys=self.keys[:, :tokens], values=self.values[:, :tokens])
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from statistics import fmean, geometric_mean
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,6 @@ BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 STEPS = 128
 """Parts of a context at which it is measured what heads hold."""
 
-LEAST_NATS = 1e-5
-"""Below it a divergence is rounding."""
-
 LEAST = 0.05
 """Share of the mean that a head has at least."""
 
@@ -49,7 +46,6 @@ class Learned:
     shares: torch.Tensor
     each: list[torch.Tensor]
     quality: dict[str, Any]
-    audits: dict[str, dict[str, tuple[float, float]]]
     seconds: dict[str, float]
 
 
@@ -68,7 +64,7 @@ class Model:
     """
 
     def __init__(self, llm: Any, window: int, recent: int, kv_heads: int) -> None:
-        self._llm, self._window, self.recent = llm, window, recent
+        self._llm, self.recent = llm, recent
         self._answers: list[torch.Tensor] = []
         self._follows: list[torch.Tensor] = []
         """What both kinds of texts taught: keys alone, and joined with the window."""
@@ -138,18 +134,10 @@ class Model:
         """[L, H, n - recent] of the context held; the next trials keep tokens by them."""
         return self._whole(self._all("kvevict_score", joined))
 
-    def lost(
-        self, text: Sequence[int], answer: int, trials: Sequence[Any], again: int = 0
-    ) -> torch.Tensor:
+    def lost(self, text: Sequence[int], answer: int, trials: Sequence[Any]) -> torch.Tensor:
         """[len(trials)] KL divergences of an answer, as the worker's method has it."""
-        ranks = self._all("kvevict_later", text, answer, trials, again)
+        ranks = self._all("kvevict_later", text, answer, trials)
         return next(found for found in ranks if found is not None)
-
-    def audited(self, context: Sequence[int], trials: Sequence[Any]) -> torch.Tensor:
-        """[len(trials)] KL divergences that audits of the context held would find."""
-        again = min(self._window, len(context) - 1)
-        # The token behind the last one is not looked at.
-        return self.lost([*context[-again:], context[-1]], again, trials, again)
 
 
 def _without_age(probe: torch.Tensor, size: int) -> np.ndarray:
@@ -222,16 +210,9 @@ def shares_of(
 
 def quality_of(
     model: Model, shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
-) -> tuple[dict[str, Any], dict[str, dict[str, tuple[float, float]]]]:
-    """What held-out answers lose: without the window and joined with it.
-
-    Returns:
-        KL divergences by budget, and beside them what an audit of their contexts says. That is a
-        geometric mean: audits of one kind differ by factors.
-
-    """
+) -> dict[str, Any]:
+    """KL divergences of held-out answers by budget: without the window and joined with it."""
     found: dict[str, dict[float, list[float]]] = {}
-    audits: dict[str, dict[float, list[float]]] = {}
     for lesson in progress(lessons, "quality"):
         model.hold(lesson.context)
         length = len(lesson.context)
@@ -241,27 +222,14 @@ def quality_of(
             trials = [counts_of(shares, share, length, model.recent) for share in budgets]
             for name, joined in (("keys", False), ("joined", True)):
                 model.scores(joined)
-                said = model.audited(lesson.context, trials)
-                for share, kl in zip(budgets, said.tolist(), strict=True):
-                    audits.setdefault(name, {}).setdefault(share, []).append(max(kl, LEAST_NATS))
                 for later in lesson.later:
                     lost = model.lost(later.ids, later.answer, trials)
                     for share, kl in zip(budgets, lost.tolist(), strict=True):
                         found.setdefault(name, {}).setdefault(share, []).append(kl)
-    quality = {
+    return {
         name: {f"{share:.2%}": round(fmean(kls), 4) for share, kls in rows.items()}
         for name, rows in found.items()
     } | {"answers": sum(len(lesson.later) for lesson in lessons)}
-    return quality, {
-        name: {
-            f"{100 * share:g}%": (
-                round(geometric_mean(said), 6),
-                round(max(fmean(found[name][share]), LEAST_NATS), 6),
-            )
-            for share, said in rows.items()
-        }
-        for name, rows in audits.items()
-    }
 
 
 def learned(
@@ -293,9 +261,9 @@ def learned(
     lap("probes")
     shares, each = shares_of(model, config, lessons[:answers], progress)
     lap("shares")
-    quality, audits = quality_of(model, shares, held_out, progress)
+    quality = quality_of(model, shares, held_out, progress)
     lap("quality")
-    return Learned(weights, shares, each, quality, audits, seconds)
+    return Learned(weights, shares, each, quality, seconds)
 
 
 def extended(engine_args: Any) -> Any:

@@ -1,7 +1,7 @@
 """What admissions leave free, and whom eviction under pressure takes when free blocks run short."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, islice
 from operator import itemgetter
 
@@ -142,8 +142,6 @@ class Memory:
         self.watermarks = Watermarks(pool, config.options.low_mark, config.options.high_mark)
         self.lead = SLACK + (self._table.window if turns.slots is not None else 0)
         """Steps until an eviction that begins now has given blocks back."""
-        self.may_lower: Callable[[], bool] = lambda: False
-        """Whether a running request may evict to a smaller budget."""
         self._evictions = 0
 
     def begin_step(self) -> None:
@@ -153,7 +151,7 @@ class Memory:
         free is taken by an admission before the eviction is planned again.
         """
         marks = self.watermarks
-        marks.reserve = self.reserve() if self._table.on_demand or self.may_lower() else 0
+        marks.reserve = self.reserve() if self._table.on_demand else 0
         planned = max(self.watermark, marks.reserve, self.forecast.peak())
         self._cache.watermark_blocks = planned + self._planner.short
 

@@ -154,11 +154,10 @@ class StepPlanner:
         if store is not None and state.context is None:
             state.compute_over(store)
         self._left -= not in_prefill
-        if self._reporter is not None and not state.trial:
+        if self._reporter is not None:
             self._reporter.evicted(state.options.policy, in_prefill)
         sizes = [self._core.managers[one.group_id].block_size for one in evictions]
-        if not state.trial:
-            self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
+        self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         inside = state.context is not None or end + 1 < state.request.num_prompt_tokens
         policy, first = state.options.policy, state.options.protect_first
         share = max(timeline.share(end) for timeline in state.timelines.values())

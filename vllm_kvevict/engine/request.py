@@ -108,10 +108,6 @@ class RequestState:
     """What a replay, a request of the engine's own, begins with; None for all others."""
     audited: bool = False
     """Whether its evictions are replayed, so that the queries before them must be computed."""
-    trial: bool = False
-    """Whether it tries a budget for another request: no client's, and in no count of theirs."""
-    most_cached: int = sys.maxsize
-    """Most tokens that a prefix-cache hit may cover before its budget is chosen."""
     replayed: frozenset[int] = frozenset()
     """Block ids that a replay of its last eviction holds."""
     store: "PublishedStore | None" = None
@@ -345,7 +341,7 @@ class RequestState:
             for t in self.timelines.values()
             if (t.stops and t.point is not None) or self.needs.window != "none" or self.audited
         ]
-        return min([self.request.num_tokens, self.most_cached, *caps])
+        return min([self.request.num_tokens, *caps])
 
     @property
     def reuse_cap(self) -> int:

@@ -18,7 +18,6 @@ from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
 from vllm_kvevict.settings.names import AUTO, KEY
-from vllm_kvevict.settings.own_target import check_target
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,8 +43,6 @@ OURS = {
     ("offload", True): "vllm_kvevict.offload.scheduler.OffloadingAsyncScheduler",
     ("audit", False): "vllm_kvevict.audit.scheduler.AuditedScheduler",
     ("audit", True): "vllm_kvevict.audit.scheduler.AuditedAsyncScheduler",
-    ("target", False): "vllm_kvevict.target.scheduler.TargetScheduler",
-    ("target", True): "vllm_kvevict.target.scheduler.TargetAsyncScheduler",
 }
 
 
@@ -83,9 +80,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             f"requests share through the prefix cache{without_prefix_cache(vllm_config)} these."
         )
     check_audit(vllm_config, config)
-    check_target(config)
     optional = dict(
-        target=config.target is not None,
         audit=config.audits,
         offload=serve_offload(vllm_config),
         tiers=config.has_tiers,
@@ -120,24 +115,23 @@ def check_statistics(config: EvictionConfig, disabled: bool) -> None:
 
 
 def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
-    """Refuse audits and targets where they could not run.
+    """Refuse audits where they could not run.
 
     Raises:
         ValueError: In one sentence, why.
 
     """
-    if not config.replays:
+    if not config.audits:
         return
-    flag = "--kv-eviction-audit" if config.audits else "--kv-eviction-target"
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
-            f"KV eviction: {flag} replays tokens over blocks that requests share through the "
-            f"prefix cache{without_prefix_cache(vllm_config)} it."
+            "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share "
+            f"through the prefix cache{without_prefix_cache(vllm_config)} it."
         )
     if vllm_config.lora_config is not None:
         raise ValueError(
-            f"KV eviction: {flag} compares logits of a step of its own, which adapters do not "
-            "know; remove --enable-lora or it."
+            "KV eviction: --kv-eviction-audit compares logits of a step of its own, which adapters "
+            "do not know; remove --enable-lora or it."
         )
 
 

@@ -19,7 +19,6 @@ from vllm_kvevict.settings.handover import shares_prompt
 from vllm_kvevict.settings.limits import check_limits
 from vllm_kvevict.settings.memory import evictable_stages
 from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.own_target import TARGET
 from vllm_kvevict.settings.requests import AT, PREFILL_INTERVAL, RequestOptions, asks, parse_options
 
 if TYPE_CHECKING:
@@ -109,21 +108,6 @@ def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
         check_request(vllm_config, params, tokens, embeds)
 
 
-def check_words(request: Any) -> None:
-    """Refuse a target of its own for a prompt that no trial can compute from its tokens.
-
-    Raises:
-        ValueError: The prompt has images, sounds or embeddings.
-
-    """
-    params = request.sampling_params
-    asked = params is not None and TARGET in (params.extra_args or {})
-    if asked and (request.mm_features or request.prompt_embeds is not None):
-        raise ValueError(
-            f"KV eviction: {TARGET} needs a prompt of text alone, which trials can compute again"
-        )
-
-
 def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
     """Refuse settings for a session of streaming input, whose prompt has no end to evict at.
 
@@ -189,8 +173,6 @@ def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             refuse_session(self.vllm_config, request.sampling_params)
         given = request.prompt_token_ids, request.prompt_embeds
         options = check_request(self.vllm_config, request.sampling_params, *given)
-        if options is not None and options.target is not None:
-            check_words(request)
         if options is not None and options.prepare is not None:
             fill_in_tokens(self, request)
             if isinstance(options.prepare, str):

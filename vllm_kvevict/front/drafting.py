@@ -80,7 +80,7 @@ UNTRIED: tuple[tuple[str, Callable[["VllmConfig", "EvictionConfig"], Any]], ...]
     ("with --kv-eviction-profile, pyramidkv or ada-pyramid", lambda _, e: e.has_groups),
     ("with h2o, ada-h2o or subgen-stream", _policies),
     ("with --kv-eviction-prefill-interval", lambda _, e: e.prefill_interval),
-    ("with --kv-eviction-audit or --kv-eviction-target", lambda _, e: e.replays),
+    ("with --kv-eviction-audit", lambda _, e: e.audits),
     ("with --kv-eviction-store-memory or --kv-eviction-store-path", lambda _, e: e.has_tiers),
 )
 

@@ -305,40 +305,6 @@ HOOKS = {
             KVCacheConfig.kv_cache_groups KVCacheGroupSpec.layer_names
         """,
     },
-    "target/trials.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.requests Scheduler.waiting Scheduler.add_request(request)
-            Scheduler.finish_requests(request_ids,finished_status)
-        """,
-        "vllm.v1.core.sched.request_queue": """
-            RequestQueue.remove_request(request) RequestQueue.prepend_request(request)
-        """,
-        "vllm.v1.request": """
-            Request.__init__(request_id,prompt_token_ids,sampling_params,pooling_params,
-            client_index,arrival_time,cache_salt,priority,block_hasher) Request._block_hasher
-            Request.num_preemptions RequestStatus.FINISHED_ABORTED
-        """,
-    },
-    "target/choice.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.running Scheduler.waiting Scheduler.defer_block_free
-            Scheduler.max_num_scheduled_tokens Scheduler.num_lookahead_tokens
-        """,
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.watermark_blocks",
-        "vllm.v1.request": "Request.num_tokens_with_spec Request.num_output_placeholders",
-    },
-    "target/ladder.py": {"vllm.v1.request": "Request.block_hashes Request.all_token_ids"},
-    "target/scheduler.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.max_num_active_reqs Scheduler.add_request(request) Scheduler.schedule
-            Scheduler._mamba_block_aligned_split(request,num_new_tokens)
-            Scheduler._get_local_prefix_cache_hit(request) Scheduler._free_request(request)
-            Scheduler.update_from_output(scheduler_output,model_runner_output)
-            Scheduler.reset_prefix_cache
-        """,
-        "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
-        "vllm.v1.request": "Request.skip_reading_prefix_cache Request.resumable",
-    },
     "engine/table.py": {
         "vllm.v1.request": """
             Request.num_prompt_tokens Request.max_tokens Request.resumable Request.pooling_params

@@ -4,17 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.settings.target import RUNGS
-
 if TYPE_CHECKING:
     from vllm_kvevict.schedule.step_plan import GroupEviction
-
-
-CHOSEN = {
-    "target_" + kept.rstrip("%").replace(".", "_"): kept for kept in (*RUNGS, "100%", "short")
-}
-"""By field of :class:`Totals`: what a request with a target came to keep; ``short`` where budgets
-could not be tried."""
 
 
 @dataclass(kw_only=True)
@@ -37,10 +28,7 @@ class Totals:
     memory or files, ``*_restored_*`` came back from there, with the tokens that they stand for,
     their bytes on all ranks, and the seconds of reading and copying them; ``files_refused`` were
     not what they must be. ``tokens_audited`` were computed once more by replays, ``audits_dropped``
-    the evictions of drawn requests without one. ``trials`` are requests of the engine's own that
-    tried a budget, ``tokens_tried`` what they and their replays computed; ``target_*`` counts
-    requests with a target by what they came to, ``target_lowered`` the steps down from there for
-    want of blocks.
+    the evictions of drawn requests without one.
     """
 
     evictions_pressure: int = 0
@@ -74,15 +62,6 @@ class Totals:
     seconds_restored_file: float = 0.0
     tokens_audited: int = 0
     audits_dropped: int = 0
-    trials: int = 0
-    tokens_tried: int = 0
-    target_6_25: int = 0
-    target_12_5: int = 0
-    target_25: int = 0
-    target_50: int = 0
-    target_100: int = 0
-    target_short: int = 0
-    target_lowered: int = 0
 
     @property
     def postponed(self) -> int:
@@ -124,11 +103,6 @@ class Counters(Totals):
             self.requests_evicted += 1
         else:
             self.requests_whole += 1
-
-    def targeted(self, kept: str) -> None:
-        """Count a request with a target that came to keep so much: ``12.5%``, or ``short``."""
-        name = next(name for name, one in CHOSEN.items() if one == kept)
-        setattr(self, name, getattr(self, name) + 1)
 
     def restored(self, tokens: int, num_bytes: int, from_file: bool) -> None:
         """Count a store that is brought back, which stands for so many tokens."""

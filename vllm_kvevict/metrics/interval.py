@@ -1,9 +1,7 @@
 """What one engine did between two lines of vLLM's periodic statistics."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm_kvevict.metrics.counters import CHOSEN
 from vllm_kvevict.metrics.report import Report
 
 
@@ -20,8 +18,6 @@ class Interval:
     seconds: float = 0.0
     audits: list[tuple[float, str]] = field(default_factory=list)
     """KL divergence in nats and request of every eviction that was replayed."""
-    chosen: Counter[str] = field(default_factory=Counter)
-    """Requests with a target by what they came to."""
 
     def add(self, report: Report) -> None:
         for counts in report.evictions.values():
@@ -32,11 +28,10 @@ class Interval:
         self.timed += len(report.seconds)
         self.seconds += sum(report.seconds)
         self.audits += [(nats, request_id) for request_id, _, _, nats, _ in report.audits]
-        self.chosen.update({kept: getattr(report, name) for name, kept in CHOSEN.items()})
         self.saved = report.blocks_saved
 
     def __bool__(self) -> bool:
-        return bool(any(self.evictions) or self.postponed or self.audits or self.chosen.total())
+        return bool(any(self.evictions) or self.postponed or self.audits)
 
     def line(self) -> str:
         """For the log."""
@@ -53,7 +48,4 @@ class Interval:
             worst, request_id = max(self.audits)
             text += f", {len(self.audits)} audited: KL {mean:.3f} nats, at most {worst:.3f} in "
             text += request_id
-        if self.chosen.total():
-            kept = ", ".join(f"{count} at {one}" for one, count in self.chosen.items() if count)
-            text += f", by target: {kept}"
         return text

@@ -10,8 +10,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
 import vllm_kvevict
-from vllm_kvevict.metrics.audited import NATS, AuditMetrics
-from vllm_kvevict.metrics.counters import CHOSEN
+from vllm_kvevict.metrics.audited import AuditMetrics
 from vllm_kvevict.metrics.report import Report
 from vllm_kvevict.settings.config import EvictionConfig
 
@@ -88,12 +87,6 @@ COUNTERS = {
         "dropped_audits",
         "Evictions of audited requests that were not replayed, because others came first.",
     ),
-    "trials": ("trials", "Budgets that the engine tried for requests with a target."),
-    "tokens_tried": (
-        "tried_tokens",
-        "Tokens computed to try budgets, and to see what they lose; in no request's usage.",
-    ),
-    "target_lowered": ("lowered_targets", "Steps to a smaller budget, because memory was short."),
     "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
     "requests_evicted": ("evicted_requests", "Requests that ended and were evicted before."),
 }
@@ -172,19 +165,7 @@ class EvictionMetrics:
         for name, (metric, text) in RESTORED.items():
             counter = self._make("counter", metric, text, "tier")
             self._restored |= {f"{name}_{tier}": children(counter, tier) for tier in TIERS}
-        chosen = self._make(
-            "counter",
-            "target_rungs",
-            "Requests with a target by the budget that they came to; short: none could be tried.",
-            "kept",
-        )
-        self._chosen = {name: children(chosen, kept) for name, kept in CHOSEN.items()}
         histograms = {
-            "target_nats": (
-                "target_kl_nats",
-                "KL divergence that answers are taken to lose by the budget that was chosen.",
-                NATS,
-            ),
             "seconds": ("eviction_seconds", "Seconds of one eviction on a worker.", SECONDS),
             "kept_share": (
                 "request_kept_share",
@@ -249,7 +230,7 @@ class EvictionMetrics:
             for reason, count in zip(REASONS, counts, strict=True):
                 if count:
                     self._evictions[policy, reason][engine].inc(count)
-        for name, counter in (self._counters | self._restored | self._chosen).items():
+        for name, counter in (self._counters | self._restored).items():
             if count := getattr(report, name):
                 counter[engine].inc(count)
         for cause, waited in self._postponed.items():

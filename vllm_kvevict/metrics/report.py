@@ -35,7 +35,7 @@ class Report(Totals):
     ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS`
     are growth since the last report. ``kept_share`` has one value per finished request,
     ``seconds`` one per eviction, ``head_spread`` one per sampled eviction, ``audits`` one per
-    eviction that was replayed, ``target_nats`` one per budget that a target chose.
+    eviction that was replayed.
     ``blocks_saved``, in blocks, and ``idle_stores`` are the state now, as is ``store_bytes`` of
     host memory; so are the marks of free blocks, and whether eviction under pressure runs.
     """
@@ -45,7 +45,6 @@ class Report(Totals):
     seconds: list[float] = field(default_factory=list)
     head_spread: list[float] = field(default_factory=list)
     audits: list[Audited] = field(default_factory=list)
-    target_nats: list[float] = field(default_factory=list)
     blocks_saved: int = 0
     idle_stores: int = 0
     store_bytes: int = 0
@@ -81,11 +80,6 @@ class Reporter:
     def kept(self, share: float) -> None:
         """Note what share of its tokens a finished request kept."""
         self._next.kept_share.append(share)
-        self._news = True
-
-    def chosen(self, nats: float) -> None:
-        """Note what a budget loses that a request with a target came to."""
-        self._next.target_nats.append(nats)
         self._news = True
 
     def measured(

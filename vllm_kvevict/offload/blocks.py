@@ -1,6 +1,5 @@
 """What of an evicting request vLLM's offload may store and load, and what must be copied first."""
 
-import sys
 from collections.abc import Iterable
 from math import lcm
 from typing import TYPE_CHECKING
@@ -49,7 +48,7 @@ class OffloadedBlocks:
         if self.paused:
             return 0
         state = self._table.states.get(request.request_id)
-        if state is None or not (state.evicts or state.most_cached < sys.maxsize):
+        if state is None or not state.evicts:
             return None
         if state.reuse is not None:
             return 0

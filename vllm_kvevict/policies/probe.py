@@ -81,4 +81,4 @@ def build(config: EvictionConfig) -> Scorer:
         return KeyProbe()
     fit = config.options.fit_values
     # An audit replays the very tokens to whose queries values would be fitted.
-    return Probe(fit="off" if fit == "auto" and config.replays else fit)
+    return Probe(fit="off" if fit == "auto" and config.audits else fit)

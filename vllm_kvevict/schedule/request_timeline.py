@@ -5,7 +5,6 @@ Units as in :mod:`~vllm_kvevict.schedule.timeline`.
 
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 
@@ -122,8 +121,7 @@ class RequestTimeline:
     def gain(self, n: int) -> int:
         """Blocks that an eviction at ``n`` gives back, less those that it takes."""
         tail = (self.timeline.tail_start(n) - self.tail_start) // self.timeline.block_size
-        # Not of a store alone, which a smaller budget would make smaller.
-        return tail + self.store_blocks - self.wanted(n) if tail > 0 else 0
+        return tail + self.store_blocks - self.wanted(n)
 
     def _first(self, start: int, pause: int, gain: int = 1) -> int | None:
         """A length from ``start`` on at which an eviction gains so many blocks; None for never.
@@ -144,7 +142,7 @@ class RequestTimeline:
         """Where a request that is called would evict; None where that gives back nothing.
 
         At the end of the context or of the prefill if it has not come there, else as soon as its
-        window can be recorded, or when it would evict anyway.
+        window can be recorded.
 
         Args:
             start: First position of the coming step.
@@ -157,20 +155,12 @@ class RequestTimeline:
             due = self.goal
         elif end <= self.prefill_end:
             due = max(due, self.prefill_end)
-        elif self.due is not None:
-            due = min(due, self.due)
-        return self._before_end(due) if self.gain(max(due, end)) > 0 else None
+        return self._before_end(due) if self.gain(due) > 0 else None
 
     def call(self, due: int) -> None:
         """Let a request that evicts on demand do so at ``due``, which :meth:`turn` gave."""
         self.due = due
         self.point = due if due <= self.prefill_end else None
-
-    def under(self, rule: Timeline) -> Self:
-        """The same request where it stands, with a smaller budget: its store may shrink once."""
-        other = replace(self, timeline=rule, not_before=0)
-        other.due, other.point = self.due, self.point
-        return other
 
     @property
     def waits(self) -> bool:

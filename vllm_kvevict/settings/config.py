@@ -40,7 +40,6 @@ from vllm_kvevict.settings.policy_options import PolicyOptions, check_known, rea
 from vllm_kvevict.settings.profile import Profile, parse
 from vllm_kvevict.settings.sentences import one_sentence
 from vllm_kvevict.settings.store_tiers import Folder, Size, parse_size
-from vllm_kvevict.settings.target import Target
 
 PYRAMID_GROUPS = 4
 
@@ -158,13 +157,6 @@ class EvictionConfig(BaseModel):
         description=(
             "Share of the requests, such as 1%, whose evictions are measured: their last tokens "
             "are computed once more over what is left, and compared."
-        ),
-    )
-    target: Target = Field(
-        default=None,
-        description=(
-            "Most that a prompt's answer may lose, such as 0.03 nats of KL divergence: of 6.25, "
-            "12.5, 25 and 50%, the smallest that keeps to it becomes the budget of the request."
         ),
     )
     options: PolicyOptions = Field(
@@ -301,11 +293,6 @@ class EvictionConfig(BaseModel):
     def audits(self) -> bool:
         """Whether some evictions are replayed."""
         return parse_share(self.audit) > 0
-
-    @property
-    def replays(self) -> bool:
-        """Whether evictions may be replayed: audits of clients' requests, or trials of budgets."""
-        return self.audits or self.target is not None
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -1,16 +1,13 @@
 """The model's profile, as every process has it: shares of the budget, and where probes lie."""
 
 from collections.abc import Sequence
-from math import fsum, inf
-from typing import Annotated, Any, Self
+from math import fsum
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 TOLERANCE = 1e-3
 """What the mean of shares may differ from 1, which rounding in a file makes it do."""
-
-
-Nats = Annotated[float, Field(gt=0, lt=inf)]
 
 
 class ModelIdentity(BaseModel):
@@ -66,9 +63,6 @@ class Profile(BaseModel):
         heads: Share of each KV head of each layer, relative to the mean over the layer; each
             layer's average 1. None where they were not measured.
         quality: What answers of held-out prompts lose, by budget; nothing reads it.
-        audits: By the probe ("keys", or "joined" with the window) and budget: what an audit of such
-            a prompt says, and what its answers lose on average, in nats. Empty where it was not
-            measured.
         probe: Where the probes' weights are; None where none were learned.
 
     """
@@ -82,7 +76,6 @@ class Profile(BaseModel):
     layers: tuple[float, ...]
     heads: tuple[tuple[float, ...], ...] | None = None
     quality: dict[str, Any] = Field(default_factory=dict)
-    audits: dict[str, dict[str, tuple[Nats, Nats]]] = Field(default_factory=dict)
     probe: ProbeFile | None = None
 
     @model_validator(mode="after")

@@ -10,10 +10,10 @@ from vllm_kvevict.settings.budget import budget_share, budget_tokens, parse_budg
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.handover import shares_prompt
 from vllm_kvevict.settings.names import KEY, NONE, keeps_by_layer
-from vllm_kvevict.settings.own_target import BUDGET, TARGET, target_of
 from vllm_kvevict.settings.sentences import shown
 
 POLICY = KEY
+BUDGET = f"{KEY}_budget"
 INTERVAL = f"{KEY}_interval"
 PREFILL_INTERVAL = f"{KEY}_prefill_interval"
 PROTECT = f"{KEY}_protect_first"
@@ -23,8 +23,7 @@ AT_MESSAGE = f"{KEY}_at_message"
 AT_TEXT = f"{KEY}_at_text"
 PREPARE = f"{KEY}_prepare"
 KEYS = (
-    POLICY, BUDGET, TARGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT,
-    PREPARE,
+    POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT, PREPARE,
 )  # fmt: skip
 
 WHENS = ("always", "pressure")
@@ -53,8 +52,6 @@ class RequestOptions:
             clients.
         prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
         recent: Last tokens that its policy never evicts.
-        target: Nats that its answer may lose by its prompt's eviction; None where its budget is
-            given.
 
     """
 
@@ -69,7 +66,6 @@ class RequestOptions:
     context: int | None = None
     prefill_interval: int | None = None
     recent: int | None = None
-    target: float | None = None
 
     @property
     def evicts(self) -> bool:
@@ -143,9 +139,6 @@ def parse_options(
         _check_prepare(config, options, prompt_len)
     elif shares_prompt(extra_args):
         options = _before_last(config, options, prompt_len)
-    prepares, inside = options.prepare is not None, options.prefill_interval
-    target = target_of(config, extra_args, policy, options.when, prepares, inside)
-    options = replace(options, target=target)
     if not options.evicts:
         # Settings that do not go together have no timeline, not even an unused one.
         return replace(options, budget=None, interval=None, prefill_interval=None)

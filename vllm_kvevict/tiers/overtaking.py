@@ -64,7 +64,7 @@ class Overtaking:
             if first.went_ahead:
                 before.append(first)
             first = next(waiting, None)
-        if first is None or first.trial or first.given is not None:
+        if first is None or first.given is not None:
             return
         if not queue[0].num_preemptions:
             self._alone = self._choose(first, before)

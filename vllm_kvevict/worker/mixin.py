@@ -194,7 +194,7 @@ class EvictionWorkerMixin(Worker, ABC):
         )
         self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
         # Only the last pipeline stage has the hidden states that logits are made of.
-        if self.eviction_config.replays and get_pp_group().is_last_rank:
+        if self.eviction_config.audits and get_pp_group().is_last_rank:
             self.kv_eviction.comparison = Comparison(
                 rows,
                 self.eviction_config.window,

@@ -60,7 +60,6 @@ MEANT = {
     "kv_eviction_at_message": (0, -2, 1),
     "kv_eviction_at_text": ("na", "ba"),
     "kv_eviction_prepare": ([7] * 40, "ba na"),
-    "kv_eviction_target": (0.03, 0),
 }
 """Values that have a meaning alone, for pairs that come further than their first key."""
 

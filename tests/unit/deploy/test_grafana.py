@@ -76,8 +76,6 @@ def work(manager: StatLoggerManager) -> None:
         seconds_restored_memory=0.1, seconds_restored_file=0.2,
         store_bytes=4096,
         audits=[("cmpl-1", "ada-snapkv", 0.12, 0.03, 0.94)], tokens_audited=32, audits_dropped=1,
-        target_25=1, target_nats=[0.02], trials=4, tokens_tried=200,
-        target_lowered=1,
     )  # fmt: skip
     stats = SchedulerStats(1, 1, kv_cache_usage=0.5, kv_connector_stats={KEY: vars(report)})
     stats.prefix_cache_stats.requests = stats.prefix_cache_stats.queries = 4

@@ -31,7 +31,6 @@ DEFAULTS = {
     "store_memory": 0,
     "store_path": None,
     "audit": 0,
-    "target": None,
     "options": {},
 }
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -110,32 +109,6 @@ def test_where_audits_cannot_run(build: Any, options: Any, flag: str) -> None:
     build({"policy": "snapkv", "audit": "0%"}, **options)
     with pytest.raises(ValueError, match=f"--kv-eviction-audit .*{flag}"):
         build({"policy": "snapkv", "audit": "1%"}, **options)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("beside", [{}, {"audit": "1%"}, {"store_memory": "1G"}])
-def test_targets_have_a_scheduler_of_their_own(build: Any, beside: Any, asynchronous: bool) -> None:
-    config = build({"policy": "snapkv", "target": 0.03} | beside)
-    config.scheduler_config.async_scheduling = asynchronous
-    _activate(config, config.additional_config["kv_eviction"])
-    kind = config.scheduler_config.get_scheduler_cls()
-    assert kind.__module__ == "vllm_kvevict.target.scheduler"
-    assert ("Async" in kind.__name__) == asynchronous
-
-
-@pytest.mark.parametrize(
-    "options, settings, flag",
-    [
-        (dict(enable_prefix_caching=False), {}, "--no-enable-prefix-caching"),
-        (dict(enable_lora=True), {}, "--enable-lora"),
-        ({}, dict(when="pressure"), "--kv-eviction-when pressure"),
-        ({}, dict(policy="h2o"), "h2o"),
-    ],
-)
-def test_where_targets_cannot_run(build: Any, options: Any, settings: Any, flag: str) -> None:
-    build({"policy": "snapkv", "target": 0.1}, disable_log_stats=True)
-    with pytest.raises(ValueError, match=f"--kv-eviction-target .*{flag}"):
-        build({"policy": "snapkv", "target": 0} | settings, **options)
 
 
 def test_activation_twice(build: Any) -> None:

@@ -116,7 +116,6 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-store-memory": "4G",
         "--kv-eviction-store-path": "/var/stores,max=1T",
         "--kv-eviction-audit": "1%",
-        "--kv-eviction-target": "0.03",
         "--kv-eviction-options": '{"pool": "avg", "pool_kernel": 5, "low_mark": 0.02}',
     }
     expected = {
@@ -134,7 +133,6 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "store_memory": "4G",
         "store_path": "/var/stores,max=1T",
         "audit": "1%",
-        "target": 0.03,
         "options": {"pool": "avg", "pool_kernel": 5, "low_mark": 0.02},
     }
     assert set(expected) == set(EvictionConfig.model_fields)

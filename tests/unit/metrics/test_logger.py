@@ -10,7 +10,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_kvevict.metrics import prometheus
-from vllm_kvevict.metrics.interval import Interval
 from vllm_kvevict.metrics.logger import EvictionStatLogger
 from vllm_kvevict.metrics.prometheus import info
 from vllm_kvevict.metrics.report import KEY, Report
@@ -112,25 +111,6 @@ def test_audits_by_policy_and_share(build):
     (family,) = [f for f in REGISTRY.collect() if f.name == "vllm_kvevict:audit_kl_nats"]
     named = {s.exemplar.labels["request_id"] for s in family.samples if s.exemplar}
     assert named == {"a", "b", "c"}
-
-
-def test_targets_by_what_requests_came_to(build):
-    manager = StatLoggerManager(build(SETTINGS | {"target": 0.03}, served_model_name="served"))
-    counts = dict(target_6_25=1, target_12_5=2, target_50=3, target_100=4, target_short=5)
-    counts |= dict(trials=9, tokens_tried=400, target_lowered=6)
-    send(manager, Report(target_nats=[0.002, 0.025], **counts))
-    for kept, count in (("6.25%", 1), ("12.5%", 2), ("25%", 0), ("50%", 3), ("100%", 4)):
-        assert value("target_rungs_total", kept=kept) == count
-    assert value("target_rungs_total", kept="short") == 5
-    assert value("trials_total") == 9 and value("tried_tokens_total") == 400
-    assert value("lowered_targets_total") == 6
-    assert value("target_kl_nats_count") == 2
-    assert value("target_kl_nats_bucket", le="0.003") == 1
-    interval = Interval()
-    interval.add(Report(target_25=2, target_short=1))
-    interval.add(Report(target_25=1))
-    assert interval and interval.line().endswith(", by target: 3 at 25%, 1 at short")
-    assert not Interval()
 
 
 def test_no_audits_have_no_histograms(build):

@@ -16,7 +16,7 @@ from vllm_kvevict.settings.sentences import flag
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
 FIELDS += ["allow", "max_budget", "shared_blocks", "attention", "store_memory", "store_path"]
-FIELDS += ["audit", "target", "options"]
+FIELDS += ["audit", "options"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -49,7 +49,6 @@ def test_defaults() -> None:
         "store_memory": 0,
         "store_path": None,
         "audit": 0,
-        "target": None,
         "options": {},
     }
     assert parse().options.model_dump() == {

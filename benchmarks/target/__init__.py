@@ -1,1 +1,0 @@
-"""What requests with a target come to, and what their answers lose."""

@@ -1,1 +1,0 @@
-"""The smallest budget of a ladder that loses no more than was asked for."""
