@@ -90,7 +90,7 @@ class Aims:
         """The target of a client's request that has trials; None for all others."""
         given = request.sampling_params.extra_args or {}
         setup = self._setup
-        own = given.keys() & {"kv_eviction_budget", "kv_eviction_prepare"}
+        own = "kv_eviction_budget" in given
         inside = int(given.get("kv_eviction_prefill_interval", 0))
         policy = given.get("kv_eviction", setup.policy)
         pressure = given.get("kv_eviction_when", setup.when) == "pressure"
@@ -127,8 +127,7 @@ class Aims:
         if self._targets is None:
             return
         for request_id, request in self._scheduler.requests.items():
-            mine = not tries(request_id) and "-prepare-" not in request_id
-            if not mine or "-audit-" in request_id or request_id in self.kept:
+            if tries(request_id) or "-audit-" in request_id or request_id in self.kept:
                 continue
             if (target := self.target(request)) is None:
                 assert request_id not in self._targets.pending, "a target where there is none"

@@ -358,7 +358,6 @@ def test_audits_of_clients_are_their_own(setup):
         (300, {"kv_eviction": "h2o"}),
         (300, {"kv_eviction_when": "pressure"}),
         (300, {"kv_eviction_prefill_interval": 64}),
-        (300, {"kv_eviction_at": 100, "kv_eviction_prepare": tokens(12)}),
         (300, {"kv_eviction": "none"}),
     ],
 )

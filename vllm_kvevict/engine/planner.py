@@ -109,11 +109,11 @@ class StepPlanner:
         """Quote those of ``groups`` whose next eviction gives back more blocks than it takes.
 
         The others share too much with other requests, and are put off to their next interval.
-        Where evictions run whatever is shared: all. So do those that others will reuse.
+        Where evictions run whatever is shared: all.
         A replay is over before an eviction that is ``coming``.
         """
         quote = self._core.quote(state, groups, end, after_replay=coming)
-        if self._table.evicts_shared or state.context is not None or state.must_evict:
+        if self._table.evicts_shared or state.trial or state.must_evict:
             return quote
         if quote.unprofitable and self.before_deferring(state):
             quote = self._core.quote(state, groups, end, after_replay=coming)
@@ -151,7 +151,7 @@ class StepPlanner:
         store = self._stores.publish(state, end, evictions)
         for eviction in evictions:
             eviction.published = store is not None
-        if store is not None and state.context is None:
+        if store is not None:
             state.compute_over(store)
         self._left -= not in_prefill
         if self._reporter is not None and not state.trial:
@@ -159,7 +159,7 @@ class StepPlanner:
         sizes = [self._core.managers[one.group_id].block_size for one in evictions]
         if not state.trial:
             self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
-        inside = state.context is not None or end + 1 < state.request.num_prompt_tokens
+        inside = end + 1 < state.request.num_prompt_tokens
         policy, first = state.options.policy, state.options.protect_first
         share = max(timeline.share(end) for timeline in state.timelines.values())
         return Eviction(state.request_id, end, ring, evictions, policy, first, inside, share)

@@ -22,7 +22,6 @@ def target_of(
     extra_args: Mapping[str, Any] | None,
     policy: str,
     when: str,
-    prepares: bool,
     inside: int | None,
 ) -> float | None:
     """The target of a request: its own, or the server's; None where its budget is its own.
@@ -32,7 +31,6 @@ def target_of(
         extra_args: What the request asks for.
         policy: The policy that it has, or none.
         when: When it is evicted.
-        prepares: Whether its context is read by something else first.
         inside: Its own interval between evictions inside the prompt; None for the server's.
 
     Raises:
@@ -40,7 +38,7 @@ def target_of(
 
     """
     extra = extra_args or {}
-    need = _unmet(config, extra, policy, when, prepares)
+    need = _unmet(config, extra, policy, when)
     if need is None and (config.prefill_interval if inside is None else inside):
         need = f"{KEY}_prefill_interval 0"
     if TARGET not in extra:
@@ -62,9 +60,7 @@ def target_of(
     return target
 
 
-def _unmet(
-    config: EvictionConfig, extra: Mapping[str, Any], policy: str, when: str, prepares: bool
-) -> str | None:
+def _unmet(config: EvictionConfig, extra: Mapping[str, Any], policy: str, when: str) -> str | None:
     """What a request lacks for a target; None where it may have one."""
     if config.target is None:
         return "a server with --kv-eviction-target"
@@ -74,8 +70,6 @@ def _unmet(
         return f"another policy than {policy}, whose evictions cannot be tried"
     if when != "always":
         return f"{KEY}_when always"
-    if prepares:
-        return f"a request without {KEY}_prepare, whose context is evicted elsewhere"
     if shares_prompt(extra):
         return "a prompt that this server both computes and answers"
     return None

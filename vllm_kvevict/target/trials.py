@@ -12,7 +12,6 @@ from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.schedule.step_plan import StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
-from vllm_kvevict.settings.requests import PREPARING_ANSWERS
 from vllm_kvevict.target.estimate import Estimate
 from vllm_kvevict.target.ladder import Ladder, Rung
 
@@ -21,6 +20,9 @@ PATIENCE = 64
 
 LATE_S = 1.0
 """Seconds that it may be late beside that: steps without a token take no time."""
+
+ANSWERS = 2
+"""Tokens that a trial answers: the step that ends a request evicts nothing."""
 
 ADMITTED = 4
 """Steps in which a trial must be admitted; it then makes room for those behind it."""
@@ -75,7 +77,7 @@ class Trials:
         for group, manager in self._core.managers.items():
             size = manager.block_size
             store = rung.options.timeline(self._core.table.rules[group]).store_blocks(ladder.end)
-            tail = blocks_for(ladder.end + PREPARING_ANSWERS, size) - ladder.hold // size
+            tail = blocks_for(ladder.end + ANSWERS, size) - ladder.hold // size
             total += store + 2 * (tail + 1)
         return total
 
@@ -112,9 +114,7 @@ class Trials:
         request = Request(
             request_id=f"{of.request_id}-target-{rung.share}-{self._core.counters.trials}",
             prompt_token_ids=list(of.all_token_ids[: ladder.end]),
-            sampling_params=SamplingParams(
-                temperature=0, max_tokens=PREPARING_ANSWERS, ignore_eos=True
-            ),
+            sampling_params=SamplingParams(temperature=0, max_tokens=ANSWERS, ignore_eos=True),
             pooling_params=None,
             client_index=of.client_index,
             arrival_time=of.arrival_time,
@@ -122,9 +122,7 @@ class Trials:
             priority=of.priority,
             block_hasher=of._block_hasher,
         )
-        options = replace(
-            rung.options, at=None, interval=0, prefill_interval=0, context=ladder.end, target=None
-        )
+        options = replace(rung.options, at=None, interval=0, prefill_interval=0, target=None)
         state = self._core.table.add(request, options)
         # Hits of clients are counted.
         state.trial = state.hit_capped = True

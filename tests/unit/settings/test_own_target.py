@@ -51,7 +51,6 @@ def options(asked, length=1000, **server):
         ({"kv_eviction": "subgen-stream"}, None),
         ({"kv_eviction_when": "pressure"}, None),
         ({"kv_eviction_prefill_interval": 128}, None),
-        ({"kv_eviction_at": 500, "kv_eviction_prepare": [1, 2]}, None),
         ({"kv_transfer_params": {"do_remote_decode": True}}, None),
     ],
 )
@@ -69,10 +68,6 @@ def test_who_has_one(asked, target):
         ({"kv_eviction": "subgen-stream"}, "needs another policy than subgen-stream"),
         ({"kv_eviction_when": "pressure"}, "needs kv_eviction_when always"),
         ({"kv_eviction_prefill_interval": 128}, "needs kv_eviction_prefill_interval 0"),
-        (
-            {"kv_eviction_at": 500, "kv_eviction_prepare": [1, 2]},
-            "needs a request without kv_eviction_prepare",
-        ),
         (
             {"kv_transfer_params": {"do_remote_decode": True}},
             "needs a prompt that this server both computes and answers",
