@@ -15,7 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.chat import servers
 from benchmarks.chat.dialogue import Dialogue, Question, make
 from benchmarks.chat.measure import measure, missing
 from benchmarks.chat.report import markdown, plot
@@ -44,10 +43,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=1500, help="of the first turn, about")
     add("--summary-tokens", type=int, default=64, help="of the first answer")
     add("--policy", default="auto")
-    add("--prepared-policy", default="defensive", help="of `prepared`; one with a window")
     add("--budget", default="25%", help="tokens per KV head, or a share")
     add("--profile", default="auto", help="a file, auto, or none")
-    add("--prepare", default=servers.PREPARE, help="text that reads the document in `prepared`")
     add("--store-memory", default="4G", help="host memory for stores, of `tiers`")
     add("--seed", type=int, default=0)
     add("--work", type=Path, default=Path(".cache/chat"), help="folder of logs and stores")
@@ -103,8 +100,7 @@ def main() -> None:
     tokens = longest([*made, warm_up], chat)
     setting = Setting(
         model, tokens, options.memory, max(16, options.at_once), options.policy,
-        options.prepared_policy, options.budget, options.profile, options.prepare,
-        options.store_memory, options.work,
+        options.budget, options.profile, options.store_memory, options.work,
     )  # fmt: skip
     result: dict[str, Any] = {
         "options": {key: str(value) for key, value in vars(options).items()},

@@ -13,7 +13,6 @@ COLUMNS = (
     ("reused", ("stores_reused",)),
     ("restored", ("stores_restored_memory", "stores_restored_file")),
     ("evictions", ("evictions",)),
-    ("tokens prepared", ("tokens_prepared",)),
     (PREEMPTIONS, (PREEMPTIONS,)),
 )
 """Head of a column, and the counters that are added up below it."""

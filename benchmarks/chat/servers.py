@@ -11,14 +11,7 @@ from vllm_kvevict.front.offload import CONNECTOR, OURS
 
 NO_PROFILE = "none"
 
-PREPARE = (
-    "<|im_start|>user\nWhat is the number, the name or the code that the provided text mentions?"
-    "<|im_end|>\n<|im_start|>assistant\nThe number mentioned in the provided text is"
-)
-"""What reads a document first: the text of benchmarks/results/prepared.md, as a turn of its own."""
-
 _EVICT = ("--kv-eviction", "{policy}", "--kv-eviction-budget", "{budget}")
-_PREPARE = ("--kv-eviction", "{prepared_policy}", "--kv-eviction-budget", "{budget}")
 _AT = {"kv_eviction_at_message": 0}
 _FILES = ("--kv-eviction-store-path", "{stores}")
 _FROM_FILES = ("evictions", "stores_restored_file")
@@ -62,10 +55,6 @@ ROWS = {
         "pressure", (*_EVICT, "--kv-eviction-when", "pressure"), {}, ("evictions",)
     ),
     "at": Row("at the document", _EVICT, _AT, ("evictions", "stores_published")),
-    "prepared": Row(
-        "at the document, prepared", _PREPARE, {**_AT, "kv_eviction_prepare": "{prepare}"},
-        ("evictions", "preparations"),
-    ),
     "tiers": Row(
         "tiers", (*_EVICT, "--kv-eviction-store-memory", "{store_memory}"), _AT,
         ("evictions", "stores_restored_memory"),
@@ -93,11 +82,8 @@ class Setting:
         memory: Such chats that the KV cache holds without eviction.
         sequences: Most requests in a batch.
         policy: Of the rows that evict.
-        prepared_policy: Of the row ``prepared``: a policy with a window, which ``probe``, the
-            choice of ``auto``, has not.
         budget: Tokens per KV head, or a share.
         profile: A file, ``auto``, or :data:`NO_PROFILE`.
-        prepare: The text that reads a document first.
         store_memory: Host memory for stores, such as ``4G``.
         work: Folder of the logs.
 
@@ -108,10 +94,8 @@ class Setting:
     memory: int
     sequences: int
     policy: str
-    prepared_policy: str
     budget: str
     profile: str
-    prepare: str
     store_memory: str
     work: Path
 

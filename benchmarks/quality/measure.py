@@ -14,16 +14,12 @@ from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
 from benchmarks.quality.suite import Sample
 
-PREPARED = ", prepared"
-"""Behind the label of a row whose context a text reads before it is evicted."""
-
 
 @dataclass(frozen=True)
 class Plan:
     """What is asked of each sample, and how the server evicts.
 
-    ``labels`` maps a row of the table to the policy it asks for. ``prepare`` is the text of rows
-    that are :data:`PREPARED`.
+    ``labels`` maps a row of the table to the policy it asks for.
     """
 
     labels: dict[str, str]
@@ -32,7 +28,6 @@ class Plan:
     max_tokens: int | None
     window: int
     block_size: int
-    prepare: str | None = None
 
     def cells(self) -> list[Cell]:
         return [
@@ -40,7 +35,6 @@ class Plan:
             for scenario in self.scenarios
             for label in self.labels
             for budget in self.budgets
-            if scenario == AGNOSTIC or not label.endswith(PREPARED)
         ]
 
     def limit(self, prompt: Prompt) -> int:
@@ -61,8 +55,6 @@ class Plan:
         }
         if cell.scenario == AGNOSTIC:
             wanted["kv_eviction_at"] = prompt.context
-        if self.prepare and cell.label.endswith(PREPARED):
-            wanted["kv_eviction_prepare"] = self.prepare
         return wanted
 
     def missing(self, prompt: Prompt, journal: Journal) -> list[Cell]:

@@ -86,11 +86,6 @@ class Options(BaseModel):
     layers_policies: tuple[str, ...] = Field(
         ("defensive", "ada-defensive"), description="policies that --layers measures"
     )
-    prepare: str | None = Field(
-        None,
-        description="a text that reads the context before it is evicted: further rows, "
-        "question-agnostic alone",
-    )
     groups: int | None = Field(
         None, ge=2, description="groups of layers, with --layers; the server's choice without it"
     )

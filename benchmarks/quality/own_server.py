@@ -1,9 +1,8 @@
 """The servers that the benchmark starts itself, and what they say they evicted."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.quality.measure import PREPARED
 from benchmarks.quality.options import POOLED, Options
 from benchmarks.server import Server
 
@@ -35,14 +34,7 @@ def variants(options: Options) -> list[Variant]:
         if options.groups:
             flags += "--kv-eviction-options.groups", str(options.groups)
         chosen.append(Variant(LAYERS, flags, shared))
-    if options.prepare:
-        chosen = [replace(one, labels=one.labels | _prepared(one.labels)) for one in chosen]
     return chosen
-
-
-def _prepared(labels: dict[str, str]) -> dict[str, str]:
-    """The rows whose context a text reads first."""
-    return {label + PREPARED: policy for label, policy in labels.items()}
 
 
 def start(options: Options, variant: Variant, model: Path) -> Server:

@@ -64,7 +64,7 @@ class Run:
         options = self.options
         return Plan(
             variant.labels, options.budgets, options.scenarios, options.max_tokens,
-            options.window, self.block_size, options.prepare,
+            options.window, self.block_size,
         )  # fmt: skip
 
     def open_journal(self, variant: Variant, model: str) -> bool:

@@ -16,7 +16,6 @@ EVICTION = dict(budget=96, interval=32)
 DOCUMENT = random_prompt(300, seed=5)
 QUESTIONS = [DOCUMENT + random_prompt(20, seed=seed) for seed in (1, 1, 2)]
 POINT = {"kv_eviction_at": len(DOCUMENT), "kv_eviction_interval": 0}
-PREPARED = POINT | {"kv_eviction_prepare": random_prompt(40, seed=3)}
 SHARED = 40
 """Tokens of the answers to them."""
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
@@ -78,7 +77,7 @@ def main(model: Path, eviction: dict[str, Any], options: dict[str, Any], folder:
     result["audits"] = list(audits)
     drafted = (one.value for one in llm.get_metrics() if one.name == DRAFTED)
     result["drafted"] = sum(drafted)
-    asked_of = dict(point=POINT, memory=POINT, file=POINT, prepared=PREPARED)
+    asked_of = dict(point=POINT, memory=POINT, file=POINT)
     for name, asked in asked_of.items() if sharing else ():
         if name in ("memory", "file"):
             if not tiers:

@@ -142,19 +142,6 @@ def test_a_policy_that_protects_fewer_tokens_than_the_window(tiny_model_kv4, tmp
         assert_told(told, expected(oracle, [*prompt, *output], lives))
 
 
-def test_a_preparation_is_audited_once(tiny_model, oracle):
-    document, asked = PROMPTS[0][:300], dict(kv_eviction_at=300, kv_eviction_interval=0)
-    asked["kv_eviction_prepare"] = random_prompt(40, seed=8)
-    prompts = [document + random_prompt(20, seed=seed) for seed in (1, 2)]
-    with serving(tiny_model, CASES["ada-snapkv"] | dict(audit="100%")) as run:
-        free, told = run.free_blocks(), listen(run)
-        run.generate(prompts, 10, [asked] * 2)
-        assert run.counters.stores_reused == 2 and run.counters.preparations == 1
-        (audit,) = told
-        assert "-prepare-" in audit[0] and audit[3] > 0
-        assert run.free_blocks() == free
-
-
 def test_only_a_share_is_drawn(tiny_model):
     prompts = [random_prompt(200, seed=seed) for seed in range(40)]
     with serving(tiny_model, CASES["ada-snapkv"] | dict(audit="25%", interval=0)) as run:

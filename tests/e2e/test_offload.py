@@ -10,7 +10,6 @@ from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
 from vllm_kvevict.offload import spec
 from vllm_kvevict.offload.blocks import OffloadedBlocks
-from vllm_kvevict.tiers import overtaking
 
 DOCUMENT = random_prompt(500, seed=1)
 PROMPTS = [DOCUMENT + random_prompt(20 + 13 * i, seed=10 + i) for i in range(4)]
@@ -186,8 +185,6 @@ def test_stores_outside_the_kv_cache_beside_it(tiny_model, oracle, late, monkeyp
         return waited[-1]
 
     monkeypatch.setattr(OffloadedBlocks, "settle_first", counted)
-    # Who begins with a store would go ahead of the request that gives its blocks back.
-    monkeypatch.setattr(overtaking, "MOST", 0)
     point, none = {"kv_eviction_at": 490}, {"kv_eviction": "none"}
     settings, prompt = SETTINGS | dict(store_memory="1G"), PROMPTS[0]
     small = OPTIONS | dict(num_gpu_blocks_override=24, max_model_len=700, max_num_seqs=1)

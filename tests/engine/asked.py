@@ -1,8 +1,6 @@
 """What requests ask for and budgets come to, read once more without our code."""
 
-import sys
 from collections.abc import Sequence
-from copy import copy
 from fractions import Fraction
 from typing import Any
 
@@ -21,21 +19,10 @@ class Asked:
         self.prefill_interval = int(interval) if self.policy != "none" else 0
         self.at = at + request.num_prompt_tokens if at < 0 else at
         self.interval = given.get("kv_eviction_interval")
-        self.prepare = tuple(given.get("kv_eviction_prepare", ()))
-        self.context = sys.maxsize
-        """Tokens of the context that an eviction may take at most."""
 
     def interval_or(self, servers: int) -> int:
-        """Decode steps between evictions; one that prepares a context evicts once."""
-        if self.context < sys.maxsize:
-            return 0
+        """Decode steps between evictions."""
         return servers if self.interval is None else int(self.interval)
-
-    def prepared(self, request: Any) -> "Asked":
-        """What is asked of a request that prepares this one's context: all of its prompt."""
-        mine = copy(self)
-        mine.context, mine.at = self.at, request.num_prompt_tokens
-        return mine
 
     def points(self, end: int, budget: int, window: int, block_size: int) -> list[int]:
         """Where prefill of ``end`` tokens may evict at a mean budget: the point, then intervals."""

@@ -8,10 +8,6 @@ from tests.engine.asked import Asked, apportioned
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
 
-PREPARES = "-prepare-"
-"""In the id of a request that prepares a context, behind the id of a client's."""
-
-
 REPLAYS = "-audit-"
 """In the id of one that computes the last tokens of a request again, behind that one's."""
 
@@ -21,14 +17,9 @@ def replays(request_id: str) -> bool:
     return REPLAYS in request_id
 
 
-def prepares(request_id: str) -> bool:
-    """Whether a request of the engine's own prepares a context."""
-    return PREPARES in request_id and not replays(request_id)
-
-
 def of_client(request_id: str) -> bool:
     """Whether a request is a client's, and none of the engine's own."""
-    return not (prepares(request_id) or replays(request_id))
+    return not replays(request_id)
 
 
 class Expected:
@@ -48,11 +39,10 @@ class Expected:
         """Tokens that each request had when it was admitted last: its prompt, or all to replay."""
 
     def asked(self, request: Any) -> Asked:
-        """What the request, or the client that it prepares a context for, asked for."""
-        client, prepared, _ = request.request_id.partition(PREPARES)
+        """What the request asked for."""
         setup = self._setup
-        asked = Asked(self._clients[client], setup.policy, setup.when, setup.prefill_interval)
-        return asked.prepared(request) if prepared else asked
+        client = self._clients[request.request_id]
+        return Asked(client, setup.policy, setup.when, setup.prefill_interval)
 
     def _budget(self, group: int, asked: Asked) -> Any:
         second = group and self._setup.second_budget is not None
@@ -68,7 +58,6 @@ class Expected:
 
     def gives(self, group: int, request: Any, n: int, tail: int) -> bool:
         """Whether an eviction at ``n`` gives blocks back after one with this tail start."""
-        n = min(n, self.asked(request).context)
         before = (n - self._setup.window) // self._setup.block_size
         return before > (tail // self._setup.block_size or self.store_blocks(group, request, n))
 
@@ -76,9 +65,7 @@ class Expected:
         """What an eviction at ``n`` keeps, at least what it would keep of the prompt."""
         asked = self.asked(request)
         budget = self._budget(group, asked)
-        first, n = (
-            min(length, asked.context) for length in (asked.at or request.num_prompt_tokens, n)
-        )
+        first = asked.at or request.num_prompt_tokens
         lengths = [first, n] if isinstance(budget, str) else [first]
         return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
 
@@ -129,13 +116,12 @@ class Expected:
         due = due or (stride and max(store * bs + window + stride, end + 1))
         while due and n >= due and due + 1 < last:
             peak = max(peak, -(-due // bs) - tail + kept + store + 1)
-            tail, kept = (min(due, asked.context) - window) // bs, store
+            tail, kept = (due - window) // bs, store
             due = stride and max(due + stride, end)
         return max(peak, -(-n // bs) - tail + kept)
 
     def made_of(self, request: Any, point: int) -> tuple[Any, ...]:
         """Everything that the store of an eviction at a request's point depends on."""
         asked = self.asked(request)
-        tokens = tuple(request.all_token_ids[: min(point, asked.context)])
-        settings = asked.policy, asked.protect_first, asked.prepare
-        return tokens, request.cache_salt, *settings
+        tokens = tuple(request.all_token_ids[:point])
+        return tokens, request.cache_salt, asked.policy, asked.protect_first

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engine.announced import Announced
 from tests.engine.asked import Asked
-from tests.engine.expected import PREPARES, Expected, of_client, prepares, replays
+from tests.engine.expected import Expected, of_client, replays
 from tests.engine.published import Published
 from tests.engine.put_off import PutOff
 from tests.engine.shadow import ShadowWorker, of_store
@@ -45,7 +45,6 @@ class Invariants:
         """Note the lives of a step that was just scheduled, and look at its plan."""
         self.published.scheduled += 1
         self._clients |= {r: q for r, q in self.scheduler.requests.items() if of_client(r)}
-        self._expect_preparations()
         self.tally.preemptions += len(output.preempted_req_ids or ())
         admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -63,7 +62,6 @@ class Invariants:
             self._lives[request_id] = Life(former.number + 1 if former else 1)
             self.put_off.begin_life(request_id)
             self.expected.prefill_ends[request_id] = self.scheduler.requests[request_id].num_tokens
-            self.tally.went_ahead += self.scheduler._table.states[request_id].went_ahead
             self.tally.hits += hit > 0
             self.tally.hit_tokens += hit
             taken = plan.reused.get(request_id)
@@ -85,19 +83,6 @@ class Invariants:
                 if one.store
             }
         self.published.forget_what_no_step_computes(output)
-
-    def _expect_preparations(self) -> None:
-        """A preparing request reads the context and what its client asked to be read behind it."""
-        for request_id, request in self.scheduler.requests.items():
-            if not prepares(request_id) or request_id in self.worker.contexts:
-                continue
-            asked = self.expected.asked(request)
-            client = self._clients[request_id.partition(PREPARES)[0]]
-            context, behind = client.prompt_token_ids[: asked.context], list(asked.prepare)
-            assert request.prompt_token_ids == context + behind
-            assert request.cache_salt == client.cache_salt
-            self.worker.contexts[request_id] = asked.context
-            self.tally.preparations += 1
 
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
         state = admitted(self.scheduler).get(request_id)
@@ -245,7 +230,7 @@ class Invariants:
         """Whether evictions of a request run at a loss, too."""
         request = self.scheduler.requests[request_id]
         again = self.expected.asked(request).prefill_interval and request.num_preemptions
-        return self.setup.shared == "evict" or prepares(request_id) or bool(again)
+        return self.setup.shared == "evict" or bool(again)
 
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""

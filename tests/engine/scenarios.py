@@ -238,27 +238,12 @@ class Day:
         point: dict[str, Any] = {"kv_eviction_budget": budget}
         if self.setup.prefill_interval:
             point["kv_eviction_budget"] = self.setup.window + 8 * int(budget[:-1])
-        if size % 2:
-            point["kv_eviction_prepare"] = document[: 1 + size % 50]
-            point |= self._once()
         for _ in range(count):
             prompt = document + self._tokens(length)
             # As the front end finds the end of a text or a message, whose closing token differs.
             at = common_prefix(prompt, [*document, VOCABULARY])
             asked = point | {"kv_eviction_at": at}
             self._submit(prompt, max_tokens, asked=asked, salt=salt)
-
-    def _once(self) -> dict[str, Any]:
-        """What a request must ask for to have its context prepared, on any server."""
-        setup = self.setup
-        asked: dict[str, Any] = {}
-        if setup.when != "always":
-            asked["kv_eviction_when"] = "always"
-        if setup.prefill_interval:
-            asked["kv_eviction_prefill_interval"] = 0
-        if 0 < setup.interval < setup.window:
-            asked["kv_eviction_interval"] = 0
-        return asked
 
     def many(self, length: int, count: int, max_tokens: int, wish: Wish | None) -> None:
         """``n`` answers to one prompt: vLLM makes that many requests of it."""
@@ -347,7 +332,6 @@ class Day:
             "taken_behind": tally.taken_behind,
             "taken_in_use": tally.taken_in_use,
             "taken_again": tally.taken_again,
-            "went_ahead": tally.went_ahead,
             "offload_loads": offload.loads if offload else 0,
             "offload_waits": offload.waited if offload else 0,
             **counters.as_dict(),

@@ -77,8 +77,6 @@ class ShadowWorker:
         self.used: dict[str, list[set[int]]] = {}
         """Blocks that the last executed step touched, by request and group."""
         self.evictions = 0
-        self.contexts: dict[str, int] = {}
-        """Tokens of the context that a preparing request evicts, by its id."""
         self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]], int]] = {}
         """Tail start, store, its content and point, by group and first block of the store."""
         self.host: dict[str, list[tuple[Any, ...]]] = {}
@@ -324,8 +322,7 @@ class ShadowWorker:
         row.evictions += 1
         for part in eviction.groups:
             group = part.group_id
-            last = min(n, self.contexts.get(eviction.request_id, n))
-            assert part.tail_start == (last - window) // bs * bs
+            assert part.tail_start == (n - window) // bs * bs
             assert part.old_tail_start == row.tail_start[group] < part.tail_start
             assert part.old_store == row.stores[group]
             first = part.old_tail_start
@@ -346,6 +343,6 @@ class ShadowWorker:
             row.tail_start[group], row.stores[group] = part.tail_start, part.store
             row.store_content[group] = content
             if part.published:
-                self.published[group, part.store[0]] = (part.tail_start, part.store, content, last)
+                self.published[group, part.store[0]] = (part.tail_start, part.store, content, n)
         row.over = (hash(repr(row.store_content)),)
         self.evictions += 1

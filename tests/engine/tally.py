@@ -30,10 +30,6 @@ class Tally:
     """Those in which somebody else held it, too."""
     taken_again: int = 0
     """Those after a preemption."""
-    went_ahead: int = 0
-    """Admissions of requests that went ahead of others."""
-    preparations: int = 0
-    """Requests of the engine's own that read a context for others."""
     switched_off: int = 0
     """Steps of requests that switched eviction off."""
 

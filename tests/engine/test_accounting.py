@@ -29,7 +29,7 @@ def test_no_block_is_lost_shared_or_overwritten() -> None:
         evictions_prefill evictions_decode preemptions aborts resets
         prefix_hits prefix_hits_capped postponed evictions_at_point steps_switched_off
         blocks_freed evictions_in_place put_off at_a_loss stores_published
-        taken taken_behind taken_in_use taken_again went_ahead stores_saved stores_restored_memory
+        taken taken_behind taken_in_use taken_again stores_saved stores_restored_memory
         tokens_audited audits_dropped
     """.split()
     play_until_seen(accounting, EXAMPLES, totals, names)

@@ -21,37 +21,15 @@ from tests.engine.test_scheduler import (
 WHOLE = {"kv_eviction": "none"}
 
 
-@BOTH
-@pytest.mark.parametrize("aborted", [False, True])
-def test_a_preparation_larger_than_the_pool_stops_nobody(setup, aborted):
-    """A user sees no answer any more, whoever asks, until the server is started again.
-
-    The context fits the pool and so does what evicts as it streams in, but not the context and the
-    text that reads it, whole: such a preparation can never be admitted, and heads the queue.
-    """
-    core = engine(replace(setup, prefill_interval=64, longest=1000, max_batched=512))
-    point = {"kv_eviction_at": 400, "kv_eviction_prefill_interval": 0}
-    text = {"kv_eviction_prepare": tokens(200, 3)}
-    asking = core.add(tokens(420), 10, asked=point | text)
-    other = core.add(tokens(50, 9), 10)
-    for _ in range(3):
-        core.step()
-    if aborted:
-        core.abort(asking)
-    core.finish()
-    assert other.num_output_tokens == 10
-    assert aborted or asking.num_output_tokens == 10, "it goes on without"
-
-
-def two_groups(setup, shared: str, asked: dict) -> tuple[Engine, str]:
+def two_groups(setup, asked: dict) -> tuple[Engine, str]:
     """A request one step short of evictions to 12 blocks in each group, of which 4 are its own."""
     setup = replace(setup, budget=104, second_budget=104, blocks=150, max_batched=8)
-    core = engine(replace(setup, shared=shared))
+    core = engine(replace(setup, shared="evict"))
     core.add(tokens(120), 200, asked=WHOLE)
     for _ in range(17):
         core.step()
     request = core.add(tokens(112) + tokens(46, 2), 40, asked=asked)
-    at = asked.get("kv_eviction_at", 158) + len(asked.get("kv_eviction_prepare", ()))
+    at = asked.get("kv_eviction_at", 158)
     while not any(
         one.request_id.startswith(request.request_id) and one.num_computed_tokens >= at - 8
         for one in core.scheduler.running
@@ -61,16 +39,8 @@ def two_groups(setup, shared: str, asked: dict) -> tuple[Engine, str]:
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "shared, asked",
-    [
-        ("evict", {}),
-        ("evict", {"kv_eviction_at": 154}),
-        ("keep", {"kv_eviction_at": 154, "kv_eviction_prepare": tokens(16, 5)}),
-    ],
-    ids=["end of a prompt", "point", "preparation"],
-)
-def test_two_groups_share_what_is_free(setup, shared, asked):
+@pytest.mark.parametrize("asked", [{}, {"kv_eviction_at": 154}], ids=["end of a prompt", "point"])
+def test_two_groups_share_what_is_free(setup, asked):
     """A user sees every request fail: the engine ends with "Cannot get 8 free blocks".
 
     The first group took fresh blocks for its whole store because it alone had room, and the second
@@ -78,7 +48,7 @@ def test_two_groups_share_what_is_free(setup, shared, asked):
     """
     seen = set()
     for free in range(15, 23):
-        core, request = two_groups(setup, shared, asked)
+        core, request = two_groups(setup, asked)
         core.hold(min(free, core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()))
         for _ in range(4):
             seen |= evictions(core.step()).keys()

@@ -17,12 +17,6 @@ from vllm_kvevict.engine.stores import PublishedStores, SuffixCache
 from vllm_kvevict.engine.turns import Turns
 
 
-def test_preparations_that_never_fit(monkeypatch):
-    monkeypatch.setattr(EvictionCore, "fits", lambda *_: True)
-    with pytest.raises(AssertionError, match="livelock"):
-        blocks.test_a_preparation_larger_than_the_pool_stops_nobody(SYNC, aborted=False)
-
-
 def test_one_group_takes_what_is_free(monkeypatch):
     def evict(self: Any, state: Any, quote: Any, end: int) -> list[Any]:
         evictions = []
@@ -34,7 +28,7 @@ def test_one_group_takes_what_is_free(monkeypatch):
 
     monkeypatch.setattr(EvictionCore, "evict", evict)
     with pytest.raises(ValueError, match="Cannot get 8 free blocks"):
-        blocks.test_two_groups_share_what_is_free(SYNC, "evict", {})
+        blocks.test_two_groups_share_what_is_free(SYNC, {})
 
 
 def test_a_store_is_counted_twice(monkeypatch):

@@ -59,28 +59,6 @@ def test_arrivals_do_not_forecast_every_request_again():
     assert (many - few) / 32 < 20, f"lines a running request and arrival: {few}, {many}"
 
 
-def with_askers(askers: int) -> int:
-    """Lines of a step in which all of them wait for one preparation."""
-    core = Bare(replace(SYNC, blocks=400, max_batched=8, max_num_seqs=8, longest=512))
-    asked = {"kv_eviction_at": 200, "kv_eviction_prepare": tokens(100, 3)}
-    for index in range(askers):
-        core.add(tokens(200) + tokens(20, index), 4, asked=asked)
-    for _ in range(3):
-        core.step()
-    lines = min(core.scheduling() for _ in range(4))
-    assert counters(core).preparations == 1 and len(core.scheduler.waiting) == askers
-    return lines
-
-
-def test_those_who_wait_for_one_store_are_not_looked_up_one_by_one():
-    """A user of a server on which 1,000 questions wait for a document: 0.2 s a token.
-
-    vLLM asks once a step whether each of them may run. That answer needs no key.
-    """
-    few, many = with_askers(20), with_askers(220)
-    assert (many - few) / 200 <= 10, "lines a waiting request and step"
-
-
 @pytest.mark.parametrize("lost", [False, True], ids=["idle", "lost"])
 def test_reports_do_not_count_every_store_again(lost):
     """A user of a server that has read 14,000 documents: 25 ms a step that reports anything.

@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.engine.harness import Engine, Setup
 from vllm_kvevict.offload.blocks import OffloadedBlocks
@@ -98,3 +99,39 @@ def test_a_store_comes_back_into_blocks_that_are_still_copied(monkeypatch, settl
     else:
         with pytest.raises(AssertionError, match="overwritten or never computed"):
             engine.finish()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_request_goes_on_with_loaded_blocks_while_another_makes_its_store(
+    asynchronous: bool,
+) -> None:
+    """vLLM is asked first: only it notes that a load has ended; its blocks are held till then."""
+
+    class Slow(Random):
+        def randrange(self, *args: int) -> int:
+            return 10**6
+
+    asked = {"kv_eviction_at": 180}
+    setup = dict(blocks=90, max_batched=512, long_prefill=16, asynchronous=asynchronous)
+    engine = Engine(Setup(**vars(SETUP) | setup), lambda request_id, tokens: 5)
+    engine.add(PROMPT, 2, asked={"kv_eviction": "none"})
+    engine.finish()
+    lose(engine)
+    offload = engine.worker.offload
+    assert offload is not None
+    rng, offload._rng = offload._rng, Slow()
+    loading = engine.add(PROMPT, 4, asked=asked)
+    engine.step()
+    assert loading.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    maker = engine.add(PROMPT, 4, asked=asked)
+    maker.skip_reading_prefix_cache = True
+    while not maker.num_computed_tokens:
+        engine.step()
+    offload._rng = rng
+    for job in [*offload._loads, *offload._stores]:
+        job[2] = 0
+    for _ in range(4):
+        engine.step()
+    assert maker.num_computed_tokens < 180 and loading in engine.scheduler.running
+    engine.finish()
+    assert loading.num_output_tokens == maker.num_output_tokens == 4

@@ -193,8 +193,7 @@ class Replays:
         # It begins with what it is given: vLLM would count a look-up, and it has no hashes for one.
         request.skip_reading_prefix_cache = True
         options = replace(
-            waiting.of.options, at=None, interval=0, prepare=None, context=None,
-            when="always", prefill_interval=0,
+            waiting.of.options, at=None, interval=0, when="always", prefill_interval=0
         )  # fmt: skip
         self._core.table.add(request, options).given = waiting.store
         self._scheduler.add_request(request)

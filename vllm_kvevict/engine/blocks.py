@@ -318,19 +318,6 @@ class EvictionCore:
         for group in state.timelines:
             self.managers[group].reserve(state, end)
 
-    def fits(self, state: RequestState, watermark: int) -> bool:
-        """Whether a request could run to the end of its prompt if it were alone."""
-        length = state.request.num_tokens + 1
-        blocks = sum(
-            state.timelines[group].least_blocks(length)
-            if group in state.timelines
-            else blocks_for(length, manager.block_size)
-            for group, manager in self.managers.items()
-        )
-        whole = state.request.num_prompt_tokens + state.request.max_tokens
-        pool = self.cache.block_pool.num_gpu_blocks - 1 - watermark
-        return blocks <= pool and whole <= self.table.max_model_len
-
     def quote(
         self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False
     ) -> Quote:

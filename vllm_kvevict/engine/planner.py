@@ -109,11 +109,11 @@ class StepPlanner:
         """Quote those of ``groups`` whose next eviction gives back more blocks than it takes.
 
         The others share too much with other requests, and are put off to their next interval.
-        Where evictions run whatever is shared: all. So do those that others will reuse.
+        Where evictions run whatever is shared: all.
         A replay is over before an eviction that is ``coming``.
         """
         quote = self._core.quote(state, groups, end, after_replay=coming)
-        if self._table.evicts_shared or state.context is not None or state.must_evict:
+        if self._table.evicts_shared or state.trial or state.must_evict:
             return quote
         if quote.unprofitable and self.before_deferring(state):
             quote = self._core.quote(state, groups, end, after_replay=coming)
@@ -151,14 +151,14 @@ class StepPlanner:
         store = self._stores.publish(state, end, evictions)
         for eviction in evictions:
             eviction.published = store is not None
-        if store is not None and state.context is None:
+        if store is not None:
             state.compute_over(store)
         self._left -= not in_prefill
         if self._reporter is not None:
             self._reporter.evicted(state.options.policy, in_prefill)
         sizes = [self._core.managers[one.group_id].block_size for one in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
-        inside = state.context is not None or end + 1 < state.request.num_prompt_tokens
+        inside = end + 1 < state.request.num_prompt_tokens
         policy, first = state.options.policy, state.options.protect_first
         share = max(timeline.share(end) for timeline in state.timelines.values())
         return Eviction(state.request_id, end, ring, evictions, policy, first, inside, share)

@@ -62,17 +62,6 @@ class Holding:
         return old + self.store + self.reserved
 
 
-@dataclass
-class Preparation:
-    """A store that waiting requests ask for. ``made_by`` is None between attempts."""
-
-    key: "ShareKey"
-    ready: bool = False
-    """Whether it was there when the step began."""
-    askers: dict[str, "RequestState"] = field(default_factory=dict)
-    made_by: str | None = None
-
-
 @dataclass(eq=False)
 class RequestState:
     """Everything that the engine knows about the eviction of one request.
@@ -127,11 +116,6 @@ class RequestState:
     """Blocks that an eviction under pressure will give, until they are back; 0 for none."""
     pressure_order: int = 0
     """Number of its last eviction under pressure, among those of all requests; 0 for none."""
-    preparation: "Preparation | None" = None
-    """What it waits for; None where it waits for none."""
-    preparations_awaited: int = 0
-    overtaken: int = 0
-    went_ahead: bool = False
     evicted: bool = False
     """Whether it was evicted in any of its lives."""
     hit_capped: bool = False
@@ -176,11 +160,6 @@ class RequestState:
         """
         inside = any(t.timeline.prefill_stride for t in self.timelines.values())
         return inside and self.request.num_preemptions > 0
-
-    @property
-    def context(self) -> int | None:
-        """Tokens of the context that it prepares for others; None for requests of clients."""
-        return self.options.context
 
     def begin(self, reuse: "PublishedStore | None" = None) -> None:
         """While it waits: set out what an admission now would begin, over a published store or not.

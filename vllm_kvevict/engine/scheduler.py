@@ -12,7 +12,6 @@ from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore, 
 from vllm_kvevict.engine.memory import Memory
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.prefix import PrefixCaps
-from vllm_kvevict.engine.preparing import Preparations
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.engine.turns import Turns
@@ -71,7 +70,6 @@ class EvictionMixin(Scheduler):
         self._stores = self._make_stores(core, may_share, config)
         self._planner = StepPlanner(core, self._turns, self._stores, self._reporter)
         self._memory = Memory(core, self._turns, self._planner)
-        self._preparations = Preparations(core, self._stores, self._memory.watermark)
         self._prefix = PrefixCaps(core, self._stores)
         groups = self.kv_cache_config.kv_cache_groups
         self._layers = {group: len(groups[group].layer_names) for group in managers}
@@ -95,10 +93,9 @@ class EvictionMixin(Scheduler):
     def _options(self, request: "Request") -> RequestOptions:
         """What a request asks for; the server's settings where it could not run under its own."""
         config, rules = self._table.config, list(self._table.rules.values())
-        vocabulary = self.vllm_config.model_config.get_vocab_size()
         drafts = self.vllm_config.speculative_config is not None
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        return read_options(request, config, rules, vocabulary, drafts, self.max_model_len, blocks)
+        return read_options(request, config, rules, drafts, self.max_model_len, blocks)
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
@@ -107,16 +104,12 @@ class EvictionMixin(Scheduler):
             return
         state = self._table.add(request, self._options(request))
         self._stores.read_key(state)
-        self._preparations.ask(state)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._table.consider(None)
-        self._preparations.begin_step()
         self._memory.begin_step()
         self.need_mamba_block_aligned_split = bool(
-            self._aligns_mamba
-            or len(self._table.stopping) > self._preparations.blocked
-            or self.num_spec_tokens
+            self._aligns_mamba or self._table.stopping or self.num_spec_tokens
         )
         return super().schedule(*args, **kwargs)
 
@@ -162,7 +155,6 @@ class EvictionMixin(Scheduler):
                 del request.spec_token_ids[state.most_drafts(request.num_tokens) :]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        self._preparations.leave(self._table.admitted)
         self._memory.relieve(scheduler_output.num_scheduled_tokens)
         plan = self._plan(scheduler_output.num_scheduled_tokens)
         super()._update_after_schedule(scheduler_output)
@@ -202,13 +194,9 @@ class EvictionMixin(Scheduler):
         if report is not None:
             attach(report, outputs)
 
-    def _preempt_request(self, request: "Request", *args: Any, **kwargs: Any) -> None:
-        super()._preempt_request(request, *args, **kwargs)
-        self._preparations.ask(self._table.states[request.request_id])
-
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state = self._table.states[request.request_id]
-        of_client = state.given is None and state.context is None
+        of_client = state.given is None and not state.trial
         if request.num_computed_tokens and of_client:
             self.eviction_counters.ended(state.evicted)
         # The last sampled token was never fed back, so it is not in the cache.
@@ -216,7 +204,6 @@ class EvictionMixin(Scheduler):
         if self._reporter is not None and tokens > 0 and of_client:
             timelines = state.timelines if state.holds_blocks else {}
             self._reporter.kept(kept_share(timelines, self._layers, tokens))
-        self._preparations.leave([state])
         store = state.store
         freed = super()._free_request(request, *args, **kwargs)
         if store is not None:
@@ -234,12 +221,8 @@ class EvictionMixin(Scheduler):
         return self._prefix.look_up(request, lambda asked: look_up(asked, *args, **kwargs))
 
     def _handle_blocked_waiting_request(self, request: "Request") -> bool:
-        state = self._table.states[request.request_id]
-        asked = state.preparation
-        # A thousand requests may wait for one store: not one call more for each.
-        if asked is not None and (not asked.ready or not self._stores.has(asked.key)):
-            return False
         ready = super()._handle_blocked_waiting_request(request)
+        state = self._table.states[request.request_id]
         if ready and state.holds_blocks:
             # vLLM has loaded blocks for it: it goes on with them, and is looked up no more.
             self._table.consider(state)

@@ -60,21 +60,18 @@ class PublishedStores:
         """Find what the store of a request that arrives depends on."""
         if not self.enabled or not state.needs.shares_stores or not state.stops:
             return
-        prepare = state.options.prepare or ()
-        assert not isinstance(prepare, str)
         state.key = share_key(
             state.request,
             state.timelines,
             self._manager.block_pool.hash_block_size,
             state.options.policy,
             state.options.protect_first,
-            prepare,
         )
 
     def waits(self, state: RequestState) -> bool:
         """Whether a running request is about to make the store that a waiting one lacks."""
         key = state.key
-        if key is None or key.prepare or key in self._given_up or not self._may_reuse(state):
+        if key is None or key in self._given_up or not self._may_reuse(state):
             return False
         return any(
             other.key is not None
@@ -94,10 +91,6 @@ class PublishedStores:
         """Whether the store of a key is there, as a whole."""
         return self._in_pool(key)
 
-    def coming(self, state: RequestState) -> bool:
-        """Whether a request's store will soon be there without being made."""
-        return False
-
     def copy(self, plan: StepPlan) -> None:
         """Tell the workers which stores are copied out of the KV cache, and back."""
 
@@ -107,7 +100,7 @@ class PublishedStores:
     def find(self, state: RequestState) -> PublishedStore | None:
         """The store that a waiting request may begin with; None for none."""
         key = state.key
-        if key is None or state.context is not None or not self._in_pool(key):
+        if key is None or not self._in_pool(key):
             return None
         return self._published[key] if self._may_reuse(state) else None
 
@@ -133,19 +126,17 @@ class PublishedStores:
         """Let others reuse what a request keeps, after its evictions of the step ending at ``end``.
 
         Only where they are what the request's key means, and every block after the store is whole
-        or the last one. A request that prepares a context publishes that alone, not what read it.
+        or the last one.
 
         Returns:
             The store; the worker must then keep how heads share it. None where none is published.
 
         """
-        key, context = state.key, state.context
+        key = state.key
         made = {eviction.group_id: eviction for eviction in evictions}
-        point = context or end
         if (
             key is None
-            or key.point != point
-            or bool(key.prepare) != (context is not None)
+            or key.point != end
             or state.computed_valid != end
             or any(one.old_tail_start or one.old_store for one in evictions)
             or made.keys() != {group for group, blocks in key.stores if blocks}
@@ -157,12 +148,11 @@ class PublishedStores:
             tail_start = made[group].tail_start if group in made else 0
             size = self._managers[group].block_size
             positional = self._managers[group].req_to_blocks[state.request_id]
-            tail = positional[tail_start // size : blocks_for(point, size)]
-            whole = tail[: (point - tail_start) // size]
+            tail = positional[tail_start // size : blocks_for(end, size)]
+            whole = tail[: (end - tail_start) // size]
             if any(block.block_hash is None for block in whole):
                 return None
-            cut = len(tail) > len(whole) and context is None
-            if cut and tail[-1].block_hash is not None:
+            if len(tail) > len(whole) and tail[-1].block_hash is not None:
                 return None
             blocks = state.holdings[group].store if group in made else ()
             groups[group] = PublishedGroup(tail_start, tuple(blocks), tuple(tail))
@@ -178,7 +168,7 @@ class PublishedStores:
     def passed(self, state: RequestState, end: int) -> None:
         """Note that a step ends at ``end``: at the point without a store, none is waited for."""
         key = state.key
-        if key is not None and not key.prepare and key.point == end and key not in self._published:
+        if key is not None and key.point == end and key not in self._published:
             if len(self._given_up) == MOST_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
             self._given_up[key] = None

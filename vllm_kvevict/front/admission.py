@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from vllm_kvevict.front import context, preparation
+from vllm_kvevict.front import context
 from vllm_kvevict.front.capacity import capacity, check_capacity
-from vllm_kvevict.front.preparation import check_preparation, fill_in_tokens
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.handover import shares_prompt
 from vllm_kvevict.settings.limits import check_limits
@@ -58,10 +57,7 @@ def check_request(
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
     rules = _rules(vllm_config, config)
     options = parse_options(config, extra_args, length, rules)
-    vocab_size = vllm_config.model_config.get_vocab_size()
-    check_limits(options, vocab_size, drafts=vllm_config.speculative_config is not None)
-    if options.prepare is not None:
-        check_preparation(vllm_config, config, options, params)
+    check_limits(options, drafts=vllm_config.speculative_config is not None)
     check_capacity(vllm_config, rules, options, length, getattr(params, "max_tokens", None))
 
     # Not at import: this module is loaded while vLLM still looks for its platform.
@@ -151,7 +147,6 @@ def install() -> None:
         AsyncLLM.generate = generate
     if _API_SERVER in sys.modules:
         context.install()
-        preparation.install()
         _install_responses()
 
 
@@ -172,11 +167,7 @@ def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if request.resumable:
             refuse_session(self.vllm_config, request.sampling_params)
         given = request.prompt_token_ids, request.prompt_embeds
-        options = check_request(self.vllm_config, request.sampling_params, *given)
-        if options is not None and options.prepare is not None:
-            fill_in_tokens(self, request)
-            if isinstance(options.prepare, str):
-                check_request(self.vllm_config, request.sampling_params, *given)
+        check_request(self.vllm_config, request.sampling_params, *given)
         return request
 
     setattr(process_inputs, _WRAPPED, True)

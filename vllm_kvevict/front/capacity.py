@@ -15,8 +15,6 @@ from vllm_kvevict.settings.requests import (
     BUDGET,
     INTERVAL,
     PREFILL_INTERVAL,
-    PREPARE,
-    PREPARING_ANSWERS,
     RequestOptions,
 )
 
@@ -85,14 +83,4 @@ def check_capacity(
             f"KV eviction: this request may need {needed} blocks of the KV cache and is sure of "
             f"{most}; lower {BUDGET}, {INTERVAL}, {PREFILL_INTERVAL} or max_tokens, or leave the "
             "keys away"
-        )
-    if options.prepare is None or isinstance(options.prepare, str):
-        return
-    assert options.at is not None
-    read = options.at + len(options.prepare) + PREPARING_ANSWERS
-    needed = sum(blocks_for(read, rule.block_size) for rule in groups)
-    if needed > most:
-        raise ValueError(
-            f"KV eviction: reading {PREPARE} behind its context needs {needed} blocks of the KV "
-            f"cache, and {most} are sure; shorten it or the context, or leave the key away"
         )

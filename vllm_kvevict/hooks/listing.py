@@ -62,30 +62,9 @@ HOOKS = {
         "vllm.v1.engine": "EngineCoreRequest.resumable",
         "vllm.config": """
             CacheConfig.effective_attention_block_size CacheConfig.block_size
-            ModelConfig.get_vocab_size VllmConfig.speculative_config
+            VllmConfig.speculative_config
         """,
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
-    },
-    "front/preparation.py": {
-        "vllm.v1.engine.input_processor": "InputProcessor.renderer",
-        "vllm.renderers.online_renderer": """
-            OnlineRenderer.render_chat(request) OnlineRenderer.render_completion(request)
-            OnlineRenderer.render_responses(request) OnlineRenderer.renderer
-            OnlineRenderer.create_error_response(message,param)
-        """,
-        "vllm.renderers.base": """
-            BaseRenderer.tokenize_prompt(prompt,params) BaseRenderer.tokenize_prompt_async(prompt,
-            params) BaseRenderer.tokenizer BaseRenderer.model_config
-        """,
-        "vllm.renderers.params": """
-            TokenizeParams.max_total_tokens TokenizeParams.add_special_tokens
-        """,
-        "vllm.exceptions": "VLLMValidationError",
-        "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest.vllm_xargs",
-        "vllm.v1.engine": """
-            EngineCoreRequest.mm_features EngineCoreRequest.prompt_embeds
-            EngineCoreRequest.prompt_token_ids EngineCoreRequest.sampling_params
-        """,
     },
     "front/capacity.py": {
         "vllm.config": """
@@ -213,8 +192,7 @@ HOOKS = {
             Scheduler.update_from_output(scheduler_output,model_runner_output)
             Scheduler.reset_prefix_cache Scheduler.shutdown() Scheduler.add_request(request)
             Scheduler.finish_requests(request_ids,finished_status) Scheduler._free_request(request)
-            Scheduler._free_blocks(request) Scheduler._preempt_request(request)
-            Scheduler._get_local_prefix_cache_hit(request)
+            Scheduler._free_blocks(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
             Scheduler.update_draft_token_ids(draft_token_ids) Scheduler.block_size
@@ -228,7 +206,6 @@ HOOKS = {
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.coordinator",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
         "vllm.v1.request": "RequestStatus.RUNNING",
-        "vllm.config": "ModelConfig.get_vocab_size",
     },
     "engine/prefix.py": {
         "vllm.v1.core.kv_cache_manager": """
@@ -261,13 +238,6 @@ HOOKS = {
         "vllm.v1.core.block_pool": "BlockPool.num_gpu_blocks",
         "vllm.v1.request": """
             Request.num_tokens Request.num_computed_tokens Request.block_hashes Request.priority
-        """,
-    },
-    "engine/preparing.py": {
-        "vllm.v1.request": """
-            Request.__init__(request_id,prompt_token_ids,sampling_params,pooling_params,
-            client_index,arrival_time,lora_request,cache_salt,priority,block_hasher)
-            Request._block_hasher RequestStatus.FINISHED_ABORTED
         """,
     },
     "audit/replays.py": {

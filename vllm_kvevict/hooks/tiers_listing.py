@@ -13,24 +13,8 @@ TIER_HOOKS = {
     },
     "tiers/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
-            Scheduler.add_request(request) Scheduler.schedule Scheduler._free_request(request)
-            Scheduler._handle_blocked_waiting_request(request)
+            Scheduler._free_request(request)
         """,
-    },
-    "tiers/overtaking.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.running Scheduler.waiting Scheduler.max_num_active_reqs Scheduler.policy
-            Scheduler.kv_cache_manager
-        """,
-        "vllm.v1.core.sched.request_queue": """
-            SchedulingPolicy.FCFS RequestQueue.remove_requests(requests)
-            RequestQueue.prepend_request(request)
-        """,
-        "vllm.v1.core.kv_cache_manager": """
-            KVCacheManager.watermark_blocks KVCacheManager.block_pool
-        """,
-        "vllm.v1.core.block_pool": "BlockPool.get_num_free_blocks",
-        "vllm.v1.request": "Request.num_preemptions Request.num_tokens",
     },
     "front/offload.py": {
         "vllm.config": """

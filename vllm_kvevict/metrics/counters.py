@@ -19,9 +19,7 @@ class Totals:
     its turn; ``skipped_shared`` those put off because others hold what they would give back.
     ``stores_reused`` counts admissions of requests that took the store of another one's eviction,
     ``tokens_reused`` the tokens that they did not compute, ``stores_published`` the stores that
-    others may take, ``preparations`` the requests of the engine's own that read a context to make
-    one, ``tokens_prepared`` the tokens of their prompts, ``preparations_failed`` the requests that
-    went on without what they asked to be prepared.
+    others may take.
     ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
     ``evictions_pressure`` are those of requests that evict under pressure only. Of clients'
     requests that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host
@@ -44,9 +42,6 @@ class Totals:
     stores_published: int = 0
     stores_reused: int = 0
     tokens_reused: int = 0
-    preparations: int = 0
-    preparations_failed: int = 0
-    tokens_prepared: int = 0
     evictions_unscored: int = 0
     requests_whole: int = 0
     requests_evicted: int = 0

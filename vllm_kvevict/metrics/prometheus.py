@@ -54,18 +54,6 @@ COUNTERS = {
         "Admissions of requests that took the store of another one's eviction.",
     ),
     "tokens_reused": ("reused_tokens", "Tokens that these requests did not compute."),
-    "preparations": (
-        "preparations",
-        "Contexts that the engine had read before requests took them.",
-    ),
-    "preparations_failed": (
-        "failed_preparations",
-        "Requests that went on without the preparation that they asked for.",
-    ),
-    "tokens_prepared": (
-        "prepared_tokens",
-        "Prompt tokens that the engine computed to prepare contexts; in no request's usage.",
-    ),
     "evictions_unscored": (
         "unscored_evictions",
         "Evictions whose policy failed, once per KV-cache group; the most recent tokens stayed.",

@@ -38,8 +38,6 @@ class Timeline:
         most: Tokens per KV head that a share comes to at most; None for no bound.
         share: What the group keeps relative to the mean over all layers, which the budget is;
             None where every layer has the same.
-        context: Tokens of a context that is prepared: an eviction further on, behind what reads
-            it, takes and keeps what one at its end would. None for evictions where they are.
         prefill_interval: Tokens of prefill between evictions inside it; 0 for none.
         recent: Last tokens that are never evicted; None for the window.
 
@@ -57,7 +55,6 @@ class Timeline:
     least: int = 0
     most: int | None = None
     share: Share | None = None
-    context: int | None = None
     prefill_interval: int = 0
     recent: int | None = None
 
@@ -136,7 +133,6 @@ class Timeline:
 
         A layer of the group keeps S pages per KV head on average.
         """
-        length = self._in_context(length)
         beside = self.budget(length) - self.protected
         if self.share is None:
             return max(1, beside // self.block_size)
@@ -144,11 +140,7 @@ class Timeline:
 
     def tail_start(self, n: int) -> int:
         """T, the first position that stays in its positional block when evicting at ``n``."""
-        n = self._in_context(n)
         return max(0, (n - self.protected) // self.block_size * self.block_size)
-
-    def _in_context(self, n: int) -> int:
-        return n if self.context is None else min(n, self.context)
 
     def evictable(self, n: int) -> bool:
         """Whether a first eviction at ``n`` would free anything."""

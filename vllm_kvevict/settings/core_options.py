@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.limits import check_limits, most_for
-from vllm_kvevict.settings.requests import PREPARE, RequestOptions, asks, parse_options
+from vllm_kvevict.settings.requests import RequestOptions, asks, parse_options
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -20,7 +20,6 @@ def read_options(
     request: "Request",
     config: EvictionConfig,
     rules: Sequence[Timeline],
-    vocab_size: int,
     drafts: bool,
     max_model_len: int,
     blocks: int,
@@ -31,7 +30,6 @@ def read_options(
         request: vLLM's request.
         config: The server's settings.
         rules: The timelines of the groups that evict.
-        vocab_size: Token ids that the model knows; 0 where its configuration does not tell.
         drafts: Whether the server decodes speculatively.
         max_model_len: Longest sequence.
         blocks: Blocks that the pool has for requests.
@@ -42,11 +40,7 @@ def read_options(
     prompt = request.num_prompt_tokens
     try:
         options = parse_options(config, extra, prompt, rules)
-        check_limits(options, vocab_size, drafts)
-        if isinstance(options.prepare, str):
-            raise ValueError(f"the front end left the tokens of {PREPARE} open")
-        if options.prepare and (request.mm_features or request.prompt_embeds is not None):
-            raise ValueError(f"{PREPARE} needs a prompt of text alone")
+        check_limits(options, drafts)
         if asks(extra) and any(rule.prefill_stride for rule in rules):
             # Else start-up has promised that the longest sequence fits.
             ends = min(prompt + request.max_tokens, max_model_len)

@@ -6,15 +6,14 @@ end that runs no plugin, as vLLM's Rust one, refuses nothing.
 
 from vllm_kvevict.schedule.ceiling import most_ever
 from vllm_kvevict.schedule.timeline import Timeline, blocks_for
-from vllm_kvevict.settings.requests import PREPARE, WHEN, WHENS, RequestOptions
+from vllm_kvevict.settings.requests import WHEN, WHENS, RequestOptions
 
 
-def check_limits(options: RequestOptions, vocab_size: int, drafts: bool) -> None:
-    """Refuse what the model or another feature of the server rules out.
+def check_limits(options: RequestOptions, drafts: bool) -> None:
+    """Refuse what another feature of the server rules out.
 
     Args:
         options: What the request asked for.
-        vocab_size: Token ids that the model knows; 0 where its configuration does not say.
         drafts: Whether the server decodes speculatively.
 
     Raises:
@@ -27,14 +26,6 @@ def check_limits(options: RequestOptions, vocab_size: int, drafts: bool) -> None
             f"decoding, whose drafts are accepted after it is chosen who evicts; give {WHEN} "
             f"{WHENS[0]}"
         )
-    if not vocab_size or options.prepare is None or isinstance(options.prepare, str):
-        return
-    for token in options.prepare:
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"KV eviction: {PREPARE} must hold token ids from 0 to {vocab_size - 1}, the "
-                f"model's vocabulary, not {token}"
-            )
 
 
 def most_for(options: RequestOptions, rule: Timeline, prompt_len: int, ends: int) -> int:

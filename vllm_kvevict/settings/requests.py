@@ -1,6 +1,5 @@
 """What a request may ask for in ``vllm_xargs``: one reading for API servers and engine core."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,15 +20,11 @@ WHEN = f"{KEY}_when"
 AT = f"{KEY}_at"
 AT_MESSAGE = f"{KEY}_at_message"
 AT_TEXT = f"{KEY}_at_text"
-PREPARE = f"{KEY}_prepare"
 KEYS = (
-    POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT, PREPARE,
+    POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT,
 )  # fmt: skip
 
 WHENS = ("always", "pressure")
-
-PREPARING_ANSWERS = 2
-"""Tokens that a request which prepares a context answers: the step that ends it evicts nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +41,6 @@ class RequestOptions:
         most: Tokens that a share may come to on this server, however long the answer; None for
             no bound.
         when: "always", or "pressure" for a request that is evicted only where memory is short.
-        prepare: What reads the context before it is evicted at ``at``: token ids, or a text whose
-            tokens are not known yet. None for nothing.
-        context: Tokens of the context that this request prepares for others; None for requests of
-            clients.
         prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
         recent: Last tokens that its policy never evicts.
 
@@ -62,8 +53,6 @@ class RequestOptions:
     at: int | None = None
     most: int | None = None
     when: str = "always"
-    prepare: tuple[int, ...] | str | None = None
-    context: int | None = None
     prefill_interval: int | None = None
     recent: int | None = None
 
@@ -85,8 +74,6 @@ class RequestOptions:
             asked["interval"] = self.interval
         if self.prefill_interval is not None:
             asked["prefill_interval"] = self.prefill_interval
-        if self.context is not None:
-            asked["context"] = self.context
         if self.recent is not None:
             asked["recent"] = self.recent
         return replace(rule, **asked) if asked else rule
@@ -129,15 +116,12 @@ def parse_options(
         at=_at(given, prompt_len),
         most=config.max_budget if isinstance(config.max_budget, int) else None,
         when=_when(config, given),
-        prepare=_prepare(given[PREPARE]) if PREPARE in given else None,
         prefill_interval=_interval(
             config, given, PREFILL_INTERVAL, config.prefill_interval, "prompt tokens"
         ),
         recent=None if recent == config.recent_tokens(config.policy) else recent,
     )
-    if options.prepare is not None:
-        _check_prepare(config, options, prompt_len)
-    elif shares_prompt(extra_args):
+    if shares_prompt(extra_args):
         options = _before_last(config, options, prompt_len)
     if not options.evicts:
         # Settings that do not go together have no timeline, not even an unused one.
@@ -280,37 +264,6 @@ def _before_last(
     if options.at is not None or inside or not fits:
         return options
     return replace(options, at=prompt_len - 1)
-
-
-def _prepare(value: Any) -> tuple[int, ...] | str:
-    # A tokenizer takes no halves of surrogate pairs, which JSON may spell.
-    if isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value):
-        return value
-    listed = isinstance(value, (list, tuple)) and len(value) > 0
-    if listed and all(type(token) is int and token >= 0 for token in value):
-        return tuple(value)
-    raise ValueError(
-        f"KV eviction: {PREPARE} must be a text or a list of token ids to read behind the context, "
-        f"not {shown(value)}"
-    )
-
-
-def _check_prepare(config: EvictionConfig, options: RequestOptions, prompt_len: int) -> None:
-    """Refuse a preparation whose store the request could not take."""
-    interval = config.interval if options.interval is None else options.interval
-    if options.at is None or options.at >= prompt_len:
-        need = f"an eviction point before the prompt's end ({AT}, {AT_MESSAGE} or {AT_TEXT})"
-    elif not options.evicts:
-        need = f"a policy, not {NONE}"
-    elif options.when != WHENS[0]:
-        need = f"{WHEN} {WHENS[0]}"
-    elif 0 < interval < config.window:
-        need = f"{INTERVAL} 0, or at least the window of {config.window} tokens"
-    elif config.prefill_interval if options.prefill_interval is None else options.prefill_interval:
-        need = f"{PREFILL_INTERVAL} 0"
-    else:
-        return
-    raise ValueError(f"KV eviction: {PREPARE} needs {need}")
 
 
 def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) -> int:

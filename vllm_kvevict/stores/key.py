@@ -30,7 +30,6 @@ class ShareKey:
         policy: The policy that chooses.
         protect_first: Tokens that stay whatever the policy chooses.
         stores: S of every KV-cache group, or 0 where a group has nothing to evict at the point.
-        prepare: Tokens that read the context before it was evicted; empty for none.
 
     """
 
@@ -41,12 +40,11 @@ class ShareKey:
     policy: str
     protect_first: int
     stores: tuple[tuple[int, int], ...]
-    prepare: tuple[int, ...] = ()
 
     @cached_property
     def digest(self) -> bytes:
         parts = self.rest, self.extra, self.point, self.policy, self.protect_first, self.stores
-        return sha256(repr((self.prefix, *parts, self.prepare)).encode()).digest()
+        return sha256(repr((self.prefix, *parts)).encode()).digest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShareKey) and self.digest == other.digest
@@ -61,7 +59,6 @@ def share_key(
     hash_block_size: int,
     policy: str,
     protect_first: int,
-    prepare: tuple[int, ...],
 ) -> ShareKey | None:
     """The key of a request that evicts at a point of its own; None for all others.
 
@@ -71,7 +68,6 @@ def share_key(
         hash_block_size: Tokens that one of these hashes covers.
         policy: The policy that chooses.
         protect_first: Tokens that stay whatever the policy chooses.
-        prepare: Tokens that read its context before it is evicted; empty for none.
 
     """
     stops = [stop for t in timelines.values() if (stop := t.stop(0)) is not None]
@@ -99,6 +95,4 @@ def share_key(
         policy=policy,
         protect_first=protect_first,
         stores=stores,
-        # Where nothing is evicted, nothing is to be prepared.
-        prepare=prepare if any(blocks for _, blocks in stores) else (),
     )

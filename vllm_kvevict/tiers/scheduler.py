@@ -12,18 +12,14 @@ from vllm_kvevict.settings.handover import TAKEN_OVER
 from vllm_kvevict.settings.store_tiers import parse_size
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.shape import StoreSizes
-from vllm_kvevict.tiers.overtaking import Overtaking
 from vllm_kvevict.tiers.stores import TieredStores
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
 class TieredMixin(EvictionMixin):
     """Keeps published stores outside the KV cache as well."""
-
-    _overtaking: Overtaking | None = None
 
     def _make_stores(self, core: EvictionCore, enabled: bool, config: EvictionConfig) -> Any:
         """The stores.
@@ -51,32 +47,13 @@ class TieredMixin(EvictionMixin):
             page_channels(config),
             pinned=self.vllm_config.device_config.device_type == "cuda",
         )
-        stores = TieredStores(
+        return TieredStores(
             core,
             sizes,
             self.vllm_config.parallel_config.world_size,
             parse_size(config.store_memory),
             store_files(self.vllm_config, self.kv_cache_config, config),
         )
-        self._overtaking = Overtaking(self, core.table, stores)
-        return stores
-
-    def add_request(self, request: "Request") -> None:
-        known = request.request_id in self._table.states
-        super().add_request(request)
-        if self._overtaking is not None and not known:
-            self._overtaking.arrive(self._table.states[request.request_id])
-
-    def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
-        if self._overtaking is not None:
-            self._overtaking.begin_step()
-        return super().schedule(*args, **kwargs)
-
-    def _handle_blocked_waiting_request(self, request: "Request") -> bool:
-        state = self._table.states[request.request_id]
-        if self._overtaking is not None and self._overtaking.holds_back(state):
-            return False
-        return super()._handle_blocked_waiting_request(request)
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state, stores = self._table.states[request.request_id], self._stores

@@ -114,15 +114,9 @@ class TieredStores(PublishedStores):
         self._until[name] = now + PATIENCE
         return True
 
-    def there(self, state: RequestState) -> bool | None:
-        """Whether a request can begin with its store; None while that is looked for in files."""
-        if state.key is None or not self._may_take(state):
-            return False
-        return self.has(state.key) or (None if self.coming(state) else False)
-
     def find(self, state: RequestState) -> PublishedStore | None:
         found, key = super().find(state), state.key
-        if found is None and key is not None and self._may_take(state):
+        if found is None and key is not None and self._may_reuse(state):
             return self._restore(state, key)
         if found is not None:
             name = name_of(found.key)
@@ -132,7 +126,7 @@ class TieredStores(PublishedStores):
         return found
 
     def waits(self, state: RequestState) -> bool:
-        if state.key is not None and self._may_take(state) and self.coming(state):
+        if state.key is not None and self._may_reuse(state) and self.coming(state):
             return True
         return super().waits(state)
 
@@ -191,9 +185,6 @@ class TieredStores(PublishedStores):
         self._reading.clear()
         self._until.clear()
         self._read_seconds.clear()
-
-    def _may_take(self, state: RequestState) -> bool:
-        return state.context is None and self._may_reuse(state)
 
     def _save(self, state: RequestState, store: PublishedStore) -> None:
         name, shapes = name_of(store.key), group_shapes(store.key, state.rules)

@@ -59,7 +59,6 @@ MEANT = {
     "kv_eviction_at": (1, 150, -1),
     "kv_eviction_at_message": (0, -2, 1),
     "kv_eviction_at_text": ("na", "ba"),
-    "kv_eviction_prepare": ([7] * 40, "ba na"),
 }
 """Values that have a meaning alone, for pairs that come further than their first key."""
 
@@ -203,16 +202,12 @@ def test_every_key_alone_and_in_pairs(server):
 def test_megabytes(server):
     """Texts and lists of 3 MB where a few words are meant; tokenising them would take seconds."""
     before, counted = complete(server, PROMPT), server.evictions()
-    text, tokens = "ba na " * 500_000, [7] * 1_000_000
-    at = {"kv_eviction_at": 100, "kv_eviction_prefill_interval": 0}
+    text = "ba na " * 500_000
     repeated = "c" * 3_000
     requests = [
-        asking(COMPLETION, at | {"kv_eviction_prepare": text}),
         asking(COMPLETION, {"kv_eviction": text}),
         asking(COMPLETION, {"kv_eviction_" + text: 1}),
         asking(PLACES[0], {"kv_eviction_at_text": text}),
-        asking(PLACES[3], at | {"kv_eviction_prepare": text}),
-        asking(PLACES[1], at | {"kv_eviction_prepare": tokens[:300_000]}),
         asking(
             ("/v1/completions", dict(prompt=repeated)),
             {"kv_eviction_at_text": "c" + "b" + repeated[:1500]},
@@ -229,11 +224,6 @@ def test_megabytes(server):
 @pytest.mark.parametrize(
     "asked",
     [
-        # The context, and what reads it, need more blocks than there are.
-        dict(at=1500, prepare=[7] * 1000, prefill_interval=0),
-        # One that fits; its ids do not.
-        dict(at=200, prepare=[999_999], prefill_interval=0),
-        dict(at=200, prepare=[2**40], prefill_interval=0),
         # The prompt fits, the replay of prompt and answer would not.
         dict(prefill_interval=0, max_tokens=1200),
     ],

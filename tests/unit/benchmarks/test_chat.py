@@ -29,8 +29,7 @@ def setting(folder: Path, **changes: Any) -> Setting:
     (folder / "config.json").write_text(json.dumps(config))
     given = dict(
         model=folder, tokens=70, memory=4, sequences=16, policy="auto",
-        prepared_policy="defensive", budget="25%", profile="auto", prepare="<read>",
-        store_memory="4G", work=folder,
+        budget="25%", profile="auto", store_memory="4G", work=folder,
     )  # fmt: skip
     return Setting(**{**given, **changes})
 
@@ -87,14 +86,13 @@ def test_turns_build_on_one_another_as_text(tiny_model: Path) -> None:
 
 def test_the_point_is_the_end_of_the_document_in_every_turn(tmp_path: Path) -> None:
     (dialogue,) = make(1, 3, 1, **SHAPE)
-    for name in ("at", "prepared", "tiers", "tiers-files", "restart"):
+    for name in ("at", "tiers", "tiers-files", "restart"):
         xargs = setting(tmp_path).xargs(ROWS[name])
         assert set(xargs) <= set(KEYS)
         for messages in all_messages(dialogue):
             point = message_index(xargs["kv_eviction_at_message"], len(messages))
             assert messages[point]["content"] == dialogue.document
             assert messages[point + 1]["content"] == dialogue.questions[0].text
-    assert setting(tmp_path).xargs(ROWS["prepared"])["kv_eviction_prepare"] == "<read>"
     assert not any(setting(tmp_path).xargs(ROWS[name]) for name in (STOCK, "always", "pressure"))
 
 
@@ -111,7 +109,6 @@ def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None
         assert not any("{" in argument for argument in others)
     for name, flag, value in (
         ("pressure", "--kv-eviction-when", "pressure"),
-        ("prepared", "--kv-eviction", "defensive"),
         ("tiers", "--kv-eviction-store-memory", "4G"),
         ("restart", "--kv-eviction-store-path", str(tmp_path / "stores")),
         ("offload", "--kv-offloading-size", "4"),

@@ -105,23 +105,6 @@ def test_requests_of_a_sample(endpoint, prompts, journal):
     assert [answer.text for answer in answers[FULL_CELL]] == ["none 300", "none 340", "none 380"]
 
 
-def test_a_text_reads_the_context_where_the_question_is_unknown(prompts):
-    labels = {"snapkv": "snapkv", "snapkv, prepared": "snapkv"}
-    prepared = plan(labels=labels, budgets=("20%",), prepare="What is said?")
-    asked = {cell: prepared.xargs(cell, prompts[0]) for cell in prepared.cells()}
-    texts = {cell: xargs.get("kv_eviction_prepare") for cell, xargs in asked.items()}
-    assert [(cell.scenario, cell.label, text) for cell, text in texts.items()] == [
-        (AWARE, "snapkv", None),
-        (AGNOSTIC, "snapkv", None),
-        (AGNOSTIC, "snapkv, prepared", "What is said?"),
-    ]
-    options = Options(policies=("snapkv",), layers="auto", prepare="What is said?")
-    assert [set(one.labels) for one in variants(options)] == [
-        {"snapkv", "snapkv, prepared"},
-        {f"{p}, layers{end}" for p in options.layers_policies for end in ("", ", prepared")},
-    ]
-
-
 def test_a_run_that_was_cut_off_goes_on(endpoint, prompts, tmp_path):
     path = tmp_path / "answers.jsonl"
     first = measure(endpoint, plan(), prompts[:2], 2, Journal(path, False, "served"))

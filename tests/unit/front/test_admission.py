@@ -25,7 +25,6 @@ def engine(eviction: Any = "snapkv") -> SimpleNamespace:
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
             get_total_num_hidden_layers=lambda: 8,
-            get_vocab_size=lambda: 1000,
             max_model_len=1000,
         ),
     )
@@ -130,33 +129,3 @@ def test_responses_refuse_before_their_stream_begins(monkeypatch):
     with pytest.raises(ValueError, match="the prompt's 3 tokens"):
         generate(serving, sampling_params=asking(kv_eviction_at=4), **asked)
     assert hasattr(generate(serving, sampling_params=asking(), **asked), "__anext__")
-
-
-def preparing(policy="snapkv", caching=True, kinds=None, drafts=0, **params: Any) -> None:
-    config = engine(policy)
-    config.speculative_config = SimpleNamespace(
-        uses_draft_kv_cache=lambda: bool(drafts),
-        draft_model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: drafts),
-    )
-    config.cache_config.enable_prefix_caching = caching
-    config.model_config.hf_text_config.layer_types = kinds
-    asked = SamplingParams(
-        extra_args=dict(kv_eviction_at=50, kv_eviction_prepare="What is said?"), **params
-    )
-    check_request(config, asked, [1] * 100, None)
-
-
-@pytest.mark.parametrize(
-    "given, need",
-    [
-        (dict(policy="h2o"), "a policy that scores by the queries of a window"),
-        (dict(caching=False), "prefix caching"),
-        (dict(kinds=["full_attention"] * 4 + ["sliding_attention"] * 4), "whose layers all evict"),
-        (dict(prompt_logprobs=1), "without prompt_logprobs"),
-        (dict(drafts=1), "without layers that draft"),
-    ],
-)
-def test_a_context_is_not_prepared_where_its_store_cannot_be_taken(given, need):
-    preparing()
-    with pytest.raises(ValueError, match=f"KV eviction: kv_eviction_prepare needs .*{need}"):
-        preparing(**given)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -370,20 +370,6 @@ def test_imports_neither_torch_nor_vllm():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("budget", [dict(budget_tokens=128), dict(budget_share=0.25)])
-def test_an_eviction_behind_a_prepared_context_is_that_of_its_end(budget):
-    plain = Timeline(block_size=16, window=32, interval=0, **budget)
-    prepared = replace(plain, context=1000)
-    for n in (1000, 1001, 1300, 5000):
-        assert prepared.tail_start(n) == plain.tail_start(1000)
-        assert prepared.store_blocks(n) == plain.store_blocks(1000)
-    assert prepared.tail_start(900) == plain.tail_start(900)
-    request = RequestTimeline(prepared, 1300, 1300, at=1300, ends=1302)
-    assert request.due == 1300 and request.hit_cap == plain.tail_start(1000)
-    assert request.evict(1300) == (0, plain.tail_start(1000))
-    assert request.store_blocks == plain.store_blocks(1000) and request.due is None
 
 
 def test_fewer_recent_tokens_than_the_window_observes():

@@ -294,36 +294,6 @@ def test_points_from_the_end_are_pythons_indices(prompt_len, data):
     assert list(range(prompt_len))[:point] == list(range(prompt_len))[:-back]
 
 
-@pytest.mark.parametrize("text", ["What is said?", [3, 0, 7], (5,)])
-def test_a_context_is_read_by_a_text_or_by_token_ids(text):
-    options = parse(at=500, prepare=text)
-    assert options.prepare == (text if isinstance(text, str) else tuple(text))
-    assert options.context is None
-
-
-@pytest.mark.parametrize(
-    "value", ["", " ", "a \ud800", [], [1, -2], [True], [1.0], ["1"], 7, None, {"a": 1}]
-)
-def test_nothing_else_reads_a_context(value):
-    assert "must be a text or a list of token ids" in complaint(at=500, prepare=value)
-
-
-@pytest.mark.parametrize(
-    "given, need",
-    [
-        ({}, "an eviction point before the prompt's end"),
-        (dict(at=1000), "an eviction point before the prompt's end"),
-        (dict(at=500, when="pressure"), "kv_eviction_when always"),
-        (dict(at=500, interval=8), "at least the window of 32"),
-        (dict(at=500, prefill_interval=128), "needs kv_eviction_prefill_interval 0"),
-        (policy("none") | dict(at=500), "a policy, not none"),
-    ],
-)
-def test_a_preparation_needs_a_store_that_can_be_taken(given, need):
-    assert need in complaint(prepare="What is said?", **given)
-    assert parse(at=500, interval=0, prepare="What is said?").prepare
-
-
 def test_evictions_inside_the_prompt_need_a_budget_in_tokens_and_no_pressure():
     inside = server(prefill_interval=256)
     assert parse(config=inside, budget="25%", prefill_interval=0).prefill_interval == 0
@@ -368,7 +338,7 @@ def test_a_sentence_stays_short_whatever_it_quotes():
     long = "x" * 3_000_000
     for asked in (
         policy(long), dict(budget=long), dict(interval=long), dict(at=long), dict(when=long),
-        dict(protect_first=[1] * 1_000_000), dict(at=500, prepare=[-1] * 1_000_000),
+        dict(protect_first=[1] * 1_000_000),
         dict(budget=10**30), dict(budget=10**5000), dict(interval=10**5000),
     ):  # fmt: skip
         assert len(complaint(**asked)) < 600
