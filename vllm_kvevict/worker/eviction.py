@@ -18,13 +18,12 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.host import select_tokens
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.value_shares import value_shares
-from vllm_kvevict.policies.base import Candidates, Policy, Scorer, Summary, WeightedScorer, protect
+from vllm_kvevict.policies.base import Policy, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.candidates import CandidateReader
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fallback import Failures, checked, recent, replaceable
-from vllm_kvevict.worker.fitted import fitted_values
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.probes import Probes
@@ -231,15 +230,11 @@ class WorkerEviction:
         summaries: list[Summary] = []
         real = padding * bs
 
-        def read(index: int) -> Candidates:
-            name = state.layer_names[index]
-            where = grid[index], padding[index], candidate_pages
-            return self._reader.candidates(state, name, *where, eviction, group)
-
         def choose() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             found = []
             for index, name in enumerate(state.layer_names):
-                candidates = read(index)
+                where = grid[index], padding[index], candidate_pages
+                candidates = self._reader.candidates(state, name, *where, eviction, group)
                 if scorer.needs_value_shares:
                     mine = made[index][:, : candidates.valid.shape[1], 0]
                     candidates = replace(candidates, value_shares=mine)
@@ -261,7 +256,6 @@ class WorkerEviction:
             pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
             return scores, pages, select_tokens(scores, pages, bs)
 
-        fits = self._fits(scorer, eviction, state)
         try:
             scores, pages, columns = choose()
             source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
@@ -270,20 +264,13 @@ class WorkerEviction:
                 raise
             self._failures.note(self.policies[eviction.policy], error)
             self.meter.failed()
-            fits = False
             size = candidate_pages, len(group.store), bs
             scores, pages, columns = recent(padding, *size, eviction.protect_first)
             source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
         for index, name in enumerate(state.layer_names):
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
-            fitted = None
-            if fits:
-                kept = columns[index], pages[index]
-                fitted = fitted_values(cache, read(index), grid[index], *kept)
             cache.layout.copy(cache.pages, *source, target_page)
-            if fitted is not None:
-                cache.layout.write_values(cache.pages, target_page, fitted)
             if scorer.page_channels and not made:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
@@ -295,22 +282,9 @@ class WorkerEviction:
             log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
         state.record(row, group.tail_start, store, pages, weighted=log_weights is not None)
         self.meter.pages(pages)
-        told = columns, pages, real, scores, log_weights, fits
+        told = columns, pages, real, scores, log_weights
         for listener in self.listeners:
             listener(EvictionRecord(eviction, group, *told))
-
-    def _fits(self, scorer: Scorer, eviction: Eviction, state: GroupState) -> bool:
-        """Whether the values of kept tokens are fitted to the window's queries."""
-        if eviction.ring is None or not scorer.wants_window or scorer.fit_values == "off":
-            return False
-        # Questions that come later lose by it: 77 facts of 100 at 6.25%, 82 without.
-        if eviction.inside:
-            return False
-        caches = [self._caches[name] for name in state.layer_names]
-        if any(cache.is_fp8 or cache.is_latent for cache in caches):
-            return False
-        # Whoever listens sees what the kernels do.
-        return scorer.fit_values == "on" or self._fused is None
 
     def _value_shares(
         self, state: GroupState, grid: torch.Tensor, group: GroupEviction

@@ -65,7 +65,6 @@ def test_defaults() -> None:
         "value_share": 0.25,
         "probe_window": "auto",
         "probe_recent": 8,
-        "fit_values": "auto",
         "beta": 20.0,
         "groups": None,
         "low_mark": 0.05,
