@@ -218,19 +218,6 @@ def test_options_are_those_of_the_policies_that_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("older", "value", "says"),
-    [
-        ("floor", 0.5, "-floor is an option now: --kv-eviction-options '{\"floor\": 0.5}'"),
-        ("pool", "avg", "--kv-eviction-options '{\"pool\": \"avg\"}'"),
-        ("min_budget", 256, "is part of the budget now: --kv-eviction-budget 25%,min=256"),
-        ("layers", "x.json", "--kv-eviction-layers is now called --kv-eviction-profile"),
-    ],
-)  # fmt: skip
-def test_older_names(older: str, value: Any, says: str) -> None:
-    assert says in complaint({"policy": "snapkv", older: value})
-
-
-@pytest.mark.parametrize(
     ("value", "allow", "choices"),
     [
         ("", (), ("snapkv",)),
