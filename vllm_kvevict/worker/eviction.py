@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -18,12 +20,11 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.host import select_tokens
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.value_shares import value_shares
-from vllm_kvevict.policies.base import Policy, Summary, WeightedScorer, protect
+from vllm_kvevict.policies.base import Policy, Scorer, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.candidates import CandidateReader
 from vllm_kvevict.worker.comparison import Comparison
-from vllm_kvevict.worker.fallback import Failures, checked, recent, replaceable
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.probes import Probes
@@ -33,6 +34,21 @@ from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.settle import settle
 from vllm_kvevict.worker.shared_stores import SharedStores
+
+logger = init_logger("vllm.kv_eviction.worker")
+
+
+def replaceable(scorer: Scorer) -> bool:
+    """Return True if an eviction keeps the most recent tokens when this scorer fails.
+
+    Only scorers of other packages are replaced; an error in one of this package ends the engine.
+    The scheduler frees the blocks that the eviction replaces, so the store must be filled. The
+    number of its blocks depends on lengths alone: all ranks agree on it even if one of them fails.
+    """
+    foreign = type(scorer).__module__.partition(".")[0] != __name__.partition(".")[0]
+    # The other ranks would wait inside the collective for a rank that failed before it.
+    alone = not scorer.crosses_ranks or get_tensor_model_parallel_world_size() == 1
+    return foreign and alone and not isinstance(scorer, WeightedScorer)
 
 
 class WorkerEviction:
@@ -74,7 +90,7 @@ class WorkerEviction:
         self.evictions = 0
         self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
         self.memories = Memories()
-        self._failures = Failures()
+        self._failed: set[str] = set()
         self._caches = caches
         self._rows = rows
         self._fused = fused
@@ -229,8 +245,10 @@ class WorkerEviction:
         probes = self._probes.at(eviction) if self._probes is not None else {}
         summaries: list[Summary] = []
         real = padding * bs
+        places = torch.arange(candidate_pages * bs, device=grid.device)
+        valid = places >= real[..., None]
 
-        def choose() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def scored() -> torch.Tensor:
             found = []
             for index, name in enumerate(state.layer_names):
                 where = grid[index], padding[index], candidate_pages
@@ -246,27 +264,30 @@ class WorkerEviction:
                     summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
                     raw = summaries[-1].scores
                 else:
-                    raw = checked(scorer.scores(candidates), candidates)
+                    raw = scorer.scores(candidates)
+                    if raw.shape != valid.shape[1:]:
+                        want, got = tuple(valid.shape[1:]), tuple(raw.shape)
+                        raise ValueError(f"scores must be of shape {want}, not {got}")
                 found.append(raw)
-            valid = torch.arange(candidate_pages * bs, device=grid.device) >= real[..., None]
-            scores = protect(torch.stack(found), valid, eviction.protect_first)
+            return torch.stack(found)
+
+        def choose(found: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            scores = protect(found, valid, eviction.protect_first)
             shares = self._shares_of(eviction.policy)
             of_heads = None if shares is None else shares[group.group_id]
             allocator, caps = self.policies[eviction.policy].allocator, candidate_pages - padding
             pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
-            return scores, pages, select_tokens(scores, pages, bs)
+            columns = select_tokens(scores, pages, bs)
+            return scores, pages, columns, *compact_index(grid, columns, pages, store, bs)
 
         try:
-            scores, pages, columns = choose()
-            source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
-        except Exception as error:
+            chosen = choose(scored())
+        except Exception:
             if not replaceable(scorer):
                 raise
-            self._failures.note(self.policies[eviction.policy], error)
-            self.meter.failed()
-            size = candidate_pages, len(group.store), bs
-            scores, pages, columns = recent(padding, *size, eviction.protect_first)
-            source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
+            self._note_failure(eviction.policy)
+            chosen = choose(torch.where(valid, places.float(), -torch.inf))
+        scores, pages, columns, source_page, source_slot, target_page = chosen
         for index, name in enumerate(state.layer_names):
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
@@ -285,6 +306,17 @@ class WorkerEviction:
         told = columns, pages, real, scores, log_weights
         for listener in self.listeners:
             listener(EvictionRecord(eviction, group, *told))
+
+    def _note_failure(self, policy: str) -> None:
+        """Count the failure that is being handled, and log it if it is the policy's first."""
+        self.meter.failed()
+        if policy not in self._failed:
+            self._failed.add(policy)
+            logger.exception(
+                "KV eviction: policy %s failed; its evictions keep the most recent tokens "
+                "whenever it fails, and this is logged once",
+                policy,
+            )
 
     def _value_shares(
         self, state: GroupState, grid: torch.Tensor, group: GroupEviction
