@@ -35,7 +35,6 @@ from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import eviction as eviction_pass
-from vllm_kvevict.worker import fallback
 from vllm_kvevict.worker.cpu import measure_layout
 from vllm_kvevict.worker.eviction import WorkerEviction
 
@@ -152,7 +151,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    fallback.mean_of_ranks = eviction_pass.sum_of_ranks = lambda tensor: tensor
+    reading.mean_of_ranks = eviction_pass.sum_of_ranks = lambda tensor: tensor
     reading.first_head = lambda num_heads: 0
     request = Request(args)
     best: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)

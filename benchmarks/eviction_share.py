@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     policies, learned = list(args.policies), {}
     if args.profile:
         policies += ["probe"]
-        options = dict(probe_window=args.probe_window, fit_values=args.fit_values)
+        options = dict(probe_window=args.probe_window)
         learned = dict(profile=str(args.profile), options=options)
     llm = LLM(
         str(args.model or real_model()),
@@ -108,7 +108,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--profile", type=Path, help="of the model: measure probe as well")
     parser.add_argument("--probe-window", default="auto", choices=["auto", "none"])
-    parser.add_argument("--fit-values", default="auto", choices=["auto", "off"])
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
     in_process(args.threads)

@@ -81,7 +81,6 @@ class Recorder:
                     mine_of_heads.append(log_weights.tolist())
                 start += count * bs
             kept.positions[layer] = heads
-            kept.fitted |= record.fitted
             if record.log_weights is not None:
                 kept.weights = kept.weights or [None] * len(kept.positions)
                 kept.weights[layer] = mine_of_heads

@@ -9,21 +9,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.oracles.fitted import FittedValues
-
 
 @dataclass
 class Kept:
     """An eviction at length ``n``: from then on head h of layer l sees ``positions[l][h]``
     and everything from ``tail_start`` on. ``weights[l][h]`` are the log-weights of these
     positions in the numerator and the denominator, None where each counts for itself. None for a
-    layer that this eviction left alone. ``fitted``: values were fitted to the last queries."""
+    layer that this eviction left alone."""
 
     n: int
     tail_start: int
     positions: list[list[list[int]] | None]
     weights: list[list[list[list[float]]]] | None = None
-    fitted: bool = False
 
 
 @dataclass
@@ -43,21 +40,15 @@ class Life:
         return min([self.prefill_end, *(eviction.n for eviction in self.evictions)])
 
 
-def two_biases(module, query, key, value, attention_mask, scaling, fits=None, **kwargs):
+def two_biases(module, query, key, value, attention_mask, scaling, **kwargs):
     """transformers' eager attention with a bias [1, heads, q, n] on the products, or with two,
-    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it. ``fits``
-    say what values are at which row."""
-    parts = query, key, value
+    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     products = query @ key.mT * scaling
     if attention_mask is None or len(attention_mask) == 1:
         bias = 0.0 if attention_mask is None else attention_mask
-        weights = (products + bias).softmax(-1)
-        if fits is not None:
-            result = fits.attend(module.layer_idx, weights, parts, scaling)
-        else:
-            result = weights @ value
+        result = (products + bias).softmax(-1) @ value
     else:
         products = products.double() - products.double().amax(-1, keepdim=True)
         above, below = (products + bias.double() for bias in attention_mask[:, None])
@@ -84,8 +75,6 @@ class MaskedModel:
     ``attention`` is :func:`two_biases` or :func:`two_biases_fp8`.
     """
 
-    _fits: FittedValues | None = None
-
     def __init__(self, path: Path, attention: Callable = two_biases) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
         from transformers.masking_utils import eager_mask
@@ -106,8 +95,6 @@ class MaskedModel:
         def hook(module, args, kwargs):
             if self._masks:
                 kwargs["attention_mask"] = self._masks[index]
-            if self._fits is not None:
-                kwargs["fits"] = self._fits
             return args, kwargs
 
         return hook
@@ -118,8 +105,6 @@ class MaskedModel:
         n, start = len(tokens), life.full
         ids = torch.tensor([tokens])
         self._masks = []
-        fitted = any(eviction.fitted for eviction in life.evictions)
-        self._fits = FittedValues(life) if fitted else None
         first = self.model(ids[:, :start], use_cache=True, logits_to_keep=1)
         logits = [first.logits[0]]
         if n > start:
@@ -127,7 +112,6 @@ class MaskedModel:
             rest = self.model(ids[:, start:], past_key_values=first.past_key_values)
             logits.append(rest.logits[0])
             self._masks = []
-        self._fits = None
         return torch.cat(logits)[life.prefill_end - start :]
 
     @property

@@ -10,6 +10,7 @@ from tests.nightly import some
 from tests.oracles.engine import engine
 from tests.oracles.masked import Kept, Life, MaskedModel, check_tokens
 from tests.profiles import random_profile
+from vllm_kvevict.settings.names import LEARNED, POLICIES
 
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 60)]
 NEW_TOKENS = 100
@@ -73,6 +74,7 @@ CASES = {
     "draws": dict(policy="nacl", budget=96),
 }
 ALWAYS = "ada-snapkv", "a policy without a window"
+AUDITED = [name for name in POLICIES if name != "subgen-stream"]
 
 
 @pytest.mark.parametrize("case", some(CASES, *ALWAYS))
@@ -92,6 +94,24 @@ def test_it_is_what_the_oracle_says(tiny_model, oracle, case):
         assert run.counters.audits_dropped == 0
         assert run.counters.tokens_audited == 2 * len(told) * WINDOW
         assert run.free_blocks() == free
+
+
+@pytest.mark.parametrize("policy", some(AUDITED, "probe", "ada-snapkv"))
+def test_audits_change_no_token(tiny_model_kv4, tmp_path, policy):
+    """Of requests that are drawn, of others, and of prompts that the prefix cache serves."""
+    settings = dict(policy=policy, budget=128)
+    if policy in LEARNED:
+        path, _ = random_profile(tmp_path, tiny_model_kv4)
+        settings["profile"] = str(path)
+    answers = {}
+    for share in (0, "0.0001%", "100%"):
+        with serving(tiny_model_kv4, settings | dict(audit=share)) as run:
+            told = listen(run)
+            answers[share] = [run.generate(PROMPTS, NEW_TOKENS) for _ in range(2)]
+            assert run.counters.evictions > 6
+            assert bool(told) == (share == "100%")
+    assert answers["0.0001%"] == answers[0]
+    assert answers["100%"] == answers[0]
 
 
 def told_of(told, number, count):

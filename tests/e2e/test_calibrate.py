@@ -17,11 +17,9 @@ from tests.oracles.learned import Seen, check_learned
 from tests.oracles.masked import Kept, Life, MaskedModel
 from vllm_kvevict.calibrate import learn, lessons
 from vllm_kvevict.calibrate.__main__ import main
-from vllm_kvevict.calibrate.costs import Costs
 from vllm_kvevict.calibrate.rank import kept
 from vllm_kvevict.front.profile import read
 from vllm_kvevict.inspect.engine import sized, start
-from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings import probe_weights
 from vllm_kvevict.settings.config import EvictionConfig
 
@@ -69,27 +67,6 @@ def test_the_shares_are_those_of_the_scores(tiny_model_kv4, tmp_path: Path, caps
     assert sum(sizes) == 4 * 4 * 256, "what four layers of four heads keep at 8 blocks"
     order = sorted(range(4), key=lambda layer: found["layers"][layer])
     assert [sizes[layer] for layer in order] == sorted(sizes)
-
-
-def test_shares_by_answers_lean_to_where_answers_are_lost(tiny_model_kv4, tmp_path: Path) -> None:
-    """Half of a share is that by scores; the other half follows the costs that are measured."""
-    text, path = random_text(300, seed=4), tmp_path / "answers.json"
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(text))
-    options = ["--by", "answers", "--output", str(path)]
-    options += ["--prompts", str(tmp_path / "prompts.jsonl")]
-    assert main([str(tiny_model_kv4), *options, "--kv-eviction", "ada-snapkv"]) == 0
-    shares = read(path)
-    assert shares.made["by"] == "answers" and shares.heads is not None
-    found = torch.tensor(shares.heads) * torch.tensor(shares.layers)[:, None]
-
-    ids = AutoTokenizer.from_pretrained(tiny_model_kv4)(text)["input_ids"]
-    policy = build_policy(EvictionConfig(policy="ada-snapkv", budget="25%"))
-    measured = Costs(str(tiny_model_kv4), policy.scorer, 32)
-    costs = measured.of(ids, len(ids))
-    counts = kept(measured.scores(len(ids)), int(len(ids) * 0.25) - 32).double()
-    more = 2 * found - counts / counts.mean()
-    worth = (costs[..., 0] - costs.flatten(1).amin(1)[:, None]).flatten().argsort()
-    assert more.flatten()[worth[-4:]].mean() > 2 * more.flatten()[worth[:4]].mean()
 
 
 class Watched:
@@ -231,8 +208,7 @@ QUARTER = ("--kv-eviction-budget", "25%")
         (["--kv-eviction", "snapkv", "--output", "/no/folder/a.json"], "there is no folder"),
         (["--kv-eviction", "snapkv", "--prompts", "/no/file"], "No such file"),
         (["--prose", "-1"], "--prose must be a number from 0 to 10, not -1.0"),
-        (["--kv-eviction", "h2o", "--by", "answers", *QUARTER, "--length", "300"], "not for h2o"),
-        (["--kv-eviction", "snapkv", "--by", "answers", "--length", "128"], "give longer prompts"),
+        (["--kv-eviction", "snapkv", *QUARTER, "--length", "128"], "give longer prompts"),
     ],
 )
 def test_refusals_are_one_sentence(tiny_model, capsys, flags, says) -> None:

@@ -79,7 +79,6 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
         (life,), tokens = lives, [*prompt, *output]
         scored: list[dict[int, float]] = [{} for _ in weights.keys]
         for index, kept in enumerate(life.evictions):
-            assert not kept.fitted, "latents are keys, too"
             context = mine.get("kv_eviction_at", len(prompt))
             share = EVICTION["budget"] / max(kept.n, context)
             entries, attention = oracle.of(tokens[: kept.n], life.evictions[:index])

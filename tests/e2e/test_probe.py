@@ -125,16 +125,12 @@ def test_scores_beside_survivors_are_those_of_keys_before_rotation(
         outputs = run.generate(PROMPTS, NEW_TOKENS, ASKED)
         lives = run.lives()
         assert run.counters.evictions >= 8
-    compared = uneven = fitted = 0
+    compared = uneven = 0
     for request_id, kept in found.items():
         index = int(request_id.split("-")[0])
         if index == SNAPKV:
             continue
         life, tokens = lives[index][-1], [*PROMPTS[index], *outputs[index][:-1]]
-        # By keys alone nothing is fitted, in an FP8 cache nothing, and nothing before a question.
-        fits, asked = window == "auto" and dtype == "auto", len(PROMPTS[index]) - 1
-        assert [e.fitted for e in life.evictions] == [fits and e.n >= asked for e in life.evictions]
-        fitted += sum(eviction.fitted for eviction in life.evictions)
         if dtype == "auto":
             agreed = check_tokens(oracle, PROMPTS[index], outputs[index], lives[index])
             assert agreed == (NEW_TOKENS, NEW_TOKENS)
@@ -155,4 +151,3 @@ def test_scores_beside_survivors_are_those_of_keys_before_rotation(
                 uneven += len({len(mine) for mine in heads}) > 1
             compared += 1
     assert compared >= 7 and uneven
-    assert (fitted >= 6) == (window == "auto" and dtype == "auto")

@@ -56,8 +56,7 @@ def worker(
         policy=policy,
         window=WINDOW,
         budget=WINDOW + 4 * BLOCK,
-        # The kernels fit no values.
-        options=dict(probe_window=probe_window, fit_values="off") if "probe" in policy else {},
+        options=dict(probe_window=probe_window) if "probe" in policy else {},
         **(dict(allow=allow) if allow else {}),
     )
     timeline = Timeline(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)

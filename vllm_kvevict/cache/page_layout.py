@@ -152,19 +152,6 @@ class PageLayout:
         for view in self._views:
             view.copy(pages, source_page, source_slot, target_page)
 
-    def write_values(
-        self, pages: torch.Tensor, target_page: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Write the values of whole pages.
-
-        Args:
-            pages: [num_pages, 2 * block_size * D], written in place.
-            target_page: [K / block_size] int64, each once.
-            values: [K, D] in the dtype of ``pages``, which fill the pages in order.
-
-        """
-        self._views[1].write(pages, target_page, values)
-
 
 def _split(offsets: torch.Tensor) -> tuple[int, int, int, int] | None:
     """Outer and inner size of a row of offsets, and their strides; None where it has no such."""
@@ -230,17 +217,10 @@ class _View:
         strided = self.of(pages)
         if strided is None:
             tokens = pages[source_page[:, None], self.offsets[source_slot]]
-        else:
-            tokens = strided[source_page, source_slot // self.inner, source_slot % self.inner]
-        self.write(pages, target_page, tokens)
-
-    def write(self, pages: torch.Tensor, target_page: torch.Tensor, tokens: torch.Tensor) -> None:
-        """As :meth:`PageLayout.write_values`."""
-        strided = self.of(pages)
-        if strided is None:
             target = target_page[:, None, None].expand(-1, *self.offsets.shape)
             pages[target, self.offsets] = tokens.view(target.shape)
             return
+        tokens = strided[source_page, source_slot // self.inner, source_slot % self.inner]
         self._ordered(strided)[target_page] = self._ordered(tokens.view(-1, *self.shape))
 
     def _ordered(self, strided: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,19 @@
-"""Runs the prompts and makes shares: vLLM ranks scores, or transformers measures answers."""
+"""Runs the prompts in vLLM and makes the profile of their scores."""
 
 import hashlib
 import json
 import os
 from collections.abc import Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_kvevict import __version__
 from vllm_kvevict.calibrate import rank
-from vllm_kvevict.calibrate.divide import LEVELS, divide
 from vllm_kvevict.calibrate.options import CalibrateError, Options
 from vllm_kvevict.calibrate.prompts import builtin, from_file, token_ids
 from vllm_kvevict.front.profile import identity
 from vllm_kvevict.inspect.engine import load_tokenizer, sized, start
-from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY, LEARNED
 from vllm_kvevict.settings.probe_weights import ProbeWeights
@@ -49,26 +46,20 @@ def run(options: Options, engine_args: Any) -> tuple[Profile, ProbeWeights | Non
     assert config is not None
     if config.policy in LEARNED:
         return probed(options, engine_args, config)
-    by_answers = options.by == "answers"
-    prompts = (answered if by_answers else prompts_of)(options, load_tokenizer(engine_args))
-    if by_answers:
-        counts, shares, model = divided(engine_args, config, prompts)
-    else:
-        counts, model = ranked(engine_args, config, prompts)
-        shares = rank.mean_shares(counts)
-    lengths = [len(ids) for ids, _ in prompts]
+    prompts = prompts_of(options, load_tokenizer(engine_args))
+    counts, model = ranked(engine_args, config, prompts)
+    lengths = [len(ids) for ids in prompts]
     import vllm
 
     made = {
         "model": os.path.basename(str(engine_args.model).rstrip("/")),
         "prompts": len(prompts) if options.prompts else f"{options.samples} built-in",
-        "by": options.by,
         "tokens": [min(lengths), max(lengths)],
         "spread": rank.spread(counts),
         "vllm": vllm.__version__,
         "vllm_kvevict": __version__,
     }
-    return _profile(model, config, made, shares), None
+    return _profile(model, config, made, rank.mean_shares(counts)), None
 
 
 def _profile(
@@ -149,82 +140,28 @@ def _digest(texts: Sequence[Any]) -> str:
 
 
 def ranked(
-    engine_args: Any, config: EvictionConfig, prompts: list[tuple[list[int], int]]
+    engine_args: Any, config: EvictionConfig, prompts: list[list[int]]
 ) -> tuple[list[torch.Tensor], ModelIdentity]:
     """Tokens [L, H] that heads keep of each prompt's end, by scores; and whose they are."""
-    llm = start(sized(engine_args, max(len(ids) for ids, _ in prompts) + 2))
+    llm = start(sized(engine_args, max(map(len, prompts)) + 2))
     try:
         mine = identity(llm.llm_engine.vllm_config)
         counts = [
-            rank.kept(scores_of(llm, ids[:end]), kept_tokens(config, end))
-            for ids, end in progress(prompts)
+            rank.kept(scores_of(llm, ids), kept_tokens(config, len(ids)))
+            for ids in progress(prompts)
         ]
         return counts, mine
     finally:
         llm.llm_engine.engine_core.shutdown()
 
 
-def divided(
-    engine_args: Any, config: EvictionConfig, prompts: list[tuple[list[int], int]]
-) -> tuple[list[torch.Tensor], torch.Tensor, ModelIdentity]:
-    """Shares [L, H] by answers, half of them by scores: each prompt's, and of all together.
-
-    Costs of a few prompts say nothing about heads that these answers do not need.
-
-    Raises:
-        CalibrateError: A prompt is too short to evict, or transformers cannot run the model.
-
-    """
-    from vllm_kvevict.calibrate.costs import Costs
-
-    means = [kept_tokens(config, end) / max(1, end - config.window) for _, end in prompts]
-    if not all(LEVELS[0] < mean < 1 for mean in means):
-        raise CalibrateError(
-            f"--by answers: each prompt must keep between {LEVELS[0]:.1%} and all of its tokens: "
-            "give longer prompts or another --kv-eviction-budget"
-        )
-    served = engine_args.create_engine_config()
-    if served.model_config.use_mla:
-        raise CalibrateError(
-            "--by answers: transformers has keys and values of every query head where this model's "
-            "cache has latent entries of one (MLA): leave --by out"
-        )
-    model = identity(served)
-    measured = Costs(engine_args.model, build_policy(config).scorer, config.window)
-    costs, by_scores = [], []
-    for ids, end in progress(prompts):
-        costs.append(measured.of(ids, end))
-        counts = [
-            rank.kept(measured.scores(point), kept_tokens(config, point))
-            for point in sorted({end, len(ids)})
-        ]
-        by_scores.append(rank.mean_shares(counts))
-    each = [
-        rank.mean_shares([divide(cost, mean), scores])
-        for cost, mean, scores in zip(costs, means, by_scores, strict=True)
-    ]
-    together = divide(torch.stack(costs).mean(0), fmean(means))
-    return each, rank.mean_shares([together, torch.stack(by_scores).mean(0)]), model
-
-
-def prompts_of(options: Options, tokenizer: Any) -> list[tuple[list[int], int]]:
-    """Token ids and the eviction point; built-in ones with their question and without."""
+def prompts_of(options: Options, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the prompts; built-in ones with their question and without."""
     if options.prompts is not None:
-        return [(ids, len(ids)) for ids in from_file(options.prompts, tokenizer)]
-    return [(ids, len(ids)) for pair in _builtin(options, tokenizer) for ids in pair]
-
-
-def answered(options: Options, tokenizer: Any) -> list[tuple[list[int], int]]:
-    """As :func:`prompts_of`; built-in ones with their question, evicted in front of it."""
-    if options.prompts is not None:
-        return prompts_of(options, tokenizer)
-    return [(whole, len(context)) for whole, context in _builtin(options, tokenizer)]
-
-
-def _builtin(options: Options, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+        return from_file(options.prompts, tokenizer)
     room = options.length - QUESTION_TOKENS
     samples = builtin(options.samples, lambda text: len(tokenizer.encode(text)) <= room)
-    return [token_ids(tokenizer, sample) for sample in samples]
+    return [ids for sample in samples for ids in token_ids(tokenizer, sample)]
 
 
 def kept_tokens(config: EvictionConfig, length: int) -> int:

@@ -10,7 +10,6 @@ from vllm_kvevict.settings.names import COMPARABLE, LEARNED
 
 POLICY = "probe"
 DEFAULT_BUDGET = "12.5%"
-BY = ("scores", "answers")
 PROSE, MOST_PROSE = 1.0, 10
 
 
@@ -22,15 +21,13 @@ class CalibrateError(Exception):
 class Options:
     """What to measure, and where to write the profile.
 
-    ``output`` is None for the place where ``--kv-eviction-profile auto`` finds it. ``by`` is one of
-    :data:`BY`. ``prompts`` is the operator's file, None for ``samples`` built-in texts of
-    ``length`` tokens, whose prose is that of ``documents`` where there are some.
-    ``answers`` of them say how much of what is asked later each head holds, ``prose`` what the text
-    that follows counts beside what is asked.
+    ``output`` is None for the place where ``--kv-eviction-profile auto`` finds it. ``prompts`` is
+    the operator's file, None for ``samples`` built-in texts of ``length`` tokens, whose prose is
+    that of ``documents`` where there are some. ``answers`` of them say how much of what is asked
+    later each head holds, ``prose`` what the text that follows counts beside what is asked.
     """
 
     output: Path | None
-    by: str
     prompts: Path | None
     samples: int
     length: int
@@ -61,7 +58,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
 
     args = _parser().parse_args(argv)
     options = Options(
-        args.output, args.by, args.prompts, args.samples, args.length, tuple(args.documents),
+        args.output, args.prompts, args.samples, args.length, tuple(args.documents),
         args.answers, args.prose,
     )  # fmt: skip
     if args.pipeline_parallel_size > 1:
@@ -88,13 +85,10 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
             f"--kv-eviction: give a policy whose scores compare across layers "
             f"({', '.join(COMPARABLE)}), without --kv-eviction-profile"
         )
-    learned = config.policy in LEARNED
-    if not learned and args.tensor_parallel_size > 1:
+    if config.policy not in LEARNED and args.tensor_parallel_size > 1:
         raise CalibrateError(
             f"shares under {config.policy} are measured on one rank, and serve any number of them"
         )
-    if learned and options.by != BY[0]:
-        raise CalibrateError(f"--by: not for {config.policy}, which is measured by answers anyway")
     return options, engine_args
 
 
@@ -116,14 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="The profile's file (default: where --kv-eviction-profile auto looks for it, below "
         "vLLM's cache root).",
-    )
-    group.add_argument(
-        "--by",
-        choices=BY,
-        default=BY[0],
-        help="Shares under other policies than probe. scores: rank the tokens of all heads by "
-        "the policy's scores, in vLLM; answers: measure what each head's evicted tokens cost the "
-        "answer, in transformers.",
     )
     group.add_argument(
         "--prompts",

@@ -43,21 +43,6 @@ def register() -> None:
         _warn(f"vllm-kvevict does not fit this vLLM ({error!r})")
 
 
-class _OlderName(argparse.Action):
-    """Refuses a flag that has a new name, in one sentence with today's spelling."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        from vllm_kvevict.settings.older_names import sentence
-
-        parser.error(sentence(self.dest, values))
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field of :class:`~vllm_kvevict.settings.config.EvictionConfig`.
 
@@ -65,7 +50,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ``--additional-config``. Values stay text: one place, the configuration, judges them.
     """
     from vllm_kvevict.settings.config import EvictionConfig
-    from vllm_kvevict.settings.older_names import OLDER
     from vllm_kvevict.settings.sentences import flag
 
     group = parser.add_argument_group(
@@ -83,14 +67,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar=name.upper(),
             default=argparse.SUPPRESS,
             help=f"{field.description} (default: {default}){choices}".replace("%", "%%"),
-        )
-    for name in OLDER:
-        parser.add_argument(
-            flag(name),
-            action=_OlderName,
-            dest=name,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
         )
 
 

@@ -5,7 +5,7 @@ Shapes are those of :class:`Candidates`: H KV heads, N columns of the candidate 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -66,14 +66,6 @@ class Scorer(ABC):
     needs_key_scores: ClassVar[bool] = False
     """Whether what the model's profile says of each token's key stands in the page values, from
     the first eviction on whose candidate the token is; of a learned policy."""
-
-    @property
-    def fit_values(self) -> Literal["auto", "on", "off"]:
-        """Whether the values of kept tokens are fitted to the recorded queries.
-
-        auto: where PyTorch operations evict; the kernels do not. Of a scorer that
-        ``wants_window``."""
-        return "off"
 
     page_channels: ClassVar[int] = 0
     """float32 numbers beside every cached token of every head; the worker moves them with it."""

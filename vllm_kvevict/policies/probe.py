@@ -1,7 +1,7 @@
 """Probe: what was learned once of a model's keys, joined with the window where there is one."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
@@ -25,7 +25,6 @@ class Probe(Scorer):
     Args:
         kernel: As ``defensive`` averages the window's weights.
         reach: As ``defensive`` takes the maximum of neighbours.
-        fit: As :attr:`Scorer.fit_values`.
 
     """
 
@@ -37,11 +36,6 @@ class Probe(Scorer):
 
     kernel: int = 5
     reach: int = 17
-    fit: Literal["auto", "on", "off"] = "auto"
-
-    @property
-    def fit_values(self) -> Literal["auto", "on", "off"]:
-        return self.fit
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         """As :meth:`Scorer.scores`.
@@ -77,8 +71,4 @@ class KeyProbe(Probe):
 
 def build(config: EvictionConfig) -> Scorer:
     """Scorer of the policies ``probe`` and ``ada-probe``."""
-    if config.options.probe_window != "auto":
-        return KeyProbe()
-    fit = config.options.fit_values
-    # An audit replays the very tokens to whose queries values would be fitted.
-    return Probe(fit="off" if fit == "auto" and config.audits else fit)
+    return Probe() if config.options.probe_window == "auto" else KeyProbe()

@@ -34,7 +34,6 @@ from vllm_kvevict.settings.names import (
     PYRAMIDS,
     keeps_by_layer,
 )
-from vllm_kvevict.settings.older_names import check_older
 from vllm_kvevict.settings.plugins import policy_names, unknown
 from vllm_kvevict.settings.policy_options import PolicyOptions, check_known, read_options
 from vllm_kvevict.settings.profile import Profile, parse
@@ -166,11 +165,6 @@ class EvictionConfig(BaseModel):
             "--kv-eviction-options.floor 0.2."
         ),
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older_names(cls, value: Any) -> Any:
-        return check_older(value) if isinstance(value, dict) else value
 
     @field_validator("policy", mode="before")
     @classmethod

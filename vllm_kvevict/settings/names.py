@@ -64,7 +64,7 @@ TABLE = {
         "what the model's profile says of a key, and the last queries",
         True,
         learned=True,
-        options=("probe_window", "probe_recent", "fit_values"),
+        options=("probe_window", "probe_recent"),
     ),
     "h2o": Entry(
         "h2o",

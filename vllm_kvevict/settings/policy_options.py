@@ -120,15 +120,6 @@ class PolicyOptions(BaseModel):
             "that few are enough."
         ),
     )
-    fit_values: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description=(
-            "Whether probe changes the values of what it keeps so that the last queries get what "
-            "they got of all tokens: auto does where queries were recorded and PyTorch operations "
-            "evict, as on a CPU, and nothing is replayed; on does without the CUDA kernels, too; "
-            "off never does."
-        ),
-    )
     beta: float = Field(
         default=20.0,
         ge=1,

@@ -115,8 +115,6 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
 
     """
     keys, joined = _both(value, value, "probe", model)
-    if "age" in value:
-        raise ValueError("probe.age: is of an earlier version; make the file once more")
     prose = None
     if (given := value.get("prose")) is not None:
         more = _both(given, value, "probe.prose", model)

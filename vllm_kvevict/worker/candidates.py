@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from zlib import crc32
 
 import torch
@@ -14,9 +13,8 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.observe import window_queries
 from vllm_kvevict.policies.base import Candidates, Policy
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
-from vllm_kvevict.worker.fallback import mean_for
 from vllm_kvevict.worker.prompts import PromptDigests
-from vllm_kvevict.worker.ranks import first_head
+from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class CandidateReader:
             num_candidates=candidate_pages * bs,
             scale=cache.scale,
             softcap=cache.softcap,
-            mean_of_ranks=partial(mean_for, policy.scorer),
+            mean_of_ranks=mean_of_ranks,
             keep=len(group.store) * bs,
             seed=self._seed(eviction),
             layer=crc32(layer_name.encode()),

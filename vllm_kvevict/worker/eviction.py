@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -18,13 +20,11 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.host import select_tokens
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.value_shares import value_shares
-from vllm_kvevict.policies.base import Candidates, Policy, Scorer, Summary, WeightedScorer, protect
+from vllm_kvevict.policies.base import Policy, Scorer, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.candidates import CandidateReader
 from vllm_kvevict.worker.comparison import Comparison
-from vllm_kvevict.worker.fallback import Failures, checked, recent, replaceable
-from vllm_kvevict.worker.fitted import fitted_values
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.probes import Probes
@@ -34,6 +34,21 @@ from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.settle import settle
 from vllm_kvevict.worker.shared_stores import SharedStores
+
+logger = init_logger("vllm.kv_eviction.worker")
+
+
+def replaceable(scorer: Scorer) -> bool:
+    """Return True if an eviction keeps the most recent tokens when this scorer fails.
+
+    Only scorers of other packages are replaced; an error in one of this package ends the engine.
+    The scheduler frees the blocks that the eviction replaces, so the store must be filled. The
+    number of its blocks depends on lengths alone: all ranks agree on it even if one of them fails.
+    """
+    foreign = type(scorer).__module__.partition(".")[0] != __name__.partition(".")[0]
+    # The other ranks would wait inside the collective for a rank that failed before it.
+    alone = not scorer.crosses_ranks or get_tensor_model_parallel_world_size() == 1
+    return foreign and alone and not isinstance(scorer, WeightedScorer)
 
 
 class WorkerEviction:
@@ -75,7 +90,7 @@ class WorkerEviction:
         self.evictions = 0
         self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
         self.memories = Memories()
-        self._failures = Failures()
+        self._failed: set[str] = set()
         self._caches = caches
         self._rows = rows
         self._fused = fused
@@ -230,16 +245,14 @@ class WorkerEviction:
         probes = self._probes.at(eviction) if self._probes is not None else {}
         summaries: list[Summary] = []
         real = padding * bs
+        places = torch.arange(candidate_pages * bs, device=grid.device)
+        valid = places >= real[..., None]
 
-        def read(index: int) -> Candidates:
-            name = state.layer_names[index]
-            where = grid[index], padding[index], candidate_pages
-            return self._reader.candidates(state, name, *where, eviction, group)
-
-        def choose() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def scored() -> torch.Tensor:
             found = []
             for index, name in enumerate(state.layer_names):
-                candidates = read(index)
+                where = grid[index], padding[index], candidate_pages
+                candidates = self._reader.candidates(state, name, *where, eviction, group)
                 if scorer.needs_value_shares:
                     mine = made[index][:, : candidates.valid.shape[1], 0]
                     candidates = replace(candidates, value_shares=mine)
@@ -251,39 +264,34 @@ class WorkerEviction:
                     summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
                     raw = summaries[-1].scores
                 else:
-                    raw = checked(scorer.scores(candidates), candidates)
+                    raw = scorer.scores(candidates)
+                    if raw.shape != valid.shape[1:]:
+                        want, got = tuple(valid.shape[1:]), tuple(raw.shape)
+                        raise ValueError(f"scores must be of shape {want}, not {got}")
                 found.append(raw)
-            valid = torch.arange(candidate_pages * bs, device=grid.device) >= real[..., None]
-            scores = protect(torch.stack(found), valid, eviction.protect_first)
+            return torch.stack(found)
+
+        def choose(found: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            scores = protect(found, valid, eviction.protect_first)
             shares = self._shares_of(eviction.policy)
             of_heads = None if shares is None else shares[group.group_id]
             allocator, caps = self.policies[eviction.policy].allocator, candidate_pages - padding
             pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
-            return scores, pages, select_tokens(scores, pages, bs)
+            columns = select_tokens(scores, pages, bs)
+            return scores, pages, columns, *compact_index(grid, columns, pages, store, bs)
 
-        fits = self._fits(scorer, eviction, state)
         try:
-            scores, pages, columns = choose()
-            source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
-        except Exception as error:
+            chosen = choose(scored())
+        except Exception:
             if not replaceable(scorer):
                 raise
-            self._failures.note(self.policies[eviction.policy], error)
-            self.meter.failed()
-            fits = False
-            size = candidate_pages, len(group.store), bs
-            scores, pages, columns = recent(padding, *size, eviction.protect_first)
-            source_page, source_slot, target_page = compact_index(grid, columns, pages, store, bs)
+            self._note_failure(eviction.policy)
+            chosen = choose(torch.where(valid, places.float(), -torch.inf))
+        scores, pages, columns, source_page, source_slot, target_page = chosen
         for index, name in enumerate(state.layer_names):
             cache = self._caches[name]
             source = source_page[index], source_slot[index]
-            fitted = None
-            if fits:
-                kept = columns[index], pages[index]
-                fitted = fitted_values(cache, read(index), grid[index], *kept)
             cache.layout.copy(cache.pages, *source, target_page)
-            if fitted is not None:
-                cache.layout.write_values(cache.pages, target_page, fitted)
             if scorer.page_channels and not made:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
@@ -295,22 +303,20 @@ class WorkerEviction:
             log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
         state.record(row, group.tail_start, store, pages, weighted=log_weights is not None)
         self.meter.pages(pages)
-        told = columns, pages, real, scores, log_weights, fits
+        told = columns, pages, real, scores, log_weights
         for listener in self.listeners:
             listener(EvictionRecord(eviction, group, *told))
 
-    def _fits(self, scorer: Scorer, eviction: Eviction, state: GroupState) -> bool:
-        """Whether the values of kept tokens are fitted to the window's queries."""
-        if eviction.ring is None or not scorer.wants_window or scorer.fit_values == "off":
-            return False
-        # Questions that come later lose by it: 77 facts of 100 at 6.25%, 82 without.
-        if eviction.inside:
-            return False
-        caches = [self._caches[name] for name in state.layer_names]
-        if any(cache.is_fp8 or cache.is_latent for cache in caches):
-            return False
-        # Whoever listens sees what the kernels do.
-        return scorer.fit_values == "on" or self._fused is None
+    def _note_failure(self, policy: str) -> None:
+        """Count the failure that is being handled, and log it if it is the policy's first."""
+        self.meter.failed()
+        if policy not in self._failed:
+            self._failed.add(policy)
+            logger.exception(
+                "KV eviction: policy %s failed; its evictions keep the most recent tokens "
+                "whenever it fails, and this is logged once",
+                policy,
+            )
 
     def _value_shares(
         self, state: GroupState, grid: torch.Tensor, group: GroupEviction

@@ -104,8 +104,6 @@ class FusedEvictions:
     def takes(self, policy: str) -> bool:
         """Whether the kernels know a policy's scores."""
         scorer, groups = self._policies[policy].scorer, self._groups.values()
-        if scorer.fit_values == "on":
-            return False
         if isinstance(scorer, Defensive | Probe):
             known = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
             needed = [one.probes if isinstance(scorer, Probe) else one.kept for one in groups]

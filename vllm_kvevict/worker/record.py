@@ -16,8 +16,7 @@ class EvictionRecord:
     padding columns. ``pages`` [L, H] are the pages each head kept. ``scores`` [L, H, N] are those
     of the candidates, -inf on padding. ``log_weights``
     [L, S * H * block_size, 2] are what each kept token counts for in the numerator and the
-    denominator of attention, None where it counts for itself. ``fitted``: values of kept tokens
-    were fitted to the last queries.
+    denominator of attention, None where it counts for itself.
     """
 
     eviction: Eviction
@@ -27,4 +26,3 @@ class EvictionRecord:
     padding: torch.Tensor
     scores: torch.Tensor
     log_weights: torch.Tensor | None = None
-    fitted: bool = False

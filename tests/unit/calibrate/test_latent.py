@@ -2,15 +2,11 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch.nn import functional
 from vllm.model_executor.layers.attention import MLAAttention
 
-from vllm_kvevict.calibrate import engine
 from vllm_kvevict.calibrate.layers import Layers, Pass
-from vllm_kvevict.calibrate.options import CalibrateError
-from vllm_kvevict.settings.config import EvictionConfig
 
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 8, 4, 16, 5
 
@@ -55,11 +51,3 @@ def test_a_context_and_two_rows_behind_it():
     held = layers.context["a"]
     assert held.keys.shape == (1, 7, RANK + ROPE) and held.values.shape == (1, 7, RANK)
     assert held.queries.shape == (1, HEADS, 4, RANK + ROPE) and done.most["a"].shape == (1, 7)
-
-
-def test_answers_of_transformers_are_not_measured():
-    served = SimpleNamespace(model_config=SimpleNamespace(use_mla=True))
-    arguments = SimpleNamespace(create_engine_config=lambda: served)
-    config = EvictionConfig(policy="snapkv", budget="25%")
-    with pytest.raises(CalibrateError, match=r"^--by answers: .* \(MLA\)"):
-        engine.divided(arguments, config, [(list(range(400)), 400)])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.older_names import OLDER, sentence
 from vllm_kvevict.settings.policy_options import PolicyOptions
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -248,18 +247,6 @@ def test_options_one_by_one(parser: Any) -> None:
     flags = ("--kv-eviction-options.floor", "0.5", "--kv-eviction-options.pool", "avg")
     found = settings(parser, "--kv-eviction", "ada-snapkv", *flags)
     assert found == ADA | {"options": {"floor": 0.5, "pool": "avg"}}
-
-
-@pytest.mark.parametrize("name", OLDER)
-def test_an_older_flag_is_refused_with_the_spelling_of_today(
-    parser: Any, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    older = f"--kv-eviction-{name.replace('_', '-')}"
-    for value in ([older, "7"], [f"{older}=7"]):
-        with pytest.raises(SystemExit) as caught:
-            settings(parser, "--kv-eviction", "snapkv", *value)
-        assert caught.value.code == 2
-        assert sentence(name, "7") in capsys.readouterr().err
 
 
 def test_help_shows_the_group(

@@ -50,18 +50,6 @@ def test_without_one_the_keys_alone_count(case):
     assert case.kept(Probe()) == case.kept(KeyProbe()) == expected
 
 
-def test_values_are_fitted_where_nothing_is_audited():
-    def fits(**given):
-        config = EvictionConfig(policy="ada-probe", profile="x.json", **given)
-        return build_policy(config).scorer.fit_values
-
-    assert fits() == "auto" and fits(audit=0.01) == "off"
-    assert fits(options=dict(fit_values="off")) == "off"
-    assert fits(options=dict(fit_values="on"), audit=0.01) == "on"
-    assert fits(options=dict(probe_window="none")) == "auto", "nothing to fit to"
-    assert build_policy(EvictionConfig(policy="snapkv")).scorer.fit_values == "off"
-
-
 def test_what_it_reads_and_keeps():
     auto = EvictionConfig(policy="ada-probe", profile="x.json")
     for name in ("probe", "ada-probe"):

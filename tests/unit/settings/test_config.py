@@ -64,7 +64,6 @@ def test_defaults() -> None:
         "value_share": 0.25,
         "probe_window": "auto",
         "probe_recent": 8,
-        "fit_values": "auto",
         "beta": 20.0,
         "groups": None,
         "low_mark": 0.05,
@@ -215,19 +214,6 @@ def test_options_are_those_of_the_policies_that_may_be_chosen() -> None:
         assert "--kv-eviction-options: give a JSON object such as '{\"floor\": 0.2}'" in message
     named = [name for policy in POLICY_NAMES for name in options_of(policy)]
     assert set(named) == set(PolicyOptions.model_fields), "each is read by some policy"
-
-
-@pytest.mark.parametrize(
-    ("older", "value", "says"),
-    [
-        ("floor", 0.5, "-floor is an option now: --kv-eviction-options '{\"floor\": 0.5}'"),
-        ("pool", "avg", "--kv-eviction-options '{\"pool\": \"avg\"}'"),
-        ("min_budget", 256, "is part of the budget now: --kv-eviction-budget 25%,min=256"),
-        ("layers", "x.json", "--kv-eviction-layers is now called --kv-eviction-profile"),
-    ],
-)  # fmt: skip
-def test_older_names(older: str, value: Any, says: str) -> None:
-    assert says in complaint({"policy": "snapkv", older: value})
 
 
 @pytest.mark.parametrize(

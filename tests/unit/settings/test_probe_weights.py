@@ -79,7 +79,6 @@ def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
         (dict(keys=[[1.0]]), "probe.keys: must have 3 layers of 2 KV heads"),
         (dict(keys=[[[float("nan")] * 10] * 2] * 3), "probe.keys: must be numbers"),
         (dict(joined=[[[1.0] * 10] * 2] * 3), "probe.joined: must have one number more"),
-        (dict(age=[1.0]), "probe.age: is of an earlier version; make the file once more"),
         (dict(prose=[1.0]), "probe.prose: must be a mapping with keys and joined"),
         (dict(prose=prose(age=[1.0])), "probe.prose.age: must be numbers of shape [3, 2, 2, 2]"),
         (dict(prose=prose(keys="%")), "probe.prose.keys: is neither base64 of float32 nor lists"),
