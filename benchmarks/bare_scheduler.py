@@ -23,17 +23,14 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.tiny_model import cached_tiny_llama
-from vllm_kvevict.audit.scheduler import AuditedAsyncScheduler, AuditedScheduler
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
 from vllm_kvevict.front.offload import CONNECTOR, OURS
-from vllm_kvevict.offload.scheduler import OffloadingAsyncScheduler, OffloadingScheduler
 from vllm_kvevict.offload.spec import MainMemorySpec
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import PYRAMIDS
 from vllm_kvevict.settings.profile import ModelIdentity, Profile
-from vllm_kvevict.tiers.scheduler import TieredAsyncScheduler, TieredScheduler
 
 STOP_TOKEN = 1
 VOCABULARY = 1000
@@ -233,12 +230,6 @@ def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
 def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     """An EvictingScheduler or EvictingAsyncScheduler for this setup."""
     kind: Any = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
-    if setup.keeps:
-        kind = TieredAsyncScheduler if setup.asynchronous else TieredScheduler
-    if setup.offloads:
-        kind = OffloadingAsyncScheduler if setup.asynchronous else OffloadingScheduler
-    if setup.audits:
-        kind = AuditedAsyncScheduler if setup.asynchronous else AuditedScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
     layers = mock.patch(
         "vllm_kvevict.settings.budget_log.evictable_stages", lambda *_: (setup.pyramid or 1,)

@@ -11,8 +11,8 @@ from tests.e2e.test_stores import computed, lose, serving
 from tests.models import random_prompt
 from tests.nightly import nightly
 from tests.oracles.masked import MaskedModel, check_tokens
+from vllm_kvevict.engine import tiered_stores as stores
 from vllm_kvevict.stores.files import unpack
-from vllm_kvevict.tiers import stores
 
 PROMPTS = [random_prompt(length, seed=length) for length in (500, 513, 481)]
 NEW_TOKENS = 80

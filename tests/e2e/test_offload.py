@@ -8,8 +8,8 @@ from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
+from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.offload import spec
-from vllm_kvevict.offload.blocks import OffloadedBlocks
 
 DOCUMENT = random_prompt(500, seed=1)
 PROMPTS = [DOCUMENT + random_prompt(20 + 13 * i, seed=10 + i) for i in range(4)]
@@ -178,13 +178,13 @@ def test_points_and_their_stores(tiny_model, oracle, late):
 
 def test_stores_outside_the_kv_cache_beside_it(tiny_model, oracle, late, monkeypatch):
     """A store comes back into blocks that requests before it gave back and that are copied yet."""
-    waited, settle_first = [], OffloadedBlocks.settle_first
+    waited, settle_first = [], OffloadGuard.settle_first
 
     def counted(self, loads):
         waited.append(settle_first(self, loads))
         return waited[-1]
 
-    monkeypatch.setattr(OffloadedBlocks, "settle_first", counted)
+    monkeypatch.setattr(OffloadGuard, "settle_first", counted)
     point, none = {"kv_eviction_at": 490}, {"kv_eviction": "none"}
     settings, prompt = SETTINGS | dict(store_memory="1G"), PROMPTS[0]
     small = OPTIONS | dict(num_gpu_blocks_override=24, max_model_len=700, max_num_seqs=1)
@@ -227,12 +227,12 @@ def test_a_reset_loses_what_is_in_host_memory(tiny_model, oracle, late):
 
 
 def no_settling(monkeypatch):
-    settle = OffloadedBlocks.settle
-    monkeypatch.setattr(OffloadedBlocks, "settle", lambda *args: settle(*args) and set())
+    settle = OffloadGuard.settle
+    monkeypatch.setattr(OffloadGuard, "settle", lambda *args: settle(*args) and set())
 
 
 def stored_after_eviction(monkeypatch):
-    settle, status = OffloadedBlocks.settle, OffloadedBlocks._status
+    settle, status = OffloadGuard.settle, OffloadGuard._status
 
     def settled(self, evictions):
         jobs = settle(self, evictions)
@@ -240,15 +240,15 @@ def stored_after_eviction(monkeypatch):
             status(self, eviction.request_id).max_offload_tokens = None
         return jobs
 
-    monkeypatch.setattr(OffloadedBlocks, "settle", settled)
+    monkeypatch.setattr(OffloadGuard, "settle", settled)
 
 
 def stored_over_a_store(monkeypatch):
-    monkeypatch.setattr(OffloadedBlocks, "begin", lambda self, state: None)
+    monkeypatch.setattr(OffloadGuard, "looked_up", lambda self, state: None)
 
 
 def no_cap(monkeypatch):
-    monkeypatch.setattr(OffloadedBlocks, "_most_loaded", lambda *args: None)
+    monkeypatch.setattr(OffloadGuard, "_most_loaded", lambda *args: None)
 
 
 @pytest.mark.parametrize(

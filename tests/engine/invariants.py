@@ -10,7 +10,7 @@ from tests.engine.published import Published
 from tests.engine.put_off import PutOff
 from tests.engine.shadow import ShadowWorker, of_store
 from tests.engine.tally import Life, Tally
-from tests.engine.views import admitted, holdings, owned
+from tests.engine.views import admitted, holdings, owned, replays_of
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 
@@ -313,7 +313,7 @@ class Invariants:
         self.announced.check()
 
     def _replays(self) -> list[Any]:
-        audits = getattr(self.scheduler, "_replays", None)
+        audits = replays_of(self.scheduler)
         return [] if audits is None else list(audits._waiting.values())
 
     def _check_entries(self) -> None:

@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.harness import Setup
 from tests.engine.test_scheduler import ASYNC, SYNC, counters, engine, evictions, tokens
+from tests.engine.views import replays_of
 
 AUDITED = [replace(setup, audit=1.0, max_batched=512) for setup in (SYNC, ASYNC)]
 BOTH = pytest.mark.parametrize("setup", AUDITED, ids=["sync", "async"])
@@ -57,9 +58,9 @@ def test_the_prefix_cache_can_be_reset_while_a_replay_waits(setup: Setup):
     while not counters(core).evictions:
         core.step()
     core.settle()
-    assert [held.held for held in core.scheduler._replays._waiting.values()]
+    assert [held.held for held in replays_of(core.scheduler)._waiting.values()]
     core.reset()
-    assert not core.scheduler._replays._waiting and counters(core).audits_dropped == 1
+    assert not replays_of(core.scheduler)._waiting and counters(core).audits_dropped == 1
     core.finish()
 
 
@@ -81,7 +82,7 @@ def test_it_is_given_up_after_a_while(setup: Setup):
     for _ in range(90):
         core.step()
     assert counters(core).evictions == 1 == counters(core).audits_dropped
-    assert not core.scheduler._replays._waiting and not request.is_finished()
+    assert not replays_of(core.scheduler)._waiting and not request.is_finished()
     core.finish()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.test_offload import lose
 from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, hit, tokens
-from vllm_kvevict.tiers.stores import MOST_READ, name_of
+from vllm_kvevict.engine.tiered_stores import MOST_READ, name_of
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
 

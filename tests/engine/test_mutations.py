@@ -9,19 +9,19 @@ import pytest
 from tests.engine import days
 from tests.engine.scenarios import Scenario, run
 from tests.engine.shadow import ShadowWorker
-from vllm_kvevict.audit.replayed import Replayed
 from vllm_kvevict.engine import stores
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
+from vllm_kvevict.engine.replayed import Replayed
 from vllm_kvevict.engine.request import RequestState
-from vllm_kvevict.engine.scheduler import EvictionMixin
+from vllm_kvevict.engine.scheduler import EvictingScheduler
+from vllm_kvevict.engine.tiered_stores import TieredStores
 from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.policies.requirements import PolicyRequirements
 from vllm_kvevict.schedule.quote import Quote
 from vllm_kvevict.schedule.step_plan import PLAN
 from vllm_kvevict.settings.requests import RequestOptions
-from vllm_kvevict.tiers.stores import TieredStores
 
 
 def caught(message: str) -> bool:
@@ -61,7 +61,7 @@ def test_accounting_catches_blocks_freed_before_the_step_was_processed(monkeypat
                 state = self._table.states[eviction.request_id]
                 self._evicting[group.group_id].retire(state, group)
 
-    wrap(monkeypatch, EvictionMixin, "_update_after_schedule", retire)
+    wrap(monkeypatch, EvictingScheduler, "_update_after_schedule", retire)
     assert caught("freed before")
 
 

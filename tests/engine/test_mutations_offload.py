@@ -8,9 +8,9 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from tests.engine import days, offloaded
 from tests.engine.scenarios import Scenario, run
-from vllm_kvevict.offload.blocks import OffloadedBlocks
+from vllm_kvevict.engine.offload import OffloadGuard
 
-SETTLE = OffloadedBlocks.settle
+SETTLE = OffloadGuard.settle
 WRONG = "overwritten or never computed|holds something else|never heard|was not replayed"
 
 
@@ -35,7 +35,7 @@ def test_accounting_catches_an_eviction_before_its_copies(monkeypatch):
         SETTLE(self, evictions)
         return set()
 
-    monkeypatch.setattr(OffloadedBlocks, "settle", unsettled)
+    monkeypatch.setattr(OffloadGuard, "settle", unsettled)
     assert caught(WRONG)
 
 
@@ -46,7 +46,7 @@ def test_accounting_catches_survivors_where_others_are_copied_from(monkeypatch):
         jobs = {job for status in mine for job in status.transfer_jobs}
         return SETTLE(self, evictions) & jobs
 
-    monkeypatch.setattr(OffloadedBlocks, "settle", own)
+    monkeypatch.setattr(OffloadGuard, "settle", own)
     # Requests end before their prompts are copied.
     monkeypatch.setattr(offloaded, "LATE", 40)
     assert caught(WRONG)
@@ -59,18 +59,18 @@ def test_accounting_catches_what_is_stored_after_an_eviction(monkeypatch):
             self._status(eviction.request_id).max_offload_tokens = None
         return jobs
 
-    monkeypatch.setattr(OffloadedBlocks, "settle", settle)
+    monkeypatch.setattr(OffloadGuard, "settle", settle)
     assert caught(WRONG)
 
 
 @pytest.mark.nightly
 def test_accounting_catches_what_is_stored_over_a_store(monkeypatch):
-    monkeypatch.setattr(OffloadedBlocks, "begin", lambda self, state: None)
+    monkeypatch.setattr(OffloadGuard, "begin", lambda self, state: None)
     assert caught(WRONG)
 
 
 def test_accounting_catches_a_load_that_covers_the_window(monkeypatch):
-    monkeypatch.setattr(OffloadedBlocks, "_most_loaded", lambda *args: None)
+    monkeypatch.setattr(OffloadGuard, "_most_loaded", lambda *args: None)
     assert caught("a hit covers the window")
 
 
@@ -119,5 +119,5 @@ def test_accounting_catches_what_was_refused_and_is_stored_after_an_eviction(ref
             self._status(eviction.request_id).max_offload_tokens = eviction.num_tokens
         return jobs
 
-    monkeypatch.setattr(OffloadedBlocks, "settle", settle)
+    monkeypatch.setattr(OffloadGuard, "settle", settle)
     assert days.hunt(refusals.day, WRONG)

@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.engine.harness import Engine, Setup
-from vllm_kvevict.offload.blocks import OffloadedBlocks
+from vllm_kvevict.engine.offload import OffloadGuard
 
 SETUP = Setup(budget=40, window=8, interval=16, blocks=26, block_size=8, offload=600)
 PROMPT = [2 + number % 700 for number in range(195)]
@@ -77,7 +77,7 @@ def test_a_store_comes_back_into_blocks_that_are_still_copied(monkeypatch, settl
             return 10**6
 
     if not settles:
-        monkeypatch.setattr(OffloadedBlocks, "settle_first", lambda self, loads: set())
+        monkeypatch.setattr(OffloadGuard, "settle_first", lambda self, loads: set())
     engine = Engine(Setup(**vars(SETUP) | dict(memory=10**9)), lambda request_id, tokens: 5)
     offload, other = engine.worker.offload, [number + 3 for number in PROMPT]
     assert offload is not None

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.engine.turns import Turns
+from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.policies.requirements import PolicyRequirements
 from vllm_kvevict.schedule.ring_slots import RingSlots
 from vllm_kvevict.schedule.timeline import Timeline
@@ -47,6 +49,8 @@ class Book:
         self.table = RequestTable(rules, needs, config, max_model_len=200)
         slots = RingSlots(rings) if rings is not None else None
         self.turns = Turns(self.table, slots, tokens_a_step=1)
+        scheduler: Any = None
+        self.core = EvictionCore(scheduler, self.table, self.turns, {}, Counters())
         for request in requests:
             self.table.add(request, request.options)
 
@@ -56,8 +60,11 @@ class Book:
     def admit(self, name: str) -> RequestState:
         state = self.table.states[name]
         state.begin()
-        self.table.admit(state)
+        self.core.begin(state)
         return state
+
+    def release(self, name: str) -> None:
+        self.core.release(self.table.states[name])
 
 
 def decoding(book: Book, name: str) -> RequestState:
@@ -76,8 +83,8 @@ def test_a_state_lives_until_it_is_removed_and_begins_anew_when_released():
     assert state.phase is Phase.WAITING and not state.holds_blocks
     assert book.admit("a") is state and state.phase is Phase.PREFILL
     assert book.table.prefilling == {"a": state}
-    book.table.release("a")
-    book.table.release("a")
+    book.release("a")
+    book.release("a")
     assert state.phase is Phase.WAITING and not book.table.prefilling
     book.table.remove("a")
     assert not book.table.states
@@ -105,7 +112,7 @@ def test_a_preempted_request_starts_anew_at_all_its_tokens():
     request = Stub("a", 100, 100)
     book = Book(request)
     book.admit("a").timelines[0].evict(100)
-    book.table.release("a")
+    book.release("a")
     request.num_tokens = 130
     again = book.admit("a").timelines[0]
     assert (again.prefill_end, again.prompt_len, again.evicted) == (130, 100, False)
@@ -165,7 +172,7 @@ def test_without_a_free_slot_the_window_is_not_ready():
     book.turns.record_prefill(a, 0, 100)
     book.turns.record_prefill(b, 0, 100)
     assert b.ring is None and not book.turns.window_ready(b, 0, 100)
-    book.table.release("a")
+    book.release("a")
     assert book.turns.window_ready(b, 0, 100)
 
 
@@ -181,7 +188,7 @@ def test_a_prompt_takes_the_slot_of_the_request_that_began_last():
     assert (p.ring, states["b"].ring) == (1, None)
     book.turns.record_prefill(q, 0, 100)
     assert (q.ring, states["a"].ring) == (0, None)
-    book.table.release("p")
+    book.release("p")
     book.turns.share_out(lambda state: True)
     assert [states[name].ring for name in "abc"] == [1, None, None], "first in the queue again"
 
@@ -210,7 +217,7 @@ def test_a_policy_that_can_do_without_a_window_takes_what_is_left_over():
     assert a.ring is None, "the window is not computed as a whole"
     book.turns.record_prefill(a, 0, 100)
     assert a.ring == 0 and book.turns.recorded(a, 100)
-    book.table.release("a")
+    book.release("a")
     book.turns.record_prefill(b, 0, 100)
     again = book.admit("a")
     book.turns.record_prefill(again, 0, 100)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_kvevict.engine.replays import Replays
+
 
 def admitted(scheduler: Any) -> dict[str, Any]:
     """The states of requests that hold blocks, by id."""
@@ -12,9 +14,15 @@ def admitted(scheduler: Any) -> dict[str, Any]:
 
 def holdings(manager: Any) -> dict[str, Any]:
     """What requests hold in a group beside their positional blocks, by request id."""
-    table, group = getattr(manager, "table", None), manager.kv_cache_group_id
-    states = table.states if table is not None else {}
+    core, group = getattr(manager, "core", None), manager.kv_cache_group_id
+    states = core.table.states if core is not None else {}
     return {r: state.holdings[group] for r, state in states.items() if group in state.holdings}
+
+
+def replays_of(scheduler: Any) -> Any:
+    """The part of the scheduler that replays audited evictions, or None."""
+    parts = getattr(scheduler, "_parts", ())
+    return next((part for part in parts if isinstance(part, Replays)), None)
 
 
 def owned(managers: Sequence[Any]) -> list[dict[str, set[int]]]:

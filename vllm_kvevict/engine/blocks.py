@@ -1,6 +1,6 @@
 """The blocks of requests that evict: what an eviction takes and gives, and who holds what."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.engine.request import Holding, RequestState
 from vllm_kvevict.engine.table import RequestTable
+from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.schedule.quote import GroupQuote, Quote
 from vllm_kvevict.schedule.step_plan import GroupEviction
@@ -27,7 +28,7 @@ class EvictableAttentionManager(FullAttentionManager):
     """Full attention whose old positional blocks give way to a store of S blocks.
 
     The block table stays positional: a block that an eviction replaces leaves a null block there,
-    so vLLM's slot mapping and its prefix caching need no change. The scheduler binds a table
+    so vLLM's slot mapping and its prefix caching need no change. The scheduler binds the core
     before the first request; without one (vLLM builds managers for its own sizing too) this is
     vLLM's full-attention manager.
 
@@ -36,9 +37,7 @@ class EvictableAttentionManager(FullAttentionManager):
     and the positional ones it covers. None of them is reachable by hash then.
     """
 
-    table: RequestTable | None = None
-    on_reuse: Callable[[Sequence[KVCacheBlock]], None] | None = None
-    """Told which blocks an eviction in place writes to."""
+    core: "EvictionCore | None" = None
 
     def __init__(self, kv_cache_spec: EvictableAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -118,20 +117,21 @@ class EvictableAttentionManager(FullAttentionManager):
         request that runs is given none: vLLM would preempt others for it, where it can wait.
         """
         timeline, start = state.timelines[self.kv_cache_group_id], state.admitted_at
-        assert self.table is not None and start is not None
+        assert self.core is not None and start is not None
+        table = self.core.table
         evicts = (
-            self.table.evicts_shared
+            table.evicts_shared
             and end <= timeline.prefill_end
             and timeline.is_due(end)
             and not state.last_step(end)
-            and (state.needs.window != "required" or start <= end - self.table.window)
+            and (state.needs.window != "required" or start <= end - table.window)
         )
         return self.quote(state, end, computed).fresh if evicts else 0
 
     def add_local_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Hold what a prefix hit found, and the store that the request reuses with it."""
         super().add_local_computed_blocks(request_id, *args, **kwargs)
-        state = self.table.states.get(request_id) if self.table is not None else None
+        state = self.core.table.states.get(request_id) if self.core is not None else None
         if state is not None and (store := self._reused(state)):
             self.block_pool.touch(store)
             self._holding(state).store = list(store)
@@ -238,8 +238,6 @@ class EvictableAttentionManager(FullAttentionManager):
         own.sort(key=lambda block: block.block_hash is not None)
         reused = own[:count]
         assert len(reused) == count, f"{count} own blocks were quoted, {len(reused)} are there"
-        if self.on_reuse is not None:
-            self.on_reuse(reused)
         self.block_pool.evict_blocks({b.block_id for b in reused if b.block_hash is not None})
         return reused
 
@@ -267,8 +265,9 @@ class EvictableAttentionManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Hand over every block of the request: positional, store, reserved and retiring."""
         blocks = super().pop_blocks_for_free(request_id)
-        if self.table is not None and (state := self.table.states.get(request_id)) is not None:
-            self.table.release(request_id)
+        core = self.core
+        if core is not None and (state := core.table.states.get(request_id)) is not None:
+            core.release(state)
             holding = state.holdings.pop(self.kv_cache_group_id, None)
             if holding is not None:
                 self._save(holding, -holding.saved)
@@ -276,13 +275,14 @@ class EvictableAttentionManager(FullAttentionManager):
         return blocks
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class EvictionCore:
-    """What every part of the engine works on, and what concerns all groups of a request.
+    """The objects that the whole engine works on, and operations on all groups of a request.
 
     Args:
         scheduler: vLLM's.
         table: All requests.
+        turns: Ring slots, and the requests that are looked at in a step.
         managers: The block managers that evict, by KV-cache group.
         counters: Totals.
 
@@ -290,8 +290,10 @@ class EvictionCore:
 
     scheduler: "Scheduler"
     table: RequestTable
+    turns: Turns
     managers: Mapping[int, EvictableAttentionManager]
     counters: Counters
+    _candidate: RequestState | None = None
 
     @property
     def cache(self) -> "KVCacheManager":
@@ -312,11 +314,29 @@ class EvictionCore:
         )
         return self.free - next_step
 
+    def consider(self, state: RequestState | None) -> None:
+        """Note the waiting request that may be admitted next; None while none may."""
+        if state is not self._candidate:
+            self._candidate = state
+            for manager in self.managers.values():
+                manager.consider(state)
+
+    def begin(self, state: RequestState) -> None:
+        """Note that a waiting request gets its first blocks."""
+        self.consider(None)
+        self.table.admit(state)
+
     def admit(self, state: RequestState, end: int) -> None:
         """A waiting request has the blocks of its first step, which ends at ``end``."""
-        self.table.admit(state)
+        self.begin(state)
         for group in state.timelines:
             self.managers[group].reserve(state, end)
+
+    def release(self, state: RequestState) -> None:
+        """Return a request to WAITING before its blocks are freed. Idempotent."""
+        if state.holds_blocks:
+            self.turns.leave(state)
+            self.table.release(state.request_id)
 
     def quote(
         self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False

@@ -1,8 +1,9 @@
 """The plan of each step: which requests record their queries, and which evict."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.engine.turns import Turns
@@ -20,20 +21,25 @@ class StepPlanner:
         turns: Who is looked at and records.
         stores: Stores that requests reuse.
         reporter: Told of every eviction; None where no front end asks.
+        parts: Asked to release blocks before an eviction is put off.
 
     """
 
     def __init__(
-        self, core: EvictionCore, turns: Turns, stores: PublishedStores, reporter: Reporter | None
+        self,
+        core: EvictionCore,
+        turns: Turns,
+        stores: PublishedStores,
+        reporter: Reporter | None,
+        parts: Sequence[Part],
     ) -> None:
         self._core = core
         self._table = core.table
         self._turns = turns
         self._stores = stores
         self._reporter = reporter
+        self._parts = parts
         self._counters = core.counters
-        self.before_deferring: Callable[[RequestState], bool] = lambda state: False
-        """Asked before an eviction is put off; True where it let go of blocks of the request."""
         self._left = 0
         """Decode evictions that the step may still take."""
         self.short = 0
@@ -113,9 +119,9 @@ class StepPlanner:
         A replay is over before an eviction that is ``coming``.
         """
         quote = self._core.quote(state, groups, end, after_replay=coming)
-        if self._table.evicts_shared or state.trial or state.must_evict:
+        if self._table.evicts_shared or state.must_evict:
             return quote
-        if quote.unprofitable and self.before_deferring(state):
+        if quote.unprofitable and any(part.let_go(state) for part in self._parts):
             quote = self._core.quote(state, groups, end, after_replay=coming)
         for group in quote.unprofitable:
             state.defer(group, end)
@@ -148,6 +154,7 @@ class StepPlanner:
         in_prefill = state.in_prefill(end)
         ring = state.ring if self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
+        self._stores.overwritten(block for one in evictions for block in one.store[: one.reused])
         store = self._stores.publish(state, end, evictions)
         for eviction in evictions:
             eviction.published = store is not None

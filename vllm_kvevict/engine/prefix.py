@@ -29,7 +29,8 @@ class PrefixCaps:
 
     def __init__(self, core: EvictionCore, stores: PublishedStores) -> None:
         self._manager = manager = core.cache
-        self._table = table = core.table
+        self._core = core
+        self._table = core.table
         self._stores = stores
         self._counters = core.counters
         self._cap = sys.maxsize
@@ -37,7 +38,7 @@ class PrefixCaps:
         find = manager.coordinator.find_longest_cache_hit
         allocate = manager.coordinator.allocate_new_blocks
 
-        states, size = table.states, manager.block_pool.hash_block_size
+        states, size = core.table.states, manager.block_pool.hash_block_size
         waiting = Phase.WAITING
 
         # Called for every request in every step, after its blocks are allocated.
@@ -70,7 +71,7 @@ class PrefixCaps:
             state = states.get(request_id)
             if state is not None and state.phase is waiting:
                 # No block is shared where none is cached: nothing to reserve.
-                table.admit(state)
+                core.begin(state)
             return allocated
 
         if not manager.enable_caching:
@@ -90,7 +91,7 @@ class PrefixCaps:
         if state is None:
             return look_up(request)
         state.begin(state.given or self._stores.find(state))
-        self._table.consider(state)
+        self._core.consider(state)
         if state.reuse is not None:
             return (*self._stores.hit(state), 0, False)
         self._cap = cap = state.hit_cap

@@ -1,4 +1,4 @@
-"""vLLM's schedulers with eviction: each hook is one call into the engine."""
+"""vLLM's schedulers with eviction: each hook is one call into the engine and its parts."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,23 +10,31 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore, register_spec
 from vllm_kvevict.engine.memory import Memory
+from vllm_kvevict.engine.offload import OffloadGuard
+from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.prefix import PrefixCaps
+from vllm_kvevict.engine.replays import Replays
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.engine.table import RequestTable
+from vllm_kvevict.engine.tiered_stores import TieredStores
 from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.metrics.totals import TotalsLog
-from vllm_kvevict.policies.requirements import policy_requirements, ring_slots
+from vllm_kvevict.policies.requirements import page_channels, policy_requirements, ring_slots
 from vllm_kvevict.schedule.ring_slots import RingSlots
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 from vllm_kvevict.settings.budget_log import report_budgets
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.core_options import read_options
+from vllm_kvevict.settings.handover import TAKEN_OVER
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.settings.store_tiers import parse_size
+from vllm_kvevict.stores.fingerprint import store_files
+from vllm_kvevict.stores.shape import StoreSizes
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -35,10 +43,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class EvictionMixin(Scheduler):
-    """Plans evictions around vLLM's own scheduling, which it leaves as it is.
+class EvictingScheduler(Scheduler):
+    """vLLM's scheduler, with evictions planned around its scheduling, which stays as it is.
 
     A step's evictions are planned when it is scheduled as a whole: block sharing is known then.
+
+    Raises:
+        ValueError: In one sentence, why this server cannot do what its flags ask for.
+
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,28 +72,23 @@ class EvictionMixin(Scheduler):
         self._evicting = managers
         slots = ring_slots(self.vllm_config, config)
         self._table = table = self._make_table(config, slots)
-        for manager in managers.values():
-            manager.table = table
-            table.on_candidate.append(manager.consider)
-        core = EvictionCore(self, table, managers, counters)
-        self._reporter = Reporter(counters) if self.log_stats else None
         self._turns = Turns(table, RingSlots(slots) if slots else None, 1 + self.num_spec_tokens)
-        may_share = not (self.num_lookahead_tokens or self.prefix_replay_tokens)
-        self._stores = self._make_stores(core, may_share, config)
-        self._planner = StepPlanner(core, self._turns, self._stores, self._reporter)
+        self._core = core = EvictionCore(self, table, self._turns, managers, counters)
+        for manager in managers.values():
+            manager.core = core
+        self._reporter = Reporter(counters) if self.log_stats else None
+        self._stores = build_stores(core, config)
+        self._parts: list[Part] = []
+        self._planner = StepPlanner(core, self._turns, self._stores, self._reporter, self._parts)
         self._memory = Memory(core, self._turns, self._planner)
         self._prefix = PrefixCaps(core, self._stores)
+        self._parts += build_parts(core, config, self._stores)
         groups = self.kv_cache_config.kv_cache_groups
         self._layers = {group: len(groups[group].layer_names) for group in managers}
         # Else the front end writes them in its periodic line.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
         self._aligns_mamba: bool = self.need_mamba_block_aligned_split
-
-    def _make_stores(
-        self, core: EvictionCore, enabled: bool, config: EvictionConfig
-    ) -> PublishedStores:
-        return PublishedStores(core, enabled)
 
     def _make_table(self, config: EvictionConfig, slots: int) -> RequestTable:
         rules = {group: m.timeline for group, m in self._evicting.items() if m.timeline is not None}
@@ -104,9 +111,13 @@ class EvictionMixin(Scheduler):
             return
         state = self._table.add(request, self._options(request))
         self._stores.read_key(state)
+        for part in self._parts:
+            part.arrived(state)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._table.consider(None)
+        for part in self._parts:
+            part.before_schedule()
+        self._core.consider(None)
         self._memory.begin_step()
         self.need_mamba_block_aligned_split = bool(
             self._aligns_mamba or self._table.stopping or self.num_spec_tokens
@@ -155,15 +166,16 @@ class EvictionMixin(Scheduler):
                 del request.spec_token_ids[state.most_drafts(request.num_tokens) :]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        self._memory.relieve(scheduler_output.num_scheduled_tokens)
-        plan = self._plan(scheduler_output.num_scheduled_tokens)
+        tokens = scheduler_output.num_scheduled_tokens
+        self._memory.relieve(tokens)
+        for part in self._parts:
+            part.before_plan(tokens)
+        plan = self._planner.plan(tokens)
+        for part in self._parts:
+            part.plan(plan, tokens)
         super()._update_after_schedule(scheduler_output)
         if plan:
             setattr(scheduler_output, PLAN, plan)
-
-    def _plan(self, num_scheduled_tokens: dict[str, int]) -> StepPlan:
-        """What the step carries beside vLLM's own, by the tokens that requests compute in it."""
-        return self._planner.plan(num_scheduled_tokens)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
@@ -176,6 +188,9 @@ class EvictionMixin(Scheduler):
         if self._reporter is not None:
             self._report(self._reporter, model_runner_output, outputs)
         self._totals.tick(idle=not self.requests)
+        if plan is not None:
+            for part in self._parts:
+                part.after_step(plan)
         return outputs
 
     def _report(
@@ -196,7 +211,7 @@ class EvictionMixin(Scheduler):
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state = self._table.states[request.request_id]
-        of_client = state.given is None and not state.trial
+        of_client = state.given is None
         if request.num_computed_tokens and of_client:
             self.eviction_counters.ended(state.evicted)
         # The last sampled token was never fed back, so it is not in the cache.
@@ -204,11 +219,11 @@ class EvictionMixin(Scheduler):
         if self._reporter is not None and tokens > 0 and of_client:
             timelines = state.timelines if state.holds_blocks else {}
             self._reporter.kept(kept_share(timelines, self._layers, tokens))
-        store = state.store
-        freed = super()._free_request(request, *args, **kwargs)
+        store, handed = state.store, self._stores.ended(state)
+        params, other = super()._free_request(request, *args, **kwargs)
         if store is not None:
             self._stores.renew(store)
-        return freed
+        return (dict(TAKEN_OVER) if handed else params), other
 
     def _free_blocks(self, request: "Request") -> None:
         super()._free_blocks(request)
@@ -218,20 +233,28 @@ class EvictionMixin(Scheduler):
         self, request: "Request", *args: Any, **kwargs: Any
     ) -> tuple["KVCacheBlocks", int, int, bool]:
         look_up = super()._get_local_prefix_cache_hit
-        return self._prefix.look_up(request, lambda asked: look_up(asked, *args, **kwargs))
+        hit = self._prefix.look_up(request, lambda asked: look_up(asked, *args, **kwargs))
+        if (state := self._table.states.get(request.request_id)) is not None:
+            for part in self._parts:
+                part.looked_up(state)
+        return hit
 
     def _handle_blocked_waiting_request(self, request: "Request") -> bool:
         ready = super()._handle_blocked_waiting_request(request)
         state = self._table.states[request.request_id]
         if ready and state.holds_blocks:
             # vLLM has loaded blocks for it: it goes on with them, and is looked up no more.
-            self._table.consider(state)
+            self._core.consider(state)
             return True
         return ready and not self._stores.waits(state)
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        for part in self._parts:
+            part.before_reset(reset_running_requests)
         self._stores.reset()
-        return super().reset_prefix_cache(*args, **kwargs)
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
         finished = super().finish_requests(request_ids, finished_status)
@@ -243,9 +266,63 @@ class EvictionMixin(Scheduler):
         super().shutdown()
 
 
-class EvictingScheduler(EvictionMixin):
-    """vLLM's synchronous scheduler with eviction."""
-
-
-class EvictingAsyncScheduler(EvictionMixin, AsyncScheduler):
+class EvictingAsyncScheduler(EvictingScheduler, AsyncScheduler):
     """vLLM's async scheduler with eviction."""
+
+
+def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
+    """Return the stores that requests share: in the KV cache, or outside of it as well.
+
+    Args:
+        core: The engine, whose scheduler is vLLM's.
+        config: The server's settings.
+
+    Raises:
+        ValueError: The flags ask for stores outside the KV cache, and this server shares none.
+
+    """
+    scheduler, vllm_config = core.scheduler, core.scheduler.vllm_config
+    may_share = not (scheduler.num_lookahead_tokens or scheduler.prefix_replay_tokens)
+    if not config.has_tiers:
+        return PublishedStores(core, may_share)
+    groups = dict(enumerate(scheduler.kv_cache_config.kv_cache_groups))
+    caching = scheduler.cache_config.enable_prefix_caching
+    if not may_share or not caching or len(groups) > len(core.managers):
+        raise ValueError(
+            "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores "
+            "that requests share, and this server shares none: it needs prefix caching, layers "
+            "that all evict, and no draft model."
+        )
+    sizes = StoreSizes(
+        {group: one.kv_cache_spec for group, one in groups.items()},
+        {group: len(one.layer_names) for group, one in groups.items()},
+        page_channels(config),
+        pinned=vllm_config.device_config.device_type == "cuda",
+    )
+    return TieredStores(
+        core,
+        sizes,
+        vllm_config.parallel_config.world_size,
+        parse_size(config.store_memory),
+        store_files(vllm_config, scheduler.kv_cache_config, config),
+    )
+
+
+def build_parts(core: EvictionCore, config: EvictionConfig, stores: PublishedStores) -> list[Part]:
+    """Return the optional parts that this server's flags ask for, in the order of their calls.
+
+    Args:
+        core: The engine.
+        config: The server's settings.
+        stores: The stores that requests share.
+
+    Raises:
+        ValueError: In one sentence, why this server cannot have a part.
+
+    """
+    parts: list[Part] = []
+    if core.scheduler.connector is not None:
+        parts.append(OffloadGuard(core))
+    if config.audits:
+        parts.append(Replays(core, config, stores))
+    return parts

@@ -1,7 +1,7 @@
 """Stores that evictions at a point leave for other requests, and what is computed over them."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
@@ -53,8 +53,6 @@ class PublishedStores:
         self._to_sweep: deque[PublishedStore] = deque()
         self._given_up: dict[ShareKey, None] = {}
         self._made = 0
-        for one in managers.values():
-            one.on_reuse = self._overwritten
 
     def read_key(self, state: RequestState) -> None:
         """Find what the store of a request that arrives depends on."""
@@ -96,6 +94,15 @@ class PublishedStores:
 
     def reset(self) -> None:
         """What is in the KV cache may no longer be reused."""
+
+    def ended(self, state: RequestState) -> bool:
+        """Note that a request ends, before its blocks are freed.
+
+        Returns:
+            Whether another server that takes the request over will find its store.
+
+        """
+        return False
 
     def find(self, state: RequestState) -> PublishedStore | None:
         """The store that a waiting request may begin with; None for none."""
@@ -203,7 +210,7 @@ class PublishedStores:
         self._given_up.pop(key, None)
         mark = BlockHash(b"kv_eviction store %d" % self._made)
         stored = [(group, block) for group, one in groups.items() for block in one.store]
-        self._overwritten([block for _, block in stored])
+        self.overwritten(block.block_id for _, block in stored)
         if (former := self._published.get(key)) is not None:
             self._drop(former)
         tails = [(group, block) for group, one in groups.items() for block in one.tail]
@@ -216,10 +223,10 @@ class PublishedStores:
         self._to_sweep.append(store)
         return store
 
-    def _overwritten(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Note that survivors are written to these blocks."""
-        for block in blocks:
-            if (store := self._by_block.get(block.block_id)) is not None:
+    def overwritten(self, block_ids: Iterable[int]) -> None:
+        """Drop the stores that have one of these blocks, to which survivors are written."""
+        for block_id in block_ids:
+            if (store := self._by_block.get(block_id)) is not None:
                 self._drop(store)
 
     def _drop(self, store: PublishedStore) -> None:

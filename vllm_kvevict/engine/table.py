@@ -1,6 +1,6 @@
 """All requests of an engine core, and what is asked about in every step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.request import Phase, RequestState
@@ -45,13 +45,8 @@ class RequestTable:
         """Those with blocks that evict under pressure only."""
         self.stopping: dict[str, RequestState] = {}
         """Those with eviction points in a prefill that is not over, waiting ones included."""
-        self.on_candidate: list[Callable[[RequestState | None], None]] = []
-        """Told of the waiting request that may be admitted next, and of None once it is."""
-        self._candidate: RequestState | None = None
         self.admitted: list[RequestState] = []
         """Those that the step under way admits."""
-        self.on_release: Callable[[RequestState], None] = lambda state: None
-        """Told of a request whose blocks are about to be freed."""
         self.needs = needs
 
     def add(self, request: "Request", options: RequestOptions) -> RequestState:
@@ -73,17 +68,9 @@ class RequestTable:
         self.note_stops(state)
         return state
 
-    def consider(self, state: RequestState | None) -> None:
-        """Note which waiting request may be admitted next; None while none may."""
-        if state is not self._candidate:
-            self._candidate = state
-            for told in self.on_candidate:
-                told(state)
-
     def admit(self, state: RequestState) -> None:
         """Note that a waiting request gets its first blocks."""
         request_id, state.phase = state.request_id, Phase.PREFILL
-        self.consider(None)
         self.prefilling[request_id] = state
         self.admitted.append(state)
         if state.needs.accumulates_attention:
@@ -108,7 +95,6 @@ class RequestTable:
         state = self.states.get(request_id)
         if state is None or not state.holds_blocks:
             return
-        self.on_release(state)
         for index in (self.prefilling, self.accumulating, self.on_demand):
             index.pop(request_id, None)
         state.release()

@@ -37,7 +37,6 @@ class Turns:
         """Decoding requests in the queue for a slot."""
         self._recording: dict[str, RequestState] = {}
         """Decoding requests with a slot; the latest comes last."""
-        table.on_release = self._leave
 
     @property
     def free_slots(self) -> int:
@@ -172,8 +171,8 @@ class Turns:
             self.slots.give_back(state.ring)
             state.ring = None
 
-    def _leave(self, state: RequestState) -> None:
-        """A request's blocks are freed."""
+    def leave(self, state: RequestState) -> None:
+        """Forget a request before its blocks are freed."""
         self.near.pop(state.request_id, None)
         self._asking.pop(state.request_id, None)
         self._give_back(state)

@@ -34,15 +34,9 @@ SCHEDULERS = (
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
 OURS = {
-    # By what is optional around eviction, and asynchronous.
-    ("", False): "vllm_kvevict.engine.scheduler.EvictingScheduler",
-    ("", True): "vllm_kvevict.engine.scheduler.EvictingAsyncScheduler",
-    ("tiers", False): "vllm_kvevict.tiers.scheduler.TieredScheduler",
-    ("tiers", True): "vllm_kvevict.tiers.scheduler.TieredAsyncScheduler",
-    ("offload", False): "vllm_kvevict.offload.scheduler.OffloadingScheduler",
-    ("offload", True): "vllm_kvevict.offload.scheduler.OffloadingAsyncScheduler",
-    ("audit", False): "vllm_kvevict.audit.scheduler.AuditedScheduler",
-    ("audit", True): "vllm_kvevict.audit.scheduler.AuditedAsyncScheduler",
+    # By whether scheduling is asynchronous.
+    False: "vllm_kvevict.engine.scheduler.EvictingScheduler",
+    True: "vllm_kvevict.engine.scheduler.EvictingAsyncScheduler",
 }
 
 
@@ -80,14 +74,8 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             f"requests share through the prefix cache{without_prefix_cache(vllm_config)} these."
         )
     check_audit(vllm_config, config)
-    optional = dict(
-        audit=config.audits,
-        offload=serve_offload(vllm_config),
-        tiers=config.has_tiers,
-    )
-    around = next((name for name, on in optional.items() if on), "")
-    kind = OURS[around, bool(scheduler.async_scheduling)]
-    scheduler_cls = _scheduler(scheduler.scheduler_cls, kind)
+    serve_offload(vllm_config)
+    scheduler_cls = _scheduler(scheduler.scheduler_cls, OURS[bool(scheduler.async_scheduling)])
     vllm_config.additional_config[KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls
     scheduler.scheduler_cls = scheduler_cls

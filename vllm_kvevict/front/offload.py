@@ -82,11 +82,8 @@ REFUSALS = (
 )
 
 
-def serve_offload(vllm_config: "VllmConfig") -> bool:
-    """Check vLLM's offload, and give it our copies on the CPU platform.
-
-    Returns:
-        Whether it is on.
+def serve_offload(vllm_config: "VllmConfig") -> None:
+    """Check vLLM's offload if it is on, and give it our copies on the CPU platform.
 
     Raises:
         ValueError: In one sentence, what does not work with eviction.
@@ -95,10 +92,9 @@ def serve_offload(vllm_config: "VllmConfig") -> bool:
     from vllm.platforms import current_platform
 
     if vllm_config.kv_transfer_config is None:
-        return False
+        return
     for refusal in REFUSALS:
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())
     if current_platform.is_cpu():
         _extra(vllm_config).update(OURS)
-    return True

@@ -190,7 +190,9 @@ HOOKS = {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
             Scheduler.update_from_output(scheduler_output,model_runner_output)
-            Scheduler.reset_prefix_cache Scheduler.shutdown() Scheduler.add_request(request)
+            Scheduler.reset_prefix_cache(reset_running_requests,reset_connector)
+            Scheduler.shutdown() Scheduler.add_request(request)
+            Scheduler.kv_cache_config Scheduler.cache_config Scheduler.vllm_config
             Scheduler.finish_requests(request_ids,finished_status) Scheduler._free_request(request)
             Scheduler._free_blocks(request) Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
@@ -202,6 +204,9 @@ HOOKS = {
         """,
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)
+        """,
+        "vllm.v1.kv_cache_interface": """
+            KVCacheConfig.kv_cache_groups KVCacheGroupSpec.layer_names
         """,
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.coordinator",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
@@ -240,10 +245,14 @@ HOOKS = {
             Request.num_tokens Request.num_computed_tokens Request.block_hashes Request.priority
         """,
     },
-    "audit/replays.py": {
+    "engine/replays.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.requests Scheduler.running Scheduler.waiting Scheduler.num_spec_tokens
             Scheduler.add_request(request) Scheduler.finish_requests(request_ids,finished_status)
+            Scheduler.kv_cache_config Scheduler.log_stats
+        """,
+        "vllm.v1.kv_cache_interface": """
+            KVCacheConfig.kv_cache_groups KVCacheGroupSpec.layer_names
         """,
         "vllm.v1.core.sched.request_queue": """
             RequestQueue.remove_request(request) RequestQueue.prepend_request(request)
@@ -262,17 +271,6 @@ HOOKS = {
             Request.num_computed_tokens Request.mm_features Request.prompt_embeds
             Request.lora_request Request.skip_reading_prefix_cache
             RequestStatus.FINISHED_ABORTED
-        """,
-    },
-    "audit/scheduler.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler.kv_cache_config Scheduler.log_stats Scheduler.add_request(request)
-            Scheduler.schedule Scheduler.update_from_output(scheduler_output)
-            Scheduler.reset_prefix_cache
-        """,
-        "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
-        "vllm.v1.kv_cache_interface": """
-            KVCacheConfig.kv_cache_groups KVCacheGroupSpec.layer_names
         """,
     },
     "engine/table.py": {

@@ -1,7 +1,7 @@
 """Uses of vLLM internals by what keeps KV outside of the cache: as in :mod:`listing`."""
 
 TIER_HOOKS = {
-    "tiers/stores.py": {
+    "engine/tiered_stores.py": {
         "vllm.v1.core.block_pool": """
             BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
             BlockPool.get_num_free_blocks
@@ -11,30 +11,19 @@ TIER_HOOKS = {
             Request.arrival_time Request.is_finished
         """,
     },
-    "tiers/scheduler.py": {
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler._free_request(request)
-        """,
-    },
     "front/offload.py": {
         "vllm.config": """
             KVTransferConfig.kv_connector KVTransferConfig.kv_role
             KVTransferConfig.kv_connector_extra_config
         """,
     },
-    "offload/scheduler.py": {
-        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
-        "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
-        "vllm.v1.core.sched.scheduler": """
-            Scheduler._get_local_prefix_cache_hit(request)
-            Scheduler.reset_prefix_cache(reset_running_requests,reset_connector)
-        """,
-    },
-    "offload/blocks.py": {
+    "engine/offload.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """
             OffloadingConnector._max_loadable_tokens(request,num_computed_tokens)
             OffloadingConnector.scheduler
         """,
+        "vllm.v1.core.sched.scheduler": "Scheduler.connector Scheduler.kv_cache_config",
+        "vllm.v1.kv_cache_interface": "KVCacheConfig.kv_cache_groups",
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": """
             OffloadingConnectorScheduler._req_status OffloadingConnectorScheduler.config
             OffloadingConnectorScheduler._block_id_to_pending_jobs

@@ -8,13 +8,17 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.audit.replayed import Replayed
 from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.published import PublishedGroup
+from vllm_kvevict.engine.replayed import Replayed
 from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.schedule.step_plan import Eviction, Heard, Replay, StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.settings.audit_share import parse_share
+from vllm_kvevict.settings.config import EvictionConfig
 
 MOST = 8
 """Replays that wait or run at once: each holds a store, and hidden states on every rank."""
@@ -44,7 +48,7 @@ class Waiting:
     alone: int = 0
 
 
-class Replays:
+class Replays(Part):
     """Draws requests, and has the last tokens before their evictions computed once more.
 
     A request that is drawn lets the workers keep the hidden states of its last w tokens before
@@ -54,20 +58,37 @@ class Replays:
     memory, and whatever needs the blocks that it holds ends it: then nothing is compared.
 
     Args:
-        core: What the engine works on.
-        share: Of the requests, in [0, 1].
-        layers: Layers of every group that evicts.
+        core: The engine.
+        config: The server's settings, with the share of the requests that are drawn.
+        stores: The stores that requests share.
+
+    Raises:
+        ValueError: In one sentence, why this server cannot replay.
 
     """
 
-    def __init__(self, core: EvictionCore, share: float, layers: Mapping[int, int]) -> None:
+    def __init__(self, core: EvictionCore, config: EvictionConfig, stores: PublishedStores) -> None:
+        if not stores.enabled:
+            raise ValueError(
+                "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share, "
+                "and this server shares none: it needs prefix caching, layers that all evict, and "
+                "no draft model."
+            )
+        if not core.scheduler.log_stats:
+            raise ValueError(
+                "KV eviction: --kv-eviction-audit reports through vLLM's statistics; remove "
+                "--disable-log-stats or it."
+            )
         self._core = core
         self._scheduler = core.scheduler
         self._pool = core.cache.block_pool
         self._counters = core.counters
-        self._share = share
-        self._layers = layers
+        self._share = parse_share(config.audit)
+        groups = core.scheduler.kv_cache_config.kv_cache_groups
+        self._layers = {group: len(groups[group].layer_names) for group in core.managers}
         self._drawn: dict[str, RequestState] = {}
+        self._listening: dict[str, Heard] = {}
+        """Hidden states that the workers keep in the step that is scheduled."""
         self._heard: dict[str, tuple[int, int]] = {}
         """Positions whose hidden states the workers have without a gap, by request."""
         self._waiting: dict[str, Waiting] = {}
@@ -75,18 +96,17 @@ class Replays:
         """Replays that the workers wait for, and that no step of vLLM's will name."""
         self._made = 0
 
-    def draw(self, state: RequestState) -> None:
-        """Choose whether the evictions of a request that arrives are looked at, by its id."""
-        request = state.request
-        if not state.evicts or state.given is not None or not _replayable(state):
+    def arrived(self, state: RequestState) -> None:
+        """Draw the request or not, by its id."""
+        if not state.evicts or not _replayable(state):
             return
-        number = int.from_bytes(sha256(request.request_id.encode()).digest()[:8], "big")
+        number = int.from_bytes(sha256(state.request_id.encode()).digest()[:8], "big")
         if number < self._share * 2**64:
             state.audited = True
             self._drawn[state.request_id] = state
 
-    def listen(self, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Heard]:
-        """Before a step's evictions are planned: which hidden states the workers keep."""
+    def before_plan(self, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Choose the hidden states that the workers keep."""
         table, heard = self._core.table, {}
         for state in table.admitted:
             if (waiting := self._waiting.get(state.request_id)) is not None:
@@ -112,10 +132,11 @@ class Replays:
                 goes_on = since <= first <= until
                 self._heard[request_id] = (since if goes_on else first, end)
                 heard[request_id] = Heard(start, first, end)
-        return heard
+        self._listening = heard
 
     def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """After it: hold what replays will read, and say which end with the step."""
+        """Hold the blocks that replays will read, and name the replays that end with the step."""
+        plan.heard, self._listening = self._listening, {}
         plan.dropped, self._dropped = self._dropped, []
         for eviction in plan.evictions:
             state = self._drawn.get(eviction.request_id)
@@ -166,8 +187,8 @@ class Replays:
             groups[group] = PublishedGroup(timeline.tail_start, tuple(store), tuple(tail))
         return groups
 
-    def start(self, plan: StepPlan) -> None:
-        """The evictions of a step have run: their replays may begin."""
+    def after_step(self, plan: StepPlan) -> None:
+        """Begin the replays of evictions that have run."""
         for replay in plan.replays:
             waiting = self._waiting.get(replay.request_id)
             if waiting is None:
@@ -213,8 +234,8 @@ class Replays:
             needs += 1 + blocks_for(waiting.replay.end + 1, size) - first
         return needs <= self._core.free
 
-    def begin_step(self) -> None:
-        """Before a step is scheduled: end what is in the way of others, forget what is over."""
+    def before_schedule(self) -> None:
+        """End replays that are in the way of others, and forget those that are over."""
         for request_id, waiting in list(self._waiting.items()):
             if not waiting.ready:
                 continue
@@ -233,15 +254,15 @@ class Replays:
                 if preempted or late or self._in_the_way(waiting) or not self._room(waiting):
                     self._give_up(waiting)
 
-    def reset(self) -> None:
-        """Hold nothing: vLLM forgets the prefix cache only where no block is in use."""
+    def before_reset(self, running: bool) -> None:
+        """Hold no blocks: vLLM resets the prefix cache only if none is in use."""
         for waiting in list(self._waiting.values()):
             self._give_up(waiting)
 
     def let_go(self, state: RequestState) -> bool:
-        """Give up replays that wait, and hold blocks of a request; True where there was one.
+        """Give up replays that wait and hold blocks of a request.
 
-        They may be another one's: both have a published store.
+        They may be another request's, because both have the same published store.
         """
         mine = {
             block.block_id

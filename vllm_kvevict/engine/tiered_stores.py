@@ -147,20 +147,17 @@ class TieredStores(PublishedStores):
             for group, shape in group_shapes(state.key, state.rules).items()
         )
 
-    def hands_over(self, state: RequestState) -> bool:
-        """Whether another server that takes a request over will find its store in files."""
+    def ended(self, state: RequestState) -> bool:
+        """As for :class:`PublishedStores`; drops a file that no other waiting request needs."""
+        if state.key is not None and (name := name_of(state.key)) in self._reading:
+            awaited = any(
+                other.key == state.key and not (other.holds_blocks or other.request.is_finished())
+                for other in self._table.states.values()
+            )
+            if not awaited:
+                self._drop_read(name)
         store = state.store
         return store is not None and store.written and hands_over(state.request.kv_transfer_params)
-
-    def leave(self, state: RequestState) -> None:
-        """Note a request that ended; what is read, and no other one waits for, is dropped."""
-        if state.key is None or (name := name_of(state.key)) not in self._reading:
-            return
-        if not any(
-            other.key == state.key and not (other.holds_blocks or other.request.is_finished())
-            for other in self._table.states.values()
-        ):
-            self._drop_read(name)
 
     def copy(self, plan: StepPlan) -> None:
         plan.loads, plan.saves, plan.forgotten = (

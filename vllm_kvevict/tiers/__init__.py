@@ -1,1 +1,0 @@
-"""Host memory and files behind the KV cache: stores leave to there, and come back."""
