@@ -132,6 +132,7 @@ def test_what_was_read_is_dropped_when_nobody_waits_for_it(setup):
     stores: Any = core.scheduler._stores
     stores._files, stores._reader = object(), Mock(submit=lambda *_: Future())
     asked = [core.add(tokens(130, seed), 4, asked=ONCE) for seed in (*range(MOST_READ), 0)]
+    core.step()
     assert len(stores._reading) == MOST_READ
     for request in asked[:-1]:
         core.abort(request)
