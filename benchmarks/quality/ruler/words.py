@@ -1,4 +1,4 @@
-"""The words that tasks are made of. Names (keys) are an adjective and a noun."""
+"""Words of the tasks. Names (keys) are an adjective and a noun."""
 
 ADJECTIVES = tuple(
     """amber ancient bitter black blue bold brave brief bright broad broken bronze brown busy calm
@@ -44,14 +44,3 @@ VERBS = tuple(
     praises protects pulls pushes reaches remembers saves sees sells serves shakes shows studies
     teaches thanks touches trusts visits wants warns washes watches""".split()
 )
-
-PLACES = tuple(
-    """above across against along among around behind below beneath beside beyond inside near
-    opposite outside past through toward under within""".split()
-)
-
-VARIABLES = tuple(
-    f"{a}{b}" for a in "bcdfghjklmnprstvwz" for b in ("ax", "ex", "ix", "ux", "aq", "eq", "iq")
-)
-
-NUMBERS = tuple(str(number) for number in range(100, 1000))
