@@ -15,7 +15,7 @@ PREPARE = (
     "<|im_start|>user\nWhat is the number, the name or the code that the provided text mentions?"
     "<|im_end|>\n<|im_start|>assistant\nThe number mentioned in the provided text is"
 )
-"""What reads a document first: the text of benchmarks/results/prepared.md, as a turn of its own."""
+"""Text that reads a document first, as a turn of its own."""
 
 _EVICT = ("--kv-eviction", "{policy}", "--kv-eviction-budget", "{budget}")
 _PREPARE = ("--kv-eviction", "{prepared_policy}", "--kv-eviction-budget", "{budget}")
