@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance
-from benchmarks.quality.words import ADJECTIVES, NOUNS, PLACES, VERBS
+from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS, PLACES, VERBS
 from benchmarks.server import Server
 from benchmarks.smollm2 import real_model
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.quality.ruler.needles import CONTEXT, QUESTION
 from benchmarks.quality.ruler.prose import hide
-from benchmarks.quality.words import ADJECTIVES, NOUNS
+from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS
 
 Messages = list[dict[str, str]]
 

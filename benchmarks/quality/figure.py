@@ -1,6 +1,6 @@
 """One picture of a result: accuracy against budget, a row a task, a column a scenario.
 
-python -m benchmarks.quality.figure benchmarks/results/real_model.json docs/real-model.png
+python -m benchmarks.quality.figure RESULT.json ... docs/real-model.png
 """
 
 import argparse

@@ -12,7 +12,7 @@ from benchmarks.quality.endpoint import Completion, Endpoint
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
-from benchmarks.quality.suite import Sample
+from benchmarks.quality.ruler.sample import RulerSample
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def score(prompts: Sequence[Prompt], answers: Iterable[Completion]) -> dict[str,
     return by_task
 
 
-def render(chat: Endpoint | LocalChat, samples: Sequence[Sample], concurrency: int) -> list[Prompt]:
+def render(
+    chat: Endpoint | LocalChat, samples: Sequence[RulerSample], concurrency: int
+) -> list[Prompt]:
     """Prompts of the samples under the model's chat template."""
     with ThreadPoolExecutor(concurrency) as threads:
         made = threads.map(lambda sample: make_prompt(sample, chat.tokenize, chat.encode), samples)

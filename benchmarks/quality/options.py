@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from benchmarks.quality.kvpress_baseline import KVZIP, PRESSES
 from benchmarks.quality.prompt import SCENARIOS
-from benchmarks.quality.suite import SUITES
+from benchmarks.quality.ruler.tasks import TASKS
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import COMPARABLE, POLICY_NAMES
 
@@ -29,17 +29,12 @@ class Options(BaseModel):
     base_url: str | None = Field(
         None, description="a running server; without it one is started here and ended"
     )
-    suite: str = Field(
-        "ruler",
-        description="ruler: RULER's tasks in English, for any model; words: the generated language "
-        "of the small trained model",
-    )
     model: str | None = Field(
         None,
         description="folder of the model to serve, or its name at --base-url; without it "
-        "SmolLM2-135M-Instruct (ruler), which is fetched, or the trained model (words)",
+        "SmolLM2-135M-Instruct, which is fetched",
     )
-    tasks: tuple[str, ...] = Field(SUITES["ruler"].tasks, description="tasks, comma-separated")
+    tasks: tuple[str, ...] = Field(TASKS, description="tasks, comma-separated")
     policies: tuple[str, ...] = Field(
         ("streaming-llm", "snapkv", "ada-snapkv", "ada-defensive"),
         description="policies, comma-separated; with --layers '' for none beside it",
@@ -53,12 +48,7 @@ class Options(BaseModel):
         False, description="few samples, one task and no kvpress: five minutes on two cores"
     )
     samples: int = Field(100, ge=1, description="samples of each task")
-    length: int = Field(
-        1400,
-        ge=50,
-        description="length of a sample, about: tokens of its prompt (ruler), or words of its "
-        "context (words)",
-    )
+    length: int = Field(1400, ge=50, description="tokens of a sample's prompt, about")
     max_tokens: int | None = Field(
         None, ge=2, description="most tokens of an answer; without it each task has its own"
     )
@@ -105,16 +95,13 @@ class Options(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, given: Any) -> Any:
-        """Those of the suite, and of ``quick``, below what is given."""
-        suite = SUITES.get(given.get("suite", "ruler"))
-        if suite is None:
-            raise ValueError(f"--suite: {given['suite']}; choose from {', '.join(SUITES)}")
-        return suite.defaults | (QUICK if given.get("quick") else {}) | given
+        """Those of ``quick``, below what is given."""
+        return (QUICK if given.get("quick") else {}) | given
 
     @model_validator(mode="after")
     def _known(self) -> Self:
         for name, given, valid in (
-            ("tasks", self.tasks, SUITES[self.suite].tasks),
+            ("tasks", self.tasks, TASKS),
             ("policies", self.policies, POLICY_NAMES),
             ("layers-policies", self.layers_policies, COMPARABLE),
             ("scenarios", self.scenarios, SCENARIOS),

@@ -1,6 +1,6 @@
 """One picture of fidelity results: what is lost against the position in the answer.
 
-python -m benchmarks.quality.position benchmarks/results/long_answers*.json docs/long-answers.png
+python -m benchmarks.quality.position RESULT.json ... docs/long-answers.png
 """
 
 import argparse
@@ -12,7 +12,7 @@ from benchmarks.quality.cell import FULL
 
 def label(entry: dict, options: dict) -> str:
     """The line that a cell of a result belongs to."""
-    return entry["label"] + (", layers" if options["layers"] != "None" else "")
+    return entry["label"] + (", with profile" if options["layers"] != "None" else "")
 
 
 def draw(results: list[dict], output: Path) -> None:

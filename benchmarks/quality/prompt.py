@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.quality.suite import Sample
+from benchmarks.quality.ruler.sample import RulerSample
 
 AWARE, AGNOSTIC = "question-aware", "question-agnostic"
 SCENARIOS = (AWARE, AGNOSTIC)
@@ -15,7 +15,7 @@ OTHER_QUESTIONS = ("", "Which of these was it?")
 class Prompt:
     """Token ids of a sample's chat; the first ``context`` of them do not depend on the question."""
 
-    sample: Sample
+    sample: RulerSample
     ids: tuple[int, ...]
     context: int
 
@@ -25,7 +25,7 @@ class Prompt:
 
 
 def message(
-    sample: Sample, question: str | None = None, between: str = "\n"
+    sample: RulerSample, question: str | None = None, between: str = "\n"
 ) -> list[dict[str, str]]:
     """The chat of a sample: one user message, the context and below it the question."""
     asked = sample.question if question is None else question
@@ -41,7 +41,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def make_prompt(
-    sample: Sample,
+    sample: RulerSample,
     tokenize: Callable[[list[dict[str, str]]], list[int]],
     encode: Callable[[str], list[int]],
     between: str = "\n",

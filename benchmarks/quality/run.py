@@ -22,7 +22,9 @@ from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import BLOCK_SIZE, LAYERS, Variant, start, variants
 from benchmarks.quality.prompt import Prompt, message
 from benchmarks.quality.raw_answers import write_answers
-from benchmarks.quality.suite import SUITES, Sample
+from benchmarks.quality.ruler.sample import RulerSample
+from benchmarks.quality.ruler.tasks import characters_for, make
+from benchmarks.smollm2 import real_model
 
 EVICTIONS = "vllm_kvevict:evictions_total"
 
@@ -44,18 +46,22 @@ class Run:
     @property
     def folder(self) -> Path:
         """The model of an own server."""
-        return Path(self.options.model or SUITES[self.options.suite].model())
+        return Path(self.options.model or real_model())
 
     def prepare(self, chat: Endpoint | LocalChat, block_size: int) -> None:
         """Make the prompts of all samples under the model's chat template."""
-        options, suite = self.options, SUITES[self.options.suite]
+        options = self.options
         seeds = [options.seed * 1_000_000 + index for index in range(options.samples)]
 
-        def count(sample: Sample) -> int:
+        def count(sample: RulerSample) -> int:
             return len(chat.tokenize(message(sample)))
 
+        def samples_of(task: str) -> list[RulerSample]:
+            characters = characters_for(task, options.length, count)
+            return [make(task, characters, seed) for seed in seeds]
+
         # Task by task within a seed: a run that is cut off has as many samples of each.
-        by_task = [suite.samples(task, options.length, seeds, count) for task in options.tasks]
+        by_task = [samples_of(task) for task in options.tasks]
         samples = [sample for together in zip(*by_task, strict=True) for sample in together]
         self.prompts = render(chat, samples, options.concurrency)
         self.block_size = block_size

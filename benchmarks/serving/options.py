@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from benchmarks.quality.suite import TRAINED
+from benchmarks.smollm2 import real_model
 from vllm_kvevict.settings.budget import parse_budget
 from vllm_kvevict.settings.names import POLICY_NAMES
 
@@ -19,7 +19,9 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(str(TRAINED), description="folder of the model")
+    model: str | None = Field(
+        None, description="folder of the model; without it SmolLM2-135M-Instruct, which is fetched"
+    )
     policies: tuple[str, ...] = Field(
         ("ada-snapkv", "streaming-llm"), description="policies, comma-separated"
     )
@@ -66,6 +68,11 @@ class Options(BaseModel):
         if not self.memory or min(self.memory) < 1:
             raise ValueError("--memory: give numbers of full requests, 1 or more")
         return self
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the model to serve."""
+        return Path(self.model or real_model())
 
     @classmethod
     def from_args(cls, args: Sequence[str] | None = None) -> Self:

@@ -70,7 +70,7 @@ def block_bytes(model: Path, block_size: int) -> int:
 def kv_bytes(options: Options, memory: int) -> int:
     """Bytes that hold ``memory`` full requests, and vLLM's null block."""
     blocks = memory * -(-(options.prompt + options.output) // options.block_size) + 1
-    return blocks * block_bytes(Path(options.model), options.block_size)
+    return blocks * block_bytes(options.folder, options.block_size)
 
 
 def server_args(options: Options, memory: int) -> list[str]:
@@ -98,7 +98,7 @@ def run(options: Options) -> list[Row]:
             name = f"{setting.label} {memory}".replace(" ", "-").replace("%", "")
             bar.set_description(f"{setting.label}, memory for {memory}: starting")
             args = server_args(options, memory) + setting.args()
-            model = Path(options.model)
+            model = options.folder
             with Server(model, args, FOLDER / f"{name}.log") as server:
                 # The first requests of a server pay for warm-up.
                 measure(server, model, Load(64, 8, 4, 4, seed=99))
@@ -113,7 +113,7 @@ def _row(
     server: Server, options: Options, setting: Setting, memory: int, load: Dataset
 ) -> Row:  # fmt: skip
     before = server.evictions()
-    measured = measure(server, Path(options.model), load)
+    measured = measure(server, options.folder, load)
     counted = {key: value - before.get(key, 0) for key, value in server.evictions().items()}
     row = Row(
         setting.label, memory, kv_bytes(options, memory), load.name, measured | counted

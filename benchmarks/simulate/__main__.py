@@ -46,10 +46,11 @@ def simulate(options: Options, setting: Setting) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = Options.parse(argv)
     results = {setting.name: simulate(options, setting) for setting in options.settings}
-    table = markdown(options, results)
+    origin = provenance()
+    table = markdown(options, results, origin)
     path = options.output
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"provenance": provenance(), **options.as_dict(), "results": results}
+    report = {"provenance": origin, **options.as_dict(), "results": results}
     path.write_text(json.dumps(report, indent=1) + "\n")
     path.with_suffix(".md").write_text(table)
     title = f"{options.machine.model}, {options.machine.max_num_seqs} sequences"

@@ -27,11 +27,13 @@ COLUMNS = (
 )
 
 
-def markdown(options: Options, results: dict[str, Any]) -> str:
-    """The table, with the assumptions of the clock above it."""
+def markdown(options: Options, results: dict[str, Any], origin: dict[str, Any]) -> str:
+    """The table, with the run's provenance and the assumptions of the clock above it."""
     machine = options.machine
     rows = [_row(name, one, next(iter(results.values()))) for name, one in results.items()]
     lines = [
+        f"`{origin['command']}`, {origin['date']}, commit {origin['commit']}. {origin['machine']}.",
+        "",
         f"{machine.model} on {machine.ranks} card(s): {machine.card.assumptions()}.",
         f"{'Async' if machine.asynchronous else 'Sync'} scheduler, at most "
         f"{machine.max_num_seqs} sequences and {machine.max_batched} tokens a step, blocks of "

@@ -11,12 +11,14 @@ import pytest
 
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.kvpress_baseline import PYTHON
+from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import start, variants
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, message
-from benchmarks.quality.tasks import make
+from benchmarks.quality.ruler.sample import RulerSample
+from benchmarks.quality.ruler.tasks import characters_for, make
 
-BUDGETS, TASKS, SAMPLES, WORDS, MAX_TOKENS = ("20%", "60%"), ("s-niah", "lines"), 2, 150, 8
+BUDGETS, TASKS, SAMPLES, LENGTH, MAX_TOKENS = ("20%", "60%"), ("s-niah", "vt"), 2, 600, 8
 POLICIES = ("streaming-llm", "snapkv", "ada-snapkv")
 LABELS = {
     *POLICIES,
@@ -29,8 +31,9 @@ LABELS = {
 @pytest.fixture(scope="module")
 def arguments(tiny_model_kv4) -> list[str]:
     return [
-        "--suite", "words", "--tasks", ",".join(TASKS), "--samples", str(SAMPLES),
-        "--length", str(WORDS),
+        "--tasks", ",".join(TASKS), "--samples", str(SAMPLES), "--length", str(LENGTH),
+        "--policies", ",".join(POLICIES), "--presses", ",".join(POLICIES), "--like-for-like",
+        "--dtype", "float32",
         "--budgets", ",".join(BUDGETS), "--max-tokens", str(MAX_TOKENS), "--threshold", "0",
         "--concurrency", "4", "--kv-memory", "128M", "--threads", "1", "--check", "1",
     ]  # fmt: skip
@@ -63,11 +66,28 @@ def remote(tiny_model_kv4, arguments, tmp_path_factory) -> tuple[Path, list[str]
         )  # fmt: skip
         body = dict(model=str(tiny_model_kv4), max_tokens=MAX_TOKENS, temperature=0)
         body["vllm_xargs"] = {"kv_eviction": "none"}
+        body |= dict(add_generation_prompt=False, continue_final_message=True)
         direct = [
-            server.post("/v1/chat/completions", body | dict(messages=message(sample)))
-            for sample in (make(task, WORDS, n) for n in range(SAMPLES) for task in TASKS)
+            server.post("/v1/chat/completions", body | dict(messages=begun(sample)))
+            for sample in samples(tiny_model_kv4)
         ]
     return folder, [answer["choices"][0]["message"]["content"] for answer in direct]
+
+
+def samples(model: Path) -> list[RulerSample]:
+    """The samples that the benchmark makes, in its order."""
+    chat = LocalChat(model)
+
+    def count(sample: RulerSample) -> int:
+        return len(chat.tokenize(message(sample)))
+
+    characters = {task: characters_for(task, LENGTH, count) for task in TASKS}
+    return [make(task, characters[task], seed) for seed in range(SAMPLES) for task in TASKS]
+
+
+def begun(sample: RulerSample) -> list[dict[str, str]]:
+    """The chat of a sample with the beginning of its answer."""
+    return [*message(sample), {"role": "assistant", "content": sample.prefix}]
 
 
 def answers(folder: Path) -> list[dict]:

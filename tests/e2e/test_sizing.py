@@ -1,7 +1,6 @@
 """The sizing command says beforehand what a real start-up then logs."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,6 @@ from tests.models import random_prompt
 from tests.oracles.engine import engine
 from vllm_kvevict.sizing.options import parse
 from vllm_kvevict.sizing.report import Sizing, as_json
-
-MODEL = Path(__file__).parents[2] / "benchmarks" / "quality" / "model"
 
 SIZES = re.compile(r"memory on this rank: (\d+) bytes [^,]*, (\d+) bytes [^,]*, (\d+) bytes")
 
@@ -41,24 +38,24 @@ def plan(model, *arguments: str) -> dict:
     "policy, budget",
     [("ada-snapkv", 256), ("h2o", 256), ("streaming-llm", "25%"), ("ada-pyramid", 256)],
 )
-def test_the_shipped_model(policy, budget, said):
+def test_a_llama(policy, budget, said, tiny_model_kv4):
     load = ["--prompt", "1500", "--output", "100"]
     memory = ["--kv-cache-memory-bytes", "32M", "--max-model-len", "2048"]
     asked = ["--kv-eviction", policy, "--budget", str(budget)]
-    planned = plan(MODEL, *load, *memory, *asked)
+    planned = plan(tiny_model_kv4, *load, *memory, *asked)
     settings = dict(policy=policy, budget=budget)
     options = dict(kv_cache_memory_bytes=32 << 20, max_model_len=2048)
-    check_start_up(planned, said, MODEL, settings, **options)
+    check_start_up(planned, said, tiny_model_kv4, settings, **options)
 
 
 @FP8_CACHE
-def test_an_fp8_cache(said):
+def test_an_fp8_cache(said, tiny_model_kv4):
     load = ["--prompt", "1500", "--output", "100", "--budget", "256", "--max-model-len", "2048"]
     memory = ["--kv-cache-memory-bytes", "32M", "--kv-cache-dtype", "fp8"]
-    planned = plan(MODEL, *load, *memory)
+    planned = plan(tiny_model_kv4, *load, *memory)
     options = dict(kv_cache_memory_bytes=32 << 20, max_model_len=2048, kv_cache_dtype="fp8")
-    check_start_up(planned, said, MODEL, dict(policy="ada-snapkv", budget=256), **options)
-    whole = plan(MODEL, *load, *memory[:2])["memory"]
+    check_start_up(planned, said, tiny_model_kv4, dict(policy="ada-snapkv", budget=256), **options)
+    whole = plan(tiny_model_kv4, *load, *memory[:2])["memory"]
     assert planned["memory"]["capacity_tokens"] == 4 * whole["capacity_tokens"]
 
 

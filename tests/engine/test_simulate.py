@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.provenance import provenance
 from benchmarks.simulate.__main__ import simulate
 from benchmarks.simulate.card import CARDS, Work, step_seconds
 from benchmarks.simulate.load import Lengths, Load, Trace
@@ -94,7 +95,8 @@ def test_stock_and_eviction_run_side_by_side(asynchronous: bool) -> None:
         assert one["aborted"] > 0
     assert evicting["counters"]["evictions_prefill"] > 0
     assert evicting["running_mean"] > stock["running_mean"]
-    assert "snapkv:128" in markdown(options, {"stock": stock, "snapkv:128": evicting})
+    table = markdown(options, {"stock": stock, "snapkv:128": evicting}, provenance())
+    assert "| snapkv:128 |" in table and f"commit {provenance()['commit']}." in table
 
 
 def test_requests_of_a_quiet_phase_are_never_evicted_under_pressure() -> None:
@@ -110,7 +112,7 @@ def test_requests_of_a_quiet_phase_are_never_evicted_under_pressure() -> None:
     assert 0 < pressure["quiet"]["never_evicted"] == pressure["quiet"]["finished"]
     assert pressure["burst"]["never_evicted"] < pressure["burst"]["finished"]
     assert always["quiet"]["never_evicted"] == always["burst"]["never_evicted"] == 0
-    assert "| snapkv:128,when=pressure | quiet |" in markdown(options, results)
+    assert "| snapkv:128,when=pressure | quiet |" in markdown(options, results, provenance())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

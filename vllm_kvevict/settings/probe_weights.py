@@ -29,7 +29,7 @@ A budget of 512 is a falling share of a prompt of 8,000 tokens that is evicted a
 shares alone its first tokens, scored when prose counted in full, stay before all later ones. Prose
 then loses 0.095 nats, so 0.082. Of 4,100 tokens 261 answer 82% of questions where prose counts
 nothing and 66% where it counts in full, 518 answer 90% where it counts 0.3 and 88% in full
-(50 samples, benchmarks/results/prose_places.md)."""
+(50 samples)."""
 
 STEPS = 10
 """Weights between 0 and 1 that there are: evictions of one weight run together."""

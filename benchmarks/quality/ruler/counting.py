@@ -4,7 +4,7 @@ import random
 import string
 
 from benchmarks.quality.ruler.sample import RulerSample
-from benchmarks.quality.words import ADJECTIVES, NOUNS, VERBS
+from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS, VERBS
 
 COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

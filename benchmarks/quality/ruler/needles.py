@@ -4,7 +4,7 @@ import random
 
 from benchmarks.quality.ruler.prose import hide
 from benchmarks.quality.ruler.sample import RulerSample
-from benchmarks.quality.words import ADJECTIVES, NOUNS
+from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS
 
 CONTEXT = (
     "{some} special magic {numbers} hidden within the following text. Make sure to memorize it. "

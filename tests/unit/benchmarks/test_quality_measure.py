@@ -16,8 +16,8 @@ from benchmarks.quality.measure import Plan, measure, score
 from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import variants
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, Prompt
+from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
-from benchmarks.quality.tasks import make
 from vllm_kvevict.schedule.request_timeline import RequestTimeline
 from vllm_kvevict.schedule.timeline import Timeline
 
@@ -68,8 +68,8 @@ def endpoint() -> Iterator[Endpoint]:
 @pytest.fixture
 def prompts() -> list[Prompt]:
     return [
-        Prompt(make(task, 60, n), tuple(range(300 + 40 * n)), 250 + 40 * n)
-        for n, task in enumerate(("lines", "lines", "vt"))
+        Prompt(make(task, 600, n), tuple(range(300 + 40 * n)), 250 + 40 * n)
+        for n, task in enumerate(("s-niah", "s-niah", "mv-niah"))
     ]
 
 
@@ -134,7 +134,7 @@ def test_scores_keep_the_order_of_the_samples(prompts):
 
     texts = ["nothing", prompts[1].sample.answers[0], " ".join(prompts[2].sample.answers[:2])]
     found = score(prompts, map(Answer, texts))
-    assert found == {"lines": [0.0, 1.0], "vt": [0.5]}
+    assert found == {"s-niah": [0.0, 1.0], "mv-niah": [0.5]}
 
 
 @pytest.mark.parametrize("budget", ["10%", "40%", "97%", "100%", "96", "400"])
@@ -190,14 +190,14 @@ def test_endpoint(endpoint):
     "counted", [{"evictions": 9, "tokens_evicted": 100}, {"evictions": 10, "tokens_evicted": 96}]
 )
 def test_wrong_counters_fail_the_run(counted, tmp_path):
-    run = Run(Options(suite="words", model=str(tmp_path)))
+    run = Run(Options(model=str(tmp_path), like_for_like=True))
     variant = variants(run.options)[0]
     with pytest.raises(RuntimeError, match="not what they say"):
         run.count(variant, {"evictions": 10, "tokens_evicted": 100}, counted)
 
 
 def test_right_counters(tmp_path):
-    run = Run(Options(suite="words", model=str(tmp_path)))
+    run = Run(Options(model=str(tmp_path), like_for_like=True))
     default, pooled = variants(run.options)
     expected = {"evictions": 10, "tokens_evicted": 100}
     run.count(default, expected, expected)
@@ -233,8 +233,7 @@ def test_a_server_with_shares_of_layers(tmp_path):
         (["--scenarios", "both"], "question-agnostic"),
         (["--model", "/nowhere"], "no folder /nowhere"),
         (["--samples", "0"], "samples"),
-        (["--suite", "chess"], "--suite: chess; choose from ruler, words"),
-        (["--suite", "words", "--tasks", "qa"], "--tasks: qa; choose from s-niah"),
+        (["--tasks", "chess"], "--tasks: chess; choose from s-niah"),
     ],
 )
 def test_wrong_options_are_named(arguments, message, tmp_path, capsys):

@@ -23,7 +23,7 @@ def rows() -> list[Row]:
     ]
 
 
-def test_trace_is_what_vllm_replays(tmp_path):
+def test_trace_is_what_vllm_replays(tmp_path, tiny_model):
     """vLLM's own reader makes prompts of the lengths that the trace names, shared where it says."""
     from transformers import AutoTokenizer
     from vllm.benchmarks.datasets.datasets import TimedTrace
@@ -47,25 +47,27 @@ def test_trace_is_what_vllm_replays(tmp_path):
         timed_trace_label_output_length="output_length",
         timed_trace_label_hash_ids="hash_ids",
     )
-    model = Options.model_fields["model"].default
-    requests = reader.sample(AutoTokenizer.from_pretrained(model), 40)
+    requests = reader.sample(AutoTokenizer.from_pretrained(tiny_model), 40)
     assert [r.prompt_len for r in requests] == [line["input_length"] for line in lines]
     assert all(128 <= r.prompt_len <= 512 and 16 <= r.expected_output_len <= 64 for r in requests)
     first = [tuple(r.prompt[:CHUNK]) for r in requests]
     assert 3 <= len(first) - len(set(first)) <= 30, "some share a beginning, most do not"
 
 
-def test_grid(tmp_path, monkeypatch):
+def test_grid(tmp_path, monkeypatch, tiny_model_kv4):
     monkeypatch.chdir(tmp_path)
-    options = Options.from_args(["--policies", "snapkv,tova", "--budgets", "64", "--memory", "3"])
+    options = Options.from_args(
+        ["--model", str(tiny_model_kv4), "--policies", "snapkv,tova", "--budgets", "64",
+         "--memory", "3"]
+    )  # fmt: skip
     assert [s.label for s in settings(options)] == ["stock vLLM", "snapkv 64", "tova 64"]
     assert settings(options)[0].args() == []
     assert [d.name for d in datasets(options)] == list(DATASETS)
     assert all(d.longest <= 1024 + 96 for d in datasets(options))
     blocks = 3 * 35 + 1
-    shipped = 4 * 4 * 32 * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, bytes
-    assert kv_bytes(options, 3) == blocks * shipped
-    assert str(blocks * shipped) in server_args(options, 3)
+    block = 4 * 4 * 32 * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, bytes
+    assert kv_bytes(options, 3) == blocks * block
+    assert str(blocks * block) in server_args(options, 3)
 
 
 @pytest.mark.parametrize(
