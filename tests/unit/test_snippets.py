@@ -49,6 +49,7 @@ PROSE = {
     "calibrate, plan\n": "folders by rank; test_imports.py holds them",
     "Engine 000:": "metrics/test_logger.py compares such lines",
     "max - l *": "a formula",
+    "sum_j exp(": "a formula",
     "[build-system]": "policies/test_own_policy.py installs it",
 }
 """How blocks begin that neither run nor are data, and why."""
