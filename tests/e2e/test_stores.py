@@ -150,7 +150,7 @@ def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
         tiers.flush()
         (file,) = tmp_path.glob("*/*.safetensors")
         whole = file.read_bytes()
-        tensors = unpack(whole)
+        tensors = unpack(bytearray(whole))
         flipped = bytearray(whole)
         flipped[-1000] ^= 4
         for number, damaged in enumerate([bytes(flipped), whole[:-1], b"", whole[:2000]], 1):
@@ -159,7 +159,7 @@ def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
             assert run.generate(PROMPTS[:1], 20, [POINT]) == [expected]
             tiers.flush()
             assert run.counters.files_refused == number
-            written = unpack(file.read_bytes())
+            written = unpack(bytearray(file.read_bytes()))
             assert written.keys() == tensors.keys(), "it is written again"
             assert all(torch.equal(written[name], tensors[name]) for name in tensors)
         assert run.counters.stores_restored_file == 0

@@ -27,6 +27,7 @@ from benchmarks.bare_scheduler import (
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker
 from vllm_kvevict.metrics.report import MEASURED
+from vllm_kvevict.stores.host import StoreNews
 
 __all__ = [
     "STOP_TOKEN",
@@ -102,8 +103,13 @@ class Engine:
             sampled_token_ids=[sampled[request_id] for request_id in ids],
             kv_connector_output=self.worker.transferred,
         )
+        measured = {}
         if self.worker.audits:
             measured = dict(seconds=[], head_spread=[], audits=self.worker.audits)
+        if self.worker.files is not None:
+            written, weighed = self.worker.files.results(), self.worker.weighed
+            measured["stores"] = [StoreNews(written, weighed, self.worker.generation)]
+        if measured:
             setattr(done, MEASURED, measured)
         self._answered(self.scheduler.update_from_output(output, done))
         self.invariants.check()

@@ -10,6 +10,7 @@ from vllm_kvevict.metrics.report import Reporter
 from vllm_kvevict.schedule.quote import Quote
 from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
 from vllm_kvevict.schedule.timeline import decode_evictions
+from vllm_kvevict.stores.key import goes_on, kept_share
 
 
 class StepPlanner:
@@ -148,7 +149,9 @@ class StepPlanner:
         in_prefill = state.in_prefill(end)
         ring = state.ring if self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
-        store = self._stores.publish(state, end, evictions)
+        # A key says nothing of a window that a policy could do without and did not get.
+        scored = ring is not None or state.needs.window == "none"
+        store = self._stores.publish(state, end, evictions) if scored else None
         for eviction in evictions:
             eviction.published = store is not None
         if store is not None and state.context is None:
@@ -159,9 +162,9 @@ class StepPlanner:
         sizes = [self._core.managers[one.group_id].block_size for one in evictions]
         if not state.trial:
             self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
-        inside = state.context is not None or end + 1 < state.request.num_prompt_tokens
+        inside = state.context is not None or goes_on(state.request, end)
         policy, first = state.options.policy, state.options.protect_first
-        share = max(timeline.share(end) for timeline in state.timelines.values())
+        share = kept_share(state.timelines, end)
         return Eviction(state.request_id, end, ring, evictions, policy, first, inside, share)
 
     def retire(self, plan: StepPlan) -> None:

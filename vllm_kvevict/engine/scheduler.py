@@ -247,8 +247,10 @@ class EvictionMixin(Scheduler):
         return ready and not self._stores.waits(state)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._stores.reset()
-        return super().reset_prefix_cache(*args, **kwargs)
+        done = super().reset_prefix_cache(*args, **kwargs)
+        if done:
+            self._stores.reset()
+        return done
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
         finished = super().finish_requests(request_ids, finished_status)

@@ -69,6 +69,7 @@ class PublishedStores:
             state.options.policy,
             state.options.protect_first,
             prepare,
+            state.needs.reads_share,
         )
 
     def waits(self, state: RequestState) -> bool:

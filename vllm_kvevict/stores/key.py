@@ -31,6 +31,9 @@ class ShareKey:
         protect_first: Tokens that stay whatever the policy chooses.
         stores: S of every KV-cache group, or 0 where a group has nothing to evict at the point.
         prepare: Tokens that read the context before it was evicted; empty for none.
+        inside: Whether the prompt goes on after the point, so that the window does not hold the
+            question.
+        share: Part of the tokens that the budget keeps; 0 for policies that do not read it.
 
     """
 
@@ -42,11 +45,12 @@ class ShareKey:
     protect_first: int
     stores: tuple[tuple[int, int], ...]
     prepare: tuple[int, ...] = ()
+    inside: bool = False
+    share: float = 0.0
 
     @cached_property
     def digest(self) -> bytes:
-        parts = self.rest, self.extra, self.point, self.policy, self.protect_first, self.stores
-        return sha256(repr((self.prefix, *parts, self.prepare)).encode()).digest()
+        return sha256(repr(self).encode()).digest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShareKey) and self.digest == other.digest
@@ -62,6 +66,7 @@ def share_key(
     policy: str,
     protect_first: int,
     prepare: tuple[int, ...],
+    reads_share: bool,
 ) -> ShareKey | None:
     """The key of a request that evicts at a point of its own; None for all others.
 
@@ -72,6 +77,7 @@ def share_key(
         policy: The policy that chooses.
         protect_first: Tokens that stay whatever the policy chooses.
         prepare: Tokens that read its context before it is evicted; empty for none.
+        reads_share: Whether the policy's scores depend on the share of tokens that is kept.
 
     """
     stops = [stop for t in timelines.values() if (stop := t.stop(0)) is not None]
@@ -101,4 +107,16 @@ def share_key(
         stores=stores,
         # Where nothing is evicted, nothing is to be prepared.
         prepare=prepare if any(blocks for _, blocks in stores) else (),
+        inside=bool(prepare) or goes_on(request, point),
+        share=kept_share(timelines, point) if reads_share else 0.0,
     )
+
+
+def goes_on(request: "Request", point: int) -> bool:
+    """Whether a prompt goes on after a point by more than the token that asks."""
+    return point + 1 < request.num_prompt_tokens
+
+
+def kept_share(timelines: Mapping[int, RequestTimeline], point: int) -> float:
+    """Largest part of the tokens before a point that a group's budget keeps."""
+    return max(timeline.share(point) for timeline in timelines.values())

@@ -6,7 +6,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.scheduler import EvictionMixin
+from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.policies.requirements import page_channels
+from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.handover import TAKEN_OVER
 from vllm_kvevict.settings.store_tiers import parse_size
@@ -17,6 +19,8 @@ from vllm_kvevict.tiers.stores import TieredStores
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 
@@ -77,6 +81,18 @@ class TieredMixin(EvictionMixin):
         if self._overtaking is not None and self._overtaking.holds_back(state):
             return False
         return super()._handle_blocked_waiting_request(request)
+
+    def update_from_output(
+        self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
+    ) -> "dict[int, EngineCoreOutputs]":
+        stores = self._stores
+        if isinstance(stores, TieredStores):
+            plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
+            if plan is not None:
+                stores.executed(plan)
+            for news in getattr(model_runner_output, MEASURED, {}).get("stores", ()):
+                stores.heard(news)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state, stores = self._table.states[request.request_id], self._stores
