@@ -8,13 +8,16 @@ TIER_HOOKS = {
         """,
         "vllm.v1.request": """
             Request.lora_request Request.num_tokens Request.kv_transfer_params
-            Request.arrival_time Request.is_finished
+            Request.is_finished
         """,
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.watermark_blocks",
+        "vllm.v1.core.sched.scheduler": "Scheduler.running",
     },
     "tiers/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.add_request(request) Scheduler.schedule Scheduler._free_request(request)
             Scheduler._handle_blocked_waiting_request(request)
+            Scheduler.update_from_output(scheduler_output,model_runner_output)
         """,
     },
     "tiers/overtaking.py": {

@@ -177,8 +177,9 @@ class StoreFiles:
         descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=".")
         try:
             try:
-                for part in (len(header).to_bytes(8, "little"), header, *_data(tensors)):
-                    _write_all(descriptor, memoryview(part))
+                _write_all(descriptor, memoryview(len(header).to_bytes(8, "little") + header))
+                for part in _data(tensors):
+                    _write_all(descriptor, part)
             finally:
                 os.close(descriptor)
             os.replace(unfinished, path)
