@@ -73,7 +73,7 @@ def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
                 spec = sizes.specs[group]
                 heads = sizes.layers[group] * spec.num_kv_heads
                 stored += heads * blocks * 32 * 2 * spec.head_size * 4
-        files = [unpack(file.read_bytes()) for file in tmp_path.glob("*/*.safetensors")]
+        files = [unpack(bytearray(file.read_bytes())) for file in tmp_path.glob("*/*.safetensors")]
         pages = [t for file in files for name, t in file.items() if name.endswith(".pages")]
         assert sum(t.nbytes for t in pages) == stored
         assert counters.bytes_restored_file == sum(t.nbytes for f in files for t in f.values())

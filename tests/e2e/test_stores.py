@@ -150,7 +150,7 @@ def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
         tiers.flush()
         (file,) = tmp_path.glob("*/*.safetensors")
         whole = file.read_bytes()
-        tensors = unpack(whole)
+        tensors = unpack(bytearray(whole))
         flipped = bytearray(whole)
         flipped[-1000] ^= 4
         for number, damaged in enumerate([bytes(flipped), whole[:-1], b"", whole[:2000]], 1):
@@ -159,7 +159,7 @@ def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
             assert run.generate(PROMPTS[:1], 20, [POINT]) == [expected]
             tiers.flush()
             assert run.counters.files_refused == number
-            written = unpack(file.read_bytes())
+            written = unpack(bytearray(file.read_bytes()))
             assert written.keys() == tensors.keys(), "it is written again"
             assert all(torch.equal(written[name], tensors[name]) for name in tensors)
         assert run.counters.stores_restored_file == 0
@@ -168,6 +168,46 @@ def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
         lose(run)
         assert run.generate(PROMPTS[:1], 20, [POINT]) == [expected]
         assert run.counters.files_refused == number + 1
+
+
+def test_files_follow_the_weights_through_resets(tiny_model, tmp_path):
+    """As after sleep, whose weights are the same, and after updates, on which other ones follow."""
+    settings = SETTINGS | dict(store_path=str(tmp_path))
+    with serving(tiny_model, settings) as run:
+        tiers = run.worker.kv_eviction.stores.tiers
+
+        def ask(expected=None):
+            lose(run)
+            (output,) = run.generate(PROMPTS[:1], 20, [POINT])
+            tiers.flush()
+            assert expected in (None, output)
+            return output
+
+        first = ask()
+        assert run.llm.reset_prefix_cache()
+        # The weights are checked in a step, and the scheduler hears of it at its end.
+        run.generate([[5, 6, 7]], 2, [{}])
+        ask(first)
+        assert run.counters.stores_restored_file == 1
+        weight = next(run.worker.model_runner.get_model().parameters())
+        before = weight.data.clone()
+        weight.data *= 1.5
+        assert run.llm.reset_prefix_cache()
+        changed = ask()
+        assert changed != first and run.counters.stores_restored_file == 1
+        ask(changed)
+        assert run.counters.stores_restored_file == 2
+        assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
+        weight.data.copy_(before)
+        assert run.llm.reset_prefix_cache()
+        run.generate([[5, 6, 7]], 2, [{}])
+        ask(first)
+        assert run.counters.stores_restored_file == 3
+        run.worker.reload_weights()
+        ask(first)
+        run.generate([[7, *PROMPTS[0][1:]]], 4, [POINT])
+        tiers.flush()
+        assert len(list(tmp_path.glob("*/*.safetensors"))) == 2, "no reset: nothing is written"
 
 
 def only_file(folder, but=()):

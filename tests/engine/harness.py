@@ -26,6 +26,8 @@ from benchmarks.bare_scheduler import (
 )
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker
+from vllm_kvevict.metrics.report import MEASURED
+from vllm_kvevict.stores.host import StoreNews
 
 __all__ = [
     "STOP_TOKEN",
@@ -91,15 +93,17 @@ class Engine:
         sampled = self.worker.execute(output)
         self.invariants.executed(output)
         ids = list(output.num_scheduled_tokens)
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=[sampled[request_id] for request_id in ids],
-                kv_connector_output=self.worker.transferred,
-            ),
+        done = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in ids],
+            kv_connector_output=self.worker.transferred,
         )
+        if self.worker.files is not None:
+            written, weighed = self.worker.files.results(), self.worker.weighed
+            news = StoreNews(written, weighed, self.worker.generation)
+            setattr(done, MEASURED, {"stores": [news]})
+        self.scheduler.update_from_output(output, done)
         self.invariants.check()
 
     def step(self, between: Callable[[], None] | None = None) -> Any:

@@ -12,10 +12,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from tests.engine.offloaded import ShadowOffload
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
+from vllm_kvevict.stores.files import StoreFiles, unpack
+from vllm_kvevict.stores.region import open_region
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
@@ -83,6 +86,15 @@ class ShadowWorker:
         """What host memory holds of stores: of each group what :attr:`published` has, and what
         stood in its blocks."""
         self.restored = 0
+        self.files: StoreFiles | None = None
+        """Where stores are written to; of their content only names and sizes are real."""
+        self.disk: dict[str, list[tuple[Any, ...]]] = {}
+        """What the files stand for, as :attr:`host`."""
+        self.tensors: Callable[[StoreCopy], dict[str, torch.Tensor]] = lambda copy: {}
+        """Tensors of a store as a file must have them."""
+        self.generation = ""
+        """Checksum of the weights, if they are others than at first."""
+        self.weighed = 0
         self.heard: dict[str, dict[int, int]] = {}
         """Content of the positions whose hidden states are kept: position p in slot p % w."""
         self.left: dict[str, tuple[Row, dict[int, int]]] = {}
@@ -100,6 +112,9 @@ class ShadowWorker:
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
         if self.offload is not None and plan.settle_first:
             self.offload.settle(plan.settle_first, output.kv_connector_metadata)
+        self.weighed = plan.weigh
+        if plan.weigh and self.files is not None:
+            self.files.use(self.generation)
         for copy in plan.loads:
             self._load(copy)
         if self.offload is not None:
@@ -230,18 +245,31 @@ class ShadowWorker:
             self.compared += 1
 
     def _save(self, copy: StoreCopy) -> None:
-        assert copy.keep
-        self.host[copy.name] = [
+        assert copy.keep or copy.write
+        content = [
             (
                 self.published[one.group_id, one.store[0]] if one.store else None,
                 [list(self.memory[block]) for block in one.blocks],
             )
             for one in copy.groups
         ]
+        if copy.keep:
+            self.host[copy.name] = content
+        if copy.write and self.files is not None:
+            self.disk[copy.name] = content
+            self.files.write_soon(copy.name, 0, self.tensors(copy), lambda: None)
 
     def _load(self, copy: StoreCopy) -> None:
         self.restored += 1
-        for one, (published, memory) in zip(copy.groups, self.host[copy.name], strict=True):
+        content = self.host.get(copy.name)
+        if copy.payload is not None and self.files is not None:
+            mapping = open_region(copy.payload[0])
+            assert mapping is not None and unpack(mapping), "its memory is gone"
+            content = self.disk[copy.name]
+            if copy.keep:
+                self.host[copy.name] = content
+        assert content is not None
+        for one, (published, memory) in zip(copy.groups, content, strict=True):
             if published is not None:
                 tail_start, store, content, point = published
                 assert len(one.store) == len(store)

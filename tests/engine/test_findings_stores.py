@@ -13,7 +13,8 @@ import pytest
 
 from tests.engine.test_offload import lose
 from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, hit, tokens
-from vllm_kvevict.engine.tiered_stores import MOST_READ, name_of
+from vllm_kvevict.engine.tiered_stores import MOST_READ, Lookup, name_of
+from vllm_kvevict.stores.region import Region
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
 
@@ -97,8 +98,8 @@ def test_nobody_waits_for_a_store_that_is_there(setup, memory):
 
 def read(stores: Any, name: str) -> None:
     """Its file was read."""
-    stores._reading[name], stores._until[name] = Future(), monotonic() + 10
-    stores._reading[name].set_result([b""])
+    stores._reading[name] = Lookup(1, monotonic() + 10)
+    stores._reading[name].future.set_result([Region(1)])
 
 
 @BOTH

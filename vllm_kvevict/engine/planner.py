@@ -11,6 +11,7 @@ from vllm_kvevict.metrics.report import Reporter
 from vllm_kvevict.schedule.quote import Quote
 from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
 from vllm_kvevict.schedule.timeline import decode_evictions
+from vllm_kvevict.stores.key import goes_on, kept_share
 
 
 class StepPlanner:
@@ -155,7 +156,9 @@ class StepPlanner:
         ring = state.ring if self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
         self._stores.overwritten(block for one in evictions for block in one.store[: one.reused])
-        store = self._stores.publish(state, end, evictions)
+        # A key says nothing of a window that a policy could do without and did not get.
+        scored = ring is not None or state.needs.window == "none"
+        store = self._stores.publish(state, end, evictions) if scored else None
         for eviction in evictions:
             eviction.published = store is not None
         if store is not None:
@@ -165,9 +168,9 @@ class StepPlanner:
             self._reporter.evicted(state.options.policy, in_prefill)
         sizes = [self._core.managers[one.group_id].block_size for one in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
-        inside = end + 1 < state.request.num_prompt_tokens
+        inside = goes_on(state.request, end)
         policy, first = state.options.policy, state.options.protect_first
-        share = max(timeline.share(end) for timeline in state.timelines.values())
+        share = kept_share(state.timelines, end)
         return Eviction(state.request_id, end, ring, evictions, policy, first, inside, share)
 
     def retire(self, plan: StepPlan) -> None:

@@ -40,7 +40,7 @@ class PublishedStore:
     counted_idle: bool = False
     """Whether it was idle when it was last looked at."""
     written: bool = False
-    """Whether it is in files, or will be soon."""
+    """Whether it is in files, or is being written and no failure of that is known."""
 
     def advance(self, timelines: "Mapping[int, RequestTimeline]") -> None:
         """Let the timelines of a request that begins with it stand behind its evictions."""

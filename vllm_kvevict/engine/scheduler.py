@@ -180,8 +180,10 @@ class EvictingScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
+        measured: dict[str, Any] = getattr(model_runner_output, MEASURED, None) or {}
+        self._stores.executed(plan, measured.get("stores", ()))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         if plan is not None:
             self._planner.retire(plan)
         self._stores.sweep()
@@ -253,8 +255,10 @@ class EvictingScheduler(Scheduler):
     ) -> bool:
         for part in self._parts:
             part.before_reset(reset_running_requests)
-        self._stores.reset()
-        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        done = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        if done:
+            self._stores.reset()
+        return done
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> "list[Request]":
         finished = super().finish_requests(request_ids, finished_status)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
@@ -64,6 +64,7 @@ class PublishedStores:
             self._manager.block_pool.hash_block_size,
             state.options.policy,
             state.options.protect_first,
+            state.needs.reads_share,
         )
 
     def waits(self, state: RequestState) -> bool:
@@ -94,6 +95,15 @@ class PublishedStores:
 
     def reset(self) -> None:
         """What is in the KV cache may no longer be reused."""
+
+    def executed(self, plan: StepPlan | None, news: Sequence[Any]) -> None:
+        """Note that a step was executed.
+
+        Args:
+            plan: Its plan, if it had one.
+            news: Reports of the workers about stores outside the KV cache.
+
+        """
 
     def ended(self, state: RequestState) -> bool:
         """Note that a request ends, before its blocks are freed.

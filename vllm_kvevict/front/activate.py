@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -18,6 +19,8 @@ from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import ring_bytes
 from vllm_kvevict.settings.names import AUTO, KEY
+from vllm_kvevict.settings.store_tiers import parse_folder
+from vllm_kvevict.stores.files import check_owner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,6 +76,10 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores that "
             f"requests share through the prefix cache{without_prefix_cache(vllm_config)} these."
         )
+    if config.store_path is not None:
+        folder = Path(parse_folder(config.store_path)[0])
+        if folder.exists():
+            check_owner(folder)
     check_audit(vllm_config, config)
     serve_offload(vllm_config)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, OURS[bool(scheduler.async_scheduling)])

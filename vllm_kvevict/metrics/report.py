@@ -89,11 +89,12 @@ class Reporter:
         failed: Sequence[float] = (),
         audits: Sequence[Audited] = (),
         restores: Sequence[tuple[str, float]] = (),
+        stores: Sequence[Any] = (),
     ) -> None:
         """Note what a worker measured.
 
         ``failed`` has an entry for each failure of a policy, ``restores`` the tier and the seconds
-        of each store that came back.
+        of each store that came back. ``stores`` is for the scheduler alone.
         """
         for tier, taken in restores:
             self._counters.restoring(taken, from_file=tier == "file")

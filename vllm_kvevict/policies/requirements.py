@@ -24,6 +24,7 @@ class PolicyRequirements:
         accumulates_attention: Whether the attention of every query is added up.
         shares_stores: Whether requests may reuse what its evictions keep.
         weighs: Whether what it keeps has weights, which attention reads.
+        reads_share: Whether its scores depend on the share of tokens that the budget keeps.
 
     """
 
@@ -31,6 +32,7 @@ class PolicyRequirements:
     accumulates_attention: bool
     shares_stores: bool
     weighs: bool = False
+    reads_share: bool = False
 
 
 NOTHING = PolicyRequirements("none", accumulates_attention=False, shares_stores=False)
@@ -45,6 +47,7 @@ def policy_requirements(config: EvictionConfig) -> dict[str, PolicyRequirements]
             policy.accumulates_attention,
             shares_stores(policy),
             isinstance(policy.scorer, WeightedScorer),
+            policy.scorer.needs_key_scores,
         )
         for name, policy in build_policies(config).items()
     }

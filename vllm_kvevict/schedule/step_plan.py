@@ -77,15 +77,16 @@ class StoreCopy:
     """A published store that is copied out of the KV cache, or into it.
 
     ``name`` is what it is called outside, a digest of its key. ``keep``: host memory holds it from
-    then on; ``write``: so does a file. ``payload`` is its file for each rank, where host memory
-    does not hold it.
+    then on; ``write``: so does a file. ``payload`` has, for each rank, a handle
+    (:data:`vllm_kvevict.stores.region.Handle`) of the content of its file, if host memory does not
+    hold the store.
     """
 
     name: str
     groups: list[StoreBlocks]
     keep: bool
     write: bool = False
-    payload: list[bytes] | None = None
+    payload: list[tuple[str, str, int]] | None = None
 
 
 @dataclass
@@ -125,6 +126,8 @@ class StepPlan:
     states are kept, by request id; ``replays`` of the step's evictions will come, ``compared`` end
     with the step, and ``dropped`` are names of those that never will. ``settle``: copies of vLLM's
     offload that are finished before the evictions, ``settle_first`` those before the ``loads``.
+    ``weigh`` is not 0 after a reset of the prefix cache: its number. Workers compute a checksum of
+    their weights before the ``loads``, and use files of stores of these weights from then on.
     """
 
     rings: dict[str, int] = field(default_factory=dict)
@@ -134,6 +137,7 @@ class StepPlan:
     loads: list[StoreCopy] = field(default_factory=list)
     saves: list[StoreCopy] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
+    weigh: int = 0
     heard: dict[str, Heard] = field(default_factory=dict)
     replays: list[Replay] = field(default_factory=list)
     compared: list[Replay] = field(default_factory=list)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kv_eviction.tiers")
 
-FORMAT = 1
+FORMAT = 2
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """How many places of a file of weights are looked at, and how much there."""
 
@@ -97,7 +97,12 @@ def weights(model: str, revision: str | None) -> str:
 def store_files(
     vllm_config: "VllmConfig", cache: "KVCacheConfig", config: EvictionConfig
 ) -> StoreFiles | None:
-    """The folder of ``--kv-eviction-store-path``; None without it."""
+    """The folder of ``--kv-eviction-store-path``; None without it.
+
+    Raises:
+        ValueError: In one sentence, why the folder cannot be trusted.
+
+    """
     if config.store_path is None:
         return None
     folder, most = parse_folder(config.store_path)

@@ -30,6 +30,9 @@ class ShareKey:
         policy: The policy that chooses.
         protect_first: Tokens that stay whatever the policy chooses.
         stores: S of every KV-cache group, or 0 where a group has nothing to evict at the point.
+        inside: Whether the prompt goes on after the point, so that the window does not hold the
+            question.
+        share: Part of the tokens that the budget keeps; 0 for policies that do not read it.
 
     """
 
@@ -40,11 +43,12 @@ class ShareKey:
     policy: str
     protect_first: int
     stores: tuple[tuple[int, int], ...]
+    inside: bool = False
+    share: float = 0.0
 
     @cached_property
     def digest(self) -> bytes:
-        parts = self.rest, self.extra, self.point, self.policy, self.protect_first, self.stores
-        return sha256(repr((self.prefix, *parts)).encode()).digest()
+        return sha256(repr(self).encode()).digest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShareKey) and self.digest == other.digest
@@ -59,6 +63,7 @@ def share_key(
     hash_block_size: int,
     policy: str,
     protect_first: int,
+    reads_share: bool,
 ) -> ShareKey | None:
     """The key of a request that evicts at a point of its own; None for all others.
 
@@ -68,6 +73,7 @@ def share_key(
         hash_block_size: Tokens that one of these hashes covers.
         policy: The policy that chooses.
         protect_first: Tokens that stay whatever the policy chooses.
+        reads_share: Whether the policy's scores depend on the share of tokens that is kept.
 
     """
     stops = [stop for t in timelines.values() if (stop := t.stop(0)) is not None]
@@ -95,4 +101,16 @@ def share_key(
         policy=policy,
         protect_first=protect_first,
         stores=stores,
+        inside=goes_on(request, point),
+        share=kept_share(timelines, point) if reads_share else 0.0,
     )
+
+
+def goes_on(request: "Request", point: int) -> bool:
+    """Whether a prompt goes on after a point by more than the token that asks."""
+    return point + 1 < request.num_prompt_tokens
+
+
+def kept_share(timelines: Mapping[int, RequestTimeline], point: int) -> float:
+    """Largest part of the tokens before a point that a group's budget keeps."""
+    return max(timeline.share(point) for timeline in timelines.values())

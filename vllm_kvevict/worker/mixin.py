@@ -1,13 +1,14 @@
 """vLLM's workers with eviction around ``execute_model``."""
 
 from abc import ABC, abstractmethod
+from hashlib import sha256
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.gpu_sync_debug import with_gpu_sync_check
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed, with_gpu_sync_check
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -30,6 +31,7 @@ from vllm_kvevict.settings.profile import Profile
 from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.host import HostStores
+from vllm_kvevict.stores.weights import weights_in_memory
 from vllm_kvevict.worker.checks import check_layer, check_specs
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.eviction import WorkerEviction
@@ -37,7 +39,7 @@ from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.head_shares import by_group
 from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.probes import LayerProbe, Probes
-from vllm_kvevict.worker.ranks import first_head
+from vllm_kvevict.worker.ranks import first_head, of_ranks
 from vllm_kvevict.worker.rotary import Rotary, find
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
 
@@ -224,7 +226,27 @@ class EvictionWorkerMixin(Worker, ABC):
         files = store_files(self.vllm_config, kv_cache_config, config)
         assert self.kv_eviction is not None
         content, meter = StoreContent(states, caches, values), self.kv_eviction.meter
-        return HostStores(content, files, self.rank, meter.restore)
+        return HostStores(content, files, self.rank, meter.restore, self._weights)
+
+    def _weights(self) -> str:
+        """Checksum of the weights of all ranks, which all compute it at once."""
+        with gpu_sync_allowed():
+            mine = bytearray.fromhex(weights_in_memory(self.model_runner.get_model()))
+            every = of_ranks(torch.frombuffer(mine, dtype=torch.uint8).to(self.device))
+            return sha256(every.cpu().numpy().tobytes()).hexdigest()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._weights_change()
+        super().reload_weights(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._weights_change()
+        super().update_weights(*args, **kwargs)
+
+    def _weights_change(self) -> None:
+        """Keep stores of other weights out of the files that other servers read."""
+        if self.kv_eviction is not None and self.kv_eviction.stores.tiers is not None:
+            self.kv_eviction.stores.tiers.weights_change()
 
     def shutdown(self) -> None:
         """Write the stores that wait to be written, and end."""
@@ -371,7 +393,12 @@ class EvictionWorkerMixin(Worker, ABC):
     def _measured(self, output: Any) -> Any:
         """The step's output, with what was measured of evictions on board."""
         assert self.kv_eviction is not None
-        return output if output is None else attach(self.kv_eviction.meter.take(), output)
+        if output is None:
+            return output
+        measured, tiers = self.kv_eviction.meter.take(), self.kv_eviction.stores.tiers
+        if tiers is not None and (news := tiers.news()) is not None:
+            measured = {"seconds": [], "head_spread": []} | (measured or {}) | {"stores": [news]}
+        return attach(measured, output)
 
 
 def sinks_of(impl: Any) -> torch.Tensor | None:

@@ -31,6 +31,8 @@ class SharedStores:
         """Before the forward pass: bring back stores that the step reads."""
         self._plan, self._reused = plan, plan.reused
         if self.tiers is not None:
+            if plan.weigh:
+                self.tiers.weigh(plan.weigh)
             self.tiers.load(plan.loads)
 
     def enter(self) -> None:

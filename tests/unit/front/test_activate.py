@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,16 @@ def test_tiers_need_all_layers_in_one_process(build: Any) -> None:
     build("snapkv", pipeline_parallel_size=2)
     with pytest.raises(ValueError, match=r"--kv-eviction-store-path.*--pipeline-parallel-size"):
         build({"policy": "snapkv", "store_path": "/tmp/stores"}, pipeline_parallel_size=2)
+
+
+def test_a_folder_of_stores_that_everybody_may_write_to_is_refused(
+    build: Any, tmp_path: Path
+) -> None:
+    asked = {"policy": "snapkv", "store_path": f"{tmp_path},max=1G"}
+    build(asked)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ValueError, match=r"--kv-eviction-store-path: every user may write"):
+        build(asked)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -95,8 +95,9 @@ def test_host_memory_holds_what_it_is_told_to(tmp_path):
     host.save(["x"], [])
     with pytest.raises(AssertionError, match="nowhere"):
         host.load([StoreCopy("x", [NEW], keep=True)])
-    data = files.read("y", 0, 10**6)
-    host.load([StoreCopy("y", [OLD], keep=True, payload=[data])])
+    content = files.read("y", 0, 10**6)
+    host.load([StoreCopy("y", [OLD], keep=True, payload=[content.handle])])
+    del content
     assert all(map(torch.equal, rank.holds(OLD), expected))
     host.load([StoreCopy("y", [NEW], keep=True)])
     assert all(map(torch.equal, rank.holds(NEW), expected))

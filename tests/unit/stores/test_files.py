@@ -1,15 +1,19 @@
 """Files of stores: whole or refused, whatever happens to them."""
 
+import gc
 import os
 import random
+import shutil
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
-from vllm_kvevict.stores.files import StoreFiles, digest, metadata, unpack
+from vllm_kvevict.stores.files import StoreFiles, digest, unpack
 
 NAME = "ab" * 20
 FAULTS = 1000
@@ -39,7 +43,7 @@ def same(found: dict[str, torch.Tensor], seed: int = 0) -> bool:
 
 def test_what_is_written_is_read(tmp_path):
     files = written(tmp_path)
-    assert same(unpack(files.read(NAME, 0, 10**6)))
+    assert same(unpack(files.read(NAME, 0, 10**6).map()))
     assert files.path(NAME, 0).exists() and not files.path(NAME, 1).exists()
     assert [path.name for path in files.folder.iterdir()] == [f"{NAME}.0.safetensors"]
     assert files.folder.stat().st_mode & 0o077 == 0
@@ -85,7 +89,7 @@ def test_faults_are_refused_or_harmless(tmp_path):
     for _ in range(FAULTS):
         path.write_bytes(damage(whole, rng))
         try:
-            found = unpack(files.read(NAME, 0, 10**4))
+            found = unpack(files.read(NAME, 0, 10**4).map())
         except ValueError:
             refused += 1
         else:
@@ -134,9 +138,7 @@ def test_tensors_that_no_store_has_are_refused(tmp_path):
 )
 def test_bytes_that_are_no_safetensors(data):
     with pytest.raises(ValueError):
-        metadata(data)
-    with pytest.raises(ValueError):
-        unpack(data)
+        unpack(bytearray(data))
 
 
 def test_the_digest_covers_names_types_shapes_and_values():
@@ -188,7 +190,7 @@ def test_a_folder_that_is_mounted_read_only_is_read(tmp_path, monkeypatch):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("vllm_kvevict.stores.files.os.utime", refused)
-    assert same(unpack(files.read(NAME, 0, 10**6)))
+    assert same(unpack(files.read(NAME, 0, 10**6).map()))
 
 
 def test_a_full_disk_costs_the_file_only(tmp_path, monkeypatch):
@@ -201,6 +203,118 @@ def test_a_full_disk_costs_the_file_only(tmp_path, monkeypatch):
     files.write_soon(NAME, 0, tensors(), lambda: None)
     files.flush()
     assert not list(files.folder.iterdir())
+
+
+def refused(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("fault", ["folder gone", "full", "read-only", "no descriptors"])
+def test_failed_writes_keep_nothing_and_say_so_once(tmp_path, monkeypatch, caplog, fault):
+    """vLLM's logger would keep the error, its traceback, and so the tensors of 128 stores."""
+    files = StoreFiles(tmp_path / "stores", {})
+    if fault == "folder gone":
+        shutil.rmtree(tmp_path / "stores")
+    elif fault == "full":
+        monkeypatch.setattr("vllm_kvevict.stores.files.os.write", refused)
+    else:
+        monkeypatch.setattr("vllm_kvevict.stores.files.tempfile.mkstemp", refused)
+    kept = []
+    for number in range(5):
+        store = tensors(number)
+        kept += [weakref.ref(tensor) for tensor in store.values()]
+        files.write_soon(f"{number:040x}", 0, store, lambda: None)
+        del store
+    files.flush()
+    gc.collect()
+    assert not any(one() is not None for one in kept)
+    lines = [r for r in caplog.records if "was not written to a file" in r.getMessage()]
+    assert len(lines) == 1 and str(tmp_path) in lines[0].getMessage()
+    assert files.results() == {f"{number:040x}": False for number in range(5)}
+    assert files.results() == {} and not list(tmp_path.glob("*/*/*"))
+    assert (tmp_path / "stores").exists() == (fault != "folder gone"), "it may be unmounted"
+
+
+def test_a_disk_that_hangs_is_not_waited_for_at_the_end(tmp_path):
+    files, go = StoreFiles(tmp_path, {}), threading.Event()
+    files.write_soon(NAME, 0, tensors(), go.wait)
+    files.flush(0.05)
+    assert files.results() == {}
+    go.set()
+    files.flush()
+    assert files.results() == {NAME: True}
+
+
+def test_a_file_that_may_not_be_removed_keeps_no_other(tmp_path, monkeypatch):
+    size = written(tmp_path).path(NAME, 0).stat().st_size
+    files = StoreFiles(tmp_path, {"model": "a"}, most_bytes=2 * size)
+    for number in range(4):
+        files.write(f"{number:040x}", 0, tensors())
+        os.utime(files.path(f"{number:040x}", 0), (number, number))
+    files.path(NAME, 0).unlink()
+    unlink = Path.unlink
+
+    def some(self, *args, **kwargs):
+        if self == files.path(f"{0:040x}", 0):
+            raise PermissionError
+        unlink(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", some)
+    files.trim()
+    left = sorted(path.name.partition(".")[0] for path in files.folder.iterdir())
+    assert left == [f"{0:040x}", f"{3:040x}"]
+
+
+def test_a_folder_that_others_control_is_refused(tmp_path, monkeypatch):
+    StoreFiles(tmp_path / "own", {})
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ValueError, match="every user may write") as refusal:
+        StoreFiles(tmp_path / "open", {})
+    assert "\n" not in str(refusal.value)
+    (tmp_path / "open").chmod(0o1777)
+    sticky = StoreFiles(tmp_path / "open", {})
+    sticky.folder.chmod(0o777)
+    with pytest.raises(ValueError, match="every user may write"):
+        StoreFiles(tmp_path / "open", {})
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group").chmod(0o2770)
+    StoreFiles(tmp_path / "group", {})
+    monkeypatch.setattr("vllm_kvevict.stores.files.os.geteuid", lambda: 12345)
+    if (owner := (tmp_path / "own").stat().st_uid) == 0:
+        owner = 54321
+        os.chown(tmp_path / "own", owner, -1)
+    with pytest.raises(ValueError, match=f"belongs to the user {owner}"):
+        StoreFiles(tmp_path / "own", {})
+
+
+def test_files_of_other_weights_are_apart(tmp_path):
+    files, folder = written(tmp_path), StoreFiles(tmp_path, {"model": "a"}).folder
+    files.use("x")
+    with pytest.raises(FileNotFoundError):
+        files.read(NAME, 0, 10**6)
+    files.write(NAME, 0, tensors(1))
+    assert same(unpack(files.read(NAME, 0, 10**6).map()), 1)
+    files.use("")
+    assert files.folder == folder and same(unpack(files.read(NAME, 0, 10**6).map()))
+
+
+def test_a_read_that_nobody_waits_for_ends(tmp_path, monkeypatch):
+    files, asked = written(tmp_path), []
+    monkeypatch.setattr("vllm_kvevict.stores.files.CHUNK_BYTES", 100)
+
+    def wanted():
+        asked.append(1)
+        return len(asked) < 3
+
+    with pytest.raises(OSError, match="nobody waits"):
+        files.read(NAME, 0, 10**6, wanted)
+    assert len(asked) == 3
+
+
+def test_safetensors_reads_our_files(tmp_path):
+    found = load_file(written(tmp_path).path(NAME, 0))
+    assert same(found)
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
@@ -227,7 +341,7 @@ def test_writing_waits_until_the_tensors_are_there(tmp_path):
 
     files.write_soon(NAME, 0, host, ready)
     files.flush()
-    assert order == [False] and same(unpack(files.read(NAME, 0, 10**6)))
+    assert order == [False] and same(unpack(files.read(NAME, 0, 10**6).map()))
 
 
 def test_what_a_killed_server_began_to_write_goes(tmp_path):
