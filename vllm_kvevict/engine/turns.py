@@ -176,4 +176,5 @@ class Turns:
         """A request's blocks are freed."""
         self.near.pop(state.request_id, None)
         self._asking.pop(state.request_id, None)
+        self._wakeups.forget(state)
         self._give_back(state)
