@@ -331,6 +331,15 @@ class EvictionCore:
         pool = self.cache.block_pool.num_gpu_blocks - 1 - watermark
         return blocks <= pool and whole <= self.table.max_model_len
 
+    def holds(self, state: RequestState) -> int:
+        """Blocks that a request holds in all groups that evict, shared ones included."""
+        null = self.cache.block_pool.null_block
+        return sum(
+            sum(block is not null for block in manager.req_to_blocks.get(state.request_id, ()))
+            + len(state.holdings[group].blocks if group in state.holdings else ())
+            for group, manager in self.managers.items()
+        )
+
     def quote(
         self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False
     ) -> Quote:

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+MOST_INSIDE = 16
+"""Evictions inside prompts that a step carries at most; other chunks that end with one wait for the
+next step, so that decoding requests do not wait for all of them."""
+
+
 class EvictionMixin(Scheduler):
     """Plans evictions around vLLM's own scheduling, which it leaves as it is.
 
@@ -78,6 +83,8 @@ class EvictionMixin(Scheduler):
         # Else the front end writes them in its periodic line.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
+        self._inside = 0
+        """Evictions inside prompts in the step that is being scheduled."""
         self._aligns_mamba: bool = self.need_mamba_block_aligned_split
 
     def _make_stores(
@@ -113,6 +120,7 @@ class EvictionMixin(Scheduler):
         self._table.consider(None)
         self._preparations.begin_step()
         self._memory.begin_step()
+        self._inside = 0
         self.need_mamba_block_aligned_split = bool(
             self._aligns_mamba
             or len(self._table.stopping) > self._preparations.blocked
@@ -151,7 +159,12 @@ class EvictionMixin(Scheduler):
             drafts = start + num_new_tokens - request.num_tokens
             if drafts > state.most_drafts(request.num_tokens):
                 return request.num_tokens - start
-        return state.clip_chunk(start, start + num_new_tokens) - start
+        end = state.clip_chunk(start, start + num_new_tokens)
+        if state.evicts_inside(end):
+            if self._inside == MOST_INSIDE:
+                return 0
+            self._inside += 1
+        return end - start
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
         """Drop drafts from the steps whose queries they would spoil, and that evict."""

@@ -117,4 +117,6 @@ class RequestTable:
     def remove(self, request_id: str) -> None:
         """Forget a request whose blocks are freed."""
         self.stopping.pop(request_id, None)
-        self.states.pop(request_id, None)
+        state = self.states.pop(request_id, None)
+        if state is not None and state is self._candidate:
+            self.consider(None)

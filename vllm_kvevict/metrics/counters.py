@@ -31,6 +31,7 @@ class Totals:
     others may take, ``preparations`` the requests of the engine's own that read a context to make
     one, ``tokens_prepared`` the tokens of their prompts, ``preparations_failed`` the requests that
     went on without what they asked to be prepared.
+    ``tokens_protected`` counts the first tokens that evicted requests protect, once per request.
     ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
     ``evictions_pressure`` are those of requests that evict under pressure only. Of clients'
     requests that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host
@@ -48,6 +49,7 @@ class Totals:
     store_blocks_allocated: int = 0
     evictions_in_place: int = 0
     tokens_evicted: int = 0
+    tokens_protected: int = 0
     postponed_blocks: int = 0
     postponed_ring: int = 0
     postponed_turn: int = 0

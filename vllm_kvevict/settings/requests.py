@@ -27,6 +27,10 @@ KEYS = (
     PREPARE,
 )  # fmt: skip
 
+BEAM_SEARCH = f"{KEY}_beam_search"
+"""Key with which front ends mark the requests of a beam search for the engine core; no client may
+give it."""
+
 WHENS = ("always", "pressure")
 
 PREPARING_ANSWERS = 2
