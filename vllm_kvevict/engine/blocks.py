@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -331,14 +332,21 @@ class EvictionCore:
         pool = self.cache.block_pool.num_gpu_blocks - 1 - watermark
         return blocks <= pool and whole <= self.table.max_model_len
 
-    def holds(self, state: RequestState) -> int:
-        """Blocks that a request holds in all groups that evict, shared ones included."""
-        null = self.cache.block_pool.null_block
-        return sum(
-            sum(block is not null for block in manager.req_to_blocks.get(state.request_id, ()))
-            + len(state.holdings[group].blocks if group in state.holdings else ())
-            for group, manager in self.managers.items()
-        )
+    def own_blocks(self, state: RequestState, most: int) -> int:
+        """Blocks that the pool gets when a request ends, as far as it takes to count ``most``.
+
+        From the end of its table on, up to a block that others hold, and its stores.
+        """
+        found = 0
+        for group, manager in self.managers.items():
+            holding = state.holdings.get(group)
+            if holding is not None:
+                found += sum(block.ref_cnt == 1 for block in islice(holding.blocks, most))
+            for block in reversed(manager.req_to_blocks.get(state.request_id, ())):
+                if found >= most or block.ref_cnt != 1 or block.is_null:
+                    break
+                found += 1
+        return found
 
     def quote(
         self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False

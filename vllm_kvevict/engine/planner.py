@@ -87,18 +87,20 @@ class StepPlanner:
         self._table.admitted.clear()
 
     def _reserve(self) -> int:
-        """Blocks for the postponed eviction that lacks least, where others may return so many.
+        """Blocks for the postponed eviction that takes least, if other requests may return so many.
 
-        Others are running requests whose evictions lack none. An eviction that waits for more
-        than they hold runs when one of those that share its blocks ends, whatever is admitted.
+        An eviction that takes more than running requests hold besides runs when one of those that
+        share its blocks ends, whatever is admitted.
         """
         if not self._lacking:
             return 0
         least, available = min(self._lacking.values()), self._core.free
         for request in self._core.scheduler.running:
+            if available >= least:
+                break
             state = self._table.states.get(request.request_id)
             if state is not None and state.request_id not in self._lacking:
-                available += self._core.holds(state)
+                available += self._core.own_blocks(state, least - available)
         return least if least <= available else 0
 
     def most_decode_evictions(self) -> int:
