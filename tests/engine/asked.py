@@ -13,7 +13,8 @@ class Asked:
         self.pressure = given.get("kv_eviction_when", when) == "pressure"
         self.policy = given.get("kv_eviction", policy)
         self.budget = given.get("kv_eviction_budget")
-        self.protect_first = int(given.get("kv_eviction_protect_first", 0))
+        first = int(given.get("kv_eviction_protect_first", 0))
+        self.protect_first = min(first, request.num_prompt_tokens)
         at = int(given.get("kv_eviction_at", 0))
         interval = given.get("kv_eviction_prefill_interval", prefill_interval)
         self.prefill_interval = int(interval) if self.policy != "none" else 0
@@ -27,6 +28,7 @@ class Asked:
     def points(self, end: int, budget: int, window: int, block_size: int) -> list[int]:
         """Where prefill of ``end`` tokens may evict at a mean budget: the point, then intervals."""
         kept = max(1, (budget - window) // block_size) + -(-window // block_size)
+        kept += -(-self.protect_first // block_size)
         stride = -(-self.prefill_interval // block_size) * block_size
         found = range(kept * block_size + stride, end, stride) if stride else []
         return sorted({*found, *([self.at] if self.at else [])})

@@ -62,12 +62,17 @@ class Expected:
         return before > (tail // self._setup.block_size or self.store_blocks(group, request, n))
 
     def store_blocks(self, group: int, request: Any, n: int) -> int:
-        """What an eviction at ``n`` keeps, at least what it would keep of the prompt."""
+        """What an eviction at ``n`` keeps, at least what it would keep of the prompt.
+
+        The pages of protected tokens, which every head has, are added to the budget's.
+        """
         asked = self.asked(request)
         budget = self._budget(group, asked)
         first = asked.at or request.num_prompt_tokens
         lengths = [first, n] if isinstance(budget, str) else [first]
-        return max(self._blocks_of(budget, length, group, asked.policy) for length in lengths)
+        first = -(-asked.protect_first // self._setup.block_size)
+        policy = asked.policy
+        return first + max(self._blocks_of(budget, length, group, policy) for length in lengths)
 
     def _blocks_of(self, *asked: Any) -> int:
         """Blocks of a budget at a length, in a group, under a policy; exact fractions are slow."""

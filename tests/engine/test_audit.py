@@ -105,3 +105,20 @@ def test_only_those_that_are_drawn():
     core.finish()
     assert counters(core).evictions == 30
     assert 3 <= core.worker.compared + counters(core).audits_dropped <= 15
+
+
+@BOTH
+def test_it_is_preempted_before_any_client(setup: Setup):
+    """Also before the one that it replays, which has its priority and came at the same time."""
+    core = engine(replace(setup, priority=True, interval=0, max_batched=2, blocks=90))
+    client = core.add(tokens(130), 60, priority=3)
+    while not any("-audit-" in one.request_id for one in core.scheduler.running):
+        core.step()
+    (replay,) = [one for one in core.scheduler.running if one is not client]
+    core.hold(0)
+    while not (client.num_preemptions or replay.num_preemptions):
+        core.step()
+    assert (client.num_preemptions, replay.num_preemptions) == (0, 1)
+    core.release()
+    core.finish()
+    assert client.num_output_tokens == 60 and counters(core).audits_dropped == 1

@@ -176,3 +176,49 @@ def test_a_replay_stops_at_a_point_that_is_the_prompts_end(setup):
         core.step()
     assert request.request_id not in stopping, "its prompt is computed"
     core.finish()
+
+
+@BOTH
+def test_evictions_that_cannot_run_yet_hold_back_nobody(setup):
+    """A user of a busy server waits for as long as two others answer, and there is room.
+
+    Both evict over one long prefix, and each lacks more blocks than running requests hold besides.
+    What they lack together was kept free of admissions.
+    """
+    setup = replace(setup, budget=320, interval=32, blocks=101, max_batched=512, max_num_seqs=8)
+    core = engine(replace(setup, shared="evict"))
+    core.add(tokens(480), 250, asked=WHOLE)
+    core.step()
+    both = [core.add(tokens(480) + tokens(40, seed), 200) for seed in (1, 2)]
+    for _ in range(3):
+        core.step()
+    assert counters(core).postponed_blocks > 0 == counters(core).evictions
+    small = core.add(tokens(30, 9), 4)
+    for _ in range(8):
+        core.step()
+    assert small.num_output_tokens == 4 and small.is_finished()
+    assert all(not request.is_finished() for request in both)
+    core.finish()
+
+
+@BOTH
+def test_an_eviction_that_others_make_room_for_is_not_overtaken(setup):
+    """Each block that comes free would else be taken by an admission before it is planned again."""
+    setup = replace(setup, budget=320, interval=32, blocks=101, max_batched=512, max_num_seqs=8)
+    core = engine(replace(setup, shared="evict"))
+    core.add(tokens(360), 250, asked=WHOLE)
+    core.step()
+    ends = core.add(tokens(200, 7), 12, asked=WHOLE)
+    core.step()
+    evicts = core.add(tokens(360) + tokens(40, 1), 200)
+    for _ in range(3):
+        core.step()
+    assert counters(core).postponed_blocks > 0 == counters(core).evictions
+    late = core.add(tokens(60, 9), 4)
+    while not ends.is_finished():
+        core.step()
+        assert not late.num_computed_tokens, "admitted in its place"
+    for _ in range(4):
+        core.step()
+    assert counters(core).evictions and not evicts.is_finished()
+    core.finish()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.harness import Engine, Setup
-from tests.engine.test_scheduler import SYNC, counters, no_stop, tokens
+from tests.engine.test_scheduler import SYNC, counters, evictions, no_stop, tokens
 from tests.engine.work import lines_run
 
 
@@ -90,3 +90,41 @@ def drain(core: Engine) -> None:
             return
         core.step()
     raise AssertionError("not finished")
+
+
+def with_a_prompt_that_waits(length: int) -> int:
+    """Lines of a step in which a prompt waits that evicts as it streams in."""
+    core = Bare(replace(SYNC, prefill_interval=16, blocks=90, longest=6000, max_batched=64))
+    core.add(tokens(40), 100)
+    core.step()
+    core.hold(3)
+    core.add(tokens(length, 1), 4)
+    for _ in range(3):
+        core.step()
+    lines = min(core.scheduling() for _ in range(4))
+    assert len(core.scheduler.waiting) == 1
+    return lines
+
+
+def test_a_prompt_that_waits_is_not_walked_through_in_every_step():
+    """A user beside whom a prompt of 131,072 tokens waits: 61 ms for each token.
+
+    The blocks that it holds at once were found by going through all its evictions, for each group.
+    """
+    short, long = with_a_prompt_that_waits(300), with_a_prompt_that_waits(5000)
+    assert long - short < 30, f"lines: {short}, {long}"
+
+
+def test_prompts_that_evict_as_they_stream_in_do_not_all_do_so_in_one_step():
+    """A user whose tokens wait for the evictions of 40 prompts at short intervals."""
+    setup = replace(SYNC, prefill_interval=32, interval=0, longest=600, max_num_seqs=40)
+    core = Bare(replace(setup, max_batched=2048, blocks=900))
+    requests = [core.add(tokens(200, seed), 2) for seed in range(40)]
+    ends: dict[str, list[int]] = {}
+    while core.scheduler.has_unfinished_requests():
+        found = evictions(core.schedule())
+        core.settle()
+        assert sum(end < 200 for end in found.values()) <= 16
+        for request_id, end in found.items():
+            ends.setdefault(request_id, []).append(end)
+    assert all(ends[request.request_id] == [72, 104, 136, 168, 200] for request in requests)

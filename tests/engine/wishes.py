@@ -13,7 +13,7 @@ class Wish:
     """A request's own settings, before the length of its prompt is known.
 
     ``at`` is a share of the prompt; a budget in tokens is counted beside the window, protected
-    tokens up to one block, which every store has.
+    tokens in blocks.
     """
 
     policy: str | None
@@ -58,7 +58,7 @@ WISHES = st.one_of(
         policy=st.sampled_from([None, None, "snapkv", "streaming-llm", "h2o", "none"]),
         budget=st.one_of(st.none(), st.integers(1, 120), st.sampled_from(["5%", "40%"])),
         interval=st.sampled_from([None, 0, 4, 16, 64]),
-        protect=st.sampled_from([0, 0, 0.5, 1.0]),
+        protect=st.sampled_from([0, 0, 0.5, 1.0, 2.6]),
         at=st.one_of(st.none(), st.floats(0.1, 1.0), st.floats(0.4, 0.95)),
         from_end=st.booleans(),
         when=st.sampled_from([None, None, "always", "pressure"]),

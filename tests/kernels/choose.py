@@ -119,7 +119,9 @@ def check_shares(device: str, shape: Shape, kind: str, seed: int = 0) -> None:
     rows = candidate_rows(scene.batch, scene.head_indptr)
     pages = batch_shared_pages(scene.batch, shares.to(device), rows).cpu()
     for due, found in zip(scene.due, pages, strict=True):
-        expected = reference_allocate.shared_pages(shares, scene.caps(due), len(due.store))
+        first = -(-due.protect_first // shape.block_size)
+        caps, blocks = scene.caps(due) - first, len(due.store) - first
+        expected = first + reference_allocate.shared_pages(shares, caps, blocks)
         assert torch.equal(found.long(), expected)
 
 

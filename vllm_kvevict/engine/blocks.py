@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -337,6 +338,28 @@ class EvictionCore:
         if state.holds_blocks:
             self.turns.leave(state)
             self.table.release(state.request_id)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request whose blocks are freed."""
+        if self._candidate is not None and self._candidate.request_id == request_id:
+            self.consider(None)
+        self.table.remove(request_id)
+
+    def own_blocks(self, state: RequestState, most: int) -> int:
+        """Blocks that the pool gets when a request ends, as far as it takes to count ``most``.
+
+        From the end of its table on, up to a block that others hold, and its stores.
+        """
+        found = 0
+        for group, manager in self.managers.items():
+            holding = state.holdings.get(group)
+            if holding is not None:
+                found += sum(block.ref_cnt == 1 for block in islice(holding.blocks, most))
+            for block in reversed(manager.req_to_blocks.get(state.request_id, ())):
+                if found >= most or block.ref_cnt != 1 or block.is_null:
+                    break
+                found += 1
+        return found
 
     def quote(
         self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False

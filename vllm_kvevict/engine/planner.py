@@ -43,15 +43,18 @@ class StepPlanner:
         self._counters = core.counters
         self._left = 0
         """Decode evictions that the step may still take."""
+        self._lacking: dict[str, int] = {}
+        """Fresh blocks of the step's evictions that the pool has too few for, by request."""
         self.short = 0
-        """Blocks that evictions of the last step lacked; admissions leave them free."""
+        """Blocks for one eviction that the last step postponed; admissions leave them free."""
 
     def plan(self, num_scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """The plan of a step, by the tokens that each request computes in it."""
         plan = StepPlan()
         self._admit(plan)
         self._stores.suffixes.publish()
-        self._left, self.short = self.most_decode_evictions(), 0
+        self._left = self.most_decode_evictions()
+        self._lacking.clear()
         observed: list[tuple[RequestState, int]] = []
         for state in self._in_order():
             num_tokens = num_scheduled_tokens.get(state.request_id)
@@ -74,6 +77,7 @@ class StepPlanner:
             if state.in_prefill(end):
                 self._stores.passed(state, end)
             self._turns.finish_step(state, end)
+        self.short = self._reserve()
         self._stores.copy(plan)
         return plan
 
@@ -88,6 +92,23 @@ class StepPlanner:
                     self._counters.stores_reused += 1
                     self._counters.tokens_reused += state.request.num_computed_tokens
         self._table.admitted.clear()
+
+    def _reserve(self) -> int:
+        """Blocks for the postponed eviction that takes least, if other requests may return so many.
+
+        An eviction that takes more than running requests hold besides runs when one of those that
+        share its blocks ends, whatever is admitted.
+        """
+        if not self._lacking:
+            return 0
+        least, available = min(self._lacking.values()), self._core.free
+        for request in self._core.scheduler.running:
+            if available >= least:
+                break
+            state = self._table.states.get(request.request_id)
+            if state is not None and state.request_id not in self._lacking:
+                available += self._core.own_blocks(state, least - available)
+        return least if least <= available else 0
 
     def most_decode_evictions(self) -> int:
         """How many decode evictions a step may carry: all where tokens depend on no neighbour."""
@@ -147,12 +168,14 @@ class StepPlanner:
         elif (quote := self._profitable(state, groups, end)).parts:
             if quote.fresh > self._core.free:
                 self._counters.postponed_blocks += 1
-                self.short += quote.fresh
+                self._lacking[state.request_id] = quote.fresh
             else:
                 plan.evictions.append(self._evict(state, quote, end))
 
     def _evict(self, state: RequestState, quote: Quote, end: int) -> Eviction:
         in_prefill = state.in_prefill(end)
+        if not state.evicted:
+            self._counters.tokens_protected += state.options.protect_first
         ring = state.ring if self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
         self._stores.overwritten(block for one in evictions for block in one.store[: one.reused])

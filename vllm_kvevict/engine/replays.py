@@ -1,5 +1,6 @@
 """Requests of the engine's own, which run the last tokens of others once more over their stores."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -19,6 +20,7 @@ from vllm_kvevict.schedule.step_plan import Eviction, Heard, Replay, StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.audit_share import parse_share
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import REPLAY
 
 MOST = 8
 """Replays that wait or run at once: each holds a store, and hidden states on every rank."""
@@ -111,6 +113,8 @@ class Replays(Part):
         for state in table.admitted:
             if (waiting := self._waiting.get(state.request_id)) is not None:
                 self._release(waiting)
+                # Admitted in its client's place, and preempted before every client.
+                state.request.priority = sys.maxsize
         for request_id, state in list(self._drawn.items()):
             if table.states.get(request_id) is not state:
                 del self._drawn[request_id]
@@ -165,7 +169,7 @@ class Replays(Part):
             return
         self._made += 1
         share = kept_share(state.timelines, self._layers, end)
-        name = f"{state.request_id}-audit-{self._made}"
+        name = f"{state.request_id}{REPLAY}{self._made}"
         replay = Replay(name, state.request_id, eviction.policy, share, start, end)
         store = Replayed.at(start, self._groups(state, start))
         self._pool.touch(store.blocks)

@@ -280,6 +280,11 @@ class RequestState:
         point = self.stop(start)
         return end if point is None else min(end, point)
 
+    def evicts_inside(self, end: int) -> bool:
+        """Whether a chunk that ends there evicts inside a prompt that evicts in intervals."""
+        inside = end < self.prefill_end and end >= self.due
+        return inside and any(t.timeline.prefill_stride for t in self.timelines.values())
+
     def most_drafts(self, num_tokens: int) -> int:
         """Draft tokens that the coming step of a decoding request may verify.
 

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+MOST_INSIDE = 16
+"""Evictions inside prompts that a step carries at most; other chunks that end with one wait for the
+next step, so that decoding requests do not wait for all of them."""
+
+
 class EvictingScheduler(Scheduler):
     """vLLM's scheduler, with evictions planned around its scheduling, which stays as it is.
 
@@ -88,6 +93,8 @@ class EvictingScheduler(Scheduler):
         # Else the front end writes them in its periodic line.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
+        self._inside = 0
+        """Evictions inside prompts in the step that is being scheduled."""
         self._aligns_mamba: bool = self.need_mamba_block_aligned_split
 
     def _make_table(self, config: EvictionConfig, slots: int) -> RequestTable:
@@ -119,6 +126,7 @@ class EvictingScheduler(Scheduler):
             part.before_schedule()
         self._core.consider(None)
         self._memory.begin_step()
+        self._inside = 0
         self.need_mamba_block_aligned_split = bool(
             self._aligns_mamba or self._table.stopping or self.num_spec_tokens
         )
@@ -155,7 +163,12 @@ class EvictingScheduler(Scheduler):
             drafts = start + num_new_tokens - request.num_tokens
             if drafts > state.most_drafts(request.num_tokens):
                 return request.num_tokens - start
-        return state.clip_chunk(start, start + num_new_tokens) - start
+        end = state.clip_chunk(start, start + num_new_tokens)
+        if state.evicts_inside(end):
+            if self._inside == MOST_INSIDE:
+                return 0
+            self._inside += 1
+        return end - start
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
         """Drop drafts from the steps whose queries they would spoil, and that evict."""
@@ -229,7 +242,7 @@ class EvictingScheduler(Scheduler):
 
     def _free_blocks(self, request: "Request") -> None:
         super()._free_blocks(request)
-        self._table.remove(request.request_id)
+        self._core.remove(request.request_id)
 
     def _get_local_prefix_cache_hit(
         self, request: "Request", *args: Any, **kwargs: Any

@@ -248,6 +248,7 @@ class PublishedStores:
         for block_id in mine:
             if self._by_block.get(block_id) is store:
                 del self._by_block[block_id]
+        self.suffixes.drop(store)
         self._manager.block_pool.evict_blocks(
             {b.block_id for b, mark in store.hashes if b.block_id in mine and b.block_hash == mark}
         )
@@ -285,7 +286,7 @@ class SuffixCache:
         """Let others reuse what was noted of requests that still compute over the same store."""
         filled, self._filled = self._filled, []
         for state, store, num_tokens in filled:
-            if state.holds_blocks and state.store is store:
+            if state.holds_blocks and state.store is store and store.whole:
                 full = min(num_tokens // self._size, len(state.request.block_hashes))
                 for index in range(state.suffix_published // self._size, full):
                     self._enter(store, state, index)
@@ -310,8 +311,22 @@ class SuffixCache:
             # Unless it was published again since, in other blocks.
             if former is not None and former[0][0] is first:
                 del stale[0].suffix[stale[1]]
+        # Found no more, in blocks that serve others by now.
+        self._forget(store, key)
         self._by_block[first.block_id] = store, key
         store.suffix[key] = marked
+
+    def drop(self, store: PublishedStore) -> None:
+        """Forget what was computed over a store that nobody finds any more."""
+        for key in store.suffix:
+            self._forget(store, key)
+        store.suffix.clear()
+
+    def _forget(self, store: PublishedStore, key: BlockHash) -> None:
+        if (marked := store.suffix.get(key)) is not None:
+            block_id = marked[0][0].block_id
+            if self._by_block.get(block_id) == (store, key):
+                del self._by_block[block_id]
 
     def find(
         self, state: RequestState, store: PublishedStore, most: int

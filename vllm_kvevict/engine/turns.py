@@ -175,4 +175,5 @@ class Turns:
         """Forget a request before its blocks are freed."""
         self.near.pop(state.request_id, None)
         self._asking.pop(state.request_id, None)
+        self._wakeups.forget(state)
         self._give_back(state)

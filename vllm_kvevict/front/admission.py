@@ -8,22 +8,20 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from vllm_kvevict.front import context
+from vllm_kvevict.front import beam_search, context
 from vllm_kvevict.front.capacity import capacity, check_capacity
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.front.rules import ServerRules, server_rules
 from vllm_kvevict.settings.handover import shares_prompt
 from vllm_kvevict.settings.limits import check_limits
-from vllm_kvevict.settings.memory import evictable_stages
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.settings.names import KEY, REPLAY, is_replay
 from vllm_kvevict.settings.requests import AT, PREFILL_INTERVAL, RequestOptions, asks, parse_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from vllm_kvevict.schedule.timeline import Timeline
 
 logger = init_logger("vllm.kv_eviction.admission")
 
@@ -51,11 +49,11 @@ def check_request(
 
     """
     extra_args = getattr(params, "extra_args", None)
-    config = _asked(vllm_config, extra_args)
-    if config is None or (tokens is None and embeds is None):
+    known = _asked(vllm_config, extra_args)
+    if known is None or (tokens is None and embeds is None):
         return None
+    config, rules = known
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
-    rules = _rules(vllm_config, config)
     options = parse_options(config, extra_args, length, rules)
     check_limits(options, drafts=vllm_config.speculative_config is not None)
     check_capacity(vllm_config, rules, options, length, getattr(params, "max_tokens", None))
@@ -75,21 +73,28 @@ def check_request(
     return options
 
 
-def _asked(
-    vllm_config: "VllmConfig", extra_args: Mapping[str, Any] | None
-) -> EvictionConfig | None:
+def _asked(vllm_config: "VllmConfig", extra_args: Mapping[str, Any] | None) -> ServerRules | None:
     """The server's settings where a request must be checked against them, else None."""
     settings = vllm_config.additional_config.get(KEY)
     stops = isinstance(settings, dict) and settings.get("prefill_interval")
     checked = stops or asks(extra_args) or shares_prompt(extra_args)
-    return EvictionConfig.parse(settings) if checked else None
+    return server_rules(vllm_config) if checked else None
 
 
-def _rules(vllm_config: "VllmConfig", config: EvictionConfig) -> "tuple[Timeline, ...]":
-    cache = vllm_config.cache_config
-    # What the engine core made of the flag, where blocks of full attention are larger.
-    block_size = cache.effective_attention_block_size or cache.block_size
-    return config.timelines(block_size, *evictable_stages(vllm_config))
+def check_name(request_id: str) -> None:
+    """Refuse a name that a request of the engine's own may have.
+
+    vLLM adds random letters to every name unless it is told not to.
+
+    Raises:
+        ValueError: In one sentence, which names are taken.
+
+    """
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION and is_replay(request_id):
+        raise ValueError(
+            f"KV eviction: request ids that end with {REPLAY} and a number are the engine's own "
+            "while VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set; choose another one"
+        )
 
 
 def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
@@ -113,14 +118,14 @@ def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
 
     """
     extra_args = getattr(params, "extra_args", None)
-    config = _asked(vllm_config, extra_args)
-    if config is None:
+    known = _asked(vllm_config, extra_args)
+    if known is None:
         return
     if asks(extra_args):
         raise ValueError(
             f"KV eviction: a session of streaming input is never evicted; leave {KEY}* away"
         )
-    if capacity(vllm_config, _rules(vllm_config, config)) is not None:
+    if capacity(vllm_config, known.rules) is not None:
         raise ValueError(
             "KV eviction: a session of streaming input is never evicted, and the KV cache of this "
             "server need not hold one of the longest length; serve it without "
@@ -145,7 +150,9 @@ def install() -> None:
         )
         InputProcessor.process_inputs = process_inputs
         AsyncLLM.generate = generate
+    beam_search.install()
     if _API_SERVER in sys.modules:
+        beam_search.install_online()
         context.install()
         _install_responses()
 
@@ -164,6 +171,9 @@ def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
+        check_name(request.request_id)
+        if beam_search.mark(self.vllm_config, request):
+            return request
         if request.resumable:
             refuse_session(self.vllm_config, request.sampling_params)
         given = request.prompt_token_ids, request.prompt_embeds
@@ -176,11 +186,14 @@ def _wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
         if isinstance(prompt, AsyncGenerator):
             refuse_session(self.vllm_config, sampling_params)
+        check_name(request_id)
         check_rendered(self.vllm_config, sampling_params, prompt)
-        return original(self, prompt, sampling_params, *args, **kwargs)
+        return original(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     setattr(generate, _WRAPPED, True)
     return generate

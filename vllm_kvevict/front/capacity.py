@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.front.rules import server_rules
 from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 from vllm_kvevict.settings.limits import most_for
 from vllm_kvevict.settings.requests import (
     BUDGET,
     INTERVAL,
     PREFILL_INTERVAL,
+    PROTECT,
     RequestOptions,
 )
 
@@ -41,6 +43,15 @@ def capacity(vllm_config: "VllmConfig", rules: Sequence[Timeline]) -> int | None
         return promised
     # One block is vLLM's own.
     return max(promised, int(promised * times * (blocks - 1) / blocks))
+
+
+def whole_blocks(vllm_config: "VllmConfig", length: int) -> tuple[int, int] | None:
+    """Blocks of a sequence that is never evicted, and those that are sure; None where it fits."""
+    if (known := server_rules(vllm_config)) is None:
+        return None
+    most = capacity(vllm_config, known.rules)
+    needed = sum(blocks_for(length, rule.block_size) for rule in set(known.rules))
+    return None if most is None or needed <= most else (needed, most)
 
 
 @cache
@@ -81,6 +92,6 @@ def check_capacity(
     if needed > most:
         raise ValueError(
             f"KV eviction: this request may need {needed} blocks of the KV cache and is sure of "
-            f"{most}; lower {BUDGET}, {INTERVAL}, {PREFILL_INTERVAL} or max_tokens, or leave the "
-            "keys away"
+            f"{most}; lower {BUDGET}, {PROTECT}, {INTERVAL}, {PREFILL_INTERVAL} or max_tokens, or "
+            "leave the keys away"
         )

@@ -37,11 +37,13 @@ def _replacing(original: Callable[..., Any], find: Callable[..., Any], key: str)
     async def render(self: Any, request: Any, **kwargs: Any) -> Any:
         rendered = await original(self, request, **kwargs)
         xargs = request.vllm_xargs or {}
-        if key not in xargs or _failed(rendered):
+        # A beam search is refused later, by the keys that its client gave.
+        if key not in xargs or _failed(rendered) or request.use_beam_search:
             return rendered
 
         async def again(renderer: Any, part: Any) -> Any:
-            return await original(renderer, part, **kwargs)
+            # Only its tokens are looked at, and the cache of media counts every look-up.
+            return await original(renderer, part, **{**kwargs, "skip_mm_cache": True})
 
         try:
             if AT in xargs or request.truncate_prompt_tokens is not None:

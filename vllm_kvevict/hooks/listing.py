@@ -38,33 +38,49 @@ HOOKS = {
     },
     "front/context.py": {
         "vllm.renderers.online_renderer": """
-            OnlineRenderer.render_chat(request) OnlineRenderer.render_completion(request)
+            OnlineRenderer.render_chat(request,skip_mm_cache)
+            OnlineRenderer.render_completion(request,skip_mm_cache)
             OnlineRenderer.create_error_response(message,param)
         """,
         "vllm.entrypoints.openai.chat_completion.protocol": """
             ChatCompletionRequest.vllm_xargs ChatCompletionRequest.messages
             ChatCompletionRequest.add_generation_prompt ChatCompletionRequest.continue_final_message
-            ChatCompletionRequest.truncate_prompt_tokens
+            ChatCompletionRequest.truncate_prompt_tokens ChatCompletionRequest.use_beam_search
         """,
         "vllm.entrypoints.openai.completion.protocol": """
             CompletionRequest.vllm_xargs CompletionRequest.prompt CompletionRequest.suffix
             CompletionRequest.prompt_embeds CompletionRequest.truncate_prompt_tokens
+            CompletionRequest.use_beam_search
         """,
         "vllm.entrypoints.serve.engine.protocol": "ErrorResponse.error",
     },
     "front/admission.py": {
         "vllm.v1.engine.input_processor": "InputProcessor.process_inputs",
-        "vllm.v1.engine.async_llm": "AsyncLLM.generate(prompt,sampling_params)",
+        "vllm.v1.engine.async_llm": "AsyncLLM.generate(prompt,sampling_params,request_id)",
         "vllm.entrypoints.openai.responses.serving": """
             OpenAIServingResponses._generate_with_builtin_tools
         """,
         "vllm.entrypoints.launchers.api_server.entry": "run_server",
         "vllm.v1.engine": "EngineCoreRequest.resumable",
-        "vllm.config": """
-            CacheConfig.effective_attention_block_size CacheConfig.block_size
-            VllmConfig.speculative_config
-        """,
+        "vllm.config": "VllmConfig.speculative_config",
+        "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
+    },
+    "front/rules.py": {
+        "vllm.config": "CacheConfig.effective_attention_block_size CacheConfig.block_size",
+    },
+    "front/beam_search.py": {
+        "vllm.entrypoints.generate.beam_search.offline": "BeamSearchOfflineMixin.beam_search",
+        "vllm.entrypoints.generate.beam_search.online": """
+            BeamSearchOnlineMixin.beam_search(prompt,request_id,params)
+        """,
+        "vllm.entrypoints.openai.chat_completion.protocol": """
+            ChatCompletionRequest.to_beam_search_params ChatCompletionRequest.vllm_xargs
+        """,
+        "vllm.entrypoints.openai.completion.protocol": """
+            CompletionRequest.to_beam_search_params CompletionRequest.vllm_xargs
+        """,
+        "vllm.sampling_params": "BeamSearchParams.max_tokens SamplingParams.extra_args",
     },
     "front/capacity.py": {
         "vllm.config": """

@@ -20,6 +20,7 @@ class Totals:
     ``stores_reused`` counts admissions of requests that took the store of another one's eviction,
     ``tokens_reused`` the tokens that they did not compute, ``stores_published`` the stores that
     others may take.
+    ``tokens_protected`` counts the first tokens that evicted requests protect, once per request.
     ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
     ``evictions_pressure`` are those of requests that evict under pressure only. Of clients'
     requests that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host
@@ -34,6 +35,7 @@ class Totals:
     store_blocks_allocated: int = 0
     evictions_in_place: int = 0
     tokens_evicted: int = 0
+    tokens_protected: int = 0
     postponed_blocks: int = 0
     postponed_ring: int = 0
     postponed_turn: int = 0

@@ -31,6 +31,10 @@ COUNTERS = {
         "evicted_tokens",
         "Cached tokens evicted, per KV head (average over heads), once per KV-cache group.",
     ),
+    "tokens_protected": (
+        "protected_tokens",
+        "First tokens that evicted requests protect in every head, once per request.",
+    ),
     "blocks_freed": ("freed_blocks", "Blocks given back to the pool by evictions."),
     "store_blocks_allocated": ("store_blocks", "Blocks taken from the pool for what was kept."),
     "evictions_in_place": (

@@ -5,6 +5,7 @@ Units as in :mod:`~vllm_kvevict.schedule.timeline`.
 
 import sys
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 
@@ -252,11 +253,27 @@ class RequestTimeline:
         They find room in the request's own blocks then. In decode a step in flight adds a block
         before an eviction's are free; in prefill the next chunk waits for them where it stops.
         """
-        bs, most, freed, store = self.timeline.block_size, 0, 0, 0
-        request = replace(self, tail_start=0, store_blocks=0, computed_valid=None)
-        while request.due is not None and n >= request.due:
-            due = request.due
-            in_flight = n > due and (due >= self.prefill_end or not self.stops)
-            most = max(most, blocks_for(due, bs) - freed + store + in_flight)
-            freed, store = request.evict(due)[1] // bs, request.store_blocks
-        return max(most, blocks_for(n, bs) - freed + store)
+        return _least_blocks(
+            self.timeline, self.prompt_len, self.prefill_end, self.at, self.ends, self.on_demand, n
+        )
+
+
+@lru_cache(maxsize=4096)
+def _least_blocks(
+    rule: Timeline,
+    prompt_len: int,
+    prefill_end: int,
+    at: int | None,
+    ends: int | None,
+    on_demand: bool,
+    n: int,
+) -> int:
+    """As :meth:`RequestTimeline.least_blocks`: asked in every step in which a prompt waits."""
+    request = RequestTimeline(rule, prompt_len, prefill_end, at, ends, on_demand)
+    bs, most, freed, store = rule.block_size, 0, 0, 0
+    while request.due is not None and n >= request.due:
+        due = request.due
+        in_flight = n > due and (due >= prefill_end or not request.stops)
+        most = max(most, blocks_for(due, bs) - freed + store + in_flight)
+        freed, store = request.evict(due)[1] // bs, request.store_blocks
+    return max(most, blocks_for(n, bs) - freed + store)

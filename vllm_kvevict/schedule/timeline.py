@@ -40,6 +40,10 @@ class Timeline:
             None where every layer has the same.
         prefill_interval: Tokens of prefill between evictions inside it; 0 for none.
         recent: Last tokens that are never evicted; None for the window.
+        protect_first: First tokens that no head evicts. Every head has their pages in addition to
+            what the budget gives the group.
+        cap: Tokens, or a share of the tokens so far in (0, 1], that the budget and the pages of
+            protected tokens may reach together. A larger budget is its own cap. None for no cap.
 
     Raises:
         ValueError: A length is out of range, not exactly one budget is given, or prefill evicts in
@@ -57,12 +61,14 @@ class Timeline:
     share: Share | None = None
     prefill_interval: int = 0
     recent: int | None = None
+    protect_first: int = 0
+    cap: int | float | None = None
 
     def __post_init__(self) -> None:
         if min(self.block_size, self.window, self.protected) < 1:
             raise ValueError("block_size, window and recent must be at least 1")
-        if min(self.interval, self.prefill_interval) < 0:
-            raise ValueError("intervals must be at least 0")
+        if min(self.interval, self.prefill_interval, self.protect_first) < 0:
+            raise ValueError("intervals and protect_first must be at least 0")
         if (self.budget_tokens is None) == (self.budget_share is None):
             raise ValueError("give exactly one of budget_tokens and budget_share")
         if self.prefill_interval and self.budget_tokens is None:
@@ -95,7 +101,7 @@ class Timeline:
         stride = self.prefill_stride
         if not stride:
             return None
-        kept = replace(self, share=None).store_blocks(n)
+        kept = replace(self, share=None, cap=None).store_blocks(n)
         first = (kept + blocks_for(self.protected, self.block_size)) * self.block_size + stride
         return first + max(0, (n - first) // stride + 1) * stride
 
@@ -128,15 +134,31 @@ class Timeline:
         tokens = max(self.least, _whole(length * self.budget_share))
         return tokens if self.most is None else min(self.most, tokens)
 
+    @property
+    def first_blocks(self) -> int:
+        """Pages of protected tokens, which every head has."""
+        return blocks_for(self.protect_first, self.block_size)
+
+    def chosen(self, length: int) -> int:
+        """Tokens kept per KV head besides protected ones: the budget, or what the cap leaves."""
+        budget = self.budget(length)
+        if self.cap is None:
+            return budget
+        cap = self.cap if isinstance(self.cap, int) else _whole(length * self.cap)
+        return min(budget, max(cap, budget) - self.first_blocks * self.block_size)
+
     def store_blocks(self, length: int) -> int:
         """S, the blocks of the store that an eviction at ``length`` tokens fills.
 
-        A layer of the group keeps S pages per KV head on average.
+        A layer of the group keeps S pages per KV head on average. The pages of protected tokens
+        are the same in every group, whatever its share of the budget.
         """
-        beside = self.budget(length) - self.protected
+        beside = self.chosen(length) - self.protected
         if self.share is None:
-            return max(1, beside // self.block_size)
-        return self.share.blocks(beside, length - self.protected, self.block_size)
+            blocks = max(1, beside // self.block_size)
+        else:
+            blocks = self.share.blocks(beside, length - self.protected, self.block_size)
+        return self.first_blocks + blocks
 
     def tail_start(self, n: int) -> int:
         """T, the first position that stays in its positional block when evicting at ``n``."""

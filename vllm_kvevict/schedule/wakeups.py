@@ -16,17 +16,31 @@ class WakeupQueue(Generic[Item]):
     def __init__(self, tokens_a_step: int = 1) -> None:
         self._tokens_a_step = tokens_a_step
         self._step = 0
-        self._asleep: dict[int, list[Item]] = {}
+        self._asleep: dict[int, dict[Item, None]] = {}
+        self._wakes_at: dict[Item, int] = {}
 
     def sleep(self, item: Item, tokens: int) -> None:
         """Look at a request again in the step before which it may have computed ``tokens`` more.
 
-        In the next step at the earliest. A request that sleeps twice is looked at twice.
+        In the next step at the earliest. A request that sleeps already sleeps until the new step.
         """
-        steps = max(1, -(-tokens // self._tokens_a_step))
-        self._asleep.setdefault(self._step + steps, []).append(item)
+        self.forget(item)
+        step = self._step + max(1, -(-tokens // self._tokens_a_step))
+        self._asleep.setdefault(step, {})[item] = None
+        self._wakes_at[item] = step
+
+    def forget(self, item: Item) -> None:
+        """Never look at a request again, if it sleeps."""
+        step = self._wakes_at.pop(item, None)
+        if step is not None:
+            del self._asleep[step][item]
+            if not self._asleep[step]:
+                del self._asleep[step]
 
     def next_step(self) -> list[Item]:
         """Begin a step; returns the requests to look at in it."""
         self._step += 1
-        return self._asleep.pop(self._step, [])
+        woken = list(self._asleep.pop(self._step, ()))
+        for item in woken:
+            del self._wakes_at[item]
+        return woken

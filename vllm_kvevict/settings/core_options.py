@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.limits import check_limits, most_for
-from vllm_kvevict.settings.requests import RequestOptions, asks, parse_options
+from vllm_kvevict.settings.names import NONE
+from vllm_kvevict.settings.requests import BEAM_SEARCH, RequestOptions, asks, parse_options
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -39,6 +40,8 @@ def read_options(
     extra = sampling.extra_args if sampling is not None else None
     prompt = request.num_prompt_tokens
     try:
+        if extra is not None and BEAM_SEARCH in extra:
+            return _of_beam_search(prompt, request.max_tokens, rules, blocks)
         options = parse_options(config, extra, prompt, rules)
         check_limits(options, drafts)
         if asks(extra) and any(rule.prefill_stride for rule in rules):
@@ -52,3 +55,18 @@ def read_options(
         logger.warning("%s: the server's settings apply (%s)", request.request_id, error)
         return RequestOptions(config.policy, when=config.when)
     return options
+
+
+def _of_beam_search(
+    prompt: int, max_tokens: int, rules: Sequence[Timeline], blocks: int
+) -> RequestOptions:
+    """The settings of a request of a beam search, which is never evicted.
+
+    Raises:
+        ValueError: It asks for more than one token, or the pool does not hold its prompt.
+
+    """
+    needed = sum(blocks_for(prompt + max_tokens, rule.block_size) for rule in rules)
+    if max_tokens != 1 or needed > blocks:
+        raise ValueError(f"{BEAM_SEARCH} is for prompts that fit, and for one token")
+    return RequestOptions(NONE)

@@ -14,6 +14,9 @@ AUTO = "auto"
 MEASURE = "measure"
 """A profile that is found as by :data:`AUTO`, and measured where there is none."""
 
+REPLAY = "-audit-"
+"""Before the number at the end of the name of a request that replays another one's last tokens."""
+
 DEFAULT_POLICY = AUTO
 """What commands and deployments take where nobody chose."""
 
@@ -160,3 +163,8 @@ def keeps_by_layer(policy: str, measured: bool) -> bool:
 
     """
     return policy in (COMPARABLE if measured else PYRAMIDS)
+
+
+def is_replay(request_id: str) -> bool:
+    """Whether a request of the engine's own may have this name."""
+    return request_id.rpartition(REPLAY)[2].isdecimal() and REPLAY in request_id

@@ -24,6 +24,10 @@ KEYS = (
     POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT,
 )  # fmt: skip
 
+BEAM_SEARCH = f"{KEY}_beam_search"
+"""Key with which front ends mark the requests of a beam search for the engine core; no client may
+give it."""
+
 WHENS = ("always", "pressure")
 
 
@@ -35,11 +39,11 @@ class RequestOptions:
         policy: One of the server's choices, or "none".
         budget: Tokens, or a share such as "25%" of the tokens so far.
         interval: Decode steps between evictions; 0 evicts once.
-        protect_first: Tokens at the start of the prompt that no head ever evicts.
+        protect_first: Tokens at the start of the prompt that no head ever evicts, at most the
+            whole prompt.
         at: Eviction point in (0, prompt length], counted from the start of the prompt; None
             for the end of prefill.
-        most: Tokens that a share may come to on this server, however long the answer; None for
-            no bound.
+        cap: The server's cap on budgets, tokens or a share such as "50%"; None for no cap.
         when: "always", or "pressure" for a request that is evicted only where memory is short.
         prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
         recent: Last tokens that its policy never evicts.
@@ -51,7 +55,7 @@ class RequestOptions:
     interval: int | None = None
     protect_first: int = 0
     at: int | None = None
-    most: int | None = None
+    cap: int | str | None = None
     when: str = "always"
     prefill_interval: int | None = None
     recent: int | None = None
@@ -69,13 +73,17 @@ class RequestOptions:
         if self.budget is not None:
             asked["budget_tokens"] = budget_tokens(self.budget)
             asked["budget_share"] = budget_share(self.budget)
-            asked["most"] = self.most
+            asked["most"] = self.cap if isinstance(self.cap, int) else None
         if self.interval is not None:
             asked["interval"] = self.interval
         if self.prefill_interval is not None:
             asked["prefill_interval"] = self.prefill_interval
         if self.recent is not None:
             asked["recent"] = self.recent
+        if self.protect_first:
+            asked["protect_first"] = self.protect_first
+            if self.cap is not None:
+                asked["cap"] = budget_tokens(self.cap) or budget_share(self.cap)
         return replace(rule, **asked) if asked else rule
 
 
@@ -112,9 +120,9 @@ def parse_options(
         policy=policy,
         budget=_budget(config, given, recent),
         interval=_interval(config, given, INTERVAL, config.interval, "decode steps"),
-        protect_first=_number(given, PROTECT, least=0, what="tokens") if PROTECT in given else 0,
+        protect_first=_protect_first(given, prompt_len),
         at=_at(given, prompt_len),
-        most=config.max_budget if isinstance(config.max_budget, int) else None,
+        cap=config.max_budget,
         when=_when(config, given),
         prefill_interval=_interval(
             config, given, PREFILL_INTERVAL, config.prefill_interval, "prompt tokens"
@@ -129,6 +137,12 @@ def parse_options(
     _check_prefill(config, options)
     _check_store(config, options, prompt_len, rules)
     return options
+
+
+def _protect_first(given: Mapping[str, Any], prompt_len: int) -> int:
+    if PROTECT not in given:
+        return 0
+    return min(prompt_len, _number(given, PROTECT, least=0, what="tokens"))
 
 
 def _policy(config: EvictionConfig, given: Mapping[str, Any]) -> str:
@@ -288,21 +302,34 @@ def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) ->
 def _check_store(
     config: EvictionConfig, options: RequestOptions, prompt_len: int, rules: Sequence[Timeline]
 ) -> None:
-    """Refuse a budget above the cap, and protected tokens that the store cannot hold."""
+    """Refuse a request that keeps more than the cap, or less than its policy can work with."""
     length = prompt_len if options.at is None else options.at
-    rule, block_size = rules[0], rules[0].block_size
+    rule = rules[0]
     if config.max_budget is not None:
-        limit = RequestOptions(config.policy, budget=config.max_budget, prefill_interval=0)
-        cap = limit.timeline(rule)
-        asked = replace(options, most=None).timeline(rule).budget(length)
+        capped = RequestOptions(config.policy, budget=config.max_budget, prefill_interval=0)
+        cap = capped.timeline(rule)
+        mine = options.timeline(rule)
+        asked = replace(options, cap=None).timeline(rule).budget(length)
         most = cap.budget(length)
         if options.budget is not None and asked > most:
             raise ValueError(
                 f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, and "
                 f"this server allows at most {config.max_budget}, here {most} tokens"
             )
+        first, limit = mine.first_blocks * rule.block_size, max(most, asked)
+        # A share of a prompt that is whole as it is grows with the answer.
+        counts = isinstance(config.max_budget, int) or any(
+            replace(options, protect_first=0).timeline(one).evictable(length) for one in set(rules)
+        )
+        if first and counts and limit - first < mine.protected + rule.block_size:
+            raise ValueError(
+                f"KV eviction: {PROTECT} {options.protect_first} takes {first} tokens, in whole "
+                f"blocks of {rule.block_size}, and this server's --kv-eviction-max-budget "
+                f"{config.max_budget} allows {limit} tokens here, the last {mine.protected} and a "
+                "block of others included"
+            )
         # Where nothing evicts later, all that follows the point stays.
-        held = min(asked, length) + prompt_len - length
+        held = min(mine.chosen(length) + first, length) + prompt_len - length
         most = max(cap.budget(prompt_len), rule.budget(prompt_len))
         # One token has no room in a budget that is full, and a point needs one behind it.
         if prompt_len - length > 1 and not rule.interval and held > most:
@@ -312,14 +339,10 @@ def _check_store(
                 f"included, and this server allows at most {most} tokens"
             )
     least = config.least_slots(options.policy)
-    mine_by_group = {options.timeline(one) for one in rules}
-    stores = [one.store_blocks(length) for one in mine_by_group]
-    room = min(stores) * block_size - least
-    if options.protect_first > room:
-        beside = f" and the {least} slots that {options.policy} needs" if least else ""
-        where = " in the layers that keep least" if len(mine_by_group) > 1 else ""
+    timelines = {options.timeline(one) for one in rules}
+    room = min(one.store_blocks(length) - one.first_blocks for one in timelines) * rule.block_size
+    if room < least:
         raise ValueError(
-            f"KV eviction: {PROTECT} must be at most the {room} tokens that the budget of "
-            f"{options.budget or config.budget} keeps beside the window{beside}{where}, in whole "
-            f"blocks of {block_size}, not {options.protect_first}"
+            f"KV eviction: {BUDGET} {options.budget or config.budget} leaves {room} tokens besides "
+            f"the window, in whole blocks of {rule.block_size}, and {options.policy} needs {least}"
         )

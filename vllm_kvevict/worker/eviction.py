@@ -22,6 +22,7 @@ from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Policy, Scorer, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.names import keeps_by_layer
 from vllm_kvevict.worker.candidates import CandidateReader
 from vllm_kvevict.worker.comparison import Comparison
@@ -276,7 +277,10 @@ class WorkerEviction:
             shares = self._shares_of(eviction.policy)
             of_heads = None if shares is None else shares[group.group_id]
             allocator, caps = self.policies[eviction.policy].allocator, candidate_pages - padding
-            pages = allocator.pages(scores, caps, len(group.store), bs, of_heads)
+            # Measured shares divide what is left when every head has its protected pages.
+            first = 0 if of_heads is None else blocks_for(eviction.protect_first, bs)
+            blocks = len(group.store) - first
+            pages = first + allocator.pages(scores, caps - first, blocks, bs, of_heads)
             columns = select_tokens(scores, pages, bs)
             return scores, pages, columns, *compact_index(grid, columns, pages, store, bs)
 

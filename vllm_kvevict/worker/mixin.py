@@ -182,7 +182,7 @@ class EvictionWorkerMixin(Worker, ABC):
         channels = page_channels(self.eviction_config)
         values = PageValues(caches, heads, channels) if channels else None
         probes = self._probes(states, caches, values)
-        rows = self._rows()
+        rows = self._rows(states)
         self.kv_eviction = WorkerEviction(
             build_policies(self.eviction_config),
             states,
@@ -328,10 +328,14 @@ class EvictionWorkerMixin(Worker, ABC):
             f"{name}, because {problem}: serve this model under ada-defensive."
         )
 
-    def _rows(self) -> RunnerRows:
+    def _rows(self, states: dict[int, GroupState]) -> RunnerRows:
         if self.use_v2_model_runner:
             return RowsV2(self.model_runner)
-        return RowsV1(self.model_runner, self.scheduler_config.max_num_seqs)
+
+        def evicted(row: int) -> bool:
+            return any(bool(state.evicted[row]) for state in states.values())
+
+        return RowsV1(self.model_runner, self.scheduler_config.max_num_seqs, evicted)
 
     def _bind(self, worker: WorkerEviction) -> None:
         drafter = getattr(self.model_runner, "drafter", None)

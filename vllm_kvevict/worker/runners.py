@@ -1,6 +1,6 @@
 """Which state row belongs to which request: one adapter for each of vLLM's model runners."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from operator import itemgetter
 from typing import Any, Protocol
@@ -42,29 +42,54 @@ class RowsV1:
     """Model Runner V1 moves requests between batch positions, so rows are handed out here.
 
     Read in vLLM 0.32.0: ``GPUModelRunner.input_batch.req_ids`` names the batch in order from
-    ``_update_states`` on.
+    ``_update_states`` on. Sessions of streaming input that wait for their turn are released by no
+    step, and vLLM may run as many requests as there are rows besides them. They are never evicted,
+    so their rows hold nothing, and others may have them.
+
+    Args:
+        runner: vLLM's model runner.
+        num_rows: Requests that run at once.
+        evicted: Whether the request of a row was evicted.
+
     """
 
-    def __init__(self, runner: Any, num_rows: int) -> None:
+    def __init__(self, runner: Any, num_rows: int, evicted: Callable[[int], bool]) -> None:
         self._runner = runner
+        self._evicted = evicted
         self._free = list(range(num_rows - 1, -1, -1))
         self._row: dict[str, int] = {}
+        self._without: set[str] = set()
+        """Requests whose row another one has."""
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
         for request_id in released_requests(scheduler_output):
             row = self._row.pop(request_id, None)
+            self._without.discard(request_id)
             if row is not None:
                 self._free.append(row)
+        scheduled = scheduler_output.num_scheduled_tokens
         cleared = []
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for request_id in (
             *(request.req_id for request in scheduler_output.scheduled_new_reqs),
             *resumed,
+            *(request_id for request_id in self._without if request_id in scheduled),
         ):
             if request_id not in self._row:
-                self._row[request_id] = self._free.pop()
+                self._row[request_id] = self._free.pop() if self._free else self._lent(scheduled)
             cleared.append(self._row[request_id])
+        self._without -= self._row.keys()
         return cleared
+
+    def _lent(self, scheduled: Mapping[str, int]) -> int:
+        """The row of a request that the step does not run and that was never evicted."""
+        idle = next(
+            request_id
+            for request_id, row in self._row.items()
+            if request_id not in scheduled and not self._evicted(row)
+        )
+        self._without.add(idle)
+        return self._row.pop(idle)
 
     def rows(self, request_ids: Iterable[str]) -> np.ndarray:
         return np.fromiter(map(self._row.__getitem__, request_ids), dtype=np.int64)

@@ -1,11 +1,16 @@
 """What is computed over a store, with vLLM's blocks and no pool: reused, ended, and forgotten."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
 
-from vllm_kvevict.engine.published import PublishedStore
+from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import Phase
 from vllm_kvevict.engine.stores import SuffixCache
 from vllm_kvevict.stores.key import ShareKey
@@ -99,3 +104,35 @@ def test_what_was_published_again_elsewhere_outlives_its_first_block() -> None:
     for keys, block in ((mine, 7), (others, 3)):
         found, end = requests.cache.find(requests.new("asker", keys, []), shared, 3 * SIZE)
         assert ([each[0].block_id for each in found], end) == ([block], 3 * SIZE)
+
+
+def test_nothing_is_kept_of_a_store_that_was_dropped() -> None:
+    """Stores are large, and the engine lives for days: blocks may never serve a suffix again."""
+    requests = Requests()
+    gone = []
+    for turn in range(8):
+        shared, first = store(), 3 * turn
+        keys = [b"0", b"1", b"2 of %d" % turn, b"3 of %d" % turn]
+        requests.publish(requests.new("a", keys, [1, 2, first + 3, first + 4], shared), 4)
+        # Published again in another block since: the first one is no longer its.
+        requests.blocks[first + 3].reset_hash()
+        requests.publish(requests.new("b", keys, [1, 2, first + 5, first + 4], shared), 4)
+        requests.cache.drop(shared)
+        assert not shared.suffix
+        gone.append(weakref.ref(shared))
+    del shared
+    assert [one() for one in gone] == [None] * 8
+
+
+def test_nothing_is_published_over_a_store_that_lost_a_block() -> None:
+    requests = Requests()
+    block = requests.blocks[9]
+    block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"store"), 0))
+    groups = {0: PublishedGroup(32, (block,), ())}
+    shared = PublishedStore(store().key, groups, [(block, block.block_hash or b"")])
+    keys = [b"0", b"1", b"2", b"3"]
+    requests.publish(requests.new("a", keys, [1, 2, 3, 4], shared), 3)
+    assert list(shared.suffix) == [b"2"]
+    block.reset_hash()
+    requests.publish(requests.new("b", keys, [1, 2, 5, 6], shared), 4)
+    assert list(shared.suffix) == [b"2"]

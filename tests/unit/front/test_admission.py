@@ -11,7 +11,8 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 
-from vllm_kvevict.front.admission import check_request, install, refuse_session
+from vllm_kvevict.front.admission import check_name, check_request, install, refuse_session
+from vllm_kvevict.settings.config import EvictionConfig
 
 
 def engine(eviction: Any = "snapkv") -> SimpleNamespace:
@@ -20,7 +21,13 @@ def engine(eviction: Any = "snapkv") -> SimpleNamespace:
     return SimpleNamespace(
         additional_config=additional,
         speculative_config=None,
-        cache_config=SimpleNamespace(block_size=32, effective_attention_block_size=None),
+        # As vLLM has it before an engine is ready.
+        cache_config=SimpleNamespace(
+            block_size=32,
+            effective_attention_block_size=None,
+            kv_cache_max_concurrency=None,
+            num_gpu_blocks=None,
+        ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
@@ -91,6 +98,42 @@ def test_install_wraps_once_and_refuses_before_the_answer_begins():
         AsyncLLM.generate(llm, prompt, asking(kv_eviction_budget=1), "r")
     # A generator that nobody has started: a client sees no error before it iterates.
     assert hasattr(AsyncLLM.generate(llm, prompt, asking(), "r"), "__anext__")
+
+
+def test_names_of_replays_are_the_engines_where_vllm_keeps_names_as_they_are(monkeypatch):
+    """Else a client of that name would be taken for the replay, and get its tokens."""
+    for name in ("a-audit-1", "-audit-0", "chatcmpl-a-audit-7-audit-12"):
+        check_name(name)
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+            with pytest.raises(ValueError, match="KV eviction: request ids that end with -audit-"):
+                check_name(name)
+            for other in ("a", "a-audit-", "a-audit-1b", "a-audit-1-0", "audit-1"):
+                check_name(other)
+
+
+def test_a_configuration_is_read_once_for_all_its_requests(monkeypatch):
+    """A profile of 80 layers takes milliseconds, and every request of ours asks for it."""
+    read = []
+    parse = EvictionConfig.parse
+    monkeypatch.setattr(EvictionConfig, "parse", lambda value: read.append(value) or parse(value))
+    config = engine({"policy": "snapkv", "budget": 64})
+    for budget in range(40, 60):
+        check_request(config, asking(kv_eviction_budget=budget), [1] * 50, None)
+    assert len(read) == 1
+    with pytest.raises(ValueError, match="give at least 33"):
+        check_request(config, asking(kv_eviction_budget=32), [1] * 50, None)
+    # Another configuration, other settings, and another size of blocks are read anew.
+    check_request(engine({"policy": "snapkv", "budget": 64}), asking(kv_eviction_at=1), [1], None)
+    config.additional_config["kv_eviction"]["window"] = 16
+    check_request(config, asking(kv_eviction_budget=32), [1] * 50, None)
+    config.cache_config.block_size = 16
+    check_request(config, asking(kv_eviction_budget=32), [1] * 50, None)
+    assert len(read) == 4
+    off = engine("none")
+    for _ in range(3):
+        check_request(off, asking(kv_eviction_budget=32), [1] * 50, None)
+    assert len(read) == 5
 
 
 async def chunks() -> AsyncGenerator[None, None]:

@@ -34,11 +34,14 @@ class Renderer:
 
     def __init__(self, alternate: bool = False, last_only: bool = False) -> None:
         self.alternate, self.last_only = alternate, last_only
+        self.skipped: list[bool] = []
+        """Whether each rendering left the cache of media alone."""
 
     def create_error_response(self, message: str, param: str | None = None) -> Any:
         return SimpleNamespace(error=SimpleNamespace(message=message, param=param))
 
-    async def render_chat(self, request: Any) -> Any:
+    async def render_chat(self, request: Any, skip_mm_cache: bool = False) -> Any:
+        self.skipped.append(skip_mm_cache)
         if self.alternate and request.messages[-1]["role"] != "user":
             raise RuntimeError("the last message must be the user's")
         shown = request.messages[-1:] if self.last_only else request.messages
@@ -46,7 +49,8 @@ class Renderer:
         text += " <assistant>" if request.add_generation_prompt else " <eos>"
         return [], [dict(prompt_token_ids=tokenize("<bos> " + text))]
 
-    async def render_completion(self, request: Any) -> Any:
+    async def render_completion(self, request: Any, skip_mm_cache: bool = False) -> Any:
+        self.skipped.append(skip_mm_cache)
         if not isinstance(request.prompt, str):
             return [dict(prompt_token_ids=[0, 1])] * 2
         return [dict(prompt_token_ids=tokenize("<bos> " + request.prompt))]
@@ -66,6 +70,7 @@ def chat(**xargs: Any) -> Asked:
         add_generation_prompt=True,
         continue_final_message=False,
         truncate_prompt_tokens=None,
+        use_beam_search=False,
         vllm_xargs=xargs,
     )
 
@@ -76,6 +81,7 @@ def completion(prompt: Any, **xargs: Any) -> Asked:
         suffix=None,
         prompt_embeds=None,
         truncate_prompt_tokens=None,
+        use_beam_search=False,
         vllm_xargs=xargs,
     )
 
@@ -191,3 +197,20 @@ def test_requests_without_the_keys_are_rendered_once():
     request.vllm_xargs = None
     render_chat(request)
     assert request.vllm_xargs is None
+
+
+def test_media_are_looked_up_once():
+    """vLLM's cache of media counts look-ups, and takes what was found for known to the engine."""
+    renderer = Renderer()
+    render_chat(chat(**{AT_MESSAGE: 1}), renderer)
+    assert renderer.skipped == [False, True]
+
+
+def test_a_beam_search_keeps_the_keys_that_it_is_refused_by():
+    for request, render, key in (
+        (chat(**{AT_MESSAGE: 1}), render_chat, AT_MESSAGE),
+        (completion("a b c", **{AT_TEXT: "c"}), render_completion, AT_TEXT),
+    ):
+        request.use_beam_search = True
+        render(request)
+        assert list(request.vllm_xargs) == [key]

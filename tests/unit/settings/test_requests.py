@@ -6,8 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from vllm_kvevict.front.profile import SHIPPED, read
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.profile import Profile
 from vllm_kvevict.settings.requests import KEYS, RequestOptions, asks, parse_options
 
 BLOCK = 32
@@ -61,7 +63,7 @@ def test_every_key_reaches_its_field():
     as_float = {key: float(value) for key, value in given.items()}
     assert parse(**policy("streaming-llm"), **as_float) == expected
     assert expected.timeline(server().timeline(BLOCK)) == Timeline(
-        BLOCK, 32, 16, budget_tokens=320, prefill_interval=200
+        BLOCK, 32, 16, budget_tokens=320, prefill_interval=200, protect_first=64
     )
 
 
@@ -117,22 +119,30 @@ def test_a_point_outside_the_prompt(value):
     assert "between 1 and the prompt's 1000 tokens, or between -999 and -1" in message
 
 
-def test_protected_tokens_must_fit_the_store():
-    assert parse(protect_first=96).protect_first == 96
-    assert "at most the 96 tokens that the budget of 128" in complaint(protect_first=97)
-    assert parse(budget=320, protect_first=288).protect_first == 288
+def test_the_store_grows_by_what_is_protected():
+    for first, blocks in ((0, 3), (1, 4), (32, 4), (33, 5), (96, 6), (900, 32)):
+        rule = parse(protect_first=first).timeline(server().timeline(BLOCK))
+        assert rule.store_blocks(1000) == blocks, first
     # A share of what comes before the point: 25% of 512 tokens.
-    assert parse(budget="25%", at=512, protect_first=96).at == 512
-    assert "at most the 96 tokens" in complaint(budget="25%", at=512, protect_first=97)
+    rule = parse(budget="25%", at=512, protect_first=97).timeline(server().timeline(BLOCK))
+    assert rule.store_blocks(512) == 3 + 4
     assert parse(**policy("none"), protect_first=10**6).policy == "none"
 
 
-def test_subgen_stream_needs_slots_beside_protected_tokens():
+def test_no_more_than_the_prompt_is_protected():
+    assert parse(protect_first=10**6).protect_first == 1000
+    assert not parse(protect_first=10**6).timeline(server().timeline(BLOCK)).evictable(1000)
+
+
+def test_subgen_stream_keeps_its_slots_besides_protected_tokens():
     config = server(policy="subgen-stream")
-    assert parse(config=config, protect_first=90).protect_first == 90
-    message = complaint(config=config, protect_first=91)
-    assert "at most the 90 tokens that the budget of 128 keeps beside the window and" in message
-    assert "the 6 slots that subgen-stream needs" in message
+    assert parse(config=config, protect_first=500).protect_first == 500
+    config = server(policy="subgen-stream", options={"cluster_samples": 16})
+    for first in (0, 500):
+        asked = {"kv_eviction_protect_first": first, "kv_eviction_budget": 64}
+        assert parse_options(config, asked, 1000, config.timelines(16, 8)).protect_first == first
+        with pytest.raises(ValueError, match=r"budget 63 leaves 16 tokens besides.*needs 18"):
+            parse_options(config, asked | {"kv_eviction_budget": 63}, 1000, config.timelines(16, 8))
 
 
 def test_a_cap_compares_tokens_of_this_prompt():
@@ -229,13 +239,77 @@ def test_under_another_policy_every_group_has_the_whole_budget():
     assert {options.timeline(rule) for rule in rules(config)} == {config.timeline(BLOCK)}
 
 
-def test_protected_tokens_must_fit_the_layers_that_keep_least():
+def test_every_group_grows_by_what_is_protected():
     config = pyramid_server()
-    assert parse(9000, config, protect_first=192).protect_first == 192
-    message = complaint(9000, config, protect_first=193)
-    assert "at most the 192 tokens" in message and "in the layers that keep least" in message
-    flat = parse(9000, config, protect_first=1024, **policy("snapkv"))
-    assert flat.protect_first == 1024
+    for first in (1, 193, 4000):
+        options = parse(9000, config, protect_first=first)
+        for rule in rules(config):
+            more = options.timeline(rule).store_blocks(9000) - rule.store_blocks(9000)
+            assert more == -(-first // BLOCK)
+
+
+CAPS = [200, 640, "20%", "60%"]
+
+
+@pytest.mark.parametrize("cap", [*CAPS, None])
+@pytest.mark.parametrize("budget", [96, 128, "12%", "20%,min=200"])
+def test_protected_tokens_and_the_budget_stay_within_the_cap(cap, budget):
+    """Block by block: the sum, what the policy keeps, and that only the cap refuses."""
+    try:
+        config = server(allow="", budget=budget, max_budget=cap)
+    except ValueError:
+        pytest.skip("the server's own budget is above the cap")
+    refused = grown = 0
+    for prompt in (40, 90, 300, 1000, 3000):
+        own = config.timeline(BLOCK).budget(prompt)
+        limit = cap if isinstance(cap, int) else int(prompt * float((cap or "0%")[:-1]) / 100)
+        for first in (0, 1, 31, 32, 33, 64, 100, 200, 500, 2000):
+            pages = -(-min(first, prompt) // BLOCK)
+            try:
+                rule = parse(prompt, config, protect_first=first).timeline(config.timeline(BLOCK))
+            except ValueError as error:
+                refused += 1
+                assert first and "kv_eviction_protect_first" in str(error)
+                assert f"--kv-eviction-max-budget {cap}" in str(error)
+                assert max(limit, own) < pages * BLOCK + 64
+                continue
+            store = rule.store_blocks(prompt)
+            assert store > pages, "the policy has a page of its own"
+            grown += store > config.timeline(BLOCK).store_blocks(prompt)
+            if cap is None:
+                assert store == pages + config.timeline(BLOCK).store_blocks(prompt)
+            elif own > 64 and pages:
+                assert store * BLOCK + 32 <= max(limit, own) or not rule.evictable(prompt)
+    assert grown or cap in (200, "20%"), "a budget at the cap does not grow"
+    assert refused or cap is None or budget == "20%,min=200"
+
+
+def shipped_profile() -> Profile:
+    return read(SHIPPED / "SmolLM2-135M-Instruct.json")
+
+
+@pytest.mark.parametrize("profile", [False, True])
+@pytest.mark.parametrize("prompt", [60, 300, 1000, 3000, 8000])
+@pytest.mark.parametrize(
+    "settings, first",
+    [
+        (dict(budget="25%,min=512", max_budget="50%"), [32, 64, 96, 128, 160, 200]),
+        (dict(budget="25%,min=1024", allow="none"), [100, 300, 1000, 4000]),
+        (dict(budget=2048, interval=256), [200, 1000]),
+        (dict(budget=2048, prefill_interval=2048), [200, 1000]),
+    ],
+)
+def test_the_recipes_protect_their_system_prompts(settings, first, prompt, profile):
+    learned = dict(policy="probe", profile=shipped_profile())
+    settings = dict(policy="ada-defensive", allow="") | settings | (learned if profile else {})
+    config = server(**settings)
+    groups = config.timelines(BLOCK, 30)
+    for tokens in first:
+        asked = {"kv_eviction_protect_first": tokens}
+        options = parse_options(config, asked, prompt, groups)
+        assert options.protect_first == min(tokens, prompt)
+        for rule in set(groups):
+            assert options.timeline(rule).store_blocks(prompt) * BLOCK > options.protect_first
 
 
 def test_a_cap_is_one_of_the_mean_over_all_layers():
@@ -277,13 +351,16 @@ def test_accepts_what_the_timeline_can_follow_or_complains_in_one_line(given, pr
     assert options.at is None or 0 < options.at <= prompt_len
     rule = options.timeline(config.timeline(BLOCK))
     length = options.at or prompt_len
-    assert options.protect_first <= rule.store_blocks(length) * BLOCK
+    assert options.protect_first < rule.store_blocks(length) * BLOCK
     assert rule.budget_tokens is None or rule.budget_tokens > config.window
     if cap is not None and options.budget is not None:
         most = cap if isinstance(cap, int) else int(length * 0.4)
         assert rule.budget(length) <= most
         # However long the answer.
         assert rule.budget(10**6) <= (cap if isinstance(cap, int) else 400_000)
+    if isinstance(cap, int) and options.protect_first:
+        for n in (length, 10**6):
+            assert rule.chosen(n) + rule.first_blocks * BLOCK <= cap
 
 
 @given(st.integers(1, 5000), st.data())

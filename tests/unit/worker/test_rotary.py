@@ -111,7 +111,7 @@ def test_positions_of_images():
 
     told = torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 2]])
     request = SimpleNamespace(mrope_positions=told, mrope_position_delta=-1)
-    rows = RowsV1(SimpleNamespace(requests={"a": request}), 1)
+    rows = RowsV1(SimpleNamespace(requests={"a": request}), 1, lambda row: False)
     found = rows.positions("a", 2, 7).tolist()
     assert found == [[2, 2, 3, 4, 5], [2, 3, 3, 4, 5], [2, 2, 3, 4, 5]]
     request.mrope_positions = None

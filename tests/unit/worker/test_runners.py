@@ -22,7 +22,7 @@ def step(new=(), resumed=(), finished=(), preempted=()):
 
 def test_v1_rows_follow_the_scheduler():
     batch = SimpleNamespace(req_ids=[])
-    rows = RowsV1(SimpleNamespace(input_batch=batch), 2)
+    rows = RowsV1(SimpleNamespace(input_batch=batch), 2, lambda row: False)
     assert sorted(rows.begin_step(step(new=["a", "b"]))) == [0, 1]
     batch.req_ids = ["b", "a"]
     before = rows.batch_rows(None).tolist()
@@ -38,6 +38,33 @@ def test_v1_rows_follow_the_scheduler():
     assert rows.begin_step(step(resumed=["b"], finished=["c"])) == [before[0]]
     # Preempted and resumed between two steps (reset_prefix_cache does that).
     assert rows.begin_step(step(resumed=["b"], preempted=["b"])) == [before[0]]
+
+
+def test_v1_rows_of_sessions_that_wait_are_lent():
+    """More sessions may wait for their turn than requests run; they hold nothing in their rows."""
+    batch, evicted = SimpleNamespace(req_ids=[]), set()
+    rows = RowsV1(SimpleNamespace(input_batch=batch), 2, evicted.__contains__)
+
+    def run(*names, **changes):
+        output = step(**changes)
+        output.num_scheduled_tokens = dict.fromkeys(names, 1)
+        cleared = rows.begin_step(output)
+        batch.req_ids = list(names)
+        found = rows.batch_rows(None).tolist()
+        assert len(set(found)) == len(names)
+        return found, cleared
+
+    (session,), _ = run("session", new=["session"])
+    (own,), _ = run("evicted", new=["evicted"])
+    evicted.add(own)
+    assert run("a", new=["a"]) == ([session], [session]), "the session waits for its next turn"
+    assert run("b", new=["b"], finished=["a"]) == ([session], [session])
+    # Its row is another one by then, and clean.
+    assert run("session", "b", finished=["evicted"]) == ([own, session], [own])
+    assert run("session", "b") == ([own, session], [])
+    # One that ends without a row takes none along.
+    assert run("c", "b", new=["c"])[0] == [own, session]
+    assert run("d", "b", new=["d"], finished=["session", "c"])[0] == [own, session]
 
 
 def test_v2_rows_are_the_runners():
@@ -66,5 +93,5 @@ def test_hidden_states_in_batch_order():
             req_states=SimpleNamespace(req_id_to_index={}),
             model_state=SimpleNamespace(prepare_attn=lambda *_: None),
         )
-        rows = RowsV1(runner, 3) if kind is RowsV1 else RowsV2(runner)
+        rows = RowsV1(runner, 3, lambda row: False) if kind is RowsV1 else RowsV2(runner)
         assert rows.hidden_states(output) == ("hidden", {"b": 0, "c": 1, "a": 5})

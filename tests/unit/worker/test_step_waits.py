@@ -62,7 +62,9 @@ def made(kernel, rows, eviction, fp8):
         req_states=SimpleNamespace(req_id_to_index=INDEX),
         model_state=SimpleNamespace(prepare_attn=lambda batch: None),
     )
-    eviction._rows = RowsV1(made.runner, ROWS) if rows == "V1" else RowsV2(made.runner)
+    eviction._rows = (
+        RowsV1(made.runner, ROWS, lambda row: False) if rows == "V1" else RowsV2(made.runner)
+    )
     host = random_ragged(1, requests=ROWS, heads=HEADS, dim=SIZE, block_size=BLOCK)
     scales = (0.5, 0.25, 4.0) if fp8 else None
     for state in eviction.states.values():

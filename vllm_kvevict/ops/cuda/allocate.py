@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvevict.ops.cuda.batch import EvictionBatch
+from vllm_kvevict.ops.cuda.batch import EvictionBatch, to_device
 from vllm_kvevict.ops.cuda.extension import operations
 from vllm_kvevict.ops.cuda.rows import Rows
 
@@ -48,7 +48,8 @@ def batch_pages(
 def batch_shared_pages(batch: EvictionBatch, shares: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Pages of every head of due evictions, by fixed shares: the reference's ``shared_pages``.
 
-    Equal bit by bit: both divide in float64. Only the caps are on the device alone.
+    Equal bit by bit: both divide in float64. Only the caps are on the device alone. Every head has
+    the pages of its protected tokens first, and shares divide the others.
 
     Args:
         batch: The due evictions.
@@ -62,9 +63,20 @@ def batch_shared_pages(batch: EvictionBatch, shares: torch.Tensor, rows: Rows) -
         RuntimeError: A shape, dtype or device is not as above.
 
     """
-    pages = torch.empty_like(rows.caps)
+    pages, caps, store_blocks = torch.empty_like(rows.caps), rows.caps, rows.store_blocks
     gains = torch.empty(batch.columns // batch.block_size, dtype=torch.int64, device=shares.device)
+    first = None
+    if any(one.protect_first for one in batch.due):
+        held = [
+            [-(-one.protect_first // batch.block_size)]
+            for one in batch.due
+            for _ in range(batch.num_layers)
+        ]
+        first = to_device(held, torch.int32, shares.device)
+        caps, store_blocks = caps - first, store_blocks - first.flatten()
     operations(shares).allocate_shares(
-        pages, gains, shares, rows.start, rows.caps, rows.store_blocks, batch.block_size
+        pages, gains, shares, rows.start, caps, store_blocks, batch.block_size
     )
+    if first is not None:
+        pages += first
     return pages.view(len(batch.due), batch.num_layers, batch.num_heads)
