@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_kvevict.hooks.versions import check_vllm
+from vllm_kvevict.compat.versions import check_vllm
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY
 
