@@ -11,7 +11,7 @@ PACKAGE = Path(vllm_kvevict.__file__).parent
 FLOORS = (
     {"__main__"},
     {"calibrate", "plan"},
-    {"sizing", "inspect", "ray_serve"},
+    {"sizing", "inspect"},
     {"target"},
     {"audit"},
     {"offload"},
