@@ -107,9 +107,9 @@ vllm-source:
 	@packaging/fetch_vllm_source.sh
 
 hooks: setup vllm-source
-	@$(PYTHON_VENV) -m vllm_kvevict.hooks --vllm .cache/vllm-source/0.33.0/vllm --write docs/vllm-hooks.tsv
+	@$(PYTHON_VENV) -m dev.hooks --vllm .cache/vllm-source/0.33.0/vllm --write docs/vllm-hooks.tsv
 
 clean:
 	rm -rf build dist *.egg-info packaging/vllm-cpu-metadata/build packaging/vllm-cpu-metadata/*.egg-info
 	rm -rf .cache/models .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find vllm_kvevict tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find vllm_kvevict tests benchmarks dev -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -146,7 +146,7 @@ def _kv_cache(
     machine: Machine, setting: Setting, vllm_config: "VllmConfig"
 ) -> "tuple[KVCacheConfig, int]":
     """The KV cache and the bytes of the weights of one rank."""
-    from vllm_kvevict.hooks.shims import shim
+    from vllm_kvevict.compat import shim
     from vllm_kvevict.settings.config import EvictionConfig
     from vllm_kvevict.sizing.memory import share_out
     from vllm_kvevict.sizing.model import rank_specs

@@ -117,8 +117,7 @@ def main(folder: str) -> None:
     import psutil
     import ray
     from ray import serve
-
-    from vllm_kvevict.ray_serve import app
+    from ray_serve import app
 
     port, metrics = free_port(), free_port()
     ray.init(

@@ -22,8 +22,12 @@ from tests.oracles.engine import engine
 ROOT = Path(__file__).parents[2]
 RESULT = "RESULT "
 MARK = "KVEVICT_RAY_TEST"
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
-"""Actors import the tests, too. The other as in tests/e2e/test_distributed.py."""
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "deploy" / "ray"))),
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
+}
+"""Actors import the tests and the application of deploy/ray. The other variable is as in
+tests/e2e/test_distributed.py."""
 
 pytestmark = [
     # Ray's own processes import vLLM three times: two minutes for all of them.

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import vllm_kvevict
-from vllm_kvevict.hooks.versions import SUPPORTED_VLLM, check_vllm
+from vllm_kvevict.compat.versions import SUPPORTED_VLLM, check_vllm, untested
 
 ROOT = Path(__file__).parents[2]
 # What serves already on a user's machine; the plugin may not bring another version.
@@ -104,7 +104,18 @@ def test_unsupported_vllm_is_one_sentence_with_both_versions(version: str) -> No
 
 
 def test_installed_vllm_is_supported() -> None:
-    assert check_vllm(importlib.metadata.version("vllm")) is None
+    version = importlib.metadata.version("vllm")
+    assert check_vllm(version) is None and untested(version) is None
+
+
+@pytest.mark.parametrize(
+    "version, tested",
+    [("0.32.1+cpu", True), ("0.33.0rc1", False), ("0.33.0", False), ("0.33.4+cu130", False)],
+)
+def test_a_vllm_that_is_not_fully_tested_gives_a_warning(version: str, tested: bool) -> None:
+    warning = untested(version)
+    assert (warning is None) is tested
+    assert warning is None or (version in warning and "0.32" in warning)
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
@@ -121,7 +132,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_contains_every_module_and_nothing_else(wheel: Path) -> None:
     tree = ROOT / "vllm_kvevict"
-    data = ("calibrate/shipped/*.json", "inspect/page.html")
+    data = ("profiles/*.json", "inspect/page.html")
     files = [*tree.rglob("*.py"), *(file for pattern in data for file in tree.glob(pattern))]
     expected = {str(p.relative_to(ROOT)) for p in files}
     with zipfile.ZipFile(wheel) as archive:

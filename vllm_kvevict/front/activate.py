@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvevict.attention.choice import arrange
+from vllm_kvevict.compat.versions import untested
 from vllm_kvevict.front import admission
 from vllm_kvevict.front.offload import serve_offload, without_prefix_cache
 from vllm_kvevict.front.profile import check_learned, load
@@ -168,6 +170,8 @@ def _scheduler(scheduler_cls: Any, ours: str) -> str:
 
 def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """Say what is on; the engine core says what it comes to in blocks, when it has made them."""
+    if warning := untested(vllm.__version__):
+        logger.warning("%s.", warning)
     slots = ring_slots(vllm_config, config)
     rings = slots * ring_bytes(vllm_config, config)
     most = sustained(slots, config.timeline(vllm_config.cache_config.block_size))

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any, get_args
 
 TITLE = "KV-Eviction"
@@ -169,7 +168,6 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
         return original(engine_args, *args, **kwargs)
     with _sentence(engine_args):
         _check_version()
-        _check_hooks()
     vllm_config = original(engine_args, *args, **kwargs)
     from vllm_kvevict.front.activate import activate, check_statistics
     from vllm_kvevict.front.measure import measured
@@ -199,18 +197,10 @@ def _warn(why: str) -> None:
 def _check_version() -> None:
     import vllm
 
-    from vllm_kvevict.hooks.versions import check_vllm
+    from vllm_kvevict.compat.versions import check_vllm
 
     if problem := check_vllm(vllm.__version__):
         raise ValueError(problem)
-
-
-def _check_hooks() -> None:
-    import vllm
-
-    from vllm_kvevict.hooks.check import check_hooks
-
-    check_hooks(vllm.__version__, Path(vllm.__file__).parent)
 
 
 def _mark(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FLAG = "KV eviction: --kv-eviction-profile"
 
-SHIPPED = Path(vllm_kvevict.__file__).parent / "calibrate" / "shipped"
+SHIPPED = Path(vllm_kvevict.__file__).parent / "profiles"
 
 SHAPE = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "

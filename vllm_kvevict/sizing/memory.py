@@ -9,8 +9,8 @@ import torch
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.compat import shim
 from vllm_kvevict.engine.blocks import register_spec
-from vllm_kvevict.hooks.shims import shim
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.requirements import page_channels, ring_slots

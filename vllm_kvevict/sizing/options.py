@@ -47,12 +47,11 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     from vllm_kvevict.front.plugin import register
 
     register()
-    _check_vllm()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
+    from vllm_kvevict.compat import shim
     from vllm_kvevict.front.command import evict_by_default
-    from vllm_kvevict.hooks.shims import shim
     from vllm_kvevict.settings.config import EvictionConfig
     from vllm_kvevict.settings.names import KEY, MEASURE
 
@@ -133,17 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--json", action="store_true", help="The sizes as JSON.")
     EngineArgs.add_cli_args(parser)
     return parser
-
-
-def _check_vllm() -> None:
-    import vllm
-
-    from vllm_kvevict.hooks.check import check_hooks
-
-    try:
-        check_hooks(vllm.__version__, Path(vllm.__file__).parent, tool="sizing")
-    except ValueError as error:
-        raise SizingError(str(error)) from None
 
 
 def _check(options: Options, kv_cache_memory: int | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_kvevict.hooks.versions import check_vllm
+from vllm_kvevict.compat.versions import check_vllm
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY
 
@@ -86,7 +86,7 @@ def test_ray_replicas_finish_their_streams(file):
 @pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
 def test_ray_files_ask_for_eviction_that_is_valid(file):
     for application in settings(file)["applications"]:
-        assert application["import_path"] == "vllm_kvevict.ray_serve:app"
+        assert application["import_path"] == "ray_serve:app"
         for model in application["args"]["llm_configs"]:
             asked = model["engine_kwargs"]["additional_config"][KEY]
             assert EvictionConfig.parse(asked).policy == "auto"
@@ -94,13 +94,14 @@ def test_ray_files_ask_for_eviction_that_is_valid(file):
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
 @pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
-def test_ray_takes_the_files(file):
+def test_ray_takes_the_files(file, monkeypatch):
     """Ray's own schema, and the application that it would deploy; no cluster is started."""
     from ray.serve import Application
     from ray.serve.llm import LLMServingArgs
     from ray.serve.schema import ServeDeploySchema
 
-    from vllm_kvevict.ray_serve import EvictingLLMServer, app
+    monkeypatch.syspath_prepend(file.parent)
+    from ray_serve import EvictingLLMServer, app
 
     (application,) = ServeDeploySchema.model_validate(settings(file)).applications
     serving = LLMServingArgs.model_validate(application.args)
@@ -129,8 +130,9 @@ def test_ray_takes_the_files(file):
         ({"policy": "ada-snapkv", "budgets": 3}, "unknown key 'budgets'"),
     ],
 )
-def test_ray_applications_that_are_refused(eviction, says):
-    from vllm_kvevict.ray_serve import app
+def test_ray_applications_that_are_refused(eviction, says, monkeypatch):
+    monkeypatch.syspath_prepend(DEPLOY / "ray")
+    from ray_serve import app
 
     args = settings(RAY[0])["applications"][0]["args"]
     args["llm_configs"][0]["engine_kwargs"]["additional_config"] = {KEY: eviction}

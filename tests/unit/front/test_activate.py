@@ -245,6 +245,17 @@ def test_other_vllm_versions(
     assert settings(parser) is None
 
 
+def test_a_version_that_is_not_fully_tested_gives_one_warning(
+    build: Any, records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    build("snapkv")
+    warnings = [r.getMessage() for r in records if r.levelname == "WARNING"]
+    assert len(warnings) == 1 and "vLLM 0.33.0" in warnings[0]
+
+
 def test_installed_but_not_asked_for(model: str) -> None:
     """In a fresh process, as the entry point loads it: nothing wrapped acts, nothing speaks."""
     code = f"""

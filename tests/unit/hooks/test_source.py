@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import vllm
 
+from dev.hooks.check import Hook, hooks
+from dev.hooks.source import Source
 from vllm_kvevict.front.admission import _API_SERVER
-from vllm_kvevict.hooks.check import Hook, hooks
-from vllm_kvevict.hooks.source import Source
 
 ROOT = Path(vllm.__file__).parent
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from vllm_kvevict.hooks.shims import shim, vllm_0_32, vllm_0_33
+from vllm_kvevict.compat import shim, vllm_0_32, vllm_0_33
 
 
 @pytest.mark.parametrize(

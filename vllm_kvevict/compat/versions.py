@@ -1,4 +1,4 @@
-"""The vLLM versions this plugin hooks into."""
+"""The versions of vLLM that the plugin supports."""
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -7,6 +7,9 @@ from vllm_kvevict import __version__
 
 SUPPORTED_VLLM = ">=0.32,<0.34"
 """Supported range, as a PEP 440 specifier; the ``vllm`` extra of the package repeats it."""
+
+TESTED_VLLM = "==0.32.*"
+"""The part of the supported range on which the whole test suite runs."""
 
 
 def check_vllm(version: str) -> str | None:
@@ -30,4 +33,19 @@ def check_vllm(version: str) -> str | None:
     return (
         f"KV eviction (vllm-kvevict {__version__}) needs vLLM {SUPPORTED_VLLM}, "
         f"but this is vLLM {version}"
+    )
+
+
+def untested(version: str) -> str | None:
+    """Return a warning for a supported vLLM that is not fully tested, None for a tested one.
+
+    Args:
+        version: ``vllm.__version__``, which :func:`check_vllm` accepted.
+
+    """
+    if SpecifierSet(TESTED_VLLM).contains(Version(version), prereleases=True):
+        return None
+    return (
+        f"KV eviction (vllm-kvevict {__version__}) supports vLLM {version} but is fully tested "
+        f"only with vLLM {TESTED_VLLM}"
     )

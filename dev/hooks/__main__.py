@@ -1,4 +1,4 @@
-"""Which hooks a vLLM breaks, and where each is: ``python -m vllm_kvevict.hooks --vllm FOLDER``.
+"""Which hooks a vLLM breaks, and where each is: ``python -m dev.hooks --vllm FOLDER``.
 
 Nothing of any vLLM is imported or run.
 """
@@ -8,8 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_kvevict.hooks.check import hooks, problem
-from vllm_kvevict.hooks.source import Source
+from dev.hooks.check import hooks, problem
+from dev.hooks.source import Source
 
 OTHER = "-"
 """In the place of a line, where the hook is another version's."""
@@ -36,7 +36,7 @@ def table(sources: list[Source]) -> list[list[str]]:
 def main(argv: list[str]) -> int:
     """Write the table, or print it; 1 where a hook does not fit."""
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvevict.hooks",
+        prog="python -m dev.hooks",
         description="Look for every name of vLLM's that this plugin touches, in its source.",
     )
     parser.add_argument(

@@ -2,11 +2,11 @@
 
 By our file, then by vLLM's module. ``Class.member`` may be inherited or assigned to ``self``;
 parentheses hold parameters that we pass by name or override. Workers, attention and
-calibrate have a file of their own beside this one.
+calibrate have a file of their own in this folder.
 """
 
-from vllm_kvevict.hooks.tiers_listing import TIER_HOOKS
-from vllm_kvevict.hooks.worker_listing import WORKER_HOOKS
+from dev.hooks.tiers_listing import TIER_HOOKS
+from dev.hooks.worker_listing import WORKER_HOOKS
 
 HOOKS = {
     "front/plugin.py": {
@@ -310,12 +310,12 @@ HOOKS = {
         """,
     },
     "schedule/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
-    "hooks/shims/vllm_0_32.py": {
+    "compat/vllm_0_32.py": {
         "vllm.v1.core.kv_cache_utils": """
             get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory)
         """,
     },
-    "hooks/shims/vllm_0_33.py": {
+    "compat/vllm_0_33.py": {
         "vllm.v1.core.kv_cache_planning": """
             get_global_kv_cache_groups(vllm_config,kv_cache_specs) get_kv_cache_configs(vllm_config,
             kv_cache_specs,available_memory,global_kv_cache_groups)

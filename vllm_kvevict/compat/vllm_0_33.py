@@ -11,7 +11,7 @@ CPU_BLOCK_SIZE = 128
 
 
 def choose_block_size(vllm_config: "VllmConfig") -> None:
-    """As in :mod:`vllm_kvevict.hooks.shims.vllm_0_32`."""
+    """As in :mod:`vllm_kvevict.compat.vllm_0_32`."""
     from vllm.platforms import current_platform
 
     cache = vllm_config.cache_config
@@ -22,7 +22,7 @@ def choose_block_size(vllm_config: "VllmConfig") -> None:
 def kv_cache_configs(
     vllm_config: "VllmConfig", specs: "list[dict[str, KVCacheSpec]]", memory: list[int]
 ) -> "list[KVCacheConfig]":
-    """As in :mod:`vllm_kvevict.hooks.shims.vllm_0_32`."""
+    """As in :mod:`vllm_kvevict.compat.vllm_0_32`."""
     from vllm.v1.core import kv_cache_planning as planning
 
     groups = planning.get_global_kv_cache_groups(vllm_config, specs)

@@ -1,6 +1,7 @@
-"""A Ray Serve LLM application with KV eviction. Import it only where Ray is installed.
+"""A Ray Serve LLM application with KV eviction.
 
-``serve deploy`` names :func:`app` as ``vllm_kvevict.ray_serve:app``; deploy/ray has examples.
+The YAML files of this folder name :func:`app` as ``ray_serve:app``. This folder must be on the
+``PYTHONPATH`` of every node of the Ray cluster.
 """
 
 from collections.abc import Mapping

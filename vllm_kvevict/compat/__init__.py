@@ -1,4 +1,4 @@
-"""What the supported vLLMs spell differently: one file a version. No other file asks for it."""
+"""Differences between the supported versions of vLLM, one file per version."""
 
 from importlib import import_module
 from typing import Any

@@ -4,9 +4,9 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from vllm_kvevict.hooks.source import Function, Source
+from dev.hooks.source import Function, Source
 
-OURS = Path(__file__).parents[1]
+OURS = Path(__file__).parents[2] / "vllm_kvevict"
 
 
 def unmet(source: Source, user: str, module: str, name: str) -> list[str]:

@@ -1,1 +1,0 @@
-"""Which of vLLM's names the plugin hooks into, and whether a vLLM has them."""
