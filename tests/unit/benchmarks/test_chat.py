@@ -255,8 +255,8 @@ def test_tables_and_picture_of_made_up_rows(tmp_path: Path) -> None:
     assert "| stock | 1 | - | 8.00 | 1.00x | 24,000 | 1,234 |" in lines
     assert "| tiers | 1 | - | 8.80 | 1.10x | 24,000 | 1,234 |" in lines
     assert "| tiers | 2 | 14 of 16 | 0.50 | 0.12x | 24,000 | 1,234 |" in lines
-    assert "| stock | 40.0 | 1.00x | 5.0 | 3 | 0 | 0 | 0 | 0 | 0 | 0 |" in lines
-    assert "| tiers | 5.0 | 0.12x | 5.0 | 3 | 0 | 3 | 13 | 32 | 0 | 0 |" in lines
+    assert "| stock | 40.0 | 1.00x | 5.0 | 3 | 0 | 0 | 0 | 0 | 0 |" in lines
+    assert "| tiers | 5.0 | 0.12x | 5.0 | 3 | 0 | 3 | 13 | 32 | 0 |" in lines
     assert lines[-1] == "Not measured: restart (no such flag)."
     assert (tmp_path / "chat.png").stat().st_size > 1000
     alone = dict(result, rows=result["rows"][1:], failed=[])
