@@ -192,9 +192,6 @@ def test_a_first_start_measures_and_a_second_one_finds(tiny_model_kv4, tmp_path,
     assert times[0] == times[1]
 
 
-QUARTER = ("--kv-eviction-budget", "25%")
-
-
 @pytest.mark.parametrize(
     "flags, says",
     [
@@ -208,7 +205,6 @@ QUARTER = ("--kv-eviction-budget", "25%")
         (["--kv-eviction", "snapkv", "--output", "/no/folder/a.json"], "there is no folder"),
         (["--kv-eviction", "snapkv", "--prompts", "/no/file"], "No such file"),
         (["--prose", "-1"], "--prose must be a number from 0 to 10, not -1.0"),
-        (["--kv-eviction", "snapkv", *QUARTER, "--length", "128"], "give longer prompts"),
     ],
 )
 def test_refusals_are_one_sentence(tiny_model, capsys, flags, says) -> None:
