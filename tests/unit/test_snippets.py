@@ -35,6 +35,7 @@ NOT_RUN = {
     ".venv-dist/bin/twine *": "it publishes",
     "git clone *": "the reader's own address",
     "cd *": "the shell's own",
+    "export *": "the shell's own",
     "source *": "the shell's own",
     "docker build *": "no Docker here; deploy/test_images.py reads the file",
     "helm *": "no cluster here; deploy/test_helm.py reads the values as the chart does",
