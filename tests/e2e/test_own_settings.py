@@ -29,6 +29,9 @@ CASES: list[tuple[int, dict[str, Any], list[int]]] = [
     (600, asks(budget=200, interval=0), [600]),
     (650, asks("ada-snapkv", protect_first=64, budget=320), [650, 714, 778]),
     (333, asks("streaming-llm", protect_first=96), [333, 397, 461]),
+    # More than the budget holds: the store grows, and a short prompt stays whole.
+    (700, asks("ada-snapkv", protect_first=300), [700, 764, 828]),
+    (300, asks(protect_first=250, interval=0), []),
     (300, asks(at=20), [301, 365, 429]),
     (500, {}, [500, 564, 628]),
 ]
@@ -102,10 +105,11 @@ def test_what_comes_after_the_point_sees_the_evicted_cache(tiny_model, oracle):
 
 
 def test_protected_tokens_stay_in_every_head(tiny_model_kv4):
-    prompt, first = random_prompt(900, seed=9), 70
+    prompt, more = random_prompt(900, seed=9), 300
     with engine(tiny_model_kv4, SERVER) as run:
         for policy in ("ada-snapkv", "snapkv", "streaming-llm"):
-            for protect in (0, first):
+            for protect in (0, 70, more):
+                first = protect or more
                 run.generate([prompt], NEW_TOKENS, [asks(policy, protect_first=protect)])
                 (life,) = run.lives()[0]
                 assert len(life.evictions) == 3

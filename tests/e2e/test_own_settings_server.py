@@ -34,7 +34,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asks(budget="half"), "give tokens (1024) or a share (25%)"),
     (asks(interval=-1), "kv_eviction_interval must be at least 0"),
     (asks(interval=[1]), "kv_eviction_interval must be a whole number"),
-    (asks(protect_first=65), "at most the 64 tokens"),
     (asks(at=0), "kv_eviction_at must be between 1 and the prompt's"),
     (asks(at=5000), "kv_eviction_at must be between 1 and the prompt's"),
     (asks(point=3), "unknown key 'kv_eviction_point'"),
@@ -205,6 +204,28 @@ def test_a_point_in_a_seeded_prompt_is_refused(server):
     message = refusal(server, "/v1/completions", seeded | dict(vllm_xargs=asks(at=-4)))
     assert "kv_eviction_at and seed cannot be combined" in message
     assert server.post("/v1/completions", seeded)["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("asked", [asks(budget="10%"), asks("nonsense"), asks(at_message=0)])
+def test_settings_for_a_beam_search_are_refused_by_name(server, asked):
+    common = dict(model="tiny", use_beam_search=True, n=2, max_tokens=4, vllm_xargs=asked)
+    (key,) = asked
+    chat = dict(messages=MESSAGES * 2)
+    for path, content in (
+        ("completions", dict(prompt=PROMPT)),
+        ("chat/completions", chat),
+        ("chat/completions", chat | dict(stream=True)),
+    ):
+        message = refusal(server, f"/v1/{path}", common | content)
+        assert f"{key} cannot be combined with use_beam_search" in message
+
+
+def test_a_beam_search_is_not_evicted(server):
+    before = settled(server)["evictions"]
+    body = dict(model="tiny", use_beam_search=True, n=2, max_tokens=40, prompt=PROMPT)
+    beams = server.post("/v1/completions", body)["choices"]
+    assert len({beam["text"] for beam in beams}) == 2
+    assert settled(server)["evictions"] == before
 
 
 def test_each_api_server_refuses(server):

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from tests.engine import test_findings_blocks as blocks
-from tests.engine import test_findings_stores as stores
 from tests.engine import test_findings_turns as turns
 from tests.engine import test_findings_work as work
 from tests.engine.test_scheduler import SYNC
@@ -13,7 +12,7 @@ from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
 from vllm_kvevict.engine.memory import Forecast
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.request import RequestState
-from vllm_kvevict.engine.stores import PublishedStores, SuffixCache
+from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.engine.turns import Turns
 
 
@@ -68,21 +67,6 @@ def test_padded_drafts_are_not_counted(monkeypatch):
     monkeypatch.setattr(RequestState, "most_drafts", lambda *_: 100)
     with pytest.raises(AssertionError, match=r"\(112, 119\)"):
         turns.test_padded_drafts_do_not_reach_across_the_next_eviction("snapkv", 113, monkeypatch)
-
-
-def test_a_lost_block_takes_a_live_one_with_it(monkeypatch):
-    enter = SuffixCache._enter
-
-    def forgetful(self: Any, store: Any, state: Any, index: int) -> None:
-        (first, *_) = self._managers
-        block = self._managers[first].req_to_blocks[state.request_id][index].block_id
-        if (stale := self._by_block.get(block)) is not None:
-            stale[0].suffix.pop(stale[1], None)
-        enter(self, store, state, index)
-
-    monkeypatch.setattr(SuffixCache, "_enter", forgetful)
-    with pytest.raises(AssertionError, match="whole"):
-        stores.test_a_turn_that_was_computed_again_is_found(SYNC)
 
 
 def test_every_store_is_counted_at_every_report(monkeypatch):

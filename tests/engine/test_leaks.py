@@ -91,9 +91,13 @@ class Days:
             asked["at"] = rng.randint(1, length)
         if rng.random() < 0.2:
             asked["protect_first"] = rng.randint(1, 40)
+        answer = rng.randint(1, 40)
         if rng.random() < 0.3:
-            asked["interval"] = rng.choice([0, 8, 100_000])
-        self.add(length, rng.randint(1, 40), **asked)
+            asked["interval"] = rng.choice([0, 8])
+        elif rng.random() < 0.2:
+            # Far from its next eviction when it is aborted.
+            asked["interval"], answer = 200, 300
+        self.add(length, answer, **asked)
 
     def step(self) -> None:
         output = self.scheduler.schedule()
@@ -112,7 +116,7 @@ class Days:
             while len(self.live) >= LIVE:
                 self.step()
             self.any_request()
-            if self.rng.random() < 0.1:
+            if self.rng.random() < 0.25:
                 name = self.rng.choice(list(self.live))
                 self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
                 del self.live[name]

@@ -215,7 +215,7 @@ def test_own_budgets_in_two_groups(setup):
     core.add(tokens(160), 4, asked=AT_100 | {"kv_eviction_protect_first": 5})
     core.add(tokens(160, 2), 4, asked=AT_100 | {"kv_eviction_budget": "40%"})
     plan = getattr(core.step(), PLAN)
-    assert [[len(g.store) for g in e.groups] for e in plan.evictions] == [[4, 8], [4, 4]]
+    assert [[len(g.store) for g in e.groups] for e in plan.evictions] == [[5, 9], [4, 4]]
     assert [e.protect_first for e in plan.evictions] == [5, 0]
     core.finish()
 

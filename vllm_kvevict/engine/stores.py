@@ -275,6 +275,7 @@ class SuffixCache:
         self._enabled = all(one.block_size == self._size for one in managers.values())
         self._filled: list[tuple[RequestState, PublishedStore, int]] = []
         self._by_block: dict[int, tuple[PublishedStore, BlockHash]] = {}
+        """Entries of all stores by the block of the first group that they are in."""
         self._made = 0
 
     def note(self, state: RequestState, num_tokens: int) -> None:
@@ -305,28 +306,20 @@ class SuffixCache:
             if block.block_hash is None:
                 block.set_block_hash(make_block_hash_with_group_id(mark, group))
             marked.append((block, block.block_hash or b""))
-        first = marked[0][0]
-        if (stale := self._by_block.get(first.block_id)) is not None:
-            former = stale[0].suffix.get(stale[1])
-            # Unless it was published again since, in other blocks.
-            if former is not None and former[0][0] is first:
-                del stale[0].suffix[stale[1]]
-        # Found no more, in blocks that serve others by now.
-        self._forget(store, key)
-        self._by_block[first.block_id] = store, key
+        block_id = marked[0][0].block_id
+        if (stale := self._by_block.get(block_id)) is not None:
+            del stale[0].suffix[stale[1]]
+        if (former := store.suffix.get(key)) is not None:
+            # Published again: the blocks it was in serve others by now.
+            del self._by_block[former[0][0].block_id]
+        self._by_block[block_id] = store, key
         store.suffix[key] = marked
 
     def drop(self, store: PublishedStore) -> None:
         """Forget what was computed over a store that nobody finds any more."""
-        for key in store.suffix:
-            self._forget(store, key)
+        for marked in store.suffix.values():
+            del self._by_block[marked[0][0].block_id]
         store.suffix.clear()
-
-    def _forget(self, store: PublishedStore, key: BlockHash) -> None:
-        if (marked := store.suffix.get(key)) is not None:
-            block_id = marked[0][0].block_id
-            if self._by_block.get(block_id) == (store, key):
-                del self._by_block[block_id]
 
     def find(
         self, state: RequestState, store: PublishedStore, most: int
