@@ -152,7 +152,7 @@ def steps(policy: str, in_place: bool = False) -> list[StepPlan]:
 
     ``in_place`` moves three of the four into blocks of their own, or into some and fresh ones.
     """
-    first, other = ([5, 60], [9]) if in_place else ([60, 61], [62])
+    first, other = ([5, 60], [9, 10, 11]) if in_place else ([60, 61], [62, 76, 77])
 
     def both(request, tokens, ring, group, other, protect=0):
         other.group_id = 1
@@ -162,7 +162,7 @@ def steps(policy: str, in_place: bool = False) -> list[StepPlan]:
 
     a = both("a", 102, 1, due([], first, 0, 5, 1), due([], other, 0, 5, 8), protect=3)
     b = both("b", 230, 0, due([], [63, 64, 65], 0, 13, 15), due([], [66, 67], 0, 13, 30))
-    second, third = ([60, 46, 5], [9, 71]) if in_place else ([68, 69, 70], [71, 72])
+    second, third = ([60, 46, 5], [9, 71, 72]) if in_place else ([68, 69, 70], [71, 72, 78])
     last = [81] if in_place else [73]
     again = both("a", 150, 2, due(first, second, 5, 8, 45), due(other, third, 5, 8, 50), protect=3)
     c = both("c", 75, 0, due([], last, 0, 4, 80), due([], [74, 75], 0, 4, 86))

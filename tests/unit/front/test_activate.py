@@ -66,13 +66,17 @@ def test_activation_keeps_async_scheduling(build: Any) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("tiers", [{}, {"store_memory": "1G"}, {"store_path": "/tmp/stores"}])
-def test_tiers_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchronous: bool) -> None:
-    config = build({"policy": "snapkv"} | tiers)
+@pytest.mark.parametrize(
+    "optional", [{}, {"store_memory": "1G"}, {"store_path": "/tmp/stores"}, {"audit": "1%"}]
+)
+def test_every_server_has_one_of_two_schedulers(
+    build: Any, optional: Any, asynchronous: bool
+) -> None:
+    config = build({"policy": "snapkv"} | optional)
     config.scheduler_config.async_scheduling = asynchronous
     _activate(config, config.additional_config["kv_eviction"])
     kind = config.scheduler_config.get_scheduler_cls()
-    assert kind.__module__ == f"vllm_kvevict.{'tiers' if tiers else 'engine'}.scheduler"
+    assert kind.__module__ == "vllm_kvevict.engine.scheduler"
     assert ("Async" in kind.__name__) == asynchronous
 
 
@@ -95,17 +99,6 @@ def test_a_folder_of_stores_that_everybody_may_write_to_is_refused(
     tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match=r"--kv-eviction-store-path: every user may write"):
         build(asked)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("tiers", [{}, {"store_memory": "1G"}])
-def test_audits_have_a_scheduler_of_their_own(build: Any, tiers: Any, asynchronous: bool) -> None:
-    config = build({"policy": "snapkv", "audit": "1%"} | tiers)
-    config.scheduler_config.async_scheduling = asynchronous
-    _activate(config, config.additional_config["kv_eviction"])
-    kind = config.scheduler_config.get_scheduler_cls()
-    assert kind.__module__ == "vllm_kvevict.audit.scheduler"
-    assert ("Async" in kind.__name__) == asynchronous
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def core_options(blocks: int = 100, prompt: int = 500, max_tokens: int = 1, **ex
         mm_features=None,
         prompt_embeds=None,
     )
-    return read_options(one, config, [config.timeline(32)], 1000, False, 2000, blocks)
+    return read_options(one, config, [config.timeline(32)], False, 2000, blocks)
 
 
 def test_the_engine_core_evicts_no_marked_request() -> None:

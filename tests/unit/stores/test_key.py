@@ -3,16 +3,18 @@
 from dataclasses import fields, replace
 
 import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from benchmarks.bare_scheduler import Setup, make_request
 from vllm_kvevict.schedule.request_timeline import RequestTimeline
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.stores.key import ShareKey, share_key
 
-KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), (), True, 0.25)
+KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), True, 0.25)
 OTHERS = dict(
     prefix=b"b", rest=(1, 3), extra=("salt",), point=101, policy="snapkv", protect_first=5,
-    stores=((0, 8),), prepare=(9,), inside=False, share=0.5,
+    stores=((0, 8),), inside=False, share=0.5,
 )  # fmt: skip
 
 
@@ -26,13 +28,18 @@ def test_every_field_makes_another_key(name):
 SETUP = Setup(block_size=8)
 PROMPT = list(range(2, 132))
 RULE = Timeline(block_size=8, window=8, interval=64, budget_tokens=40)
-STREAMED = replace(RULE, prefill_stride=64)
+STREAMED = replace(RULE, prefill_interval=64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hashes():
+    init_none_hash(sha256)
 
 
 def key(prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, **options):
     request = make_request(SETUP, "r", prompt, 4, **options)
     timelines = {0: RequestTimeline(rule, len(prompt), len(prompt), at=at)}
-    return share_key(request, timelines, 8, policy, first, (), reads_share)
+    return share_key(request, timelines, 8, policy, first, reads_share)
 
 
 def test_equal_requests_have_equal_keys():

@@ -61,6 +61,7 @@ def test_v1_rows_of_sessions_that_wait_are_lent():
     assert run("b", new=["b"], finished=["a"]) == ([session], [session])
     # Its row is another one by then, and clean.
     assert run("session", "b", finished=["evicted"]) == ([own, session], [own])
+    evicted.clear()
     assert run("session", "b") == ([own, session], [])
     # One that ends without a row takes none along.
     assert run("c", "b", new=["c"])[0] == [own, session]
