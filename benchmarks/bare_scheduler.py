@@ -27,10 +27,10 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
 from vllm_kvevict.front.offload import CONNECTOR, OURS
-from vllm_kvevict.offload.spec import MainMemorySpec
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import PYRAMIDS
 from vllm_kvevict.settings.profile import ModelIdentity, Profile
+from vllm_kvevict.worker.cpu_offload import MainMemorySpec
 
 STOP_TOKEN = 1
 VOCABULARY = 1000

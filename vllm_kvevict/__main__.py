@@ -26,7 +26,7 @@ complete -o filenames -F _vllm_kvevict vllm-kvevict
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command as ``python -m vllm_kvevict.COMMAND`` does. Returns the exit status."""
+    """Run a command. Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else ""
     if name == "completion":
@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if name in COMMANDS:
         sys.argv = [f"vllm-kvevict {name}", *argv[1:]]
-        runpy.run_module(f"vllm_kvevict.{name}", run_name="__main__", alter_sys=True)
+        room = "" if name == "calibrate" else "tools."
+        runpy.run_module(f"vllm_kvevict.{room}{name}", run_name="__main__", alter_sys=True)
         return 0
     usage = "\n".join(f"  vllm-kvevict {one:<11} {what}" for one, what in COMMANDS.items())
     asked = name in ("", "-h", "--help")

@@ -148,10 +148,10 @@ def _kv_cache(
     """The KV cache and the bytes of the weights of one rank."""
     from vllm_kvevict.compat import shim
     from vllm_kvevict.settings.config import EvictionConfig
-    from vllm_kvevict.sizing.memory import share_out
-    from vllm_kvevict.sizing.model import rank_specs
-    from vllm_kvevict.sizing.options import Options
-    from vllm_kvevict.sizing.weights import assumed_activations, rank_weights
+    from vllm_kvevict.tools.plan.memory import share_out
+    from vllm_kvevict.tools.plan.model import rank_specs
+    from vllm_kvevict.tools.plan.options import Options
+    from vllm_kvevict.tools.plan.weights import assumed_activations, rank_weights
 
     weights, activations = rank_weights(None, vllm_config)[0], assumed_activations(vllm_config)
     eviction = EvictionConfig.parse(setting.eviction)

@@ -322,15 +322,15 @@ HOOKS = {
         """,
         "vllm.config": "CacheConfig.user_specified_block_size CacheConfig.block_size",
     },
-    "sizing/memory.py": {
+    "tools/plan/memory.py": {
         "vllm.v1.core.kv_cache_utils": "get_kv_cache_capacity",
         "vllm.distributed.utils": "get_pp_indices",
     },
-    "sizing/model.py": {
+    "tools/plan/model.py": {
         "vllm.utils.torch_utils": "kv_cache_dtype_str_to_dtype",
         "vllm.v1.kv_cache_interface": "get_kv_quant_mode AttentionSpec.kv_quant_mode",
     },
-    "inspect/engine.py": {
+    "calibrate/local_engine.py": {
         "vllm.engine.arg_utils": "EngineArgs.create_model_config",
         "vllm.tokenizers": "get_tokenizer",
     },

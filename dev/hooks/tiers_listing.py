@@ -34,7 +34,7 @@ TIER_HOOKS = {
         """,
         "vllm.v1.request": "Request.kv_transfer_params",
     },
-    "offload/spec.py": {
+    "worker/cpu_offload.py": {
         "vllm.v1.kv_offload.cpu.spec": "CPUOffloadingSpec.get_worker(kv_caches)",
         "vllm.v1.kv_offload.base": """
             OffloadingWorker.submit_store(job_id,src_spec,dst_spec)

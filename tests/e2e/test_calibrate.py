@@ -1,4 +1,4 @@
-"""``python -m vllm_kvevict.calibrate`` on a tiny model, and a server of its file."""
+"""``vllm-kvevict calibrate`` on a tiny model, and a server of its file."""
 
 import gc
 import json
@@ -17,9 +17,9 @@ from tests.oracles.learned import Seen, check_learned
 from tests.oracles.masked import Kept, Life, MaskedModel
 from vllm_kvevict.calibrate import learn, lessons
 from vllm_kvevict.calibrate.__main__ import main
+from vllm_kvevict.calibrate.local_engine import sized, start
 from vllm_kvevict.calibrate.rank import kept
 from vllm_kvevict.front.profile import read
-from vllm_kvevict.inspect.engine import sized, start
 from vllm_kvevict.settings import probe_weights
 from vllm_kvevict.settings.config import EvictionConfig
 

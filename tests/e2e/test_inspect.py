@@ -1,4 +1,4 @@
-"""``python -m vllm_kvevict.inspect`` against the recorder of the token oracle."""
+"""``vllm-kvevict inspect`` against the recorder of the token oracle."""
 
 import base64
 import gc
@@ -66,7 +66,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def inspect(model: Path, prompt_file: Path, *arguments: object) -> tuple[dict[str, Any], Path]:
     """Run in this process; returns the JSON and the picture."""
-    from vllm_kvevict.inspect.__main__ import main
+    from vllm_kvevict.tools.inspect.__main__ import main
 
     picture, data = prompt_file.with_name("kept.png"), prompt_file.with_name("kept.json")
     status = main(
@@ -265,7 +265,7 @@ def failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[object]
 ) -> str:
     """The last line that a run in this process prints before it fails."""
-    from vllm_kvevict.inspect.__main__ import main
+    from vllm_kvevict.tools.inspect.__main__ import main
 
     try:
         status: Any = main([str(argument) for argument in arguments])
@@ -359,7 +359,7 @@ def test_variants_that_cannot_run(tiny_model, prompt_file, monkeypatch, capsys) 
 
 
 def test_missing_matplotlib(tiny_model, prompt_file, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("vllm_kvevict.inspect.options.find_spec", lambda name: None)
+    monkeypatch.setattr("vllm_kvevict.tools.inspect.options.find_spec", lambda name: None)
     line = failure(capsys, monkeypatch, [tiny_model, "--prompt-file", prompt_file])
     assert line == (
         "error: inspect draws with matplotlib, which is not installed: "
@@ -371,7 +371,7 @@ def test_the_command(tiny_model, prompt_file) -> None:
     """As a user types it: the report alone on stdout, the picture where it was asked for."""
     picture = prompt_file.with_name("here.png")
     done = forked.run(
-        "vllm_kvevict.inspect", tiny_model, "--prompt-file", prompt_file, "--output", picture,
+        "vllm_kvevict.tools.inspect", tiny_model, "--prompt-file", prompt_file, "--output", picture,
         "--kv-eviction", "snapkv", "--kv-eviction-budget", "25%", "--max-tokens", "4",
         "--max-model-len", "2048", "--kv-cache-memory-bytes", "64M",
     )  # fmt: skip

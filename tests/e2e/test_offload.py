@@ -9,7 +9,7 @@ from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
 from vllm_kvevict.engine.offload import OffloadGuard
-from vllm_kvevict.offload import spec
+from vllm_kvevict.worker import cpu_offload as spec
 
 DOCUMENT = random_prompt(500, seed=1)
 PROMPTS = [DOCUMENT + random_prompt(20 + 13 * i, seed=10 + i) for i in range(4)]

@@ -8,8 +8,8 @@ from tests.e2e.architectures import architecture
 from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
 from tests.oracles.engine import engine
-from vllm_kvevict.sizing.options import parse
-from vllm_kvevict.sizing.report import Sizing, as_json
+from vllm_kvevict.tools.plan.options import parse
+from vllm_kvevict.tools.plan.report import Sizing, as_json
 
 SIZES = re.compile(r"memory on this rank: (\d+) bytes [^,]*, (\d+) bytes [^,]*, (\d+) bytes")
 

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_scheduler import no_stop, tokens
 from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.sizing.footprint import EvictingGroup, Group, SharingGroup, request_footprint
+from vllm_kvevict.tools.plan.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 
 PROMPT, OUTPUT = 200, 60
 SETUP = Setup(budget=64, interval=24, blocks=128, max_num_seqs=32, max_batched=256, caching=False)

@@ -9,10 +9,8 @@ import vllm_kvevict
 PACKAGE = Path(vllm_kvevict.__file__).parent
 
 FLOORS = (
-    {"__main__"},
-    {"calibrate", "plan"},
-    {"sizing", "inspect"},
-    {"audit", "offload"},
+    {"__main__", "tools"},
+    {"calibrate"},
     {"worker"},
     {"engine", "front"},
     {"attention", "metrics", "policies", "stores"},

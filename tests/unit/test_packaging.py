@@ -132,7 +132,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_contains_every_module_and_nothing_else(wheel: Path) -> None:
     tree = ROOT / "vllm_kvevict"
-    data = ("profiles/*.json", "inspect/page.html")
+    data = ("profiles/*.json", "tools/inspect/page.html")
     files = [*tree.rglob("*.py"), *(file for pattern in data for file in tree.glob(pattern))]
     expected = {str(p.relative_to(ROOT)) for p in files}
     with zipfile.ZipFile(wheel) as archive:

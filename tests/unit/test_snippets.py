@@ -233,7 +233,7 @@ def run_python(text: str, build: Any) -> None:
 
 def plan_prints(rows: str, folder: Path, capsys: Any) -> None:
     """The page's command for the page's model, with the flags that it names."""
-    from vllm_kvevict.sizing.command import main
+    from vllm_kvevict.tools.plan.command import main
 
     write_config("llama-3.1-8b", folder)
     text = (ROOT / "docs" / "operations.md").read_text()

@@ -1,4 +1,4 @@
-"""``python -m vllm_kvevict.calibrate MODEL``: see docs/layers.md."""
+"""``vllm-kvevict calibrate MODEL``: see docs/layers.md."""
 
 import json
 import os
@@ -14,16 +14,16 @@ def main(argv: list[str]) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_kvevict.calibrate.options import CalibrateError, parse
+    from vllm_kvevict.calibrate.options import parse
     from vllm_kvevict.calibrate.prompts import PromptsError
-    from vllm_kvevict.inspect.options import InspectError
+    from vllm_kvevict.front.command import CommandError
 
     try:
         options, engine_args = parse(argv)
         from vllm_kvevict.calibrate.engine import run
 
         profile, weights = run(options, engine_args)
-    except (CalibrateError, PromptsError, InspectError) as error:
+    except (CommandError, PromptsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     from vllm_kvevict.front.profile import AUTO, cache_folder, cached_name, to_json

@@ -10,10 +10,10 @@ import torch
 
 from vllm_kvevict import __version__
 from vllm_kvevict.calibrate import rank
+from vllm_kvevict.calibrate.local_engine import load_tokenizer, sized, start
 from vllm_kvevict.calibrate.options import CalibrateError, Options
 from vllm_kvevict.calibrate.prompts import builtin, from_file, token_ids
 from vllm_kvevict.front.profile import identity
-from vllm_kvevict.inspect.engine import load_tokenizer, sized, start
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY, LEARNED
 from vllm_kvevict.settings.probe_weights import ProbeWeights
@@ -38,7 +38,7 @@ def run(options: Options, engine_args: Any) -> tuple[Profile, ProbeWeights | Non
 
     Raises:
         CalibrateError: A prompt is too short to evict.
-        InspectError: The model cannot be loaded.
+        CommandError: The model cannot be loaded.
         PromptsError: The prompts cannot be read.
 
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_kvevict.calibrate.facts import draw
 from vllm_kvevict.calibrate.prompts import PromptsError, from_file
-from vllm_kvevict.inspect.prompt import read_prompt
+from vllm_kvevict.calibrate.read_prompt import read_prompt
 
 MODULES = (
     "argparse ast asyncio.streams base64 bisect calendar codecs collections configparser "

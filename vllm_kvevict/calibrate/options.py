@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvevict.front.command import evict_by_default, first_line
+from vllm_kvevict.front.command import CommandError, evict_by_default, first_line
 from vllm_kvevict.settings.names import COMPARABLE, LEARNED
 
 POLICY = "probe"
@@ -13,7 +13,7 @@ DEFAULT_BUDGET = "12.5%"
 PROSE, MOST_PROSE = 1.0, 10
 
 
-class CalibrateError(Exception):
+class CalibrateError(CommandError):
     """What went wrong, in one sentence."""
 
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(
-        prog="python -m vllm_kvevict.calibrate",
+        prog="vllm-kvevict calibrate",
         usage="%(prog)s MODEL [--output FILE] [--prompts FILE] [options of vllm serve]",
         description="Make the model's profile: the scores of probe, and which share of the budget "
         f"each layer and KV head needs under a policy (default: {POLICY}) and a budget "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvevict.inspect.prompt import read_prompt
+from vllm_kvevict.calibrate.read_prompt import read_prompt
 
 TOPICS = (
     "exceptions objects import naming calls execmodel debugger strings typesmapping types "

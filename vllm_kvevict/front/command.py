@@ -5,6 +5,10 @@ import argparse
 from vllm_kvevict.settings.names import DEFAULT_POLICY, KEY
 
 
+class CommandError(Exception):
+    """A command cannot do what it was asked for. The message is one sentence."""
+
+
 def evict_by_default(
     args: argparse.Namespace, policy: str = DEFAULT_POLICY, budget: str | None = None
 ) -> None:

@@ -49,10 +49,10 @@ def measured(
     config = changed(config, {"profile": AUTO})
     if find(vllm_config) is not None or not _is_usable(vllm_config, config):
         return config
-    words = ["-m", "vllm_kvevict.calibrate", str(engine_args.model), *flags(engine_args)]
-    by_hand = f"python {shlex.join(words)}"
+    words = [str(engine_args.model), *flags(engine_args)]
+    by_hand = f"vllm-kvevict calibrate {shlex.join(words)}"
     logger.info("KV eviction: no profile of this model yet, so it is measured now: %s", by_hand)
-    problem = _run([sys.executable, *words])
+    problem = _run([sys.executable, "-m", "vllm_kvevict.calibrate", *words])
     if problem is None and find(vllm_config) is None:
         problem = "what it wrote is another model's"
     if problem is not None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 CONNECTOR = "OffloadingConnector"
 SPEC = "CPUOffloadingSpec"
-OURS = {"spec_name": "MainMemorySpec", "spec_module_path": "vllm_kvevict.offload.spec"}
+OURS = {"spec_name": "MainMemorySpec", "spec_module_path": "vllm_kvevict.worker.cpu_offload"}
 """What copies on vLLM's CPU platform, where vLLM has nothing that does."""
 
 

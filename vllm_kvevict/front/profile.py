@@ -62,7 +62,7 @@ def check_learned(config: "EvictionConfig", model: str) -> None:
     learned = [name for name in config.policies if name in LEARNED]
     if not learned:
         return
-    make = f"make one with python -m vllm_kvevict.calibrate {model}"
+    make = f"make one with vllm-kvevict calibrate {model}"
     if config.profile is None:
         raise ValueError(
             f"KV eviction: {learned[0]} needs the model's profile: give --kv-eviction-profile and "
@@ -89,14 +89,14 @@ def load(where: "str | Profile", vllm_config: "VllmConfig") -> Profile:
             return found
         raise ValueError(
             f"{FLAG} auto: no profile ships for {mine}, and none is in {cache_folder()}; make it "
-            f"with python -m vllm_kvevict.calibrate {vllm_config.model_config.model}, or start "
+            f"with vllm-kvevict calibrate {vllm_config.model_config.model}, or start "
             f"with {MEASURE} in the place of auto"
         )
     profile = where if isinstance(where, Profile) else read(Path(where))
     if profile.model != mine:
         raise ValueError(
             f"{FLAG}: the profile is that of {profile.model}, and this model is {mine}; make its "
-            f"own with python -m vllm_kvevict.calibrate {vllm_config.model_config.model}"
+            f"own with vllm-kvevict calibrate {vllm_config.model_config.model}"
         )
     return profile
 

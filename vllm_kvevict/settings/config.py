@@ -101,7 +101,7 @@ class EvictionConfig(BaseModel):
     profile: str | Profile | None = Field(
         default=None,
         description=(
-            "The model's profile, made by python -m vllm_kvevict.calibrate: shares of the budget "
+            "The model's profile, made by vllm-kvevict calibrate: shares of the budget "
             "by layer and head, and the scores of probe. A file; auto for one that ships for this "
             "model or that calibrate left under vLLM's cache root; measure runs it if none is."
         ),

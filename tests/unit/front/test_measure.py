@@ -69,7 +69,7 @@ def test_a_failure_is_one_sentence_with_the_command(build: Any, model: str, runs
     with pytest.raises(ValueError) as caught:
         build(ASKED)
     said = str(caught.value)
-    assert "measure: it failed; measure by hand with python -m vllm_kvevict.calibrate" in said
+    assert "measure: it failed; measure by hand with vllm-kvevict calibrate" in said
     assert model in said and "\n" not in said
 
 

@@ -58,7 +58,7 @@ def test_without_a_profile(build: Any, records: list[logging.LogRecord]) -> None
     assert (found.policy, found.budget, found.profile) == ("ada-defensive", "25%", None)
     line = said(records)
     assert "KV eviction auto is --kv-eviction ada-defensive --kv-eviction-budget 25% here" in line
-    assert "python -m vllm_kvevict.calibrate" in line, "how to have more"
+    assert "vllm-kvevict calibrate" in line, "how to have more"
 
 
 def test_with_a_profile(build: Any, nothing_ships: Path, records: list[logging.LogRecord]) -> None:

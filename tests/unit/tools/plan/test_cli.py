@@ -1,0 +1,194 @@
+"""The command line of the plan: what it reads, prints and refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_kvevict.tools.plan.command import main
+from vllm_kvevict.tools.plan.options import SizingError, parse
+from vllm_kvevict.tools.plan.report import Sizing, as_json, as_text
+
+LOAD = ["--prompt", "2000", "--output", "200", "--block-size", "32", "--dtype", "float32"]
+SEQS = ["--max-num-seqs", "64"]
+KV = ["--kv-cache-memory-bytes", "8M"]
+MLA = dict(
+    architectures=["DeepseekV2ForCausalLM"],
+    model_type="deepseek_v2",
+    vocab_size=128,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    max_position_embeddings=4096,
+    dtype="float32",
+)
+
+
+def plan(*argv: str) -> Sizing:
+    return Sizing.of(*parse(list(argv)))
+
+
+def test_json_holds_what_the_text_says(model):
+    found = plan(model, *LOAD, *KV, "--kv-eviction", "ada-snapkv", "--budget", "256")
+    data, text = json.loads(json.dumps(as_json(found))), as_text(found)
+    # 2 layers, 1 KV head of 32, keys and values, float32: 8M are 256 blocks of 32 tokens.
+    assert data["memory"]["block_bytes"] == 2 * 32 * 2 * 32 * 4
+    assert data["memory"]["blocks"] == (8 << 20) // data["memory"]["block_bytes"]
+    assert data["eviction"]["policy"] == "ada-snapkv" and data["eviction"]["budget"] == 256
+    # Layers, window, query heads, head size, float32.
+    assert data["memory"]["eviction_rings"] == data["max_num_seqs"] * 2 * 32 * 2 * 32 * 4
+    assert data["with_eviction"]["decode"] < data["without"]["decode"] / 4
+    assert data["with_eviction"]["sequences"] > data["without"]["sequences"]
+    for part in ("memory", "without", "with_eviction"):
+        for value in data[part].values():
+            if isinstance(value, int) and not isinstance(value, bool):
+                assert str(value) in text, (part, value)
+
+
+def test_without_a_policy_it_plans_what_auto_stands_for(model):
+    for budget, wanted in (((), "25%"), (("--budget", "256"), 256)):
+        eviction = as_json(plan(model, *LOAD, *KV, *budget))["eviction"]
+        assert (eviction["policy"], eviction["budget"]) == ("ada-defensive", wanted)
+
+
+def test_a_context_that_all_requests_share(model):
+    found = plan(model, *LOAD, *KV, "--budget", "256", "--context", "1900")
+    data, text = as_json(found), as_text(found)
+    assert found.shared == data["shared_blocks"] == 7 + 1
+    assert data["sharing"]["sequences"] > data["with_eviction"]["sequences"]
+    assert "one context of 1900 of these tokens" in text
+    for name in ("decode", "sequences", "mean_sequences"):
+        assert f" {data['sharing'][name]}\n" in text + "\n"
+
+
+def test_under_pressure_it_says_how_many_keep_everything(model):
+    usual = plan(model, *LOAD, *KV, "--budget", "256")
+    pressure = plan(model, *LOAD, *KV, "--budget", "256", "--kv-eviction-when", "pressure")
+    more = set(as_text(pressure).splitlines()) - set(as_text(usual).splitlines())
+    (line,) = more
+    assert f"up to {usual.mean_sequences(usual.without)} such requests" in line
+
+
+def test_a_file_a_folder_and_a_renamed_file(model, tmp_path):
+    renamed = tmp_path / "mine.json"
+    shutil.copy(f"{model}/config.json", renamed)
+    plans = [as_json(plan(m, *LOAD, *KV)) for m in (model, f"{model}/config.json", str(renamed))]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_a_device_is_shared_out(model):
+    """KV cache, weights, activations and eviction's buffers make up the device's usable share."""
+    device = ["--gpu-memory", "1G", "--gpu-memory-utilization", "0.5", "--activations", "64M"]
+    memory = as_json(plan(model, *LOAD, *device))["memory"]
+    # Embedding and head, 2 layers of q, k, v, o (k, v one head of 32) and a three-part MLP; norms.
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 64 + 2 * 64
+    assert memory["weights"] == 4 * (2 * 128 * 64 + 2 * layer + 64)
+    assert memory["activations"] == 64 << 20
+    used = sum(memory[n] for n in ("weights", "activations", "eviction_rings", "kv_cache"))
+    used += memory["eviction_page_values"]
+    assert 0 <= (1 << 29) - used < memory["block_bytes"]
+
+
+def test_ranks_share_heads_layers_and_weights(model):
+    device = [*SEQS, "--gpu-memory", "1G", "--activations", "64M"]
+    one = as_json(plan(model, *LOAD, *device))["memory"]
+    tensor = as_json(plan(model, *LOAD, *device, "--tensor-parallel-size", "2"))["memory"]
+    assert tensor["weights"] * 2 == one["weights"]
+    assert tensor["eviction_rings"] * 2 == one["eviction_rings"]
+    assert tensor["block_bytes"] == one["block_bytes"], "one KV head cannot be split"
+    stages = as_json(plan(model, *LOAD, *device, "--pipeline-parallel-size", "2"))["memory"]
+    assert stages["block_bytes"] * 2 == one["block_bytes"]
+
+
+def test_stages_have_layers_of_every_group(model, tmp_path):
+    config = json.loads(Path(model, "config.json").read_text()) | {"num_hidden_layers": 4}
+    (path := tmp_path / "config.json").write_text(json.dumps(config))
+    stages = "--pipeline-parallel-size", "2"
+    alike, groups = (
+        as_json(plan(str(path), *LOAD, *KV, *stages, "--kv-eviction", policy))["memory"]
+        for policy in ("snapkv", "pyramidkv")
+    )
+    # Of the two layers of a stage each is of another group, which a block is for.
+    assert groups["block_bytes"] * 2 == alike["block_bytes"]
+    assert groups["blocks"] == 2 * alike["blocks"]
+
+
+def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1000)}, f"{model}/model.safetensors")
+    memory = as_json(plan(model, *LOAD, "--gpu-memory", "1G"))["memory"]
+    assert 4000 <= memory["weights"] < 4200
+    assert memory["weights_from"] == "the checkpoint's files"
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ([*LOAD], "give one of --gpu-memory"),
+        ([*LOAD, *KV, "--gpu-memory", "1G"], "give one of --gpu-memory"),
+        (["--prompt", "0", *KV], "--prompt: must be at least 1, not 0"),
+        (["--prompt", "9", "--output", "0", *KV], "--output: must be at least 1, not 0"),
+        (["--prompt", "4000", "--output", "200", *KV], "longest sequence of 4096 tokens"),
+        ([*LOAD, *KV, "--budget", "none"], "--kv-eviction-budget: give tokens"),
+        ([*LOAD, *KV, "--kv-eviction", "best"], "unknown policy 'best'; choose from"),
+        ([*LOAD, *KV, "--kv-eviction", "none"], "eviction is off"),
+        ([*LOAD, *KV, "--context", "2000"], "--context: must be at least 1 and less than --prompt"),
+        ([*LOAD, *KV, "--context", "9", "--kv-eviction", "nacl"], "nacl .* shares no stores"),
+        ([*LOAD, *KV, "--kv-eviction-profile", "measure"], "measure: plan runs no model"),
+        ([*LOAD, "--kv-cache-memory-bytes", "64K"], "estimated maximum model length"),
+        ([*LOAD, "--gpu-memory", "1M"], "leave no room for a KV cache"),
+        ([*LOAD, *KV, "--kv-cache-dtype", "fp8_e5m2"], "does not support this type of KV cache"),
+    ],
+)
+def test_refusals(model, argv, says):
+    with pytest.raises(SizingError, match=says):
+        plan(model, *argv)
+
+
+def test_sparse_mla_is_refused(model):
+    from pathlib import Path
+
+    sparse = MLA | dict(index_topk=32)
+    (Path(model) / "config.json").write_text(json.dumps(sparse))
+    with pytest.raises(SizingError, match="does not support sparse MLA models"):
+        plan(model, *LOAD, *KV)
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        (dict(layer_types=["full_attention", "ring_attention"]), "of the kind 'ring_attention'"),
+        (dict(block_configs=[{}]), "layers of this model differ"),
+    ],
+)
+def test_layers_it_does_not_know(model, settings, says):
+    from vllm_kvevict.tools.plan.model import rank_specs
+
+    _, vllm_config, config = parse([model, *LOAD, *KV])
+    for name, value in settings.items():
+        setattr(vllm_config.model_config.hf_text_config, name, value)
+    with pytest.raises(SizingError, match=says):
+        rank_specs(vllm_config, config)
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ("/no/such/folder", "there is no config.json or model folder /no/such/folder"),
+        ("nobody/no-such-model", "nobody/no-such-model was not found"),
+        ("EMPTY", "has no config.json"),
+    ],
+)
+def test_an_unknown_model(given, says, tmp_path, capsys):
+    given = str(tmp_path) if given == "EMPTY" else given
+    assert main([given, *LOAD, *KV]) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.startswith("error: ") and error.count("\n") == 1

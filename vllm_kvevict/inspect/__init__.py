@@ -1,1 +1,0 @@
-"""``python -m vllm_kvevict.inspect``: one prompt, and a picture of what eviction kept of it."""

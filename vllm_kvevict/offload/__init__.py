@@ -1,1 +1,0 @@
-"""vLLM's own offload of KV blocks to host memory, beside eviction."""

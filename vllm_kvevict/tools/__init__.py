@@ -1,0 +1,1 @@
+"""The commands of `vllm-kvevict`. Nothing else in the package imports them."""

@@ -1,0 +1,1 @@
+"""``vllm-kvevict inspect``: one prompt, and a picture of what eviction kept of it."""

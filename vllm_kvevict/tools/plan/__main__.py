@@ -1,0 +1,12 @@
+"""``vllm-kvevict plan MODEL_CONFIG --gpu-memory 80G``: see docs/operations.md."""
+
+import os
+import sys
+
+from vllm_kvevict.tools.plan.command import main
+
+if __name__ == "__main__":
+    # vLLM reads these when it is imported; the answer has stdout for itself.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""The command line: the load and the memory, beside vLLM's own engine arguments."""
+
+import argparse
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvevict.settings.config import EvictionConfig
+
+
+class SizingError(Exception):
+    """What cannot be sized and why, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The load, in tokens, and the memory of one rank, in bytes.
+
+    ``gpu_memory`` is the whole device; None where the KV cache's own size is given.
+    ``weights`` and ``activations`` are None for counted and estimated, ``context`` where prompts
+    share none.
+    """
+
+    gpu_memory: int | None
+    prompt: int
+    output: int
+    weights: int | None
+    activations: int | None
+    json: bool
+    context: int | None = None
+
+
+def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
+    """Read the command line and build vLLM's configuration, without weights or tokenizer.
+
+    Raises:
+        SizingError: A wrong option, an unknown model, or one that eviction does not support.
+        SystemExit: argparse has printed its help or what is wrong.
+
+    """
+    # The flags, where the entry point is not loaded (VLLM_PLUGINS).
+    from vllm_kvevict.front.plugin import register
+
+    register()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from vllm_kvevict.compat import shim
+    from vllm_kvevict.front.command import evict_by_default
+    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.settings.names import KEY, MEASURE
+
+    args = _parser().parse_args(argv)
+    if getattr(args, "kv_eviction_profile", None) == MEASURE:
+        raise SizingError(
+            f"--kv-eviction-profile {MEASURE}: plan runs no model; name a profile, or give auto"
+        )
+    options = Options(
+        args.gpu_memory,
+        args.prompt,
+        args.output,
+        args.weights,
+        args.activations,
+        args.json,
+        args.context,
+    )
+    _check(options, args.kv_cache_memory_bytes)
+    if args.budget is not None:
+        args.kv_eviction_budget = args.budget
+    evict_by_default(args)
+    args.skip_tokenizer_init = True
+    with tempfile.TemporaryDirectory() as folder:
+        args.model = _model(args.model_config, Path(folder))
+        try:
+            vllm_config = EngineArgs.from_cli_args(args).create_engine_config(
+                # A server's defaults differ from those of ``LLM``.
+                usage_context=UsageContext.OPENAI_API_SERVER
+            )
+        except SystemExit as error:
+            raise SizingError(str(error.code).removeprefix("error: ")) from None
+        except (OSError, ValueError) as error:
+            raise SizingError(_sentence(args.model_config, error)) from None
+    shim().choose_block_size(vllm_config)
+    config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
+    if config is None:
+        raise SizingError("eviction is off, so there is nothing to plan: give --kv-eviction")
+    longest = vllm_config.model_config.max_model_len
+    if options.prompt + options.output > longest:
+        raise SizingError(
+            f"--prompt {options.prompt} and --output {options.output} are longer together than "
+            f"this model's longest sequence of {longest} tokens (--max-model-len)"
+        )
+    return options, vllm_config, config
+
+
+def _parser() -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
+
+    parser = FlexibleArgumentParser(
+        prog="vllm-kvevict plan",
+        usage="%(prog)s MODEL_CONFIG --gpu-memory SIZE --prompt N [--output N] [--budget B] "
+        "[options of vllm serve]",
+        description="Blocks, sequences and buffers of a server with KV eviction, before it "
+        "starts. SIZE is in bytes, as elsewhere in vLLM: 80G is 80 * 2**30, 80g is 80 * 10**9.",
+    )
+    group = parser.add_argument_group(title="Sizing", description="The load and the memory.")
+    group.add_argument(
+        "model_config", metavar="MODEL_CONFIG", help="A config.json, its folder, or a model's name."
+    )
+    size: dict[str, Any] = dict(type=human_readable_int, metavar="SIZE")
+    group.add_argument("--gpu-memory", **size, help="Memory of one device.")
+    group.add_argument("--prompt", type=int, required=True, metavar="N", help="Tokens of a prompt.")
+    group.add_argument("--output", type=int, default=256, metavar="N", help="Tokens of an answer.")
+    group.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="First tokens of every prompt, the same for all, after which they evict "
+        "(kv_eviction_at).",
+    )
+    group.add_argument("--budget", help="Short for --kv-eviction-budget.")
+    group.add_argument("--weights", **size, help="Of one rank (default: counted).")
+    group.add_argument(
+        "--activations", **size, help="Of one rank, at their peak (default: assumed)."
+    )
+    group.add_argument("--json", action="store_true", help="The sizes as JSON.")
+    EngineArgs.add_cli_args(parser)
+    return parser
+
+
+def _check(options: Options, kv_cache_memory: int | None) -> None:
+    for name, value, least in (("prompt", options.prompt, 1), ("output", options.output, 1)):
+        if value < least:
+            raise SizingError(f"--{name}: must be at least {least}, not {value}")
+    if options.context is not None and not 0 < options.context < options.prompt:
+        raise SizingError(
+            f"--context: must be at least 1 and less than --prompt {options.prompt}, not "
+            f"{options.context}"
+        )
+    if (options.gpu_memory is None) == (kv_cache_memory is None):
+        raise SizingError(
+            "give one of --gpu-memory (of the whole device) and --kv-cache-memory-bytes (of the "
+            "KV cache alone)"
+        )
+
+
+def _model(given: str, folder: Path) -> str:
+    """What vLLM takes for a model: a folder with a config.json, or a name.
+
+    Raises:
+        SizingError: A path at which there is no configuration.
+
+    """
+    path = Path(given).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise SizingError(f"the folder {given} has no config.json")
+        return str(path)
+    if path.is_file():
+        if path.name == "config.json":
+            return str(path.parent)
+        shutil.copy(path, folder / "config.json")
+        return str(folder)
+    if given.startswith(("/", ".", "~")) or given.count("/") > 1 or given.endswith(".json"):
+        raise SizingError(f"there is no config.json or model folder {given}")
+    return given
+
+
+def _sentence(model: str, error: Exception) -> str:
+    from vllm_kvevict.front.command import first_line
+
+    if isinstance(error, OSError):
+        return (
+            f"the configuration of {model} was not found here or at Hugging Face: "
+            f"{first_line(error)}"
+        )
+    return first_line(error)
