@@ -3,6 +3,8 @@
 from dataclasses import fields, replace
 
 import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from benchmarks.bare_scheduler import Setup, make_request
 from vllm_kvevict.schedule.request_timeline import RequestTimeline
@@ -23,10 +25,11 @@ def test_every_field_makes_another_key(name):
     assert replace(other, **{name: getattr(KEY, name)}) == KEY
 
 
+init_none_hash(sha256)
 SETUP = Setup(block_size=8)
 PROMPT = list(range(2, 132))
 RULE = Timeline(block_size=8, window=8, interval=64, budget_tokens=40)
-STREAMED = replace(RULE, prefill_stride=64)
+STREAMED = replace(RULE, prefill_interval=64)
 
 
 def key(prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, **options):
