@@ -435,7 +435,8 @@ class TieredStores(PublishedStores):
                     return None
                 self._counters.files_refused += 1
                 path = files.path(name, rank)
-                logger.warning("KV eviction: the store in %s is not used: %s.", path, error)
+                # Not the error itself: a handler that keeps records would keep what was read.
+                logger.warning("KV eviction: the store in %s is not used: %s.", path, str(error))
                 files.remove(name, self._ranks)
                 return None
             except Exception as error:

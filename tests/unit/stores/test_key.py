@@ -25,15 +25,11 @@ def test_every_field_makes_another_key(name):
     assert replace(other, **{name: getattr(KEY, name)}) == KEY
 
 
+init_none_hash(sha256)
 SETUP = Setup(block_size=8)
 PROMPT = list(range(2, 132))
 RULE = Timeline(block_size=8, window=8, interval=64, budget_tokens=40)
 STREAMED = replace(RULE, prefill_interval=64)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def hashes():
-    init_none_hash(sha256)
 
 
 def key(prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, **options):
