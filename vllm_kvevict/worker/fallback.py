@@ -13,7 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from vllm_kvevict.ops.candidates import Candidates
-from vllm_kvevict.ops.host import select_tokens
+from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy, Scorer, WeightedScorer, protect
 from vllm_kvevict.worker.ranks import mean_of_ranks
@@ -74,7 +74,7 @@ def recent(
 
     Returns:
         Scores [L, H, N] float32, pages [L, H] int64 and columns [L, S * H * block_size] int64, as
-        allocators and :func:`~vllm_kvevict.ops.host.select_tokens` have them.
+        allocators and :func:`~vllm_kvevict.ops.reference.select.select_tokens` have them.
 
     """
     place = torch.arange(candidate_pages * block_size, device=padding.device)
