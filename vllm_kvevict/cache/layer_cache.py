@@ -6,7 +6,6 @@ import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
-from vllm_kvevict.ops.host import key_scores, norms, read_floats, serves
 from vllm_kvevict.ops.reference import probe
 from vllm_kvevict.ops.reference.probe import Prose, Rotation
 
@@ -83,16 +82,13 @@ class LayerCache:
             pages: [H, P] int64.
 
         Returns:
-            [H, P * block_size, D], a copy: float32 on a CPU and of an FP8 cache, else the
-            cache's dtype.
+            [H, P * block_size, D], a copy: float32 of an FP8 cache, else the cache's dtype.
 
         """
         if not pages.numel():
             dtype = torch.float32 if self.is_fp8 else self.pages.dtype
             size = self.layout.keys.shape[1]
             return torch.empty(len(pages), 0, size, dtype=dtype, device=pages.device)
-        if serves(self.stored):
-            return read_floats(self.pages, pages, self.layout.key_places)
         return self.sequences(self.keys(pages))
 
     def key_scores(
@@ -112,8 +108,6 @@ class LayerCache:
             prose: Of :func:`vllm_kvevict.ops.reference.probe.with_prose`.
 
         """
-        if serves(self.stored):
-            return key_scores(self.pages, pages, self.layout.key_places, rotation, weights, prose)
         found = probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)
         return found if prose is None else probe.with_prose(found, *prose)
 
@@ -123,8 +117,6 @@ class LayerCache:
 
     def value_norms(self, pages: torch.Tensor) -> torch.Tensor:
         """[H, P * block_size] float32 Euclidean norms of the values of pages [H, P] int64."""
-        if serves(self.stored):
-            return norms(self.pages, pages, self.layout.value_places)
         values = self.sequences(self.values(pages))
         return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
 

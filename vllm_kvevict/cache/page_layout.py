@@ -8,8 +8,6 @@ from functools import cached_property
 import torch
 
 from vllm_kvevict.ops.fp8 import typed
-from vllm_kvevict.ops.host import compiled, copy_tokens
-from vllm_kvevict.ops.places import Places
 
 BASE = 16
 """float8_e4m3fn holds integers up to 16 exactly: elements are numbered digit by digit."""
@@ -86,14 +84,6 @@ class PageLayout:
         return self.keys.shape[0]
 
     @cached_property
-    def key_places(self) -> Places:
-        return Places.of(self.keys)
-
-    @cached_property
-    def value_places(self) -> Places:
-        return Places.of(self.values)
-
-    @cached_property
     def _views(self) -> tuple["_View", ...]:
         return tuple(_View(part) for part in (self.keys, self.values) if part.numel())
 
@@ -133,22 +123,6 @@ class PageLayout:
             target_page: [K / block_size] int64, each once.
 
         """
-        if compiled(pages):
-            source = source_page, source_slot, target_page
-            copy_tokens(pages, *source, self.key_places)
-            if self.values.numel():
-                copy_tokens(pages, *source, self.value_places)
-        else:
-            self.copy_by_torch(pages, source_page, source_slot, target_page)
-
-    def copy_by_torch(
-        self,
-        pages: torch.Tensor,
-        source_page: torch.Tensor,
-        source_slot: torch.Tensor,
-        target_page: torch.Tensor,
-    ) -> None:
-        """:meth:`copy` by PyTorch's operations, on any device."""
         for view in self._views:
             view.copy(pages, source_page, source_slot, target_page)
 
@@ -202,9 +176,13 @@ class _View:
         strided = self.of(pages)
         if strided is None:
             return pages[index][..., self.offsets]
-        read = self._ordered(strided).index_select(0, index.flatten())
-        back = [1 + self.order.index(dim) for dim in range(4)]
-        return read.permute(0, *back).reshape(*index.shape, *self.offsets.shape)
+        read = self._whole(strided, index.flatten())
+        return read.reshape(*index.shape, *self.offsets.shape)
+
+    def _whole(self, strided: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Pages ``index`` [P] of :meth:`of`, a copy in the order of memory."""
+        read = self._ordered(strided).index_select(0, index)
+        return read.permute(0, *(1 + self.order.index(dim) for dim in range(4)))
 
     def copy(
         self,
@@ -220,8 +198,33 @@ class _View:
             target = target_page[:, None, None].expand(-1, *self.offsets.shape)
             pages[target, self.offsets] = tokens.view(target.shape)
             return
-        tokens = strided[source_page, source_slot // self.inner, source_slot % self.inner]
-        self._ordered(strided)[target_page] = self._ordered(tokens.view(-1, *self.shape))
+        tokens = self._tokens(strided, source_page, source_slot)
+        tokens = tokens.unflatten(0, (-1, *self.shape[:2])).view(-1, *self.shape)
+        self._ordered(strided).index_copy_(0, target_page, self._ordered(tokens))
+
+    def _tokens(
+        self, strided: torch.Tensor, source_page: torch.Tensor, source_slot: torch.Tensor
+    ) -> torch.Tensor:
+        """[K, dims, dims in a group] of some tokens, a copy.
+
+        Indexing :meth:`of` itself takes several times as long on a CPU as indexing one dimension
+        of a view in which the tokens overlap, as many as there are numbers to begin at.
+        """
+        groups, size = self.shape[2:]
+        in_one_piece = groups == 1 and self.strides[3] == 1
+        if not in_one_piece:
+            # The elements of a token are far apart: pages are read in the order of memory first.
+            source_page, place = source_page.unique_consecutive(return_inverse=True)
+            strided, source_page = self._whole(strided, source_page), place
+        by_page, by_outer, by_inner, by_group, by_dim = strided.stride()
+        outer, inner = source_slot // self.inner, source_slot % self.inner
+        begin = source_page * by_page + outer * by_outer + inner * by_inner
+        last = (len(strided) - 1) * by_page
+        last += (self.shape[0] - 1) * by_outer + (self.inner - 1) * by_inner
+        if in_one_piece:
+            return strided.as_strided((last + 1, 1, size), (1, 1, 1)).index_select(0, begin)
+        tokens = strided.as_strided((groups, size, last + 1), (by_group, by_dim, 1))
+        return tokens.gather(2, begin.expand(groups, size, -1)).permute(2, 0, 1)
 
     def _ordered(self, strided: torch.Tensor) -> torch.Tensor:
         return strided.permute(0, *(1 + dim for dim in self.order))

@@ -1,13 +1,10 @@
 """Eviction in a finished ``VllmConfig``: our worker and our scheduler in the place of vLLM's."""
 
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.compat.versions import untested
@@ -90,8 +87,6 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     scheduler.scheduler_cls = scheduler_cls
     admission.install()
     stat_logger.install()
-    if current_platform.is_cpu() and hasattr(os, "sched_getaffinity"):
-        _let_numba_have_cores()
     # Of several API servers only the parent speaks.
     if parallel._api_process_count == 1 or parallel._api_process_rank == -1:
         _report(vllm_config, config)
@@ -130,17 +125,6 @@ def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             "KV eviction: --kv-eviction-audit compares logits of a step of its own, which adapters "
             "do not know; remove --enable-lora or it."
         )
-
-
-def _let_numba_have_cores() -> None:
-    """Let compiled operations of workers have the cores that this process has.
-
-    Numba counts them when it is imported, and then vLLM has bound a worker's thread to one of them.
-    """
-    loaded = sys.modules.get("numba")
-    # Numba refuses another number than the one that it works with.
-    cores = loaded.config.NUMBA_NUM_THREADS if loaded else len(os.sched_getaffinity(0))
-    os.environ.setdefault("NUMBA_NUM_THREADS", str(cores))
 
 
 def _worker(worker_cls: Any) -> str:

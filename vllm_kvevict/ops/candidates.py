@@ -16,8 +16,8 @@ class Candidates:
     """One layer of one request, at the moment of an eviction.
 
     Args:
-        keys: [H, N + w + r, D] in the cache's dtype, float32 on a CPU and of an FP8 cache: keys of
-            all cached tokens, or [H, 0, D] for a policy with ``needs_keys = False``. The last w
+        keys: [H, N + w + r, D] in the cache's dtype, float32 of an FP8 cache: keys of all cached
+            tokens, or [H, 0, D] for a policy with ``needs_keys = False``. The last w
             columns are the observation window; the first ``num_candidates`` columns may be
             evicted, the r columns between stay (they fill the last block before the window).
             Under a policy that protects fewer tokens than w, candidates reach into the window.

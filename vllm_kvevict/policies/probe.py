@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvevict.ops.host import window_peaks
+from vllm_kvevict.ops.reference.defensive import window_peaks
 from vllm_kvevict.policies.base import PROTECTED, Candidates, Scorer
 from vllm_kvevict.settings.config import EvictionConfig
 

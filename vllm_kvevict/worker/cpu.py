@@ -13,7 +13,6 @@ from vllm_kvevict.attention.latent import EvictingLatentImpl
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, EvictableLatentSpec
-from vllm_kvevict.ops.cpu.warm_up import warm_up
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
@@ -62,8 +61,6 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
 
     def _bind(self, worker: WorkerEviction) -> None:
         super()._bind(worker)
-        for dtype in {worker.cache(name).pages.dtype for name in self._evictable_layers}:
-            warm_up(dtype)
         for name in self._evictable_layers:
             layer = self._layer(name)
             if isinstance(layer.impl, EvictingLatentImpl):

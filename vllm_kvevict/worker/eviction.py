@@ -17,8 +17,8 @@ from vllm_kvevict.cache.memories import Memories
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.host import select_tokens
 from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
+from vllm_kvevict.ops.reference.select import select_tokens
 from vllm_kvevict.ops.reference.value_shares import value_shares
 from vllm_kvevict.policies.base import Policy, Scorer, Summary, WeightedScorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan

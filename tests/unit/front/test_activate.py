@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -305,34 +304,3 @@ def test_a_policy_that_does_not_load_is_refused_at_start_up(build, tmp_path):
             ):
                 build(eviction)
         assert build(dict(policy="snapkv")) is not None
-
-
-CORES = """
-import os, sys
-from vllm.engine.arg_utils import EngineArgs
-if sys.argv[2]:
-    import numba
-config = dict(kv_eviction="ada-snapkv") if sys.argv[1] == "on" else {}
-EngineArgs(sys.argv[3], max_model_len=128, additional_config=config).create_engine_config()
-import numba
-print("cores", os.environ.get("NUMBA_NUM_THREADS"), numba.config.NUMBA_NUM_THREADS)
-"""
-
-
-@pytest.mark.parametrize(
-    ("asked", "loaded", "given", "expected"),
-    [
-        ("on", "", None, "3 3"),
-        ("on", "1", None, "3 3"),
-        ("on", "", "2", "2 2"),
-        ("", "", None, "None 3"),
-    ],
-)
-def test_workers_may_compute_on_all_cores(model, asked, loaded, given, expected):
-    """Of which this machine of tests is made to have three; only where eviction is on."""
-    env = {name: value for name, value in os.environ.items() if name != "NUMBA_NUM_THREADS"}
-    env |= {} if given is None else {"NUMBA_NUM_THREADS": given}
-    cores = "import os\nos.sched_getaffinity = lambda pid: {0, 1, 2}\n"
-    call = [sys.executable, "-c", cores + CORES, asked, loaded, model]
-    done = subprocess.run(call, capture_output=True, text=True, env=env)
-    assert f"cores {expected}" in done.stdout, done.stdout + done.stderr[-3000:]

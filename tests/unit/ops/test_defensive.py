@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from tests.unit.policies.spelled_out import attention, cases
 from tests.unit.policies.test_policies import random_candidates
-from vllm_kvevict.ops.cpu import peaks as compiled
-from vllm_kvevict.ops.reference import defensive, score
+from vllm_kvevict.ops.reference import score
+from vllm_kvevict.ops.reference.defensive import window_peaks
 from vllm_kvevict.policies.base import Candidates
-
-BOTH = pytest.mark.parametrize(
-    "window_peaks", [defensive.window_peaks, compiled.window_peaks], ids=["reference", "compiled"]
-)
 
 
 def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[int, float]]:
@@ -41,19 +37,21 @@ def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[in
     return found
 
 
-@BOTH
 @settings(deadline=None)
 @given(
-    cases(), st.sampled_from([1, 3, 5]), st.sampled_from([1, 3, 17]), st.sampled_from([1, 2, 16])
+    cases(),
+    st.sampled_from([1, 3, 5, 7]),
+    st.sampled_from([1, 3, 17]),
+    st.sampled_from([(1, 1), (1, 2), (1, 16), (200, 4), (2**20, 16)]),
 )
-def test_window_peaks(window_peaks, case, kernel, reach, rows_at_once):
-    """However few rows stand in memory at once."""
-    limits = score.LOGITS, score.FEWEST, compiled.LOGITS
-    score.LOGITS, score.FEWEST, compiled.LOGITS = 1, rows_at_once, rows_at_once * 64
+def test_window_peaks(case, kernel, reach, memory):
+    """However few heads and rows stand in memory at once."""
+    limits = score.LOGITS, score.FEWEST
+    score.LOGITS, score.FEWEST = memory
     try:
         peaks = window_peaks(case.candidates, kernel, reach)
     finally:
-        score.LOGITS, score.FEWEST, compiled.LOGITS = limits
+        score.LOGITS, score.FEWEST = limits
     assert peaks.dtype == torch.float32
     assert peaks.shape[1] == case.candidates.valid.shape[1] - case.candidates.window
     for mine, expected in zip(peaks, spelled_out(case.candidates, kernel, reach), strict=True):
@@ -62,10 +60,9 @@ def test_window_peaks(window_peaks, case, kernel, reach, rows_at_once):
         )
 
 
-@BOTH
 @settings(deadline=None)
 @given(cases(), st.integers(0, 40))
-def test_candidates_inside_the_window(window_peaks, case, protected):
+def test_candidates_inside_the_window(case, protected):
     """Queries in front of one give it nothing."""
     columns = case.candidates.valid.shape[1]
     most = max(case.candidates.num_candidates, columns - protected)
@@ -78,10 +75,9 @@ def test_candidates_inside_the_window(window_peaks, case, protected):
         )
 
 
-@BOTH
 @settings(deadline=None)
 @given(cases())
-def test_bounds(window_peaks, case):
+def test_bounds(case):
     """Peaks lie in [0, 1], the least is at least a mean's share; a wider average lowers the top.
 
     A wider maximum lowers nothing.
@@ -95,17 +91,15 @@ def test_bounds(window_peaks, case):
         assert wide[head, valid].max() <= narrow[head, valid].max() + 1e-6 <= 1 + 1e-5
 
 
-@BOTH
-def test_needs_the_whole_window(window_peaks):
+def test_needs_the_whole_window():
     candidates = random_candidates()
     for queries in (None, candidates.queries[:, :, 1:]):
         with pytest.raises(ValueError, match="last 4 tokens"):
             window_peaks(replace(candidates, queries=queries), 5, 17)
 
 
-@BOTH
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_head(window_peaks, number):
+def test_what_is_no_number_stays_in_its_head(number):
     candidates = random_candidates()
     expected = window_peaks(candidates, 5, 17)
     candidates.keys[1, 7] = number
@@ -115,8 +109,7 @@ def test_what_is_no_number_stays_in_its_head(window_peaks, number):
     torch.testing.assert_close(peaks[others], expected[others])
 
 
-@BOTH
-def test_a_head_with_fewer_tokens_than_the_window(window_peaks):
+def test_a_head_with_fewer_tokens_than_the_window():
     """Its first queries come before all that it holds: they give it nothing."""
     window, width, held = 40, 60, (60, 25, 1)
     generator = torch.Generator().manual_seed(0)

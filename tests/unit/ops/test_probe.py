@@ -6,44 +6,7 @@ import math
 import pytest
 import torch
 
-from vllm_kvevict.ops.cpu import probe as compiled
-from vllm_kvevict.ops.places import Places
-from vllm_kvevict.ops.reference import probe
-from vllm_kvevict.ops.reference.probe import Rotation, unrotated, with_prose
-
-BLOCK = 2
-
-
-def reference(keys, rotation, weights, prose=None):
-    found = probe.key_scores(keys, rotation, weights)
-    return found if prose is None else with_prose(found, *prose)
-
-
-def compiled_in(order):
-    """Compiled, of keys in pages of two tokens, whose elements lie in an order."""
-
-    def from_pages(keys, rotation, weights, prose=None):
-        heads, tokens, size = keys.shape
-        offsets = 3 + order(size)
-        places, count = Places.of(offsets), tokens // BLOCK
-        index = torch.randperm(heads * count).view(heads, count)
-        pages = torch.zeros(heads * count, 3 + offsets.numel(), dtype=keys.dtype)
-        pages[index[..., None, None], offsets] = keys.view(heads, count, BLOCK, size)
-        return compiled.key_scores(pages, index, places, rotation, weights, prose)
-
-    return from_pages
-
-
-BOTH = pytest.mark.parametrize(
-    "key_scores",
-    [
-        reference,
-        compiled_in(lambda size: torch.randperm(BLOCK * size).view(BLOCK, size)),
-        compiled_in(lambda size: torch.arange(BLOCK * size).view(size, BLOCK).T),
-        compiled_in(lambda size: torch.arange(BLOCK * size).view(BLOCK, size)),
-    ],
-    ids=["reference", "compiled", "compiled, dimension by dimension", "compiled, token by token"],
-)
+from vllm_kvevict.ops.reference.probe import Rotation, key_scores, unrotated, with_prose
 
 
 def rotated(key, angles, interleaved, stretch, first):
@@ -57,11 +20,12 @@ def rotated(key, angles, interleaved, stretch, first):
     return found
 
 
-@BOTH
+@pytest.mark.parametrize("by_dimension", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs, first", [(4, 0), (2, 0), (2, 4), (2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs, first, dtype):
+def test_scores_are_those_of_keys_before_rotation(interleaved, pairs, first, dtype, by_dimension):
+    """In memory, keys lie token by token, or dimension by dimension as CPU kernels store them."""
     generator = torch.Generator().manual_seed(0)
     heads, tokens, size, stretch = 2, 18, 8, 1.25
     keys = torch.randn(heads, tokens, size, generator=generator).double()
@@ -76,6 +40,8 @@ def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs
             for h in range(heads)
         ]
     ).to(dtype)
+    if by_dimension:
+        turned = turned.mT.contiguous().mT
     rotation = Rotation(
         (angles.cos() / stretch).float(), (angles.sin() / stretch).float(), interleaved, first
     )
@@ -95,19 +61,17 @@ def test_scores_are_those_of_keys_before_rotation(key_scores, interleaved, pairs
                 )
 
 
-@BOTH
-def test_keys_without_rotation_are_read_as_they_are(key_scores):
+def test_keys_without_rotation_are_read_as_they_are():
     keys = torch.randn(1, 4, 4)
     weights = torch.tensor([[[1.0, 0, 0, 0, 0, 2.0]]])
     torch.testing.assert_close(key_scores(keys, None, weights)[0, :, 0], keys[0, :, 0] + 2)
 
 
-@BOTH
-def test_prose_adds_where_it_is_above_the_average(key_scores):
+def test_prose_adds_where_it_is_above_the_average():
     torch.manual_seed(0)
     keys, ages = torch.randn(2, 20, 6), torch.randn(20, 2)
     weights, of_ages = torch.randn(2, 4, 8), torch.randn(2, 2, 2)
-    found = key_scores(keys, None, weights, (ages, of_ages))
+    found = with_prose(key_scores(keys, None, weights), ages, of_ages)
     assert found.shape == (2, 20, 2)
     added = 0
     for h in range(2):

@@ -5,14 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.cpu import select as compiled
-from vllm_kvevict.ops.reference import select
+from vllm_kvevict.ops.reference.select import select_tokens
 
 INFINITY = float("inf")
-
-BOTH = pytest.mark.parametrize(
-    "select_tokens", [select.select_tokens, compiled.select_tokens], ids=["reference", "compiled"]
-)
 
 
 @st.composite
@@ -34,10 +29,9 @@ def kept_pages(draw):
     return rows, pages, block_size
 
 
-@BOTH
 @settings(deadline=None, max_examples=200)
 @given(kept_pages())
-def test_best_scores_of_each_head(select_tokens, case):
+def test_best_scores_of_each_head(case):
     rows, pages, block_size = case
     columns = max(len(row) for layer in rows for row in layer)
     scores, expected = [], []
@@ -57,8 +51,7 @@ def test_best_scores_of_each_head(select_tokens, case):
     assert result.tolist() == expected
 
 
-@BOTH
-def test_ties_in_a_long_row_go_to_the_first_columns(select_tokens):
+def test_ties_in_a_long_row_go_to_the_first_columns():
     """Long enough that an unstable sort would shuffle equal scores."""
     scores = torch.arange(5000).remainder(3).float().expand(1, 2, -1)
     twos, ones = range(2, 5000, 3), range(1, 5000, 3)
@@ -66,14 +59,12 @@ def test_ties_in_a_long_row_go_to_the_first_columns(select_tokens):
     assert select_tokens(scores, torch.tensor([[1, 1]]), 2000).tolist() == [expected * 2]
 
 
-@BOTH
-def test_padding_is_never_kept(select_tokens):
+def test_padding_is_never_kept():
     scores = torch.tensor([[[-INFINITY, 1.0, 2.0], [1.0, 2.0, 3.0]]])
     with pytest.raises(ValueError, match="fewer tokens"):
         select_tokens(scores, torch.tensor([[3, 1]]), 1)
 
 
-@BOTH
-def test_layers_must_keep_equally_many(select_tokens):
+def test_layers_must_keep_equally_many():
     with pytest.raises(ValueError, match="layers keep different numbers"):
         select_tokens(torch.ones(2, 1, 4), torch.tensor([[1], [2]]), 2)

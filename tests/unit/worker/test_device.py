@@ -15,7 +15,6 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops import host
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.schedule.timeline import Timeline
@@ -86,12 +85,6 @@ def evictions(policy: str) -> list[Eviction]:
     ]
 
 
-@pytest.fixture
-def by_torch(monkeypatch):
-    """What a GPU runs without kernels."""
-    monkeypatch.setattr(host, "COMPILED", False)
-
-
 def same(one: WorkerEviction, other: WorkerEviction, **tolerance) -> None:
     """Both evicted the same, and wrote the same beside it."""
     assert one.evictions == other.evictions == 2
@@ -104,18 +97,6 @@ def same(one: WorkerEviction, other: WorkerEviction, **tolerance) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("policy", ON_CUDA)
-def test_compiled_operations_keep_what_pytorchs_keep(policy, monkeypatch):
-    compiled, plain = worker(policy), worker(policy)
-    for eviction in evictions(policy):
-        compiled._evict(eviction)
-        with monkeypatch.context() as patch:
-            patch.setattr(host, "COMPILED", False)
-            plain._evict(eviction)
-    same(compiled, plain)
-
-
-@pytest.mark.usefixtures("one_rank", "by_torch")
 @pytest.mark.parametrize("policy", ON_CUDA)
 def test_no_tensor_is_made_elsewhere(policy):
     plain, watched = worker(policy), worker(policy)

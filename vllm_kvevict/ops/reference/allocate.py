@@ -1,7 +1,8 @@
 """allocate: share the pages of a layer's store between its KV heads. Reference."""
 
-import numpy as np
 import torch
+
+from vllm_kvevict.ops.reference.select import descending
 
 
 def uniform_pages(caps: torch.Tensor, store_blocks: int) -> torch.Tensor:
@@ -80,7 +81,7 @@ def adaptive_pages(
     if bool((caps > num_pages).any()):
         raise ValueError(f"caps {caps.tolist()} are above {num_pages} pages a head")
 
-    ordered = _descending(scores)
+    ordered = descending(scores)
     gains = ordered.unflatten(-1, (num_pages, block_size)).double().sum(-1)
     limits = torch.finfo(gains.dtype)
     gains = gains.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
@@ -102,10 +103,3 @@ def _best_pages(
     best = gains.flatten(1).argsort(dim=-1, descending=True, stable=True)[:, :total]
     chosen = torch.zeros_like(gains, dtype=torch.int64).flatten(1)
     return chosen.scatter_(1, best, 1).view(gains.shape).sum(-1)
-
-
-def _descending(scores: torch.Tensor) -> torch.Tensor:
-    """Rows from the highest score to the lowest, NaN first. On a CPU numpy sorts far faster."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
-    return scores.sort(dim=-1, descending=True).values

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
-from vllm_kvevict.ops.reference.score import window_rows
+from vllm_kvevict.ops.reference.score import window_weights
 
 
 def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tensor:
@@ -35,10 +35,9 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
     before_window = candidates.valid.shape[1] - candidates.window
     columns = max(before_window, candidates.num_candidates)
     peaks = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
-    for head in range(candidates.num_heads):
-        for weights in window_rows(candidates, head):
-            pooled = _neighbour_sums(weights[:, :columns], kernel)
-            torch.maximum(peaks[head], pooled.amax(0), out=peaks[head])
+    for heads, weights in window_weights(candidates):
+        highest = _highest_sums(weights[..., :columns], kernel)
+        torch.maximum(peaks[heads], highest, out=peaks[heads])
     valid = candidates.valid[:, :columns]
     peaks = (peaks / kernel).masked_fill(~valid, 0.0)
     peaks = functional.max_pool1d(peaks, reach, stride=1, padding=reach // 2)
@@ -46,10 +45,35 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
     return peaks.maximum(peaks.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True))
 
 
-def _neighbour_sums(rows: torch.Tensor, kernel: int) -> torch.Tensor:
-    """[rows, N] sums over ``kernel`` neighbours. Faster than torch's pooling of a long row."""
-    sums = rows.clone()
-    for step in range(1, kernel // 2 + 1):
-        sums[:, step:] += rows[:, :-step]
-        sums[:, :-step] += rows[:, step:]
-    return sums
+def _highest_sums(weights: torch.Tensor, kernel: int) -> torch.Tensor:
+    """[h, N] highest sum over ``kernel`` neighbours in any of the rows [h, rows, N].
+
+    Neighbours beyond the ends count as zeros.
+    """
+    half = kernel // 2
+    if weights.shape[-1] < kernel:
+        return _sums(functional.pad(weights, (half, half)), kernel).amax(1)
+    # Only the ends are padded: a padded copy of all takes as long as the sums.
+    left = functional.pad(weights[..., : 2 * half], (half, 0))
+    right = functional.pad(weights[..., weights.shape[-1] - 2 * half :], (0, half))
+    parts = (left, weights, right) if half else (weights,)
+    return torch.cat([_sums(part, kernel).amax(1) for part in parts], dim=-1)
+
+
+def _sums(rows: torch.Tensor, kernel: int) -> torch.Tensor:
+    """[..., N - kernel + 1] sums over ``kernel`` neighbours. Faster than torch's pooling.
+
+    Sums of 2, 4, 8, ... neighbours are made of each other; those that add up to ``kernel`` follow
+    one another.
+    """
+    count = rows.shape[-1] - kernel + 1
+    width, done, whole = 1, 0, None
+    while 2 * width <= kernel:
+        if kernel & width:
+            part = rows[..., done : done + count]
+            whole = part if whole is None else whole + part
+            done += width
+        rows = rows[..., :-width] + rows[..., width:]
+        width *= 2
+    last = rows[..., done : done + count]
+    return last if whole is None else last.add_(whole)

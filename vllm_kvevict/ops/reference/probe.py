@@ -48,17 +48,21 @@ def unrotated(keys: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     pairs, begin = rotation.cos.shape[-1], rotation.first
     end = begin + 2 * pairs
     keys = keys.float()
-    found = torch.empty(keys.shape, device=keys.device)
+    found = torch.empty_like(keys)
+    cos, sin = rotation.cos, rotation.sin
+    if keys.stride(-2) < keys.stride(-1):
+        # Keys lie dimension by dimension; so do the numbers that they are multiplied with.
+        cos, sin = (part.mT for part in rotation.by_pair)
     if rotation.interleaved:
         first, second = keys[..., begin:end:2], keys[..., begin + 1 : end : 2]
         into, beside = found[..., begin:end:2], found[..., begin + 1 : end : 2]
     else:
         first, second = keys[..., begin : begin + pairs], keys[..., begin + pairs : end]
         into, beside = found[..., begin : begin + pairs], found[..., begin + pairs : end]
-    torch.mul(first, rotation.cos, out=into)
-    into.addcmul_(second, rotation.sin)
-    torch.mul(second, rotation.cos, out=beside)
-    beside.addcmul_(first, rotation.sin, value=-1)
+    torch.mul(first, cos, out=into)
+    into.addcmul_(second, sin)
+    torch.mul(second, cos, out=beside)
+    beside.addcmul_(first, sin, value=-1)
     found[..., :begin], found[..., end:] = keys[..., :begin], keys[..., end:]
     return found
 
@@ -78,10 +82,10 @@ def key_scores(
 
     """
     found = unrotated(keys, rotation)
-    norms = torch.linalg.vector_norm(found, dim=-1)
-    a, b, c = weights[..., :-2], weights[..., -2], weights[..., -1]
-    scores = torch.baddbmm(c[:, None], found, a.mT)
-    return scores.addcmul_(norms[..., None], b[:, None])
+    # Many times as fast as a norm where keys lie dimension by dimension.
+    norms = found.square().sum(-1).sqrt_()
+    a, b, c = weights.split([found.shape[-1], 1, 1], dim=-1)
+    return torch.baddbmm(c, a, found.mT).addcmul_(b, norms[:, None]).mT
 
 
 def logged_ages(ages: torch.Tensor) -> torch.Tensor:

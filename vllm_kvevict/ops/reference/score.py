@@ -29,52 +29,57 @@ def window_attention(candidates: Candidates) -> torch.Tensor:
     """
     columns = candidates.valid.shape[1] - candidates.window
     sums = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
-    for head in range(candidates.num_heads):
-        for weights in window_rows(candidates, head):
-            sums[head] += weights[:, :columns].sum(0)
+    for heads, weights in window_weights(candidates):
+        sums[heads] += weights[..., :columns].sum(1)
     assert candidates.queries is not None
     return sums / (candidates.queries.shape[1] * candidates.window)
 
 
-def window_rows(candidates: Candidates, head: int) -> Iterator[torch.Tensor]:
-    """Attention weights of the window's queries on what one KV head holds, some rows at a time.
+def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Attention weights of the window's queries on what the KV heads hold, block by block.
 
-    Row ``g * w + i`` belongs to query head g of the group and query i of the window. It is 0 where
-    the head holds no token as old as the query. A block has
-    :data:`FEWEST` rows, or more while they are no more than :data:`LOGITS` logits: what stands
-    in memory grows with the columns only.
+    Row ``g * w + i`` belongs to query head g of the group and query i of the window. It is 0 if
+    the head holds no token as old as the query. A block has the rows of as many heads as have at
+    most :data:`LOGITS` logits, or some rows of one head, :data:`FEWEST` at least: the memory grows
+    with the columns only.
 
     Yields:
-        [b, columns] float32, each row summing to 1, or less beside a sink; as
-        :func:`head_attention`. G * w rows in all.
+        Heads, and [h, b, columns] float32 weights of some of their rows, each row summing to 1, or
+        less with a sink; as :func:`head_attention`. G * w rows of each head in all.
 
     Raises:
         ValueError: The candidates carry no queries, or not ``window`` of them.
 
     """
-    queries, window = candidates.queries, candidates.window
+    queries, window, valid = candidates.queries, candidates.window, candidates.valid
     if queries is None or queries.shape[2] != window:
         raise ValueError(f"window attention needs the queries of the last {window} tokens")
-    keys = candidates.keys[head].float().T
-    valid = candidates.valid[head]
-    columns, padding = len(valid), ~valid
-    rows = queries[head].float().flatten(0, 1) * candidates.scale
-    own = torch.arange(len(rows), device=keys.device)[:, None] % window
-    ahead = torch.arange(window, device=keys.device) > own
-    sinks = None
-    if candidates.sinks is not None:
-        sinks = candidates.sinks[head].repeat_interleave(window)
-    blind = own < padding.sum() - (columns - window)
-    count = max(FEWEST, LOGITS // columns)
-    for begin in range(0, len(rows), count):
-        block, hidden = rows[begin : begin + count], ahead[begin : begin + count]
-        logits = block @ keys
-        if candidates.softcap:
-            logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
-        logits[:, columns - window :].masked_fill_(hidden, float("-inf"))
-        logits.masked_fill_(padding, float("-inf"))
-        mine = None if sinks is None else sinks[begin : begin + count]
-        yield attention_weights(logits, mine).masked_fill_(blind[begin : begin + count], 0.0)
+    columns = valid.shape[1]
+    rows = queries.float().flatten(1, 2) * candidates.scale
+    own = torch.arange(rows.shape[1], device=rows.device) % window
+    ahead = torch.arange(window, device=rows.device) > own[:, None]
+    padding = None if bool(valid.all()) else ~valid
+    sinks = candidates.sinks
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(window, dim=1)
+    heads_at_once = max(1, LOGITS // (rows.shape[1] * columns))
+    rows_at_once = rows.shape[1] if heads_at_once > 1 else max(FEWEST, LOGITS // columns)
+    for head in range(0, len(rows), heads_at_once):
+        heads = slice(head, head + heads_at_once)
+        keys = candidates.keys[heads].float().mT
+        for begin in range(0, rows.shape[1], rows_at_once):
+            block = slice(begin, begin + rows_at_once)
+            logits = torch.bmm(rows[heads, block], keys)
+            if candidates.softcap:
+                logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
+            logits[..., columns - window :].masked_fill_(ahead[block], float("-inf"))
+            if padding is not None:
+                logits.masked_fill_(padding[heads, None], float("-inf"))
+            weights = attention_weights(logits, None if sinks is None else sinks[heads, block])
+            if padding is not None:
+                held = columns - padding[heads].sum(-1, keepdim=True)
+                weights.masked_fill_((own[block] < window - held)[..., None], 0.0)
+            yield heads, weights
 
 
 def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:
