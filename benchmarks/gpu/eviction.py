@@ -27,7 +27,7 @@ from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import page_channels
+from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import candidates as reading
@@ -123,7 +123,7 @@ class Pass:
             module.sum_of_ranks = lambda tensor: tensor
         rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))
         policies, states = build_policies(config), {0: state}
-        channels = page_channels(config)
+        channels = floats_per_token(config)
         values = (
             PageValues(caches, dict.fromkeys(names, args.heads), channels) if channels else None
         )

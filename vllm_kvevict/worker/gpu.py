@@ -21,7 +21,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import page_channels
+from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
@@ -68,7 +68,7 @@ class EvictingWorker(EvictionWorkerMixin):
         return available - tables - self._workspace_bytes() - scratch.op_bytes
 
     def _workspace_bytes(self) -> int:
-        made = page_channels(self.eviction_config)
+        made = floats_per_token(self.eviction_config)
         if (self._rings is None and not made) or not extension.is_built():
             return 0
         impl, spec = self._layer(self._evictable_layers[0]).impl, self._evictable_specs[0]

@@ -100,7 +100,9 @@ def kept_by_us(
                 Candidates(
                     keys=layer_keys[:, :length],
                     valid=torch.ones(len(layer_keys), length, dtype=torch.bool),
-                    queries=layer_queries[:, :, tail_start:length] if chosen.needs_window else None,
+                    queries=layer_queries[:, :, tail_start:length]
+                    if chosen.requirements.window == "required"
+                    else None,
                     window=window,
                     num_candidates=tail_start,
                     scale=scale,

@@ -41,7 +41,7 @@ def test_ada_changes_the_allocator_and_nothing_else(name):
     assert adaptive.scorer == plain.scorer.per_head()
     assert (plain.allocator, adaptive.allocator) == (Uniform(), Adaptive(0.35))
     assert (plain.name, adaptive.name) == (name, ada(name))
-    assert plain.needs_window == adaptive.needs_window
+    assert plain.requirements == adaptive.requirements
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in ADAPTIVE])

@@ -47,7 +47,7 @@ def test_neither_queries_nor_tokens_that_stay_matter():
     keys[:, 24:] = math.nan
     scores = SubGen().scores(candidates)
     assert torch.equal(scores, SubGen().scores(replace(candidates, queries=None, keys=keys)))
-    assert not SubGen.needs_window
+    assert SubGen.requirements.window == "none"
 
 
 def test_protected_tokens_take_the_place_of_the_last_centers():
