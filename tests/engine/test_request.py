@@ -42,7 +42,9 @@ class Book:
         window: Any = "required" if rings is not None else "none"
         needs = {
             "snapkv": Requirements(window),
-            "h2o": Requirements("none", every_query=True, floats_per_token=1),
+            "h2o": Requirements(
+                "none", every_query=True, floats_per_token=1, attention="any:Class"
+            ),
             "probe": Requirements("optional"),
         }
         config = EvictionConfig(policy="snapkv", budget=64, window=8)

@@ -10,6 +10,7 @@ PACKAGE = Path(vllm_kvevict.__file__).parent
 
 FLOORS = (
     {"__main__"},
+    {"papers"},
     {"calibrate", "plan"},
     {"sizing", "inspect"},
     {"audit", "offload"},
@@ -83,6 +84,16 @@ def test_imports_run_downwards():
 
 def test_no_file_imports_itself_through_others():
     assert circle(imports(PACKAGE)) == []
+
+
+def test_nothing_imports_the_papers():
+    """Policies and their extensions of attention are found by name alone."""
+    users = [
+        module
+        for module, others in imports(PACKAGE).items()
+        if room(module) != "papers" and any(room(other) == "papers" for other in others)
+    ]
+    assert users == []
 
 
 def test_the_package_runs_without_the_rest_of_the_repository():

@@ -334,7 +334,7 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
     if current_platform.is_cpu():
         return
     for name, policy in policies:
-        if policy.requirements.every_query or policy.requirements.weighs:
+        if policy.requirements.attention:
             raise ValueError(
                 f"KV eviction does not support the policy {name} on this platform, because only "
                 "its CPU attention backend reads or writes numbers beside the cached tokens; "

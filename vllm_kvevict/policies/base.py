@@ -60,9 +60,13 @@ class Requirements:
         weighs: Kept tokens stand for evicted ones: :meth:`Scorer.kept` returns two log-weights of
             each, for the numerator and the denominator of attention, and they are its floats.
             Every head keeps the same number of tokens.
+        attention: Class of the attention extension, as ``module:Class``, that adds up the attention
+            of every query or weighs tokens (``attention/extension.py``). Only the CPU backend runs
+            extensions. "" names none.
 
     Raises:
-        ValueError: Something is kept for each token, and there are too few floats for it.
+        ValueError: Something is kept for each token, and there are too few floats for it; or an
+            extension is named for nothing, or not named.
 
     """
 
@@ -76,11 +80,14 @@ class Requirements:
     random: bool = False
     crosses_ranks: bool = False
     weighs: bool = False
+    attention: str = ""
 
     def __post_init__(self) -> None:
         least = 2 if self.weighs else self.value_shares or self.key_scores or self.every_query
         if self.floats_per_token < least:
             raise ValueError(f"{self} keeps {int(least)} floats of each token at least")
+        if bool(self.attention) != (self.every_query or self.weighs):
+            raise ValueError(f"{self} names an extension for every_query and for weighs alone")
 
     @property
     def shares_stores(self) -> bool:

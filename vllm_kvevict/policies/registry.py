@@ -20,7 +20,7 @@ def build_policy(config: EvictionConfig) -> Policy:
     name = config.policy
     if name in POLICIES:
         module, summary = POLICIES[name]
-        scorer = import_module(f"vllm_kvevict.policies.{module}").build(config)
+        scorer = import_module(module).build(config)
     else:
         plugin = plugin_policies()[name]
         scorer, summary = _load(name, plugin, config), plugin.summary

@@ -10,6 +10,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_kvevict.attention.extension import make_extensions
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
@@ -109,6 +110,8 @@ class WorkerEviction:
         self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
         self._failed: set[str] = set()
         self._caches = caches
+        named = [policy.requirements.attention for policy in policies.values()]
+        self.extensions = make_extensions(named, caches, page_values)
         self._rows = rows
         self._fused = fused
         self._head_shares = head_shares

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.cache.memories import Memories
-from vllm_kvevict.ops.reference.estimator import PAGE, Estimator, finite, squared_norms
+from vllm_kvevict.papers.estimator import PAGE, Estimator, finite, squared_norms
+from vllm_kvevict.papers.memories import Memories
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
@@ -61,7 +61,12 @@ class SubGenStream(Scorer):
     """
 
     requirements: ClassVar[Requirements] = Requirements(
-        window="none", values=True, floats_per_token=2, random=True, weighs=True
+        window="none",
+        values=True,
+        floats_per_token=2,
+        random=True,
+        weighs=True,
+        attention="vllm_kvevict.papers.weighted:WeightedAttention",
     )
 
     radius: float = 0.0

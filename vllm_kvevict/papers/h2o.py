@@ -37,7 +37,11 @@ class H2O(Scorer):
     """
 
     requirements: ClassVar[Requirements] = Requirements(
-        window="none", keys=False, every_query=True, floats_per_token=1
+        window="none",
+        keys=False,
+        every_query=True,
+        floats_per_token=1,
+        attention="vllm_kvevict.papers.accumulation:QuerySums",
     )
 
     recent_share: float = 0.5
