@@ -96,6 +96,16 @@ def test_nothing_imports_the_papers():
     assert users == []
 
 
+def test_optional_kernels_are_reached_by_the_registry_alone():
+    folder = "vllm_kvevict.attention.xformers"
+    users = [
+        module
+        for module, others in imports(PACKAGE).items()
+        if not module.startswith(folder) and any(other.startswith(folder) for other in others)
+    ]
+    assert users == []
+
+
 def test_the_package_runs_without_the_rest_of_the_repository():
     rest = {"dev", "tests", "benchmarks", "deploy"}
     files = PACKAGE.rglob("*.py")
