@@ -42,7 +42,7 @@ def stub_launches(monkeypatch: Any) -> list[str]:
         return kwargs["out"], torch.zeros(query.shape[1], len(query), device=query.device)
 
     monkeypatch.setattr(JITFunction, "run", triton)
-    monkeypatch.setattr("vllm_kvevict.attention.xformers._run", xformers)
+    monkeypatch.setattr("vllm_kvevict.attention.xformers.attend._run", xformers)
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", flash, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda: 3, raising=False)
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from benchmarks.gpu.clock import captured, copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.heads import Step
 from benchmarks.gpu.part import Key, Part, add_options
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
-from vllm_kvevict.attention.xformers_ops import GATHERED
+from vllm_kvevict.attention.xformers.kernel import GATHERED
 
 RESULTS = Path("benchmarks/results/gpu")
 BATCHES = (1, 16, 64, 256)

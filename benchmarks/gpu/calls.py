@@ -81,11 +81,10 @@ def flash_equal(step: Step) -> Callable[[], None]:
 
 def memory_efficient(step: Step, paged: bool) -> Callable[[], None]:
     """xformers' attention, a layer after another, on its pages or over gathered ones."""
-    from vllm_kvevict.attention.parts import cut
-    from vllm_kvevict.attention.xformers import attend
-
     scratch = Scratch("xformers", step.shape, step.device)
-    scratch.paged = paged
+    kernel = scratch.optional
+    kernel.load()
+    kernel.paged = paged
     sequences, size = step.requests * step.shape.num_heads, step.shape.head_size
     table = scratch.pages(sequences, int(step.lengths.max()))
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=step.device)
@@ -93,7 +92,7 @@ def memory_efficient(step: Step, paged: bool) -> Callable[[], None]:
         rows=step.rows, places=step.rows, order=starts, block_table=step.block_table,
         lengths=step.lengths, query_start_loc=starts, table=table, max_query_len=1,
         max_seq_len=step.shape.max_model_len,
-        parts=cut(starts.tolist(), starts, scratch.gathered(table.shape[1])),
+        parts=kernel.plan(starts.tolist(), starts, table.shape[1]),
     )  # fmt: skip
     query, out = step.query.view(sequences, -1, size), step.out.view(sequences, -1, size)
 
@@ -102,6 +101,7 @@ def memory_efficient(step: Step, paged: bool) -> Callable[[], None]:
             step.observe(layer)
             step.write_table(layer, table)
             lengths = step.lengths[layer]
-            attend(query, step.cache(layer), out, plan, lengths, step.scale, scratch)
+            cache = step.cache(layer)
+            kernel.attend(query, cache, out, plan, lengths, step.scale, scratch.table)
 
     return run

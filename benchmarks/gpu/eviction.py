@@ -27,11 +27,10 @@ from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import page_channels
+from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.worker import candidates as reading
-from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
@@ -119,11 +118,11 @@ class Pass:
             rings.layer(name).copy_(ring)
         # One rank: vLLM's tensor-parallel group, which nobody has made, is not asked.
         reading.first_head = lambda num_heads: 0
-        for module in (eviction_pass, fused_pass):
+        for module in (reading, fused_pass):
             module.sum_of_ranks = lambda tensor: tensor
         rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))
         policies, states = build_policies(config), {0: state}
-        channels = page_channels(config)
+        channels = floats_per_token(config)
         values = (
             PageValues(caches, dict.fromkeys(names, args.heads), channels) if channels else None
         )

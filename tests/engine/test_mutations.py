@@ -18,7 +18,7 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.scheduler import EvictingScheduler
 from vllm_kvevict.engine.tiered_stores import TieredStores
 from vllm_kvevict.engine.turns import Turns
-from vllm_kvevict.policies.requirements import PolicyRequirements
+from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.schedule.quote import Quote
 from vllm_kvevict.schedule.step_plan import PLAN
 from vllm_kvevict.settings.requests import RequestOptions
@@ -118,7 +118,7 @@ def test_accounting_catches_a_hit_across_an_eviction_point(monkeypatch):
 
 
 def test_accounting_catches_a_ring_for_a_policy_without_a_window(monkeypatch):
-    records = PolicyRequirements("required", accumulates_attention=False, shares_stores=True)
+    records = Requirements("required")
     wrap(monkeypatch, RequestState, "begin", lambda self, *args: setattr(self, "needs", records))
     assert caught("a ring for a policy without a window")
 

@@ -10,7 +10,7 @@ from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
-from vllm_kvevict.policies.requirements import PolicyRequirements
+from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.schedule.ring_slots import RingSlots
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
@@ -41,9 +41,11 @@ class Book:
         rules = {g: Timeline(8, 8, interval, budget_tokens=b) for g, b in enumerate(budgets)}
         window: Any = "required" if rings is not None else "none"
         needs = {
-            "snapkv": PolicyRequirements(window, False, True),
-            "h2o": PolicyRequirements("none", True, False),
-            "probe": PolicyRequirements("optional", False, True),
+            "snapkv": Requirements(window),
+            "h2o": Requirements(
+                "none", every_query=True, floats_per_token=1, attention="any:Class"
+            ),
+            "probe": Requirements("optional"),
         }
         config = EvictionConfig(policy="snapkv", budget=64, window=8)
         self.table = RequestTable(rules, needs, config, max_model_len=200)

@@ -7,7 +7,7 @@ from tests.gpu.test_backend import batch_of
 from tests.interpreted.fakes import Backend, common_of
 from tests.interpreted.test_backends import expected_at
 from tests.ragged import Ragged, random_ragged
-from vllm_kvevict.attention.xformers_ops import GATHERED, PAGED_FROM
+from vllm_kvevict.attention.xformers.kernel import GATHERED, PAGED_FROM
 
 pytest.importorskip("xformers", reason="needs pip install 'vllm-kvevict[xformers]'")
 pytestmark = [
@@ -27,7 +27,7 @@ def check(host: Ragged, counts: list[int], group: int, paged: bool) -> None:
     """Two layers, each twice: the second time nothing may wait for the GPU."""
     batch = host.to("cuda")
     backend = Backend("xformers", batch, group, len(counts))
-    backend.builder.buffers.scratch.paged = paged
+    backend.builder.buffers.scratch.optional.paged = paged
     backend.step.update(rows=host.rows.long(), slots=None)
     shape = (sum(counts), host.num_heads * group, host.cache.shape[3] // 2)
     query = torch.randn(shape, dtype=host.cache.dtype, device="cuda")

@@ -13,7 +13,7 @@ from xformers.ops.fmha.common import Inputs
 from tests.interpreted.fakes import LONGEST, Backend, common_of
 from tests.interpreted.test_backends import expected_at
 from tests.ragged import Ragged, random_ragged
-from vllm_kvevict.attention import xformers
+from vllm_kvevict.attention.xformers import attend as xformers
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
@@ -35,7 +35,7 @@ def ran(monkeypatch):
 def check(batch: Ragged, counts: list[int], group: int, paged: bool, layers: int = 2) -> Backend:
     """Both layers of a step with ``counts`` query tokens per request."""
     backend = Backend("xformers", batch, group, len(counts))
-    backend.builder.buffers.scratch.paged = paged
+    backend.builder.buffers.scratch.optional.paged = paged
     backend.step.update(rows=batch.rows.long(), slots=None)
     metadata = backend.builder.build(0, common_of(batch, counts))
     dim, dtype = batch.cache.shape[3] // 2, batch.cache.dtype
@@ -131,9 +131,9 @@ def test_parts_that_fit_the_buffer(monkeypatch, ran):
     before = len(ran)
     scratch = whole.builder.buffers.scratch
     most = scratch.pages(1, LONGEST).numel() * 16 * 64 * 4 * 3
-    monkeypatch.setattr("vllm_kvevict.attention.scratch.GATHERED_BYTES", most)
+    monkeypatch.setattr("vllm_kvevict.attention.xformers.kernel.GATHERED_BYTES", most)
     small = check(batch, counts, 2, paged=False)
-    assert small.builder.buffers.scratch.dense.numel() == most
+    assert small.builder.buffers.scratch.optional.dense.numel() == most
     assert len(ran) - before > before
     for _, inputs in ran[before:]:
         assert inputs.key.shape[1] * 64 * 4 <= most

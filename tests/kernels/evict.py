@@ -12,7 +12,7 @@ from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import page_channels
+from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
@@ -85,12 +85,14 @@ def worker(
         positions=lambda request, start, stop: torch.arange(start, stop, device="cpu"),
     )
     policies = build_policies(config)
-    channels = page_channels(config)
+    channels = floats_per_token(config)
     values = PageValues(caches, dict.fromkeys(NAMES, HEADS), channels) if channels else None
     probes = None
     if policy in PROBES:
         assert values is not None
-        layers = layer_probes(policies[policy].scorer.page_channels, head_size, dims, neox, where)
+        layers = layer_probes(
+            policies[policy].requirements.floats_per_token, head_size, dims, neox, where
+        )
         probes = Probes(layers, caches, values)
         rings = rings if probe_window == "auto" else None
     kernels = None
@@ -185,7 +187,7 @@ def assert_same(mine: WorkerEviction, other: WorkerEviction) -> None:
             assert other.page_values is not None
             ours, theirs = mine.page_values.layer(name), other.page_values.layer(name)
             # Shares are in [0, 1]; what probes say is a sum of 64 products.
-            close = 1e-7 if mine._probes is None else 1e-5
+            close = 1e-7 if mine._reader.probes is None else 1e-5
             torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-5, atol=close)
             assert bool(ours.any())
     for id_, state in mine.states.items():

@@ -10,6 +10,7 @@ PACKAGE = Path(vllm_kvevict.__file__).parent
 
 FLOORS = (
     {"__main__", "tools"},
+    {"papers"},
     {"calibrate"},
     {"worker"},
     {"engine", "front"},
@@ -81,6 +82,26 @@ def test_imports_run_downwards():
 
 def test_no_file_imports_itself_through_others():
     assert circle(imports(PACKAGE)) == []
+
+
+def test_nothing_imports_the_papers():
+    """Policies and their extensions of attention are found by name alone."""
+    users = [
+        module
+        for module, others in imports(PACKAGE).items()
+        if room(module) != "papers" and any(room(other) == "papers" for other in others)
+    ]
+    assert users == []
+
+
+def test_optional_kernels_are_reached_by_the_registry_alone():
+    folder = "vllm_kvevict.attention.xformers"
+    users = [
+        module
+        for module, others in imports(PACKAGE).items()
+        if not module.startswith(folder) and any(other.startswith(folder) for other in others)
+    ]
+    assert users == []
 
 
 def test_the_package_runs_without_the_rest_of_the_repository():

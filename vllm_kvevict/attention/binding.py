@@ -1,26 +1,27 @@
 """What the attention backend of one KV-cache group sees of the worker's eviction state."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.accumulation import Accumulation
-from vllm_kvevict.attention.weighted import WeightedBatch
+from vllm_kvevict.attention.extension import AttentionExtension
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.observe import observe_index
 
 Observation = tuple[torch.Tensor, torch.Tensor]
 
+Extended = tuple[AttentionExtension, Any]
+"""An extension, and what it made of its requests of a step."""
+
 
 class WorkerView(Protocol):
     """What a backend asks the worker about the step that runs."""
 
     rings: ObservationRings | None
-    page_values: PageValues | None
+    extensions: list[AttentionExtension]
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """[R] int64 state rows in batch order; None outside a scheduled step."""
@@ -76,41 +77,21 @@ class GroupBinding:
         window = self.state.timeline.window
         return observe_index(common.query_start_loc, common.seq_lens, ring, window, self._beyond)
 
-    def accumulation(self, common: CommonAttentionMetadata) -> Accumulation | None:
-        """Requests of this step whose policy counts every query; None where there are none."""
-        requests = self._worker.batch_accumulating(common)
-        if requests is None:
-            return None
+    def extended(self, common: CommonAttentionMetadata) -> list[Extended]:
+        """The extensions that serve requests of this step, and how each has laid them out."""
         rows = self._worker.batch_rows(common)
-        assert rows is not None
-        return Accumulation.build(common, self.state, rows[requests], requests)
-
-    def accumulate(self, layer_name: str, query: torch.Tensor, accumulation: Accumulation) -> None:
-        """Add the attention of a step's queries [T, query heads, D], whose keys are cached."""
-        values = self._worker.page_values
-        assert values is not None
-        values.reset(layer_name, accumulation.slots)
-        accumulation.add(
-            values.layer(layer_name)[..., 0],
-            self._worker.cache(layer_name),
-            query,
-            self.state.layer_index[layer_name],
-        )
-
-    def attend_weighted(
-        self, layer_name: str, query: torch.Tensor, batch: WeightedBatch, output: torch.Tensor
-    ) -> None:
-        """Attention of a step's queries [T, query heads, D] whose requests weigh their tokens."""
-        values = self._worker.page_values
-        assert values is not None
-        owner = self.state.owner(layer_name)
-        batch.attend(
-            self._worker.cache(owner),
-            values.layer(owner),
-            query,
-            self.state.layer_index[layer_name],
-            output,
-        )
+        if rows is None:
+            return []
+        found: list[Extended] = []
+        for extension in self._worker.extensions:
+            requests = self._worker.batch_accumulating(common)
+            if extension.replaces:
+                weighted = self.state.evicted[rows] & self.state.weighted[rows]
+                requests = weighted.nonzero().flatten()
+            if requests is not None and len(requests):
+                batch = extension.build(common, self.state, rows[requests], requests)
+                found.append((extension, batch))
+        return found
 
     def scores(self, layer_name: str) -> bool:
         """Whether a layer's queries decide what to keep: those of the layer that owns a cache."""

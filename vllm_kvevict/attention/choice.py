@@ -1,8 +1,8 @@
 """Which attention runs evicted requests, decided before workers start."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from vllm_kvevict.attention.xformers_ops import xformers_problem
+from vllm_kvevict.attention.kernels import optional_kernel
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.settings.names import KEY
 
@@ -59,12 +59,12 @@ def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel
     problem = flash_problem(vllm_config)
     if config.attention == "flash" and problem:
         raise ValueError(f"KV eviction: {FLAG} flash does not work here, because {problem}.")
-    if config.attention == "xformers":
-        if obstacle := xformers_problem(vllm_config):
+    if (optional := optional_kernel(config.attention)) is not None:
+        if obstacle := optional.problem(vllm_config):
             raise ValueError(
-                f"KV eviction: {FLAG} xformers does not work here, because {obstacle}."
+                f"KV eviction: {FLAG} {config.attention} does not work here, because {obstacle}."
             )
-        return "xformers", "TRITON_ATTN" if problem else "FLASH_ATTN"
+        return cast("Kernel", config.attention), "TRITON_ATTN" if problem else "FLASH_ATTN"
     slow = config.attention == "auto" and not problem and _flash_version(vllm_config) == 2
     kernel: Kernel = "triton" if config.attention == "triton" or problem or slow else "flash"
     return kernel, "TRITON_ATTN" if problem else "FLASH_ATTN"

@@ -1,5 +1,6 @@
 """The CPU attention backend: vLLM's CPU kernel, per KV head for requests that were evicted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,27 +15,24 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvevict.attention.accumulation import Accumulation
-from vllm_kvevict.attention.binding import GroupBinding, Observation
+from vllm_kvevict.attention.binding import Extended, GroupBinding, Observation
 from vllm_kvevict.attention.per_head import PerHeadBatch
-from vllm_kvevict.attention.weighted import WeightedBatch
 from vllm_kvevict.ops.reference.observe import observe
 
 
 @dataclass
 class EvictingCPUMetadata(CPUAttentionMetadata):
-    """A step with evicted, observed or accumulating requests.
+    """A step with evicted or observed requests, or some that an extension serves.
 
     ``stock`` is vLLM's metadata of the requests that are not evicted, ``stock_tokens`` their
-    tokens in the batch (None where those are all tokens). ``weighted`` are evicted requests
-    whose kept tokens stand for others.
+    tokens in the batch (None where those are all tokens). ``heads`` are the evicted requests
+    that no extension serves.
     """
 
     binding: GroupBinding | None = None
     observation: Observation | None = None
-    accumulation: Accumulation | None = None
+    extended: Sequence[Extended] = ()
     heads: PerHeadBatch | None = None
-    weighted: WeightedBatch | None = None
     stock: CPUAttentionMetadata | None = None
     stock_tokens: torch.Tensor | None = None
 
@@ -72,20 +70,17 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         observation = self.binding.observation(common)
         evicted = self.binding.state.tail_start[rows] > 0
         any_evicted = bool(evicted.any())
-        accumulation = self.binding.accumulation(common)
-        if observation is None and accumulation is None and not any_evicted:
+        extended = self.binding.extended(common)
+        if observation is None and not extended and not any_evicted:
             return super().build(common_prefix_len, common, fast_build)
 
         stock: CPUAttentionMetadata | None = None
-        stock_tokens, heads, weighted = None, None, None
+        stock_tokens, heads = None, None
         if any_evicted:
-            weighs = self.binding.state.weighted[rows]
-            requests = (evicted & ~weighs).nonzero().flatten()
+            plain = evicted & ~self.binding.state.weighted[rows]
+            requests = plain.nonzero().flatten()
             if len(requests):
                 heads = PerHeadBatch.build(common, self.binding.state, rows[requests], requests)
-            requests = (evicted & weighs).nonzero().flatten()
-            if len(requests):
-                weighted = WeightedBatch.build(common, self.binding.state, rows[requests], requests)
             others = (~evicted).nonzero().flatten()
             if len(others):
                 subset, stock_tokens = _subset(common, others)
@@ -97,9 +92,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             **{field.name: getattr(whole, field.name) for field in fields(CPUAttentionMetadata)},
             binding=self.binding,
             observation=observation,
-            accumulation=accumulation,
+            extended=extended,
             heads=heads,
-            weighted=weighted,
             stock=stock,
             stock_tokens=stock_tokens,
         )
@@ -153,17 +147,15 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         name = layer.layer_name
         metadata = attn_metadata
         assert metadata.binding is not None
-        scores = metadata.binding.scores(name)
-        if metadata.observation is not None and scores:
+        state = metadata.binding.state
+        if metadata.observation is not None and metadata.binding.scores(name):
             observe(metadata.binding.rings(name), query, *metadata.observation)
-        if metadata.accumulation is not None and scores:
-            metadata.binding.accumulate(name, query, metadata.accumulation)
         if metadata.stock is not None:
             self._stock(layer, query, key, value, kv_cache, metadata, output)
-        if metadata.weighted is not None:
-            metadata.binding.attend_weighted(name, query, metadata.weighted, output)
+        for extension, batch in metadata.extended:
+            extension.forward(state, name, query, batch, output)
         if metadata.heads is not None:
-            index = metadata.binding.state.layer_index[name]
+            index = state.layer_index[name]
             self._per_head(layer, query, kv_cache, metadata.heads, index, output)
         return output
 

@@ -205,9 +205,9 @@ class EvictingImplMixin:
         self._write_table(step, buffers, index, step.table)
         queries = query.reshape(-1, self.num_queries_per_kv, size).index_select(0, step.order)
         result = torch.empty_like(queries, dtype=output.dtype)
-        if buffers.attend is not None:
-            lengths, scratch = step.lengths[index], buffers.scratch
-            buffers.attend(queries, kv_cache, result, step, lengths, self.scale, scratch)
+        if (kernel := buffers.scratch.optional) is not None:
+            lengths, table = step.lengths[index], buffers.scratch.table
+            kernel.attend(queries, kv_cache, result, step, lengths, self.scale, table)
         elif (sinks := self._sinks()) is None or self.serves_all_sinks:
             self.attend_pages(
                 layer,

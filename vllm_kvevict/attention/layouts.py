@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import kernel_asked
+from vllm_kvevict.attention.kernels import OPTIONAL
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 
@@ -57,9 +58,9 @@ class EvictingBuilderMixin:
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """FULL graphs for decode steps; mixed batches are split on the host, so PIECEWISE.
 
-        xformers' ops allocate and compile by batch: PIECEWISE for all.
+        Optional kernels allocate and compile by batch: PIECEWISE for all.
         """
-        if kernel_asked(vllm_config) == "xformers":
+        if kernel_asked(vllm_config) in OPTIONAL:
             return AttentionCGSupport.NEVER
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -85,7 +86,7 @@ class EvictingBuilderMixin:
         step = EvictingMetadata(
             self.binding, self.buffers, common.num_actual_tokens, num_splits=self.num_splits(common)
         )
-        if common.max_query_len == 1 and self.buffers.scratch.kernel != "xformers":
+        if common.max_query_len == 1 and self.buffers.scratch.optional is None:
             return self._decode_only(step, common, rows, slots)
         if rows is None:
             return stock(common)
@@ -126,7 +127,7 @@ class EvictingBuilderMixin:
         counts = common.query_start_loc_cpu.diff()[: len(rows)]
         single = evicted & (counts == 1)
         places = single.nonzero().flatten()
-        if len(places) and buffers.scratch.kernel == "xformers":
+        if len(places) and buffers.scratch.optional is not None:
             step.single = buffers.extend(common, rows[places], places)
         elif len(places):
             step.decode = buffers.some_decode(common, rows[places], places)

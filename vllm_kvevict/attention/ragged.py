@@ -12,7 +12,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.parts import Part, cut
 from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
@@ -47,12 +46,8 @@ class GroupBuffers:
         self._count = torch.arange(sequences + 1, dtype=torch.int32, device=device)
         self.lengths = numbers(layers, sequences)
         self.splits = Splits.room(layers, sequences, scratch.max_splits, device)
-        self.attend: Any = None
-        if scratch.kernel == "xformers":
-            # Optional, and a second to import: at start-up.
-            from vllm_kvevict.attention.xformers import attend
-
-            self.attend = attend
+        if scratch.optional is not None:
+            scratch.optional.load()
 
     @property
     def num_bytes(self) -> int:
@@ -152,11 +147,11 @@ class GroupBuffers:
             lengths,
             self.state.timeline.block_size,
         )
-        parts: Sequence[Part] = ()
-        if self.scratch.kernel == "xformers":
+        parts: Sequence[Any] = ()
+        if self.scratch.optional is not None:
             table = self.scratch.pages(sequences, self._longest(common, rows, places))
-            most = self.scratch.gathered(table.shape[1])
-            parts = cut(query_start_loc.tolist(), starts_on_device, most)
+            starts_on_host, columns = query_start_loc.tolist(), table.shape[1]
+            parts = self.scratch.optional.plan(starts_on_host, starts_on_device, columns)
         else:
             pages = -(-common.max_seq_len // self.state.timeline.block_size)
             table = self.scratch.table[:sequences, :pages]

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_kvevict.attention.parts import Part
 from vllm_kvevict.ops.triton.splits import Splits
 
 
@@ -50,7 +50,7 @@ class Extend:
 
     ``order`` [queries] int64 numbers (token, KV head) pairs of the batch as
     ``token * H + head``, sequence by sequence; ``table`` [R * H, V] int32 is written layer by
-    layer. ``parts`` are for xformers alone.
+    layer. ``parts`` are the calls of an optional kernel.
     """
 
     rows: torch.Tensor
@@ -62,4 +62,4 @@ class Extend:
     table: torch.Tensor
     max_query_len: int
     max_seq_len: int
-    parts: Sequence[Part] = ()
+    parts: Sequence[Any] = ()

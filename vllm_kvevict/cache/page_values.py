@@ -104,6 +104,17 @@ class PageValues:
         rows = rows.repeat_interleave(tokens, output_size=columns.numel())
         found = torch.stack(list(made)).flatten(0, 1)[rows, columns.flatten()]
         for name, kept in zip(layer_names, found.unflatten(0, columns.shape), strict=True):
-            values = self.layer(name)
-            block_size, channels = values.shape[1], kept.shape[-1]
-            values[target_page, :, :channels] = kept.view(-1, block_size, channels)
+            self.write(name, kept, target_page)
+
+    def write(self, layer_name: str, floats: torch.Tensor, target_page: torch.Tensor) -> None:
+        """Write the first floats of the tokens of whole pages.
+
+        Args:
+            layer_name: An evictable layer.
+            floats: [K, C or fewer] float32 of the tokens, in order.
+            target_page: [K / block_size] int64.
+
+        """
+        values, floats_per_token = self._layers[layer_name], floats.shape[-1]
+        pages = floats.view(-1, values.shape[1], floats_per_token)
+        values[target_page, :, :floats_per_token] = pages

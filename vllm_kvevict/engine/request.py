@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.policies.requirements import PolicyRequirements
+from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.schedule.request_timeline import RequestTimeline
 from vllm_kvevict.schedule.step_plan import GroupEviction
 from vllm_kvevict.schedule.timeline import Timeline
@@ -81,7 +81,7 @@ class RequestState:
 
     request: "Request"
     options: RequestOptions
-    needs: PolicyRequirements
+    needs: Requirements
     rules: Mapping[int, Timeline]
     longest: int
     phase: Phase = Phase.WAITING
@@ -249,7 +249,7 @@ class RequestState:
     @property
     def accumulates_attention(self) -> bool:
         """Whether the attention of the coming queries is added up: an eviction will read it."""
-        if not self.needs.accumulates_attention:
+        if not self.needs.every_query:
             return False
         return self.quiet_until < sys.maxsize or any(t.waits for t in self.timelines.values())
 
@@ -298,7 +298,7 @@ class RequestState:
         """
         if self.due == sys.maxsize:
             return sys.maxsize
-        if self.needs.accumulates_attention:
+        if self.needs.every_query:
             return 0
         if num_tokens <= self.quiet_until:
             return self.quiet_until - num_tokens

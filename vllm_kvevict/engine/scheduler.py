@@ -23,7 +23,7 @@ from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.metrics.totals import TotalsLog
-from vllm_kvevict.policies.requirements import page_channels, policy_requirements, ring_slots
+from vllm_kvevict.policies.requirements import floats_per_token, policy_requirements, ring_slots
 from vllm_kvevict.schedule.ring_slots import RingSlots
 from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
 from vllm_kvevict.settings.budget_log import report_budgets
@@ -313,7 +313,7 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
     sizes = StoreSizes(
         {group: one.kv_cache_spec for group, one in groups.items()},
         {group: len(one.layer_names) for group, one in groups.items()},
-        page_channels(config),
+        floats_per_token(config),
         pinned=vllm_config.device_config.device_type == "cuda",
     )
     return TieredStores(

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.engine.request import Phase, RequestState
-from vllm_kvevict.policies.requirements import NOTHING, PolicyRequirements
+from vllm_kvevict.policies.base import Requirements
+from vllm_kvevict.policies.requirements import NOTHING
 from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.requests import RequestOptions
@@ -27,7 +28,7 @@ class RequestTable:
     def __init__(
         self,
         rules: dict[int, Timeline],
-        needs: Mapping[str, PolicyRequirements],
+        needs: Mapping[str, Requirements],
         config: EvictionConfig,
         max_model_len: int,
     ) -> None:
@@ -73,7 +74,7 @@ class RequestTable:
         request_id, state.phase = state.request_id, Phase.PREFILL
         self.prefilling[request_id] = state
         self.admitted.append(state)
-        if state.needs.accumulates_attention:
+        if state.needs.every_query:
             self.accumulating[request_id] = state
         if state.on_demand:
             self.on_demand[request_id] = state

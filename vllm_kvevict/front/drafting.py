@@ -61,7 +61,7 @@ def _policies(c: "VllmConfig", config: "EvictionConfig") -> bool:
     from vllm_kvevict.policies.requirements import policy_requirements
 
     needs = policy_requirements(config).values()
-    return any(one.accumulates_attention or one.weighs for one in needs)
+    return any(one.attention for one in needs)
 
 
 UNTRIED: tuple[tuple[str, Callable[["VllmConfig", "EvictionConfig"], Any]], ...] = (

@@ -319,17 +319,14 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
     """Refuse policies that do not load, or whose attention path this platform does not have."""
     from vllm.platforms import current_platform
 
-    from vllm_kvevict.policies.base import WeightedScorer
     from vllm_kvevict.policies.registry import build_policies
 
     # Also where nothing is refused: a policy of another package may not load.
     policies = build_policies(config).items()
     for name, policy in policies if latent else ():
-        scorer = policy.scorer
-        values = scorer.needs_values or scorer.needs_value_shares
-        # Numbers beside the cache that attention reads or writes.
-        beside = scorer.page_channels and not scorer.needs_key_scores
-        if values or beside or name in DISTANCES:
+        needs = policy.requirements
+        floats = needs.floats_per_token and not needs.key_scores
+        if needs.values or floats or name in DISTANCES:
             raise ValueError(
                 f"KV eviction does not support the policy {name} for MLA models, because a latent "
                 "cache has no keys and values of its own; choose snapkv, tova or streaming-llm."
@@ -337,7 +334,7 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
     if current_platform.is_cpu():
         return
     for name, policy in policies:
-        if policy.accumulates_attention or isinstance(policy.scorer, WeightedScorer):
+        if policy.requirements.attention:
             raise ValueError(
                 f"KV eviction does not support the policy {name} on this platform, because only "
                 "its CPU attention backend reads or writes numbers beside the cached tokens; "

@@ -17,13 +17,13 @@ class Candidates:
 
     Args:
         keys: [H, N + w + r, D] in the cache's dtype, float32 of an FP8 cache: keys of all cached
-            tokens, or [H, 0, D] for a policy with ``needs_keys = False``. The last w
+            tokens, or [H, 0, D] for a policy that does not require keys. The last w
             columns are the observation window; the first ``num_candidates`` columns may be
             evicted, the r columns between stay (they fill the last block before the window).
             Under a policy that protects fewer tokens than w, candidates reach into the window.
         valid: [H, N + w + r] bool: False on the padding at the left.
-        queries: [H, G, w, D] float32: queries of the last w tokens, or None for a policy with
-            ``needs_window = False``, unless it ``wants_window`` and they were recorded.
+        queries: [H, G, w, D] float32: queries of the last w tokens, or None if the policy requires
+            none; also None if they are optional for the policy and were not recorded.
         num_candidates: Columns that may be evicted; a multiple of the block size.
         scale: Softmax scale of the model's attention.
         softcap: Logit soft cap of the model's attention, 0 for none.
@@ -31,21 +31,24 @@ class Candidates:
             heads of the layer; the same result on each.
         keep: Tokens that each head keeps of the candidates, where all keep the same number.
         seed: Numbers that tell this eviction from others, the same on every rank and in every
-            run, for policies with ``random = True``.
-        layer: A number of the layer, the same on every rank, for policies with ``random = True``.
+            run, for policies that draw.
+        layer: A number of the layer, the same on every rank, for policies that draw.
+        row: A number of the request on this rank, for policies that remember: until
+            :meth:`Scorer.forget` it is this request's.
+        layer_name: Name of the layer on this rank.
         first_head: Number of the first KV head in the layer, where ranks hold some each.
         accumulated: [H, N + w + r] float32: softmax weight that each cached token got from every
             query so far, averaged over the query heads of a group; anything where ``valid`` is
-            False. None for a policy with ``accumulates_attention = False``.
-        values: [H, N + w + r, D] float32: values of all cached tokens, or None for a policy with
-            ``needs_values = False``.
+            False. None for a policy that does not require ``every_query``.
+        values: [H, N + w + r, D] float32: values of all cached tokens, or None for a
+            policy that does not require them.
         value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values
             had in all heads of the layer (``ops/reference/value_shares.py``); anything where
-            ``valid`` is False. None for a policy with ``needs_value_shares = False``.
+            ``valid`` is False. None for a policy that does not require them.
         key_scores: [H, num_candidates, C] float32: what probes of the model's profile say of each
             token's key: alone, and (C = 2) joined with the head's share of the token's value
             norms; made once for each token (``ops/reference/probe.py``), anything where ``valid``
-            is False. None for a policy with ``needs_key_scores = False``.
+            is False. None for a policy that does not require them.
         window_weights: [H] float32: what the logarithm of the window's attention counts for
             beside the second of the ``key_scores``; None without a second.
         protected: The first tokens that are kept whatever the scores.
@@ -64,6 +67,8 @@ class Candidates:
     keep: int = 0
     seed: tuple[int, ...] = ()
     layer: int = 0
+    row: int = 0
+    layer_name: str = ""
     first_head: int = 0
     accumulated: torch.Tensor | None = None
     values: torch.Tensor | None = None

@@ -4,8 +4,9 @@ Shapes are those of :class:`Candidates`: H KV heads, N columns of the candidate 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 
@@ -36,39 +37,77 @@ def protect(scores: torch.Tensor, valid: torch.Tensor, first: int) -> torch.Tens
     return scores.masked_fill(valid & (valid.cumsum(-1) <= first), PROTECTED)
 
 
+@dataclass(frozen=True)
+class Requirements:
+    """What a policy reads in addition to lengths, and what the engine must do for it.
+
+    Args:
+        window: "required": no eviction without the queries of the observation window. "optional":
+            they are read if they were recorded. "none": they are never read.
+        keys: Scores read the keys. They are read with a recorded window in any case.
+        values: Scores read the values.
+        value_shares: Scores read each head's share of the norms of a token's values. It is
+            computed once for each token and kept in the token's first float.
+        key_scores: Scores read what the probes of the model's profile say of each key. It is
+            computed once for each token and kept in the token's first floats.
+        every_query: The attention of every query, in prefill and in decode, is added up in the
+            token's first float, which scores read.
+        floats_per_token: float32 numbers that are kept for each cached token and KV head, outside
+            the KV cache. They move with the token.
+        random: Scores draw numbers, from :attr:`Candidates.seed`.
+        crosses_ranks: Scores call :attr:`Candidates.mean_of_ranks`, which all ranks must call. All
+            heads then keep the same tokens: measured shares of the heads do not count.
+        weighs: Kept tokens stand for evicted ones: :meth:`Scorer.kept` returns two log-weights of
+            each, for the numerator and the denominator of attention, and they are its floats.
+            Every head keeps the same number of tokens.
+        attention: Class of the attention extension, as ``module:Class``, that adds up the attention
+            of every query or weighs tokens (``attention/extension.py``). Only the CPU backend runs
+            extensions. "" names none.
+
+    Raises:
+        ValueError: Something is kept for each token, and there are too few floats for it; or an
+            extension is named for nothing, or not named.
+
+    """
+
+    window: Literal["required", "optional", "none"] = "required"
+    keys: bool = True
+    values: bool = False
+    value_shares: bool = False
+    key_scores: bool = False
+    every_query: bool = False
+    floats_per_token: int = 0
+    random: bool = False
+    crosses_ranks: bool = False
+    weighs: bool = False
+    attention: str = ""
+
+    def __post_init__(self) -> None:
+        least = 2 if self.weighs else self.value_shares or self.key_scores or self.every_query
+        if self.floats_per_token < least:
+            raise ValueError(f"{self} keeps {int(least)} floats of each token at least")
+        if bool(self.attention) != (self.every_query or self.weighs):
+            raise ValueError(f"{self} names an extension for every_query and for weighs alone")
+
+    @property
+    def shares_stores(self) -> bool:
+        """True if what an eviction keeps depends on the tokens before it alone, and is final.
+
+        Draws are seeded by the whole prompt, sums of attention go on, and log-weights come with a
+        memory of the request.
+        """
+        return not (self.random or self.every_query or self.weighs)
+
+    @property
+    def reads_share(self) -> bool:
+        """True if scores depend on the share of the tokens that the budget keeps."""
+        return self.key_scores
+
+
 class Scorer(ABC):
     """How much each cached token matters to each KV head."""
 
-    needs_window: ClassVar[bool] = True
-
-    wants_window: ClassVar[bool] = False
-    """Whether the window's queries are read where they were recorded, and done without elsewhere.
-
-    Of a scorer whose ``needs_window`` is False."""
-
-    needs_keys: ClassVar[bool] = True
-
-    random: ClassVar[bool] = False
-
-    crosses_ranks: ClassVar[bool] = False
-    """Whether :meth:`scores` calls ``mean_of_ranks``, which no rank can leave alone.
-
-    All heads must then keep the same tokens: measured shares of the heads do not count."""
-
-    accumulates_attention: ClassVar[bool] = False
-    """Whether the attention of every query is added up, in channel 0 of the page values."""
-
-    needs_values: ClassVar[bool] = False
-
-    needs_value_shares: ClassVar[bool] = False
-    """Whether a kept token's share of the value norms stands in channel 0 of the page values."""
-
-    needs_key_scores: ClassVar[bool] = False
-    """Whether what the model's profile says of each token's key stands in the page values, from
-    the first eviction on whose candidate the token is; of a learned policy."""
-
-    page_channels: ClassVar[int] = 0
-    """float32 numbers beside every cached token of every head; the worker moves them with it."""
+    requirements: ClassVar[Requirements] = Requirements()
 
     @abstractmethod
     def scores(self, candidates: Candidates) -> torch.Tensor:
@@ -81,67 +120,28 @@ class Scorer(ABC):
         """
 
     def per_head(self) -> Self:
-        """The scorer beside an adaptive allocator, whose heads keep different tokens.
+        """The scorer with an adaptive allocator, under which heads keep different tokens.
 
         A scorer that mixes the heads of a layer overrides it.
         """
         return self
 
-
-@dataclass(frozen=True)
-class Summary:
-    """What a :class:`WeightedScorer` makes of one layer's candidates.
-
-    Args:
-        scores: [H, num_candidates] float32, as :meth:`Scorer.scores` has them.
-        log_weights: [H, num_candidates, 2] float32: what each token counts for in the numerator
-            and in the denominator of attention; -inf for no part in it, 0 for itself alone.
-        memory: What the next eviction of this layer gets; tokens in it are named by column.
-
-    """
-
-    scores: torch.Tensor
-    log_weights: torch.Tensor
-    memory: Any
-
-
-class WeightedScorer(Scorer):
-    """A scorer whose kept tokens stand for others, too: attention weighs those it has evicted.
-
-    Every head keeps the same number of tokens. Log-weights lie in the page values, the
-    numerator's in channel 0.
-    """
-
-    page_channels: ClassVar[int] = 2
-
-    @property
-    @abstractmethod
-    def least_slots(self) -> int:
-        """Tokens that a head must keep beside protected ones."""
-
-    @abstractmethod
-    def summarize(self, candidates: Candidates, memory: Any | None) -> Summary:
-        """Score the candidates, and say what each of the best ``keep`` counts for.
+    def kept(self, row: int, layer_name: str, columns: torch.Tensor) -> torch.Tensor:
+        """Log-weights of the tokens that an eviction keeps, for scorers that weigh.
 
         Args:
-            candidates: One layer of one request. At a later eviction the first ``keep`` columns
-                are what the one before it kept.
-            memory: What :meth:`moved` made of the last summary's; None at the first eviction.
+            row: :attr:`Candidates.row` of the last call of :meth:`scores` for this request.
+            layer_name: :attr:`Candidates.layer_name` of it.
+            columns: [H, keep] int64 ascending: the candidate that went to each slot of the store.
+
+        Returns:
+            [H, keep, 2] float32; -inf for no part in the sum, 0 for itself alone.
 
         """
+        raise NotImplementedError
 
-    @abstractmethod
-    def moved(self, memory: Any, columns: torch.Tensor) -> Any:
-        """A summary's memory, with tokens named by their slots in the store.
-
-        Args:
-            memory: :attr:`Summary.memory`.
-            columns: [H, keep] int64 ascending: the column that went to each slot.
-
-        """
-
-    def scores(self, candidates: Candidates) -> torch.Tensor:
-        return self.summarize(candidates, None).scores
+    def forget(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """Drop what is remembered of requests: their rows begin anew."""
 
 
 class Allocator(ABC):
@@ -184,13 +184,5 @@ class Policy:
     allocator: Allocator
 
     @property
-    def needs_window(self) -> bool:
-        return self.scorer.needs_window
-
-    @property
-    def wants_window(self) -> bool:
-        return self.scorer.wants_window
-
-    @property
-    def accumulates_attention(self) -> bool:
-        return self.scorer.accumulates_attention
+    def requirements(self) -> Requirements:
+        return self.scorer.requirements

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvevict.ops.reference.defensive import window_peaks
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 from vllm_kvevict.settings.config import EvictionConfig
 
 
@@ -28,8 +28,7 @@ class Defensive(Scorer):
 
     """
 
-    needs_value_shares: ClassVar[bool] = True
-    page_channels: ClassVar[int] = 1
+    requirements: ClassVar[Requirements] = Requirements(value_shares=True, floats_per_token=1)
 
     kernel: int = 5
     reach: int = 17

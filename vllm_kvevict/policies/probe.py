@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvevict.ops.reference.defensive import window_peaks
-from vllm_kvevict.policies.base import PROTECTED, Candidates, Scorer
+from vllm_kvevict.policies.base import PROTECTED, Candidates, Requirements, Scorer
 from vllm_kvevict.settings.config import EvictionConfig
 
 LEAST = 1e-6
@@ -28,11 +28,9 @@ class Probe(Scorer):
 
     """
 
-    needs_window: ClassVar[bool] = False
-    wants_window: ClassVar[bool] = True
-    needs_keys: ClassVar[bool] = False
-    needs_key_scores: ClassVar[bool] = True
-    page_channels: ClassVar[int] = 2
+    requirements: ClassVar[Requirements] = Requirements(
+        window="optional", keys=False, key_scores=True, floats_per_token=2
+    )
 
     kernel: int = 5
     reach: int = 17
@@ -47,7 +45,7 @@ class Probe(Scorer):
         if candidates.key_scores is None:
             raise ValueError("probe needs the scores of the keys")
         columns = candidates.num_candidates
-        if candidates.queries is None or not self.wants_window:
+        if candidates.queries is None or self.requirements.window == "none":
             scores = candidates.key_scores[..., 0]
         else:
             assert candidates.window_weights is not None
@@ -65,8 +63,9 @@ class Probe(Scorer):
 class KeyProbe(Probe):
     """The same from keys alone, on a server that records no windows for it."""
 
-    wants_window: ClassVar[bool] = False
-    page_channels: ClassVar[int] = 1
+    requirements: ClassVar[Requirements] = Requirements(
+        window="none", keys=False, key_scores=True, floats_per_token=1
+    )
 
 
 def build(config: EvictionConfig) -> Scorer:

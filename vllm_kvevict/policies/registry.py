@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint
 
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
-from vllm_kvevict.policies.base import Policy, Scorer, WeightedScorer
+from vllm_kvevict.policies.base import Policy, Scorer
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import ADA, POLICIES
 from vllm_kvevict.settings.plugins import GROUP, PluginPolicy, plugin_policies
@@ -20,7 +20,7 @@ def build_policy(config: EvictionConfig) -> Policy:
     name = config.policy
     if name in POLICIES:
         module, summary = POLICIES[name]
-        scorer = import_module(f"vllm_kvevict.policies.{module}").build(config)
+        scorer = import_module(module).build(config)
     else:
         plugin = plugin_policies()[name]
         scorer, summary = _load(name, plugin, config), plugin.summary
@@ -44,6 +44,6 @@ def _load(name: str, plugin: PluginPolicy, config: EvictionConfig) -> Scorer:
         raise ValueError(f"{where} does not load: {error!r}") from error
     if not isinstance(scorer, Scorer):
         raise ValueError(f"{where} makes {scorer!r}, which is no vllm_kvevict Scorer")
-    if isinstance(scorer, WeightedScorer):
+    if scorer.requirements.weighs:
         raise ValueError(f"{where} weighs tokens, which only built-in policies may")
     return scorer

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.settings.config import EvictionConfig
@@ -26,8 +26,7 @@ class StreamingLLM(Scorer):
 
     """
 
-    needs_window: ClassVar[bool] = False
-    needs_keys: ClassVar[bool] = False
+    requirements: ClassVar[Requirements] = Requirements(window="none", keys=False)
 
     sinks: int = 4
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 import torch
 
 from vllm_kvevict.ops.reference.score import head_attention
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.settings.config import EvictionConfig
@@ -26,8 +26,9 @@ class TOVA(Scorer):
 
     """
 
+    requirements: ClassVar[Requirements] = Requirements(crosses_ranks=True)
+
     heads: Literal["layer", "group"] = "layer"
-    crosses_ranks: ClassVar[bool] = True
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         columns = candidates.num_candidates

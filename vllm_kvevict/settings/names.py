@@ -1,4 +1,4 @@
-"""Policies by name: data alone. A new policy is one file in ``policies/`` and one line here.
+"""Policies by name: data alone. A new policy is one file and one line here.
 
 The table holds strings, so that reading the valid names imports no torch.
 """
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     """A policy of its own.
 
     Args:
-        module: Module in ``policies/`` whose ``build(config)`` makes the scorer.
+        module: Module with the function ``build(config)``, which returns the scorer.
         summary: One line for ``--help``.
         adaptive: Whether scores of different heads and layers compare, so that :data:`ADA` may
             stand before the name, and layers may have measured shares of the budget.
@@ -54,29 +54,31 @@ class Entry(NamedTuple):
 
 TABLE = {
     "snapkv": Entry(
-        "snapkv",
+        "vllm_kvevict.policies.snapkv",
         "attention of the last queries, pooled; every head keeps as much",
         True,
         options=("pool_kernel", "pool"),
     ),
     "defensive": Entry(
-        "defensive", "highest attention of the last queries, times the share of the values", True
+        "vllm_kvevict.policies.defensive",
+        "highest attention of the last queries, times the share of the values",
+        True,
     ),
     "probe": Entry(
-        "probe",
+        "vllm_kvevict.policies.probe",
         "what the model's profile says of a key, and the last queries",
         True,
         learned=True,
         options=("probe_window", "probe_recent"),
     ),
     "h2o": Entry(
-        "h2o",
+        "vllm_kvevict.papers.h2o",
         "attention of all queries so far (heavy hitters), and recent tokens",
         True,
         options=("recent_share",),
     ),
     "pyramidkv": Entry(
-        "snapkv",
+        "vllm_kvevict.policies.snapkv",
         "scores of snapkv; shallow layers keep more than deep ones",
         True,
         pyramid=True,
@@ -84,21 +86,32 @@ TABLE = {
         options=("pool_kernel", "pool"),
     ),
     "streaming-llm": Entry(
-        "streaming_llm", "the first tokens and the most recent ones", False, options=("sinks",)
+        "vllm_kvevict.policies.streaming_llm",
+        "the first tokens and the most recent ones",
+        False,
+        options=("sinks",),
     ),
     "scissorhands": Entry(
-        "scissorhands", "how seldom the last queries gave a token less than the mean", True
+        "vllm_kvevict.papers.scissorhands",
+        "how seldom the last queries gave a token less than the mean",
+        True,
     ),
-    "tova": Entry("tova", "attention of the last query alone (TOVA, MSRNN)", True),
-    "subgen": Entry("subgen", "keys that leave no other key far away (greedy k-center)", False),
+    "tova": Entry(
+        "vllm_kvevict.policies.tova", "attention of the last query alone (TOVA, MSRNN)", True
+    ),
+    "subgen": Entry(
+        "vllm_kvevict.papers.subgen",
+        "keys that leave no other key far away (greedy k-center)",
+        False,
+    ),
     "subgen-stream": Entry(
-        "subgen_stream",
+        "vllm_kvevict.papers.subgen_stream",
         "samples of all tokens, which attention weighs (SubGen Algorithm 1)",
         False,
         options=("seed", "radius", "cluster_samples", "value_share"),
     ),
     "nacl": Entry(
-        "nacl",
+        "vllm_kvevict.papers.nacl",
         "attention of the last tokens (proxies), and a random sample of the others",
         False,
         options=("random_share", "seed"),

@@ -1,106 +1,220 @@
-"""What one layer of a request holds at an eviction, read for the policy that scores it."""
+"""What a request holds at an eviction, read for the policy that scores it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from zlib import crc32
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.reference.observe import window_queries
-from vllm_kvevict.policies.base import Candidates, Policy
+from vllm_kvevict.ops.reference.pages import candidate_grid
+from vllm_kvevict.ops.reference.value_shares import value_shares
+from vllm_kvevict.policies.base import Candidates, Requirements
 from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
+from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
-from vllm_kvevict.worker.ranks import first_head, mean_of_ranks
+from vllm_kvevict.worker.ranks import first_head, mean_of_ranks, sum_of_ranks
+from vllm_kvevict.worker.runners import RunnerRows
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The pages of one request in the L layers of a group, at an eviction.
+
+    Args:
+        eviction: The eviction.
+        group: Its part in the group.
+        state: The group.
+        row: State row of the request.
+        grid: [L, H, P] int64 pages of the candidates and of what follows them.
+        padding: [L, H] int64 padding pages at the left of each row.
+        candidate_pages: Pages of a row that may be evicted, padding included.
+        store: [S] int64: blocks that the survivors move to.
+
+    """
+
+    eviction: Eviction
+    group: GroupEviction
+    state: GroupState
+    row: int
+    grid: torch.Tensor
+    padding: torch.Tensor
+    candidate_pages: int
+    store: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.state.timeline.block_size
+
+    @property
+    def store_pages(self) -> int:
+        """Pages at the left of a row that hold the former store, padding included."""
+        return self.grid.shape[-1] - len(self.group.positional)
+
+    @cached_property
+    def columns(self) -> torch.Tensor:
+        """[N] int64 numbers of the candidates."""
+        return torch.arange(self.candidate_pages * self.block_size, device=self.grid.device)
+
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        """[L, H, N] bool: False on the padding."""
+        return self.columns >= (self.padding * self.block_size)[..., None]
+
+    @property
+    def caps(self) -> torch.Tensor:
+        """[L, H] int64: pages of candidates of each head."""
+        return self.candidate_pages - self.padding
 
 
 @dataclass(frozen=True)
 class CandidateReader:
-    """Reads what a policy scores from the cache, the rings and the page values.
+    """Reads what a policy requires from the cache, the rings and the page values.
 
     Args:
-        policies: Scorer and allocator of every policy that an eviction may name.
         caches: The caches of evictable layers by name.
-        rings: Observation rings, or None where no policy needs them.
-        page_values: Numbers beside the cached tokens, or None where no policy needs them.
-        prompts: Digests of the prompts, or None where no policy draws by chance.
+        rings: Observation rings, or None if no policy reads them.
+        page_values: Floats of the cached tokens, or None if no policy keeps any.
+        prompts: Digests of the prompts, or None if no policy draws by chance.
+        probes: Score the keys, or None if no policy requires key scores.
+        rows: Adapter of the model runner.
 
     """
 
-    policies: Mapping[str, Policy]
     caches: Mapping[str, LayerCache]
     rings: ObservationRings | None
     page_values: PageValues | None
     prompts: PromptDigests | None
+    probes: Probes | None
+    rows: RunnerRows
+
+    def holdings(
+        self, eviction: Eviction, group: GroupEviction, state: GroupState, row: int
+    ) -> Holdings:
+        """The pages of a request in the layers of a group."""
+        # Pinned and asynchronous: a plain copy would wait for the forward pass.
+        upload = partial(async_tensor_h2d, device=state.head_indptr.device, dtype=torch.int64)
+        grid, padding = candidate_grid(
+            state.indptr(row), upload(group.old_store), upload(group.positional)
+        )
+        tail_blocks = (group.tail_start - group.old_tail_start) // state.timeline.block_size
+        pages = grid.shape[-1] - len(group.positional) + tail_blocks
+        return Holdings(eviction, group, state, row, grid, padding, pages, upload(group.store))
+
+    def made(self, needs: Requirements, holdings: Holdings) -> Sequence[torch.Tensor]:
+        """What is computed once for each token, then kept as its floats.
+
+        Returns:
+            [H, N or more, C] float32 of each layer; nothing for policies that require nothing of
+            the kind.
+
+        """
+        if needs.value_shares:
+            return self._value_shares(holdings)[..., None].unbind()
+        return self._key_scores(holdings) if needs.key_scores else ()
 
     def candidates(
         self,
-        state: GroupState,
-        layer_name: str,
-        grid: torch.Tensor,
-        padding: torch.Tensor,
-        candidate_pages: int,
-        eviction: Eviction,
-        group: GroupEviction,
+        needs: Requirements,
+        holdings: Holdings,
+        index: int,
+        made: Sequence[torch.Tensor],
     ) -> Candidates:
-        """One layer of the request, with what its policy reads.
+        """One layer of the request, with what its policy requires.
 
         Args:
-            state: The layer's group.
-            layer_name: Name of the layer.
-            grid: [H, P] int64 pages of the layer's candidates and what follows them.
-            padding: [H] int64 padding pages at the left of each row.
-            candidate_pages: Pages of a row that may be evicted, padding included.
-            eviction: The eviction.
-            group: Its part in the layer's group.
+            needs: The policy's requirements.
+            holdings: The pages of the request.
+            index: Index of the layer in its group.
+            made: Of :meth:`made`.
 
         """
-        cache, policy = self.caches[layer_name], self.policies[eviction.policy]
-        bs, window = state.timeline.block_size, state.timeline.window
-        store_pages = grid.shape[-1] - len(group.positional)
-        columns = store_pages * bs + eviction.num_tokens - group.old_tail_start
-        queries = None
-        recorded_window = policy.wants_window and eviction.ring is not None
-        read = grid if policy.scorer.needs_keys or recorded_window else grid[:, :0]
-        keys = cache.key_sequences(read)[:, :columns]
-        if policy.needs_window or recorded_window:
-            assert self.rings is not None and eviction.ring is not None
-            recorded = window_queries(
-                self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, window
-            )
-            seen = recorded.float() * cache.query_scale
-            queries = seen.unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
-        accumulated = None
-        if policy.accumulates_attention:
-            assert self.page_values is not None
-            sums = self.page_values.layer(layer_name)[grid, :, 0]
-            accumulated = sums.flatten(1)[:, :columns]
-        values = None
-        if policy.scorer.needs_values:
-            values = cache.value_sequences(grid)[:, :columns]
+        state, eviction, group = holdings.state, holdings.eviction, holdings.group
+        layer_name, grid = state.layer_names[index], holdings.grid[index]
+        cache, bs, window = self.caches[layer_name], holdings.block_size, state.timeline.window
+        columns = holdings.store_pages * bs + eviction.num_tokens - group.old_tail_start
+        padding = holdings.padding[index] * bs
+        observed = needs.window != "none" and eviction.ring is not None
+        assert observed or needs.window != "required"
+        read = grid if needs.keys or observed else grid[:, :0]
+        accumulated = self._floats(layer_name, grid)[:, :columns] if needs.every_query else None
+        values = cache.value_sequences(grid)[:, :columns] if needs.values else None
+        shares = made[index][:, :columns, 0] if needs.value_shares else None
+        key_scores, window_weights = None, None
+        if needs.key_scores:
+            assert self.probes is not None
+            key_scores, window_weights = made[index], self.probes.at(eviction)[layer_name].window
         return Candidates(
-            keys=keys,
-            valid=torch.arange(columns, device=grid.device) >= (padding * bs)[:, None],
-            queries=queries,
+            keys=cache.key_sequences(read)[:, :columns],
+            valid=torch.arange(columns, device=grid.device) >= padding[:, None],
+            queries=self._queries(holdings, layer_name) if observed else None,
             window=window,
-            num_candidates=candidate_pages * bs,
+            num_candidates=holdings.candidate_pages * bs,
             scale=cache.scale,
             softcap=cache.softcap,
             mean_of_ranks=mean_of_ranks,
             keep=len(group.store) * bs,
             seed=self._seed(eviction),
             layer=crc32(layer_name.encode()),
+            row=holdings.row,
+            layer_name=layer_name,
             first_head=first_head(state.num_heads),
             accumulated=accumulated,
             values=values,
+            value_shares=shares,
+            key_scores=key_scores,
+            window_weights=window_weights,
             protected=eviction.protect_first,
             sinks=None if cache.sinks is None else cache.sinks.float(),
         )
+
+    def _floats(self, layer_name: str, pages: torch.Tensor) -> torch.Tensor:
+        """[H, P * block_size] first floats of the tokens of pages [H, P]."""
+        assert self.page_values is not None
+        return self.page_values.layer(layer_name)[pages, :, 0].flatten(1)
+
+    def _queries(self, holdings: Holdings, layer_name: str) -> torch.Tensor:
+        """[H, G, w, D] float32 queries of the observation window."""
+        eviction, state = holdings.eviction, holdings.state
+        assert self.rings is not None and eviction.ring is not None
+        recorded = window_queries(
+            self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, state.timeline.window
+        )
+        seen = recorded.float() * self.caches[layer_name].query_scale
+        return seen.unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
 
     def _seed(self, eviction: Eviction) -> tuple[int, ...]:
         if self.prompts is None:
             return ()
         return self.prompts.of(eviction.request_id), eviction.num_tokens
+
+    def _value_shares(self, holdings: Holdings) -> torch.Tensor:
+        """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
+
+        Of a token of the store it is what :meth:`PageValues.keep` wrote; all heads hold the others.
+        """
+        stored, norms, first = [], [], holdings.store_pages
+        for name, pages in zip(holdings.state.layer_names, holdings.grid, strict=True):
+            stored.append(self._floats(name, pages[:, :first]))
+            norms.append(self.caches[name].value_norms(pages[:, first:]))
+        found = value_shares(torch.stack(norms), sum_of_ranks)
+        return torch.cat([torch.stack(stored), found], dim=-1)
+
+    def _key_scores(self, holdings: Holdings) -> list[torch.Tensor]:
+        """What the probes say of every candidate of each layer [H, N, C]."""
+        assert self.probes is not None
+        eviction, group, state = holdings.eviction, holdings.group, holdings.state
+        grid = holdings.grid[..., : holdings.candidate_pages]
+        positions = self.rows.positions(eviction.request_id, group.old_tail_start, group.tail_start)
+        on_device = async_tensor_h2d(positions, device=grid.device)
+        end = eviction.num_tokens
+        first, last = end - group.old_tail_start, end - group.tail_start
+        ages = torch.arange(first, last, -1, device=grid.device)
+        stored = holdings.store_pages
+        return self.probes.scores(state, grid, stored, on_device, ages, eviction)

@@ -1,36 +1,32 @@
 """The worker's side of eviction: follows the scheduler's plan and moves the survivors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_kvevict.attention.extension import make_extensions
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.memories import Memories
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index
+from vllm_kvevict.ops.reference.pages import compact_index
 from vllm_kvevict.ops.reference.select import select_tokens
-from vllm_kvevict.ops.reference.value_shares import value_shares
-from vllm_kvevict.policies.base import Policy, Scorer, Summary, WeightedScorer, protect
+from vllm_kvevict.policies.base import Policy, Scorer, protect
 from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.settings.names import keeps_by_layer
-from vllm_kvevict.worker.candidates import CandidateReader
+from vllm_kvevict.worker.candidates import CandidateReader, Holdings
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
-from vllm_kvevict.worker.ranks import sum_of_ranks
 from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.settle import settle
@@ -48,8 +44,30 @@ def replaceable(scorer: Scorer) -> bool:
     """
     foreign = type(scorer).__module__.partition(".")[0] != __name__.partition(".")[0]
     # The other ranks would wait inside the collective for a rank that failed before it.
-    alone = not scorer.crosses_ranks or get_tensor_model_parallel_world_size() == 1
-    return foreign and alone and not isinstance(scorer, WeightedScorer)
+    alone = not scorer.requirements.crosses_ranks or get_tensor_model_parallel_world_size() == 1
+    return foreign and alone and not scorer.requirements.weighs
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The tokens that an eviction keeps in the L layers of a group: K = S * H * block_size each.
+
+    Args:
+        scores: [L, H, N] float32 of the candidates, protected ones included.
+        pages: [L, H] int64 pages of each head.
+        columns: [L, K] int64 candidates that stay, heads concatenated.
+        source_page: [L, K] int64 pages that they come from.
+        source_slot: [L, K] int64 slots in these pages.
+        target_page: [S * H] int64 pages that they fill in order.
+
+    """
+
+    scores: torch.Tensor
+    pages: torch.Tensor
+    columns: torch.Tensor
+    source_page: torch.Tensor
+    source_slot: torch.Tensor
+    target_page: torch.Tensor
 
 
 class WorkerEviction:
@@ -67,7 +85,7 @@ class WorkerEviction:
         head_shares: [L, H] float64 measured shares of the heads of every group, by group id; None
             where heads have none. Policies follow them whose scores compare and whose heads do
             not share a layer's budget by score.
-        probes: Score the keys for policies with ``needs_key_scores``; None where there is none.
+        probes: Score the keys for policies that require it; None if there is none.
 
     """
 
@@ -90,13 +108,13 @@ class WorkerEviction:
         self.listeners: list[Callable[[EvictionRecord], None]] = []
         self.evictions = 0
         self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
-        self.memories = Memories()
         self._failed: set[str] = set()
         self._caches = caches
+        named = [policy.requirements.attention for policy in policies.values()]
+        self.extensions = make_extensions(named, caches, page_values)
         self._rows = rows
         self._fused = fused
         self._head_shares = head_shares
-        self._probes = probes
         self.stores = SharedStores(states, lambda one: int(self._rows.rows([one])[0]))
         self.comparison: Comparison | None = None
         """Where evictions are audited."""
@@ -105,9 +123,9 @@ class WorkerEviction:
         self._unsettled: set[int] = set()
         self._done = False
         self._batch: torch.Tensor | None = None
-        random = any(policy.scorer.random for policy in policies.values())
+        random = any(policy.requirements.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
-        self._reader = CandidateReader(policies, caches, rings, page_values, self._prompts)
+        self._reader = CandidateReader(caches, rings, page_values, self._prompts, probes, rows)
 
     def warm_up(self) -> None:
         """Load what evictions run, before there is a request."""
@@ -121,7 +139,8 @@ class WorkerEviction:
         cleared = self._rows.begin_step(scheduler_output)
         for state in self.states.values():
             state.clear(cleared)
-        self.memories.clear(cleared)
+        for policy in self.policies.values():
+            policy.scorer.forget(cleared)
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
         plan: StepPlan = getattr(scheduler_output, PLAN, None) or StepPlan()
@@ -174,7 +193,7 @@ class WorkerEviction:
         """Measured shares of the heads, where a policy follows them."""
         one = self.policies[policy]
         # What crosses ranks needs every head of the layer to keep the same tokens.
-        follows = one.allocator.follows_shares and not one.scorer.crosses_ranks
+        follows = one.allocator.follows_shares and not one.requirements.crosses_ranks
         return self._head_shares if follows and keeps_by_layer(policy, measured=True) else None
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
@@ -226,90 +245,103 @@ class WorkerEviction:
         self.evictions += 1
 
     def _evict_group(self, eviction: Eviction, group: GroupEviction, row: int) -> None:
-        state = self.states[group.group_id]
-        bs = state.timeline.block_size
-        # Pinned and asynchronous: a plain copy would wait for the forward pass.
-        upload = partial(async_tensor_h2d, device=state.head_indptr.device, dtype=torch.int64)
-        grid, padding = candidate_grid(
-            state.indptr(row), upload(group.old_store), upload(group.positional)
-        )
-        store = upload(group.store)
-        tail_blocks = (group.tail_start - group.old_tail_start) // bs
-        candidate_pages = grid.shape[-1] - len(group.positional) + tail_blocks
-        scorer = self.policies[eviction.policy].scorer
-        # What is made of a token once, and kept beside it: [H, N, C] of each layer.
-        made: Sequence[torch.Tensor] = ()
-        if scorer.needs_value_shares:
-            made = self._value_shares(state, grid, group)[..., None].unbind()
-        elif scorer.needs_key_scores:
-            made = self._key_scores(state, grid[..., :candidate_pages], eviction, group)
-        probes = self._probes.at(eviction) if self._probes is not None else {}
-        summaries: list[Summary] = []
-        real = padding * bs
-        places = torch.arange(candidate_pages * bs, device=grid.device)
-        valid = places >= real[..., None]
-
-        def scored() -> torch.Tensor:
-            found = []
-            for index, name in enumerate(state.layer_names):
-                where = grid[index], padding[index], candidate_pages
-                candidates = self._reader.candidates(state, name, *where, eviction, group)
-                if scorer.needs_value_shares:
-                    mine = made[index][:, : candidates.valid.shape[1], 0]
-                    candidates = replace(candidates, value_shares=mine)
-                elif scorer.needs_key_scores:
-                    candidates = replace(
-                        candidates, key_scores=made[index], window_weights=probes[name].window
-                    )
-                if isinstance(scorer, WeightedScorer):
-                    summaries.append(scorer.summarize(candidates, self.memories.of(row, name)))
-                    raw = summaries[-1].scores
-                else:
-                    raw = scorer.scores(candidates)
-                    if raw.shape != valid.shape[1:]:
-                        want, got = tuple(valid.shape[1:]), tuple(raw.shape)
-                        raise ValueError(f"scores must be of shape {want}, not {got}")
-                found.append(raw)
-            return torch.stack(found)
-
-        def choose(found: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            scores = protect(found, valid, eviction.protect_first)
-            shares = self._shares_of(eviction.policy)
-            of_heads = None if shares is None else shares[group.group_id]
-            allocator, caps = self.policies[eviction.policy].allocator, candidate_pages - padding
-            # Measured shares divide what is left when every head has its protected pages.
-            first = 0 if of_heads is None else blocks_for(eviction.protect_first, bs)
-            blocks = len(group.store) - first
-            pages = first + allocator.pages(scores, caps - first, blocks, bs, of_heads)
-            columns = select_tokens(scores, pages, bs)
-            return scores, pages, columns, *compact_index(grid, columns, pages, store, bs)
-
+        """Read, score, allocate, move."""
+        policy = self.policies[eviction.policy]
+        holdings = self._reader.holdings(eviction, group, self.states[group.group_id], row)
+        made = self._reader.made(policy.requirements, holdings)
         try:
-            chosen = choose(scored())
+            survivors = self._allocate(policy, holdings, self._score(policy, holdings, made))
         except Exception:
-            if not replaceable(scorer):
+            if not replaceable(policy.scorer):
                 raise
             self._note_failure(eviction.policy)
-            chosen = choose(torch.where(valid, places.float(), -torch.inf))
-        scores, pages, columns, source_page, source_slot, target_page = chosen
+            recency = torch.where(holdings.valid, holdings.columns.float(), -torch.inf)
+            survivors = self._allocate(policy, holdings, recency)
+        self._move(policy, holdings, survivors, made)
+
+    def _score(
+        self, policy: Policy, holdings: Holdings, made: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """[L, H, N] float32 scores of the candidates.
+
+        Raises:
+            ValueError: A scorer returns another shape.
+
+        """
+        found, valid = [], holdings.valid
+        for index in range(len(holdings.state.layer_names)):
+            candidates = self._reader.candidates(policy.requirements, holdings, index, made)
+            scores = policy.scorer.scores(candidates)
+            if scores.shape != valid.shape[1:]:
+                want, got = tuple(valid.shape[1:]), tuple(scores.shape)
+                raise ValueError(f"scores must be of shape {want}, not {got}")
+            found.append(scores)
+        return torch.stack(found)
+
+    def _allocate(self, policy: Policy, holdings: Holdings, scores: torch.Tensor) -> Survivors:
+        """Share the store between the heads, and take the best tokens of each."""
+        eviction, group, bs = holdings.eviction, holdings.group, holdings.block_size
+        scores = protect(scores, holdings.valid, eviction.protect_first)
+        by_group = self._shares_of(eviction.policy)
+        shares = None if by_group is None else by_group[group.group_id]
+        # Measured shares divide what is left when every head has its protected pages.
+        first = 0 if shares is None else blocks_for(eviction.protect_first, bs)
+        blocks = len(group.store) - first
+        pages = first + policy.allocator.pages(scores, holdings.caps - first, blocks, bs, shares)
+        columns = select_tokens(scores, pages, bs)
+        places = compact_index(holdings.grid, columns, pages, holdings.store, bs)
+        return Survivors(scores, pages, columns, *places)
+
+    def _move(
+        self,
+        policy: Policy,
+        holdings: Holdings,
+        survivors: Survivors,
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        """Copy the survivors and their floats to the new store, and enter it."""
+        state, group, needs = holdings.state, holdings.group, policy.requirements
+        target_page, log_weights = survivors.target_page, None
         for index, name in enumerate(state.layer_names):
             cache = self._caches[name]
-            source = source_page[index], source_slot[index]
+            source = survivors.source_page[index], survivors.source_slot[index]
             cache.layout.copy(cache.pages, *source, target_page)
-            if scorer.page_channels and not made:
+            if needs.floats_per_token and not made and not needs.weighs:
                 assert self.page_values is not None
                 self.page_values.move(name, *source, target_page)
         if made:
             assert self.page_values is not None
-            self.page_values.keep(state.layer_names, made, columns, pages, target_page)
-        log_weights = None
-        if isinstance(scorer, WeightedScorer):
-            log_weights = self._weigh(scorer, summaries, columns, state, row, target_page)
-        state.record(row, group.tail_start, store, pages, weighted=log_weights is not None)
-        self.meter.pages(pages)
-        told = columns, pages, real, scores, log_weights
+            kept = survivors.columns, survivors.pages, target_page
+            self.page_values.keep(state.layer_names, made, *kept)
+        if needs.weighs:
+            log_weights = self._weigh(policy.scorer, holdings, survivors)
+        state.record(
+            holdings.row, group.tail_start, holdings.store, survivors.pages, weighted=needs.weighs
+        )
+        self.meter.pages(survivors.pages)
         for listener in self.listeners:
-            listener(EvictionRecord(eviction, group, *told))
+            listener(
+                EvictionRecord(
+                    holdings.eviction,
+                    group,
+                    survivors.columns,
+                    survivors.pages,
+                    holdings.padding * holdings.block_size,
+                    survivors.scores,
+                    log_weights,
+                )
+            )
+
+    def _weigh(self, scorer: Scorer, holdings: Holdings, survivors: Survivors) -> torch.Tensor:
+        """Write the log-weights [L, S * H * block_size, 2] of what was kept."""
+        assert self.page_values is not None
+        state, layers = holdings.state, []
+        for name, columns in zip(state.layer_names, survivors.columns, strict=True):
+            by_head = columns.unflatten(0, (state.num_heads, -1))
+            weights = scorer.kept(holdings.row, name, by_head).flatten(0, 1)
+            self.page_values.write(name, weights, survivors.target_page)
+            layers.append(weights)
+        return torch.stack(layers)
 
     def _note_failure(self, policy: str) -> None:
         """Count the failure that is being handled, and log it if it is the policy's first."""
@@ -321,57 +353,3 @@ class WorkerEviction:
                 "whenever it fails, and this is logged once",
                 policy,
             )
-
-    def _value_shares(
-        self, state: GroupState, grid: torch.Tensor, group: GroupEviction
-    ) -> torch.Tensor:
-        """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
-
-        Of a token of the store it is what :meth:`PageValues.keep` wrote; all heads hold the others.
-        """
-        assert self.page_values is not None
-        stored, norms = [], []
-        store_pages = grid.shape[-1] - len(group.positional)
-        for name, pages in zip(state.layer_names, grid, strict=True):
-            stored.append(self.page_values.layer(name)[pages[:, :store_pages], :, 0])
-            norms.append(self._caches[name].value_norms(pages[:, store_pages:]))
-        found = value_shares(torch.stack(norms), sum_of_ranks)
-        return torch.cat([torch.stack(stored).flatten(2), found], dim=-1)
-
-    def _key_scores(
-        self, state: GroupState, grid: torch.Tensor, eviction: Eviction, group: GroupEviction
-    ) -> list[torch.Tensor]:
-        """What the probes say of every candidate of each layer [H, P * block_size, C]."""
-        assert self._probes is not None
-        new = group.tail_start - group.old_tail_start
-        positions = self._rows.positions(
-            eviction.request_id, group.old_tail_start, group.tail_start
-        )
-        on_device = async_tensor_h2d(positions, device=grid.device)
-        end = eviction.num_tokens
-        first, last = end - group.old_tail_start, end - group.tail_start
-        ages = torch.arange(first, last, -1, device=grid.device)
-        stored = grid.shape[-1] - new // state.timeline.block_size
-        return self._probes.scores(state, grid, stored, on_device, ages, eviction)
-
-    def _weigh(
-        self,
-        scorer: WeightedScorer,
-        summaries: Sequence[Summary],
-        columns: torch.Tensor,
-        state: GroupState,
-        row: int,
-        target_page: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the log-weights [L, S * H * block_size, 2] of what was kept, and remember."""
-        assert self.page_values is not None
-        kept = columns.unflatten(1, (state.num_heads, -1))
-        layers = []
-        for index, name in enumerate(state.layer_names):
-            summary, mine = summaries[index], kept[index]
-            weights = summary.log_weights.gather(1, mine[..., None].expand(-1, -1, 2))
-            pages = self.page_values.layer(name)
-            pages[target_page, :, :2] = weights.view(-1, state.timeline.block_size, 2)
-            self.memories.keep(row, name, scorer.moved(summary.memory, mine))
-            layers.append(weights.flatten(0, 1))
-        return torch.stack(layers)

@@ -196,7 +196,7 @@ class FusedEvictions:
         made = None
         if isinstance(scorer, Probe):
             probes = group.probes[prose].layers(group.caches, group.kept, split, state.stores)
-            window = layers if recorded and scorer.wants_window else None
+            window = layers if recorded and scorer.requirements.window != "none" else None
             scores, made = probe_scores(batch, probes, window, sum_of_ranks)
         elif isinstance(scorer, Defensive):
             scores, shares = defensive_scores(batch, layers, group.kept, sum_of_ranks)

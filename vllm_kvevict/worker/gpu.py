@@ -10,6 +10,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import FLAG, choose
+from vllm_kvevict.attention.kernels import optional_kernel
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.attention.warm_up import warm_up
@@ -21,7 +22,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import page_channels
+from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
@@ -68,7 +69,7 @@ class EvictingWorker(EvictionWorkerMixin):
         return available - tables - self._workspace_bytes() - scratch.op_bytes
 
     def _workspace_bytes(self) -> int:
-        made = page_channels(self.eviction_config)
+        made = floats_per_token(self.eviction_config)
         if (self._rings is None and not made) or not extension.is_built():
             return 0
         impl, spec = self._layer(self._evictable_layers[0]).impl, self._evictable_specs[0]
@@ -123,16 +124,14 @@ class EvictingWorker(EvictionWorkerMixin):
                     f"size in every full-attention layer, and this model has {sorted(shapes)} with "
                     f"blocks of {sorted(sizes)} tokens."
                 )
-            if self._kernel() == "xformers" and any(impl.logits_soft_cap for impl in impls):
-                raise ValueError(
-                    f"KV eviction: {FLAG} xformers does not work here, because xformers does not "
-                    "cap attention logits, which this model needs."
-                )
-            if self._kernel() == "xformers" and any(sinks_of(impl) is not None for impl in impls):
-                raise ValueError(
-                    f"KV eviction: {FLAG} xformers does not work here, because xformers has no "
-                    "attention sinks, which this model needs; remove the flag."
-                )
+            if (optional := optional_kernel(self._kernel())) is not None:
+                caps = any(impl.logits_soft_cap for impl in impls)
+                sinks = any(sinks_of(impl) is not None for impl in impls)
+                if problem := optional.layer_problem(caps, sinks):
+                    raise ValueError(
+                        f"KV eviction: {FLAG} {self._kernel()} does not work here, because "
+                        f"{problem}."
+                    )
             shape = Shape(
                 *shapes.pop(),
                 block_size=sizes.pop(),
@@ -168,8 +167,8 @@ class EvictingWorker(EvictionWorkerMixin):
         for buffers in self._buffers:
             state = buffers.state
             layers = [self._layer(name) for name in state.layer_names]
-            # xformers' ops compile by batch: they cannot be warm.
-            if buffers.scratch.kernel != "xformers":
+            # Optional kernels compile by batch: they cannot be warm.
+            if buffers.scratch.optional is None:
                 binding = GroupBinding(self.kv_eviction, state)
                 warm_up(layers, binding, buffers, self.model_config.dtype)
         self.kv_eviction.warm_up()

@@ -22,7 +22,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import page_channels, ring_slots
+from vllm_kvevict.policies.requirements import floats_per_token, policy_requirements, ring_slots
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.memory import beside_page_values, evictable_stages
 from vllm_kvevict.settings.names import KEY
@@ -125,7 +125,7 @@ class EvictionWorkerMixin(Worker, ABC):
         """
         self._allocate_rings()
         available = super().determine_available_memory()
-        channels = page_channels(self.eviction_config)
+        channels = floats_per_token(self.eviction_config)
         return beside_page_values(available, self._evictable_specs, channels)
 
     def _allocate_rings(self) -> None:
@@ -179,7 +179,7 @@ class EvictionWorkerMixin(Worker, ABC):
             for name in group.layer_names:
                 caches[name] = self._layer_cache(self._layer(name), spec)
                 heads[name] = spec.num_kv_heads
-        channels = page_channels(self.eviction_config)
+        channels = floats_per_token(self.eviction_config)
         values = PageValues(caches, heads, channels) if channels else None
         probes = self._probes(states, caches, values)
         rows = self._rows(states)
@@ -285,8 +285,8 @@ class EvictionWorkerMixin(Worker, ABC):
             ValueError: In one sentence, why this rank cannot.
 
         """
-        scorers = [policy.scorer for policy in build_policies(self.eviction_config).values()]
-        channels = [one.page_channels for one in scorers if one.needs_key_scores]
+        needs = policy_requirements(self.eviction_config).values()
+        channels = [one.floats_per_token for one in needs if one.key_scores]
         if not channels:
             return None
         if self.use_v2_model_runner and self.model_config.uses_mrope:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.attention.parts import cut
+from vllm_kvevict.attention.xformers.parts import cut
 
 
 @settings(deadline=None)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from vllm_kvevict.attention import xformers_ops
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.attention.flash import EvictingFlashMetadataBuilder
-from vllm_kvevict.attention.scratch import GATHERED_BYTES, Scratch, Shape, power_of_two
+from vllm_kvevict.attention.scratch import Scratch, Shape, power_of_two
 from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
+from vllm_kvevict.attention.xformers import kernel as xformers
+from vllm_kvevict.attention.xformers.kernel import GATHERED_BYTES
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.names import KEY
 from vllm_kvevict.worker import gpu as gpu_worker
@@ -111,7 +112,7 @@ def test_memory_of_the_op_is_left_free(monkeypatch):
     one.vllm_config = None
     assert one.determine_available_memory() == 10**9
     assert one._scratch.shape.itemsize == 4
-    one._scratch.paged = True
+    one._scratch.optional.paged = True
     assert one.determine_available_memory() == 10**9 - one._scratch.op_bytes < 10**9
 
 
@@ -133,18 +134,18 @@ def test_our_numbers_are_those_of_the_ops():
     one, other = triton_splitk.FwOp, cutlass.FwOp
     assert paged in one.SUPPORTED_ATTN_BIAS_TYPES and padded in other.SUPPORTED_ATTN_BIAS_TYPES
     assert paged not in other.SUPPORTED_ATTN_BIAS_TYPES
-    assert xformers_ops.PAGED_FROM == one.CUDA_MINIMUM_COMPUTE_CAPABILITY
+    assert xformers.PAGED_FROM == one.CUDA_MINIMUM_COMPUTE_CAPABILITY
     assert {torch.float16, torch.bfloat16} == one.SUPPORTED_DTYPES
     limits = (other.CUDA_MINIMUM_COMPUTE_CAPABILITY, other.CUDA_MAXIMUM_COMPUTE_CAPABILITY)
-    assert limits == xformers_ops.GATHERED
-    dtypes = {getattr(torch, name) for name in xformers_ops.DTYPES}
+    assert limits == xformers.GATHERED
+    dtypes = {getattr(torch, name) for name in xformers.DTYPES}
     assert dtypes == other.SUPPORTED_DTYPES
     for size in range(8, 513, 8):
         served = not one.shape_not_supported_reasons(1, 1, size, size)
-        assert served == xformers_ops.takes_pages((8, 0), 2, size)
+        assert served == xformers.takes_pages((8, 0), 2, size)
         assert not other.shape_not_supported_reasons(1, 1, size, size)
-    assert not xformers_ops.takes_pages((7, 5), 2, 128)
-    assert not xformers_ops.takes_pages((9, 0), 4, 128)
+    assert not xformers.takes_pages((7, 5), 2, 128)
+    assert not xformers.takes_pages((9, 0), 4, 128)
 
 
 def test_the_ops_know_nothing_of_soft_caps():
@@ -157,21 +158,24 @@ def test_scratch():
     """A page table and the stated bytes, more where one sequence needs them."""
     small = Shape(2, 4, 64, 16, max_requests=5, max_model_len=4096)
     scratch = Scratch("xformers", small, torch.device("cpu"))
-    assert scratch.table.shape == (16, 256) and scratch.dense.numel() == GATHERED_BYTES
+    assert scratch.table.shape == (16, 256) and scratch.optional.dense.numel() == GATHERED_BYTES
     assert scratch.num_bytes == GATHERED_BYTES + 16 * 256 * 4
-    assert scratch.gathered(256) == GATHERED_BYTES // (4096 * 2 * 64 * 2)
+    assert scratch.optional.gathered(256) == GATHERED_BYTES // (4096 * 2 * 64 * 2)
     assert scratch.pages(10, 33).shape == (10, 4) and scratch.pages(10, 4096).shape == (10, 256)
-    assert not scratch.paged and scratch.op_bytes == 0
-    scratch.paged = True
+    assert not scratch.optional.paged and scratch.op_bytes == 0
+    scratch.optional.paged = True
     assert scratch.op_bytes == 1024 * (32 * 64 * 4 + 4 * 8)
-    for kernel in ("flash", "triton"):
-        reserved = Scratch(kernel, small, torch.device("cpu")).table
+    for name in ("flash", "triton"):
+        reserved = Scratch(name, small, torch.device("cpu")).table
         assert reserved.shape == (10, 256), "mixed steps would make a table of their own"
     narrow = Scratch("xformers", Shape(1, 1, 8, 16, 1, 64), torch.device("meta"))
     assert narrow.gathered(1) == 2**15
     long = Shape(2, 4, 256, 16, max_requests=1, max_model_len=2**20)
     scratch = Scratch("xformers", long, torch.device("meta"))
-    assert scratch.dense.numel() == 2**20 * 2 * 256 * 2 and scratch.gathered(2**16) == 1
+    assert (
+        scratch.optional.dense.numel() == 2**20 * 2 * 256 * 2
+        and scratch.optional.gathered(2**16) == 1
+    )
 
 
 def test_power_of_two():

@@ -19,7 +19,6 @@ from benchmarks.gpu.goals import GOALS
 from tests.pretend_gpu import pretended
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
 from vllm_kvevict.worker import candidates as reading
-from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 
 ROOT = Path(__file__).parents[3]
@@ -102,7 +101,7 @@ def test_a_step_is_captured_once_and_replayed(monkeypatch):
 @pytest.mark.nightly
 def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F811
     """On emulated kernels, one after another and as the worker's pass; both keep the same."""
-    for module in (eviction_pass, fused_pass):
+    for module in (reading, fused_pass):
         monkeypatch.setattr(module, "sum_of_ranks", None)
     monkeypatch.setattr(reading, "first_head", None)
     args = Namespace(

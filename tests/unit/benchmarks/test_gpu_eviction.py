@@ -7,13 +7,12 @@ import torch
 
 from benchmarks.gpu import eviction
 from vllm_kvevict.worker import candidates as reading
-from vllm_kvevict.worker import eviction as eviction_pass
 from vllm_kvevict.worker import fused as fused_pass
 
 
 @pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive"])
 def test_the_timed_pass_evicts(policy, monkeypatch):
-    for module in (eviction_pass, fused_pass):
+    for module in (reading, fused_pass):
         monkeypatch.setattr(module, "sum_of_ranks", None)
     monkeypatch.setattr(reading, "first_head", None)
     args = Namespace(

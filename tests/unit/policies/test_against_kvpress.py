@@ -33,10 +33,10 @@ import pytest
 import torch
 
 from tests.models import random_prompt
-from vllm_kvevict.ops.reference.accumulate import column_sums
 from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.papers.column_sums import column_sums
+from vllm_kvevict.papers.h2o import H2O
 from vllm_kvevict.policies.base import Candidates
-from vllm_kvevict.policies.h2o import H2O
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings.config import EvictionConfig
 from vllm_kvevict.settings.policy_options import options_of
@@ -100,7 +100,9 @@ def kept_by_us(
                 Candidates(
                     keys=layer_keys[:, :length],
                     valid=torch.ones(len(layer_keys), length, dtype=torch.bool),
-                    queries=layer_queries[:, :, tail_start:length] if chosen.needs_window else None,
+                    queries=layer_queries[:, :, tail_start:length]
+                    if chosen.requirements.window == "required"
+                    else None,
                     window=window,
                     num_candidates=tail_start,
                     scale=scale,

@@ -9,6 +9,7 @@ from tests.unit.ops.test_defensive import spelled_out
 from tests.unit.policies.spelled_out import best, cases
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
+from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.defensive import Defensive
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings.config import EvictionConfig
@@ -30,9 +31,7 @@ def test_policies_and_what_they_read():
     for name, allocator in [("ada-defensive", Adaptive(0.35)), ("defensive", Uniform())]:
         policy = build_policy(config.model_copy(update={"policy": name}))
         assert policy.allocator == allocator and policy.scorer == Defensive(5, 17)
-        assert policy.needs_window and policy.scorer.needs_value_shares
-        assert not policy.accumulates_attention and not policy.scorer.needs_values
-        assert policy.scorer.page_channels == 1
+        assert policy.requirements == Requirements(value_shares=True, floats_per_token=1)
 
 
 def test_needs_value_shares():

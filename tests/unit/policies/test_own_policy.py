@@ -25,7 +25,7 @@ def test_the_page_adds_a_policy_and_its_adaptive_twin(installed):
     caps = torch.tensor([[6, 5]])
     for name in ("key-norm", "ada-key-norm"):
         policy = build_policy(EvictionConfig(policy=name, options=dict(floor=0.0)))
-        assert not policy.needs_window
+        assert policy.requirements.window == "none"
         scores = policy.scorer.scores(candidates)[None]
         pages = policy.allocator.pages(scores, caps, 3, 4)
         kept = select_tokens(scores, pages, 4)[0].split((4 * pages[0]).tolist())

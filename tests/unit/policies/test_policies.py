@@ -78,7 +78,10 @@ def test_snapkv_pools_across_the_last_candidate(name, kind):
 
 
 def test_snapkv_needs_the_window_and_streaming_llm_does_not():
-    needs = {n: build_policy(EvictionConfig(policy=n)).needs_window for n in POLICY_NAMES}
+    needs = {
+        n: build_policy(EvictionConfig(policy=n)).requirements.window == "required"
+        for n in POLICY_NAMES
+    }
     assert needs["snapkv"] and needs["ada-snapkv"] and not needs["streaming-llm"]
 
 

@@ -12,7 +12,7 @@ from tests.unit.policies.spelled_out import best, cases
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.policies.probe import KeyProbe, Probe
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.policies.requirements import page_channels, ring_slots
+from vllm_kvevict.policies.requirements import floats_per_token, ring_slots
 from vllm_kvevict.settings.config import EvictionConfig
 
 
@@ -55,11 +55,12 @@ def test_what_it_reads_and_keeps():
     for name in ("probe", "ada-probe"):
         policy = build_policy(auto.model_copy(update={"policy": name}))
         assert policy.scorer == Probe(5, 17)
-        assert policy.wants_window and not policy.needs_window and not policy.scorer.needs_keys
-    assert page_channels(auto) == 2
+        assert policy.requirements.window == "optional" and not policy.requirements.keys
+    assert floats_per_token(auto) == 2
     none = EvictionConfig(policy="ada-probe", profile="x.json", options=dict(probe_window="none"))
-    assert isinstance(build_policy(none).scorer, KeyProbe) and not build_policy(none).wants_window
-    assert page_channels(none) == 1
+    assert isinstance(build_policy(none).scorer, KeyProbe)
+    assert build_policy(none).requirements.window == "none"
+    assert floats_per_token(none) == 1
     assert ring_slots(None, none) == 0, "no memory for a window that nobody reads"
 
 

@@ -87,7 +87,8 @@ def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monk
         batch = (host.quantised(*scales[1:])[0] if scales else host).to("cuda")
         sinks = torch.zeros(4, device="cuda") if options == "sinks" else None
         backend = made(kind, batch, GROUP, 6, torch.float32, scales=scales, sinks=sinks)
-        backend.builder.buffers.scratch.paged = options == "paged"
+        if kernel == "xformers":
+            backend.builder.buffers.scratch.optional.paged = options == "paged"
         backend.step.update(rows=host.rows.long(), slots=torch.tensor([-1, 1, -1, 0, 2, -1]))
         common = common_of(batch, counts)
         query = torch.zeros(sum(counts), 4, 32, device="cuda")

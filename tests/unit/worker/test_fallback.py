@@ -11,9 +11,9 @@ from tests.models import random_prompt
 from tests.oracles.engine import engine
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.papers.subgen_stream import SubGenStream
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 from vllm_kvevict.policies.snapkv import SnapKV
-from vllm_kvevict.policies.subgen_stream import SubGenStream
 from vllm_kvevict.worker import eviction
 
 SETTINGS = dict(policy="streaming-llm", budget=96, interval=32, options=dict(sinks=0))
@@ -25,7 +25,7 @@ ASKED = {"kv_eviction_protect_first": 20}
 class Foreign(Scorer):
     """Not of this package."""
 
-    needs_window = False
+    requirements: ClassVar[Requirements] = Requirements(window="none")
 
     def __init__(self, fails: Any = None) -> None:
         self.fails = fails
@@ -37,7 +37,7 @@ class Foreign(Scorer):
 
 
 class Crossing(Foreign):
-    crosses_ranks: ClassVar[bool] = True
+    requirements: ClassVar[Requirements] = Requirements(window="none", crosses_ranks=True)
 
 
 def answer(model: Any, settings: dict[str, Any], scorer: Scorer | None) -> tuple[Any, int, int]:

@@ -13,7 +13,7 @@ from vllm_kvevict.compat import shim
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
-from vllm_kvevict.policies.requirements import page_channels, ring_slots
+from vllm_kvevict.policies.requirements import floats_per_token, ring_slots
 from vllm_kvevict.settings.memory import beside_page_values
 from vllm_kvevict.tools.plan.options import Options, SizingError
 from vllm_kvevict.tools.plan.weights import assumed_activations, rank_weights
@@ -103,7 +103,7 @@ def share_out(
     rings = max(_rings(vllm_config, config, slots, specs) for specs in ranks)
     scratches = [_scratch(vllm_config, config, specs) for specs in ranks]
     attention = max(one.num_bytes + one.op_bytes if one else 0 for one in scratches)
-    needed = slots or page_channels(config)
+    needed = slots or floats_per_token(config)
     workspace = max(_workspace(vllm_config, config, specs) for specs in ranks) if needed else 0
     weights = activations = None
     weights_from = ""
@@ -126,7 +126,7 @@ def share_out(
             for specs, scratch in zip(ranks, scratches, strict=True)
         )
     assert available is not None
-    channels = page_channels(config)
+    channels = floats_per_token(config)
     left = [
         beside_page_values(available, evictable, channels) if evictable else available
         for evictable in (_evictable(specs) for specs in ranks)
@@ -219,7 +219,7 @@ def _workspace(
         evictable[0].block_size,
         vllm_config.model_config.max_model_len,
         evictable[0].page_size_bytes // (heads * evictable[0].block_size),
-        page_channels(config),
+        floats_per_token(config),
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import shares_stores, sustained
+from vllm_kvevict.policies.requirements import sustained
 from vllm_kvevict.settings.names import NONE
 from vllm_kvevict.tools.plan.footprint import (
     RequestFootprint,
@@ -61,7 +61,7 @@ class Sizing:
             config.policy,
             config.shared_blocks == "evict",
         )
-        if groups is None or not shares_stores(build_policies(config)[config.policy]):
+        if groups is None or not build_policies(config)[config.policy].requirements.shares_stores:
             raise SizingError(
                 f"--context: {config.policy} on this model shares no stores "
                 "(docs/configuration.md, Many questions about one context)"

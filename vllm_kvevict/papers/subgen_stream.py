@@ -1,12 +1,14 @@
 """SubGen's Algorithm 1: samples of the evicted tokens, which attention weighs."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.ops.reference.estimator import PAGE, Estimator, finite, squared_norms
-from vllm_kvevict.policies.base import Candidates, Scorer, Summary, WeightedScorer
+from vllm_kvevict.papers.estimator import PAGE, Estimator, finite, squared_norms
+from vllm_kvevict.papers.memories import Memories
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.settings.config import EvictionConfig
@@ -25,7 +27,23 @@ class HeadStream:
 
 
 @dataclass(frozen=True)
-class SubGenStream(WeightedScorer):
+class Summary:
+    """One layer's candidates at an eviction.
+
+    Args:
+        scores: [H, num_candidates] float32, as :meth:`Scorer.scores` returns them.
+        log_weights: [H, num_candidates, 2] float32, as :meth:`Scorer.kept` returns them.
+        streams: Of each head; tokens are named by column.
+
+    """
+
+    scores: torch.Tensor
+    log_weights: torch.Tensor
+    streams: list[HeadStream]
+
+
+@dataclass(frozen=True)
+class SubGenStream(Scorer):
     """SubGen (arXiv:2402.06082), Algorithm 1, per KV head, in a cache of K tokens.
 
     Tokens leave for the stream oldest first, and no more of them than make what is left fit:
@@ -42,22 +60,50 @@ class SubGenStream(WeightedScorer):
 
     """
 
-    needs_window: ClassVar[bool] = False
-    needs_values: ClassVar[bool] = True
-    random: ClassVar[bool] = True
+    requirements: ClassVar[Requirements] = Requirements(
+        window="none",
+        values=True,
+        floats_per_token=2,
+        random=True,
+        weighs=True,
+        attention="vllm_kvevict.papers.weighted:WeightedAttention",
+    )
 
     radius: float = 0.0
     cluster_samples: int = 4
     value_share: float = 0.25
     seed: int = 0
+    memories: Memories = field(default_factory=Memories, init=False, repr=False, compare=False)
+    """A list of :class:`HeadStream` for every layer of a request, between its evictions."""
+    _summaries: dict[tuple[int, str], Summary] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def scores(self, candidates: Candidates) -> torch.Tensor:
+        where = candidates.row, candidates.layer_name
+        summary = self._summaries[where] = self.summarize(candidates, self.memories.of(*where))
+        return summary.scores
+
+    def kept(self, row: int, layer_name: str, columns: torch.Tensor) -> torch.Tensor:
+        summary = self._summaries.pop((row, layer_name))
+        self.memories.keep(row, layer_name, self.moved(summary.streams, columns))
+        return summary.log_weights.gather(1, columns[..., None].expand(-1, -1, 2))
+
+    def forget(self, rows: Sequence[int]) -> None:
+        self.memories.clear(rows)
 
     @property
     def least_slots(self) -> int:
         """A draw by value, and one cluster."""
         return self.cluster_samples + 2
 
-    def summarize(self, candidates: Candidates, memory: Any | None) -> Summary:
-        """As :meth:`WeightedScorer.summarize`; ``memory`` is a list of :class:`HeadStream`.
+    def summarize(self, candidates: Candidates, memory: list[HeadStream] | None) -> Summary:
+        """Score the candidates, and weigh the best ``keep`` of them.
+
+        Args:
+            candidates: One layer of one request. At a later eviction the first ``keep`` columns
+                are those that the eviction before it kept.
+            memory: What :meth:`moved` returned of the last summary; None at the first eviction.
 
         Raises:
             ValueError: There are no values, or no room beside the protected tokens.
@@ -98,7 +144,14 @@ class SubGenStream(WeightedScorer):
             streams.append(HeadStream(stream, columns - at))
         return Summary(scores.masked_fill(~valid, float("-inf")), log_weights, streams)
 
-    def moved(self, memory: Any, columns: torch.Tensor) -> list[HeadStream]:
+    def moved(self, memory: list[HeadStream], columns: torch.Tensor) -> list[HeadStream]:
+        """A summary's streams, with tokens named by their slots in the store.
+
+        Args:
+            memory: :attr:`Summary.streams`.
+            columns: [H, keep] int64 ascending: the column that went to each slot.
+
+        """
         return [
             HeadStream(stream.estimator.moved(kept), stream.waiting)
             for stream, kept in zip(memory, columns, strict=True)

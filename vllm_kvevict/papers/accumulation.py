@@ -2,21 +2,47 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvevict.attention.extension import AttentionExtension
 from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.accumulate import column_sums
+from vllm_kvevict.papers.column_sums import column_sums
 from vllm_kvevict.schedule.timeline import blocks_for
-
-if TYPE_CHECKING:
-    from vllm_kvevict.cache.layer_cache import LayerCache
 
 ELEMENTS = 2**22
 """Most elements of keys that requests of one call may copy together; one may always."""
+
+
+class QuerySums(AttentionExtension):
+    """Adds up the attention of every query in the first float of each cached token."""
+
+    def build(
+        self,
+        common: CommonAttentionMetadata,
+        state: GroupState,
+        rows: torch.Tensor,
+        requests: torch.Tensor,
+    ) -> "Accumulation":
+        return Accumulation.build(common, state, rows, requests)
+
+    def forward(
+        self,
+        state: GroupState,
+        layer_name: str,
+        query: torch.Tensor,
+        batch: "Accumulation",
+        output: torch.Tensor,
+    ) -> None:
+        # The queries of the layer that owns a cache decide what to keep.
+        if state.owner(layer_name) != layer_name:
+            return
+        self.page_values.reset(layer_name, batch.slots)
+        sums = self.page_values.layer(layer_name)[..., 0]
+        batch.add(sums, self.caches[layer_name], query, state.layer_index[layer_name])
 
 
 @dataclass
@@ -60,9 +86,7 @@ class Accumulation:
             slots.long(),
         )
 
-    def add(
-        self, values: torch.Tensor, cache: "LayerCache", query: torch.Tensor, layer: int
-    ) -> None:
+    def add(self, values: torch.Tensor, cache: LayerCache, query: torch.Tensor, layer: int) -> None:
         """Add the attention of this step's queries to every cached token they see.
 
         Args:

@@ -18,9 +18,9 @@ from xformers.ops.fmha.attn_bias import (
 )
 from xformers.ops.fmha.common import AttentionFwOpBase, Inputs
 
-from vllm_kvevict.attention.parts import Part
-from vllm_kvevict.attention.scratch import LAUNCH, SPLITS, Scratch, power_of_two
+from vllm_kvevict.attention.kernels import power_of_two
 from vllm_kvevict.attention.sequences import Extend
+from vllm_kvevict.attention.xformers.parts import SPLITS, Part
 from vllm_kvevict.ops.triton.gather import gather_pages
 
 SMALLEST_SPLIT = 256
@@ -34,29 +34,31 @@ def attend(
     step: Extend,
     lengths: torch.Tensor,
     scale: float,
-    scratch: Scratch,
+    table: torch.Tensor,
+    dense: torch.Tensor | None,
 ) -> None:
-    """Causal attention of N sequences with G query heads and one KV head.
+    """As :meth:`OptionalKernel.attend`.
 
     Args:
         query: [queries, G, D], sequence by sequence.
         kv_cache: [num_blocks, H, block_size, 2 * D], contiguous.
         out: [queries, G, D], written in place.
-        step: The sequences; their page table is written for this layer.
+        step: The sequences.
         lengths: [N] int32 cached tokens.
         scale: Factor on query-key products.
-        scratch: The worker's scratch.
+        table: The buffer that the page table of the step begins.
+        dense: Buffer of gathered pages; None if the sequences, of one query each, run on pages.
 
     Raises:
         ValueError: Queries and cache differ in dtype or device.
 
     """
     pages = kv_cache.view(-1, *kv_cache.shape[2:])
-    if step.max_query_len == 1 and scratch.paged and len(lengths) <= LAUNCH:
-        _on_pages(query, pages, out, step, lengths, scale, scratch)
+    if dense is None:
+        _on_pages(query, pages, out, step, lengths, scale, table)
         return
     for part in step.parts:
-        _gathered(query, pages, out, step, part, lengths[part.first : part.last], scale, scratch)
+        _gathered(query, pages, out, step, part, lengths[part.first : part.last], scale, dense)
 
 
 def _on_pages(
@@ -66,7 +68,7 @@ def _on_pages(
     step: Extend,
     lengths: torch.Tensor,
     scale: float,
-    scratch: Scratch,
+    table: torch.Tensor,
 ) -> None:
     sequences, group, _ = query.shape
     # The op is compiled anew for every number of sequences: empty ones make it a power of two.
@@ -75,7 +77,7 @@ def _on_pages(
     bias = PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(
         q_seqinfo=_single_queries(padded, query.device),
         k_seqinfo=_keys(pad(lengths, (0, padded - sequences)), width),
-        block_tables=scratch.table[:padded, : step.table.shape[1]],
+        block_tables=table[:padded, : step.table.shape[1]],
         page_size=page,
     )
     keys, values = _heads(pages.flatten(0, 1), group)
@@ -93,10 +95,10 @@ def _gathered(
     part: Part,
     lengths: torch.Tensor,
     scale: float,
-    scratch: Scratch,
+    dense: torch.Tensor,
 ) -> None:
     shape = (part.last - part.first, step.table.shape[1], *pages.shape[1:])
-    dense = scratch.dense.view(pages.dtype)[: math.prod(shape)].view(shape)
+    dense = dense.view(pages.dtype)[: math.prod(shape)].view(shape)
     gather_pages(pages, step.table[part.first : part.last], lengths, dense)
     bias = BlockDiagonalCausalWithOffsetPaddedKeysMask(
         q_seqinfo=_SeqLenInfo(part.on_device, part.longest, 0, part.starts),

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from tests.unit.policies.spelled_out import cases
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.papers.subgen import SubGen
 from vllm_kvevict.policies.base import protect
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.policies.subgen import SubGen
 from vllm_kvevict.settings.config import EvictionConfig
 
 
@@ -47,7 +47,7 @@ def test_neither_queries_nor_tokens_that_stay_matter():
     keys[:, 24:] = math.nan
     scores = SubGen().scores(candidates)
     assert torch.equal(scores, SubGen().scores(replace(candidates, queries=None, keys=keys)))
-    assert not SubGen.needs_window
+    assert SubGen.requirements.window == "none"
 
 
 def test_protected_tokens_take_the_place_of_the_last_centers():

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.estimator import (
+from vllm_kvevict.papers.estimator import (
     Estimator,
     finite,
     squared_norms,
     weighted_attention,
 )
-from vllm_kvevict.ops.reference.sample import digest
+from vllm_kvevict.papers.sample import digest
 
 pytestmark = pytest.mark.slow
 

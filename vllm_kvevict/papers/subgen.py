@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.ops.reference.centers import greedy_centers
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.papers.centers import greedy_centers
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.settings.config import EvictionConfig
@@ -22,7 +22,7 @@ class SubGen(Scorer):
     the oldest token of the head. Algorithm 1's streaming estimator is another method.
     """
 
-    needs_window: ClassVar[bool] = False
+    requirements: ClassVar[Requirements] = Requirements(window="none")
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         columns, keep = candidates.num_candidates, candidates.keep

@@ -1,18 +1,44 @@
 """Requests whose kept tokens stand for evicted ones: attention with log-weights."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvevict.attention.extension import AttentionExtension
 from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.estimator import weighted_attention
+from vllm_kvevict.papers.estimator import weighted_attention
 from vllm_kvevict.schedule.timeline import blocks_for
 
-if TYPE_CHECKING:
-    from vllm_kvevict.cache.layer_cache import LayerCache
+
+class WeightedAttention(AttentionExtension):
+    """Attention of evicted requests with the log-weights in their tokens' floats."""
+
+    replaces: ClassVar[bool] = True
+
+    def build(
+        self,
+        common: CommonAttentionMetadata,
+        state: GroupState,
+        rows: torch.Tensor,
+        requests: torch.Tensor,
+    ) -> "WeightedBatch":
+        return WeightedBatch.build(common, state, rows, requests)
+
+    def forward(
+        self,
+        state: GroupState,
+        layer_name: str,
+        query: torch.Tensor,
+        batch: "WeightedBatch",
+        output: torch.Tensor,
+    ) -> None:
+        owner = state.owner(layer_name)
+        log_weights, index = self.page_values.layer(owner), state.layer_index[layer_name]
+        batch.attend(self.caches[owner], log_weights, query, index, output)
 
 
 @dataclass
@@ -56,7 +82,7 @@ class WeightedBatch:
 
     def attend(
         self,
-        cache: "LayerCache",
+        cache: LayerCache,
         page_values: torch.Tensor,
         query: torch.Tensor,
         layer: int,
@@ -87,7 +113,7 @@ class WeightedBatch:
 
     def _request(
         self,
-        cache: "LayerCache",
+        cache: LayerCache,
         page_values: torch.Tensor,
         queries: torch.Tensor,
         layer: int,

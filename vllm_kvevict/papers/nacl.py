@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvevict.ops.reference.sample import digest, gumbel
 from vllm_kvevict.ops.reference.score import window_attention
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.papers.sample import digest, gumbel
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.settings.config import EvictionConfig
@@ -35,7 +35,7 @@ class NACL(Scorer):
 
     """
 
-    random: ClassVar[bool] = True
+    requirements: ClassVar[Requirements] = Requirements(random=True)
 
     random_share: float = 0.67
     seed: int = 0

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.settings.config import EvictionConfig
@@ -36,10 +36,13 @@ class H2O(Scorer):
 
     """
 
-    needs_window: ClassVar[bool] = False
-    needs_keys: ClassVar[bool] = False
-    accumulates_attention: ClassVar[bool] = True
-    page_channels: ClassVar[int] = 1
+    requirements: ClassVar[Requirements] = Requirements(
+        window="none",
+        keys=False,
+        every_query=True,
+        floats_per_token=1,
+        attention="vllm_kvevict.papers.accumulation:QuerySums",
+    )
 
     recent_share: float = 0.5
 

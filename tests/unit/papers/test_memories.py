@@ -1,6 +1,6 @@
 """What is remembered of a request ends with its row."""
 
-from vllm_kvevict.cache.memories import Memories
+from vllm_kvevict.papers.memories import Memories
 
 
 def test_a_cleared_row_forgets_and_others_do_not():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.unit.policies.spelled_out import best, cases
 from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.papers.h2o import EXACT, H2O, RECENT, STEP
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Candidates, protect
-from vllm_kvevict.policies.h2o import EXACT, H2O, RECENT, STEP
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings.config import EvictionConfig
 
@@ -116,8 +116,8 @@ def test_scores_stay_exact_for_the_longest_prompts():
 def test_config_and_missing_sums():
     policy = build_policy(EvictionConfig(policy="h2o", options=dict(recent_share=0.25)))
     assert policy.scorer == H2O(0.25)
-    assert policy.accumulates_attention and not policy.needs_window
-    assert policy.scorer.page_channels == 1
+    assert policy.requirements.every_query and policy.requirements.window == "none"
+    assert policy.requirements.floats_per_token == 1
     assert isinstance(build_policy(EvictionConfig(policy="ada-h2o")).allocator, Adaptive)
     with pytest.raises(ValueError, match="attention of all queries"):
         policy.scorer.scores(one_head(None, window=2, keep=8))

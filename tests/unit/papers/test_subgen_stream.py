@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_kvevict.papers.subgen_stream import SubGenStream
 from vllm_kvevict.policies.base import Candidates, protect
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.policies.subgen_stream import SubGenStream
 from vllm_kvevict.settings.config import EvictionConfig
 
 BEHIND = 5
@@ -56,7 +56,7 @@ class Head:
         scores = protect(summary.scores, candidates.valid, self.protected)
         best = scores.argsort(dim=-1, descending=True, stable=True)[:, : self.keep]
         columns = best.sort(-1).values
-        self.memory = self.scorer.moved(summary.memory, columns)
+        self.memory = self.scorer.moved(summary.streams, columns)
         self.kept = position.gather(1, columns)
         self.weights = summary.log_weights.gather(1, columns[..., None].expand(-1, -1, 2))
         dropped = torch.ones(summary.scores.shape, dtype=torch.bool).scatter(1, columns, False)
@@ -166,7 +166,7 @@ def test_flags_reach_the_scorer_and_prefix_hits_need_no_window():
     )
     policy = build_policy(config)
     assert policy.scorer == SubGenStream(0.5, 2, 0.4, 3)
-    assert not policy.needs_window and not policy.accumulates_attention
+    assert policy.requirements.window == "none" and not policy.requirements.every_query
     for samples in (1, 4, 16):
         config = EvictionConfig(policy="subgen-stream", options=dict(cluster_samples=samples))
         assert config.least_slots("subgen-stream") == build_policy(config).scorer.least_slots

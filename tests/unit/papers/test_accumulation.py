@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention import accumulation
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.papers import accumulation
 from vllm_kvevict.schedule.timeline import Timeline, blocks_for
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 4, 2, 2, 3, 40
@@ -47,8 +47,7 @@ class Pool:
         self.accumulating: list[int] = []
         self.batch = torch.tensor([])
         worker = SimpleNamespace(
-            page_values=self.values,
-            cache=self.caches.__getitem__,
+            extensions=[accumulation.QuerySums(self.caches, self.values)],
             batch_rows=lambda common: self.batch,
             batch_accumulating=lambda common: torch.tensor(self.accumulating),
         )
@@ -88,13 +87,13 @@ class Pool:
             slot_mapping=torch.tensor(slots),
         )
         self.batch = torch.tensor(list(spans))
-        batch = self.binding.accumulation(common)
+        ((extension, batch),) = self.binding.extended(common)
         for name in self.names:
             query = torch.cat([queries[name][row][:, start:end] for row, (start, end)
                                in spans.items()], dim=1)  # [Hq, T, D]  # fmt: skip
             # vLLM pads batches.
             padded = torch.cat([query.transpose(0, 1), torch.full((2, *query.shape[::2]), 9.0)])
-            self.binding.accumulate(name, padded, batch)
+            extension.forward(self.state, name, padded, batch, padded)
 
 
 def matrix(queries, keys, first, last, seen, sinks):

@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+LAUNCH = 2**15
+"""Most sequences of a call of either op: a launch has at most 65535 of them."""
+SPLITS = 1024
+"""Most splits of all sequences of a call of the paged op, if it splits any."""
+
 
 @dataclass(frozen=True)
 class Part:

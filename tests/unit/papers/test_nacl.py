@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.unit.policies.spelled_out import attention, best, cases
 from tests.unit.policies.test_policies import random_candidates
-from vllm_kvevict.ops.reference.sample import digest, gumbel
 from vllm_kvevict.ops.reference.select import select_tokens
-from vllm_kvevict.policies.base import Candidates, protect
-from vllm_kvevict.policies.nacl import NACL
+from vllm_kvevict.papers.nacl import NACL
+from vllm_kvevict.papers.sample import digest, gumbel
+from vllm_kvevict.policies.base import Candidates, Requirements, protect
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.settings.config import EvictionConfig
 
@@ -150,4 +150,4 @@ def test_protected_tokens_take_the_place_of_the_last_drawn():
 def test_flags_reach_the_scorer_and_heads_share_no_budget():
     config = EvictionConfig(policy="nacl", options=dict(random_share=0.25, seed=9))
     assert build_policy(config).scorer == NACL(0.25, 9)
-    assert NACL.random and NACL.needs_window
+    assert NACL.requirements == Requirements(window="required", random=True)

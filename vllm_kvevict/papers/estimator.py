@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvevict.ops.reference.clusters import Clusters
-from vllm_kvevict.ops.reference.sample import digest
+from vllm_kvevict.papers.clusters import Clusters
+from vllm_kvevict.papers.sample import digest
 
 PAGE = 32
 """Tokens whose coins come from one generator."""

@@ -1,0 +1,50 @@
+"""What policies require: what follows from it, and what contradicts itself."""
+
+from pkgutil import resolve_name
+
+import pytest
+
+from vllm_kvevict.attention.extension import AttentionExtension, make_extensions
+from vllm_kvevict.policies.base import Requirements
+from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.settings.names import LEARNED, POLICY_NAMES
+
+
+def requirements(name: str) -> Requirements:
+    profile = dict(profile="x.json") if name in LEARNED else {}
+    return build_policy(EvictionConfig(policy=name, **profile)).requirements
+
+
+@pytest.mark.parametrize(
+    "contradiction, says",
+    [
+        (dict(value_shares=True), "1 floats"),
+        (dict(key_scores=True), "1 floats"),
+        (dict(every_query=True, attention="a:B"), "1 floats"),
+        (dict(weighs=True, floats_per_token=1, attention="a:B"), "2 floats"),
+        (dict(every_query=True, floats_per_token=1), "names an extension"),
+        (dict(weighs=True, floats_per_token=2), "names an extension"),
+        (dict(attention="a:B"), "names an extension"),
+    ],
+)
+def test_contradictions(contradiction, says):
+    with pytest.raises(ValueError, match=says):
+        Requirements(**contradiction)
+
+
+def test_which_policies_share_stores():
+    alone = {name for name in POLICY_NAMES if not requirements(name).shares_stores}
+    assert alone == {"h2o", "ada-h2o", "nacl", "subgen-stream"}
+
+
+def test_extensions_are_made_once_by_name():
+    named = {requirements(name).attention for name in POLICY_NAMES} - {""}
+    assert len(named) == 2 and all(
+        issubclass(resolve_name(name), AttentionExtension) for name in named
+    )
+    caches, values = object(), object()
+    made = make_extensions(["", *sorted(named), *named], caches, values)
+    assert [type(one) for one in made] == [resolve_name(name) for name in sorted(named)]
+    assert all(one.caches is caches and one.page_values is values for one in made)
+    assert make_extensions(["", ""], caches, None) == []
