@@ -62,7 +62,7 @@ nightly: fuzz cells kernels architectures clients
 
 KERNELS := tests/unit/ops tests/unit/worker tests/unit/test_cuda_build.py
 ARCHITECTURES := $(addprefix tests/e2e/test_,architectures.py hybrids.py pictures.py sounds.py speculation.py \
-	distributed.py drafting.py latent.py latent_probe.py gpu_on_cpu.py audit.py ray.py) tests/unit/front/test_support.py
+	distributed.py drafting.py latent.py latent_probe.py gpu_on_cpu.py audit.py ray.py) tests/unit/serving/test_support.py
 CLIENTS := tests/e2e/test_clients.py
 
 # What `make test` leaves out and the other targets do not run.

@@ -24,12 +24,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.tiny_model import cached_tiny_llama
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import PYRAMIDS
+from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
-from vllm_kvevict.front.offload import CONNECTOR, OURS
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import PYRAMIDS
-from vllm_kvevict.settings.profile import ModelIdentity, Profile
+from vllm_kvevict.serving.offload import CONNECTOR, OURS
 from vllm_kvevict.worker.cpu_offload import MainMemorySpec
 
 STOP_TOKEN = 1
@@ -232,7 +232,7 @@ def make_scheduler(setup: Setup, log_stats: bool = False) -> Any:
     kind: Any = EvictingAsyncScheduler if setup.asynchronous else EvictingScheduler
     # The model behind the configuration has layers of another number than the setup's groups.
     layers = mock.patch(
-        "vllm_kvevict.settings.budget_log.evictable_stages", lambda *_: (setup.pyramid or 1,)
+        "vllm_kvevict.config.budget_log.evictable_stages", lambda *_: (setup.pyramid or 1,)
     )
     slots = mock.patch("vllm_kvevict.engine.scheduler.ring_slots", lambda *_: setup.ring_count)
     with slots, layers:

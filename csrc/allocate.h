@@ -1,6 +1,6 @@
 // allocate: the S * H pages of each layer that gain most, whichever head they are in.
 //
-// ops/reference/allocate.py. A page gains the sum of its scores, which are sorted (adaptive_pages, Ada-KV
+// ops/torch/allocate.py. A page gains the sum of its scores, which are sorted (adaptive_pages, Ada-KV
 // Theorem 3.3 in whole pages), and every head's first max(1, floor * S) pages are taken; or page k gains
 // its head's share over k + 1/2 (shared_pages, Webster's method), and every head's first page is taken.
 // Ties go to the lower head, then the lower page.

@@ -1,5 +1,5 @@
 // Where the cached tokens of a (request, layer, KV head) lie: store pages, then the tail's pages.
-// The flat layout of ops/reference/pages.py. Candidates of a layer lie one head after another, with
+// The flat layout of ops/torch/pages.py. Candidates of a layer lie one head after another, with
 // no padding: S_old * H store pages and H times the tail's pages, a number that the host knows.
 #pragma once
 

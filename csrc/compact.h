@@ -1,7 +1,7 @@
 // compact: survivors of every layer and request to the new store. Bytes are copied, so any KV dtype
 // moves as it is, with whatever scales lie inside a slot.
 //
-// ops/reference/pages.py, compact_index, and the copy. Without staging, sources and targets share no block.
+// ops/torch/pages.py, compact_index, and the copy. Without staging, sources and targets share no block.
 // With it they may: as many layers as it holds are gathered there, then scattered, pass after pass.
 #pragma once
 

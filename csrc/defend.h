@@ -1,6 +1,6 @@
 // defend: peaks of attention and shares of value norms to scores.
 //
-// ops/reference/value_shares.py in two launches, between which ranks may add up their totals;
+// ops/torch/value_shares.py in two launches, between which ranks may add up their totals;
 // policies/defensive.py, the product.
 #pragma once
 

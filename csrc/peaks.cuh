@@ -1,6 +1,6 @@
 // The highest attention of any window query, each averaged over its neighbours: for score.cuh.
 //
-// ops/reference/defensive.py, window_peaks, up to the division by the neighbours and the floor. A
+// ops/torch/defensive.py, window_peaks, up to the division by the neighbours and the floor. A
 // lane has two columns of every eight, so the neighbours of a pair are the pairs of the lanes beside
 // it, of the eight before and the eight behind: results come one step of eight columns late.
 #pragma once

@@ -1,6 +1,6 @@
 // pool: column sums to scores. Adds the query groups, averages, smooths along each head's columns.
 //
-// ops/reference/score.py, pool, and the protection of first tokens (policies/base.py).
+// ops/torch/score.py, pool, and the protection of first tokens (policies/base.py).
 #pragma once
 
 #include "candidates.h"

@@ -1,6 +1,6 @@
 // probe: what linear probes of its unrotated key say a token is worth, joined with the window or not.
 //
-// ops/reference/probe.py in two launches, between which ranks may add up the norms of values. The first
+// ops/torch/probe.py in two launches, between which ranks may add up the norms of values. The first
 // reads each new token once, key and value. A probe says a . k + b * |k| + c. A part is what one says,
 // and where prose counts what another one says and d * l + e * m, if that is above 0: l the logarithm of
 // the token's age, m its square, each less its mean. The second of two parts also counts the logarithm

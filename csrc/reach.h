@@ -1,6 +1,6 @@
 // reach: the highest peak of a token's neighbours, and the mean of a head's, below which no token is.
 //
-// ops/reference/defensive.py, window_peaks, from the division on.
+// ops/torch/defensive.py, window_peaks, from the division on.
 #pragma once
 
 #include "candidates.h"

@@ -1,6 +1,6 @@
 // score: attention of the observation window over everything a KV head has cached.
 //
-// ops/reference/score.py, window_attention (Ada-KV sections 3.4 and 3.5), in two passes over the keys:
+// ops/torch/score.py, window_attention (Ada-KV sections 3.4 and 3.5), in two passes over the keys:
 // the log-sum-exp of every query row, then the column sums of exp(logit - lse). Where the caller has the
 // log-sum-exp already, the second pass alone is NACL's Algorithm 2. A block takes kChunk columns of a
 // (request, layer, KV head), so results do not depend on what else is in the batch. Softmax is in

@@ -1,6 +1,6 @@
 // select: columns of the best scores of each head, ascending; ties to the lower column.
 //
-// ops/reference/select.py. A block works on one head: four passes find the score of the last kept
+// ops/torch/select.py. A block works on one head: four passes find the score of the last kept
 // token, a fifth writes the columns. Nothing depends on the order in which threads run.
 #pragma once
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_kvevict.settings.plugins import plugin_policies
+from vllm_kvevict.config.plugins import plugin_policies
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 

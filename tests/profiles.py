@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvevict.front.profile import identity, to_json
-from vllm_kvevict.settings.probe_weights import ProbeWeights, ProseWeights
-from vllm_kvevict.settings.profile import ModelIdentity, Profile
+from vllm_kvevict.config.probe_weights import ProbeWeights, ProseWeights
+from vllm_kvevict.config.profile import ModelIdentity, Profile
+from vllm_kvevict.serving.profile import identity, to_json
 
 
 def identity_of(model: Path) -> ModelIdentity:

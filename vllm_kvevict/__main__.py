@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def completion() -> str:
     """What bash and zsh need to complete commands and the flags of eviction."""
-    from vllm_kvevict.settings.config import EvictionConfig
-    from vllm_kvevict.settings.sentences import flag
+    from vllm_kvevict.config.config import EvictionConfig
+    from vllm_kvevict.config.sentences import flag
 
     flags = " ".join(map(flag, EvictionConfig.model_fields))
     return COMPLETION % dict(commands=" ".join(COMMANDS), flags=flags)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.audit.listener import Listener
-from vllm_kvevict.settings.requests import AT, BUDGET, INTERVAL, POLICY
+from vllm_kvevict.config.requests import AT, BUDGET, INTERVAL, POLICY
 
 BLOCK = 32
 ANSWER = 16

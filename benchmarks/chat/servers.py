@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.demo import BLOCK, block_bytes
 from benchmarks.server import Server
-from vllm_kvevict.front.offload import CONNECTOR, OURS
+from vllm_kvevict.serving.offload import CONNECTOR, OURS
 
 NO_PROFILE = "none"
 

@@ -20,6 +20,7 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
@@ -28,8 +29,7 @@ from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
-from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.eviction import WorkerEviction

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.gpu.model import ring_bytes, token_bytes
 from benchmarks.gpu.part import Key
 from benchmarks.load import Load
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
 
 START_S = 75
 """Weights, compilation, graphs; of a first server, later ones take less."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from benchmarks.quality.kvpress_baseline import KVZIP, PRESSES
 from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.ruler.tasks import TASKS
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import COMPARABLE, POLICY_NAMES
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import COMPARABLE, POLICY_NAMES
 
 POOLED = ("snapkv", "ada-snapkv")
 """Policies whose scores are pooled along the sequence."""

@@ -8,8 +8,8 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from benchmarks.smollm2 import real_model
-from vllm_kvevict.settings.budget import parse_budget
-from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.config.budget import parse_budget
+from vllm_kvevict.config.names import POLICY_NAMES
 
 DATASETS = ("random", "shared-prefix", "timed-trace")
 

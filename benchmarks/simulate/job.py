@@ -47,7 +47,7 @@ class Job:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        from vllm_kvevict.settings.requests import AT
+        from vllm_kvevict.config.requests import AT
 
         asked = {AT: self.point} if self.point else None
         return Request(

@@ -133,8 +133,8 @@ def _vllm_config(machine: Machine, setting: Setting) -> "VllmConfig":
 def _ring_slots(vllm_config: "VllmConfig", setting: Setting) -> Any:
     if setting.rings is None or setting.eviction is None:
         return nullcontext()
+    from vllm_kvevict.config.config import EvictionConfig
     from vllm_kvevict.policies import requirements
-    from vllm_kvevict.settings.config import EvictionConfig
 
     config = EvictionConfig.parse(setting.eviction)
     assert config is not None
@@ -147,7 +147,7 @@ def _kv_cache(
 ) -> "tuple[KVCacheConfig, int]":
     """The KV cache and the bytes of the weights of one rank."""
     from vllm_kvevict.compat import shim
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
     from vllm_kvevict.tools.plan.memory import share_out
     from vllm_kvevict.tools.plan.model import rank_specs
     from vllm_kvevict.tools.plan.options import Options

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvevict.settings.policy_options import PolicyOptions
+from vllm_kvevict.config.policy_options import PolicyOptions
 
 STOCK = "stock"
 OWN = ("rings", "watermark", "alone")

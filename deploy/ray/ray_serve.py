@@ -10,11 +10,11 @@ from typing import Any
 from ray.serve import Application
 from ray.serve.llm import LLMConfig, LLMServer, LLMServingArgs, build_openai_app
 
-from vllm_kvevict.front import admission
-from vllm_kvevict.front.plugin import register
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY
 from vllm_kvevict.metrics import logger as stat_logger
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.serving import admission
+from vllm_kvevict.serving.plugin import register
 
 
 class EvictingLLMServer(LLMServer):

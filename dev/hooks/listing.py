@@ -9,7 +9,7 @@ from dev.hooks.tiers_listing import TIER_HOOKS
 from dev.hooks.worker_listing import WORKER_HOOKS
 
 HOOKS = {
-    "front/plugin.py": {
+    "serving/plugin.py": {
         "vllm.engine.arg_utils": """
             EngineArgs.add_cli_args(parser) EngineArgs.from_cli_args(args)
             EngineArgs.create_engine_config EngineArgs.additional_config
@@ -17,7 +17,7 @@ HOOKS = {
         """,
         "vllm.plugins": "load_general_plugins",
     },
-    "front/measure.py": {
+    "serving/measure.py": {
         "vllm.engine.arg_utils": """
             EngineArgs.tokenizer EngineArgs.tokenizer_mode EngineArgs.tokenizer_revision
             EngineArgs.trust_remote_code EngineArgs.revision EngineArgs.code_revision
@@ -27,7 +27,7 @@ HOOKS = {
             EngineArgs.distributed_executor_backend EngineArgs.gpu_memory_utilization
         """,
     },
-    "front/activate.py": {
+    "serving/activate.py": {
         "vllm.config": """
             VllmConfig.additional_config VllmConfig.parallel_config VllmConfig.scheduler_config
             VllmConfig.model_config VllmConfig.cache_config VllmConfig.lora_config
@@ -36,7 +36,7 @@ HOOKS = {
             SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling
         """,
     },
-    "front/context.py": {
+    "serving/context.py": {
         "vllm.renderers.online_renderer": """
             OnlineRenderer.render_chat(request,skip_mm_cache)
             OnlineRenderer.render_completion(request,skip_mm_cache)
@@ -54,7 +54,7 @@ HOOKS = {
         """,
         "vllm.entrypoints.serve.engine.protocol": "ErrorResponse.error",
     },
-    "front/admission.py": {
+    "serving/admission.py": {
         "vllm.v1.engine.input_processor": "InputProcessor.process_inputs",
         "vllm.v1.engine.async_llm": "AsyncLLM.generate(prompt,sampling_params,request_id)",
         "vllm.entrypoints.openai.responses.serving": """
@@ -66,10 +66,10 @@ HOOKS = {
         "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },
-    "front/rules.py": {
+    "serving/rules.py": {
         "vllm.config": "CacheConfig.effective_attention_block_size CacheConfig.block_size",
     },
-    "front/beam_search.py": {
+    "serving/beam_search.py": {
         "vllm.entrypoints.generate.beam_search.offline": "BeamSearchOfflineMixin.beam_search",
         "vllm.entrypoints.generate.beam_search.online": """
             BeamSearchOnlineMixin.beam_search(prompt,request_id,params)
@@ -82,20 +82,20 @@ HOOKS = {
         """,
         "vllm.sampling_params": "BeamSearchParams.max_tokens SamplingParams.extra_args",
     },
-    "front/capacity.py": {
+    "serving/capacity.py": {
         "vllm.config": """
             CacheConfig.kv_cache_max_concurrency CacheConfig.num_gpu_blocks
             ModelConfig.max_model_len
         """,
     },
-    "front/latent.py": {
+    "serving/latent.py": {
         "vllm.config": """
             ModelConfig.hf_text_config ModelConfig.is_hybrid CacheConfig.cache_dtype
             VllmConfig.attention_config VllmConfig.speculative_config AttentionConfig.backend
             VllmConfig.use_v2_model_runner ParallelConfig.pipeline_parallel_size
         """,
     },
-    "front/support.py": {
+    "serving/support.py": {
         "vllm.config": """
             ModelConfig.runner_type ModelConfig.is_encoder_decoder ModelConfig.is_diffusion
             ModelConfig.is_attention_free ModelConfig.is_hybrid ModelConfig.use_mla
@@ -115,7 +115,7 @@ HOOKS = {
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
     },
-    "front/drafting.py": {
+    "serving/drafting.py": {
         "vllm.config": """
             SpeculativeConfig.method SpeculativeConfig.draft_model_config
             SpeculativeConfig.kv_cache_dtype SpeculativeConfig.parallel_drafting
@@ -126,7 +126,7 @@ HOOKS = {
             ParallelConfig.world_size_across_dp
         """,
     },
-    "settings/memory.py": {
+    "config/memory.py": {
         "vllm.config": """
             ModelConfig.get_total_num_hidden_layers ModelConfig.get_head_size
             ModelConfig.get_num_attention_heads(parallel_config)
@@ -135,7 +135,7 @@ HOOKS = {
         """,
         "vllm.distributed.utils": "get_pp_indices(num_hidden_layers,pp_rank,pp_size)",
     },
-    "front/profile.py": {
+    "serving/profile.py": {
         "vllm.config": """
             ModelConfig.architecture ModelConfig.get_total_num_kv_heads ModelConfig.model
             ModelConfig.hf_text_config
@@ -295,7 +295,7 @@ HOOKS = {
         """,
     },
     "engine/request.py": {"vllm.v1.request": "Request.num_computed_tokens Request.num_tokens"},
-    "settings/core_options.py": {
+    "config/core_options.py": {
         "vllm.v1.request": "Request.sampling_params Request.mm_features Request.prompt_embeds"
     },
     "metrics/report.py": {
@@ -309,7 +309,7 @@ HOOKS = {
             PrometheusStatLogger._counter_cls PrometheusStatLogger._histogram_cls
         """,
     },
-    "schedule/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
+    "timeline/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
     "compat/vllm_0_32.py": {
         "vllm.v1.core.kv_cache_utils": """
             get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory)

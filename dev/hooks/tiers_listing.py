@@ -13,7 +13,7 @@ TIER_HOOKS = {
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.watermark_blocks",
         "vllm.v1.core.sched.scheduler": "Scheduler.running",
     },
-    "front/offload.py": {
+    "serving/offload.py": {
         "vllm.config": """
             KVTransferConfig.kv_connector KVTransferConfig.kv_role
             KVTransferConfig.kv_connector_extra_config

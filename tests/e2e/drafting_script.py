@@ -11,7 +11,7 @@ from benchmarks.drafters import ZERO, checkpoints
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Kept, Life, MaskedModel, check_tokens
-from vllm_kvevict.ops.reference.observe import window_queries
+from vllm_kvevict.ops.torch.observe import window_queries
 
 PROMPTS = [random_prompt(n, seed=n) for n in (333, 150)]
 NEW_TOKENS = 110

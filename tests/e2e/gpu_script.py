@@ -8,7 +8,7 @@ from tests.e2e import gpu_on_cpu
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
-from vllm_kvevict.front import activate
+from vllm_kvevict.serving import activate
 
 LENGTHS = (200, 133, 1, 150)
 NEW_TOKENS = (80, 40, 20, 20)

@@ -10,7 +10,7 @@ from tests.nightly import some
 from tests.oracles.engine import engine
 from tests.oracles.masked import Kept, Life, MaskedModel, check_tokens
 from tests.profiles import random_profile
-from vllm_kvevict.settings.names import LEARNED, POLICIES
+from vllm_kvevict.config.names import LEARNED, POLICIES
 
 PROMPTS = [random_prompt(n, seed=n) for n in (500, 333, 60)]
 NEW_TOKENS = 100

@@ -19,9 +19,9 @@ from vllm_kvevict.calibrate import learn, lessons
 from vllm_kvevict.calibrate.__main__ import main
 from vllm_kvevict.calibrate.local_engine import sized, start
 from vllm_kvevict.calibrate.rank import kept
-from vllm_kvevict.front.profile import read
-from vllm_kvevict.settings import probe_weights
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config import probe_weights
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.serving.profile import read
 
 PROSE = 0.7
 

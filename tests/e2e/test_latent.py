@@ -21,7 +21,7 @@ from tests.nightly import nightly
 from tests.oracles.engine import Recorder, engine
 from tests.oracles.masked import Kept, Life, check_tokens
 from tests.profiles import random_profile
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
 
 PROMPTS = [random_prompt(n, seed=n) for n in (700, 333, 60)]
 EVICTION = dict(budget=128, interval=64)

@@ -22,9 +22,9 @@ from tests.oracles.masked import Kept, Life, check_tokens
 from tests.profiles import of_layers, random_profile, said
 from vllm_kvevict.calibrate import lessons
 from vllm_kvevict.calibrate.__main__ import main
-from vllm_kvevict.front.profile import read
-from vllm_kvevict.settings import probe_weights
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config import probe_weights
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.serving.profile import read
 
 SIZE, LATENT, WINDOW, RECENT = 576, 512, 32, 8
 PROMPTS = [random_prompt(n, seed=n) for n in (700, 333, 60, 500, 420)]

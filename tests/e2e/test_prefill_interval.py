@@ -6,7 +6,7 @@ from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
-from vllm_kvevict.schedule.request_timeline import RequestTimeline
+from vllm_kvevict.timeline.progress import RequestTimeline
 
 SETTINGS = dict(budget=160, interval=64, prefill_interval=128)
 POINTS = [288, 416, 544, 672]

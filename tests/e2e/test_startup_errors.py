@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from vllm_kvevict.settings.names import POLICY_NAMES
+from vllm_kvevict.config.names import POLICY_NAMES
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from tests.engine.shadow import ShadowWorker, of_store
 from tests.engine.tally import Life, Tally
 from tests.engine.views import admitted, holdings, owned, replays_of
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
-from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
+from vllm_kvevict.timeline.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup

@@ -16,9 +16,9 @@ import torch
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from tests.engine.offloaded import ShadowOffload
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.region import open_region
+from vllm_kvevict.timeline.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup

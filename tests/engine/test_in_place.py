@@ -19,7 +19,7 @@ from tests.engine.test_scheduler import (
     used_blocks,
 )
 from vllm_kvevict.engine.memory import Forecast
-from vllm_kvevict.schedule.step_plan import PLAN
+from vllm_kvevict.timeline.step_plan import PLAN
 
 ROOMY = replace(SYNC, max_batched=512)
 

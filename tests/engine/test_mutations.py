@@ -9,6 +9,7 @@ import pytest
 from tests.engine import days
 from tests.engine.scenarios import Scenario, run
 from tests.engine.shadow import ShadowWorker
+from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.engine import stores
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
 from vllm_kvevict.engine.planner import StepPlanner
@@ -19,9 +20,8 @@ from vllm_kvevict.engine.scheduler import EvictingScheduler
 from vllm_kvevict.engine.tiered_stores import TieredStores
 from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.schedule.quote import Quote
-from vllm_kvevict.schedule.step_plan import PLAN
-from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.timeline.quote import Quote
+from vllm_kvevict.timeline.step_plan import PLAN
 
 
 def caught(message: str) -> bool:

@@ -20,7 +20,7 @@ from tests.engine.test_scheduler import (
     tokens,
     used_blocks,
 )
-from vllm_kvevict.schedule.step_plan import PLAN
+from vllm_kvevict.timeline.step_plan import PLAN
 
 AT_100 = {"kv_eviction_at": 100}
 

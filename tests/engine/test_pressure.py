@@ -15,7 +15,7 @@ from benchmarks.simulate.options import Options
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_scheduler import counters, engine, evictions, tokens
 from tests.models import cached_tiny_llama
-from vllm_kvevict.schedule.step_plan import PLAN
+from vllm_kvevict.timeline.step_plan import PLAN
 
 SYNC = Setup(
     interval=16, blocks=200, max_num_seqs=8, max_batched=512, when="pressure", marks=(0.1, 0.2)

@@ -14,11 +14,11 @@ from tests.engine.test_scheduler import counters, engine, evictions, tokens
 from tests.engine.test_spec import FULL
 from tests.engine.views import holdings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.engine.blocks import register_spec
-from vllm_kvevict.schedule.layers import alike, padding, pyramid
-from vllm_kvevict.schedule.step_plan import PLAN
-from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.timeline.layers import alike, padding, pyramid
+from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.step_plan import PLAN
 
 PYRAMID = Setup(budget=168, interval=64, pyramid=4, beta=4.0, blocks=640, max_batched=512)
 SNAPKV = {"kv_eviction": "snapkv"}

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.schedule.ring_slots import RingSlots
-from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.timeline.ring_slots import RingSlots
+from vllm_kvevict.timeline.rule import Timeline
 
 DEFAULTS = RequestOptions("snapkv")
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engine.harness import Setup, vllm_config
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.memory import ring_bytes
 from vllm_kvevict.policies import requirements
-from vllm_kvevict.schedule.ring_slots import RingSlots
-from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.memory import ring_bytes
+from vllm_kvevict.timeline.ring_slots import RingSlots
+from vllm_kvevict.timeline.rule import Timeline
 
 
 def test_slots_are_handed_out_once():

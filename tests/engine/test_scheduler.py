@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.harness import STOP_TOKEN, VOCABULARY, Engine, Setup
 from vllm_kvevict.metrics import totals
-from vllm_kvevict.schedule.step_plan import PLAN
+from vllm_kvevict.timeline.step_plan import PLAN
 
 SYNC = Setup(interval=64)
 ASYNC = replace(SYNC, asynchronous=True)

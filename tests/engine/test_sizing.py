@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_scheduler import no_stop, tokens
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.tools.plan.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 
 PROMPT, OUTPUT = 200, 60

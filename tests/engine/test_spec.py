@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from tests.engine.harness import Setup, make_scheduler, vllm_config
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, register_spec
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 
 SHAPE = dict(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
 FULL = FullAttentionSpec(**SHAPE)

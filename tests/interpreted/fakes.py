@@ -17,7 +17,7 @@ from vllm_kvevict.attention.flash import EvictingFlashImpl, EvictingFlashMetadat
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 
 WINDOW, SLOTS, LONGEST = 4, 3, 1024
 

@@ -9,8 +9,8 @@ from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.select import batch_columns
-from vllm_kvevict.ops.reference import allocate as reference_allocate
-from vllm_kvevict.ops.reference import select as reference_select
+from vllm_kvevict.ops.torch import allocate as reference_allocate
+from vllm_kvevict.ops.torch import select as reference_select
 
 INFINITY = math.inf
 

@@ -8,7 +8,7 @@ from tests.kernels.score import TOLERANCE, Case, candidates_of, layers_of
 from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.ops.cuda.defensive import defensive_scores
 from vllm_kvevict.ops.cuda.score import WindowLayers
-from vllm_kvevict.ops.reference.pages import candidate_grid
+from vllm_kvevict.ops.torch.pages import candidate_grid
 
 
 def kept_of(scene: Scene, channels: int = 1) -> list[torch.Tensor]:

@@ -11,11 +11,11 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
-from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved

@@ -7,7 +7,7 @@ import torch
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
-from vllm_kvevict.ops.reference import pages as reference
+from vllm_kvevict.ops.torch import pages as reference
 
 # Never evicted, one block over; evicted; heads of one page; a tail that ends with a block.
 REQUESTS = (

@@ -10,7 +10,7 @@ from tests.kernels.score import Case, layers_of
 from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.ops.cuda.probe import ProbeLayers, probe_scores
 from vllm_kvevict.ops.cuda.score import WindowLayers
-from vllm_kvevict.ops.reference.pages import candidate_grid
+from vllm_kvevict.ops.torch.pages import candidate_grid
 
 # Sums of up to 256 products, and logarithms of window scores that differ by 2e-4 relative.
 TOLERANCE = dict(rtol=2e-4, atol=3e-4)

@@ -11,8 +11,8 @@ from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, column_sums, pool, window_lse, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
-from vllm_kvevict.ops.reference import score as reference
-from vllm_kvevict.ops.reference.pages import candidate_grid
+from vllm_kvevict.ops.torch import score as reference
+from vllm_kvevict.ops.torch.pages import candidate_grid
 from vllm_kvevict.policies.base import Candidates, protect
 
 # Products of 16-bit and FP8 numbers are exact in float32, and sums are float32 in every case, so

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from vllm_kvevict.settings.probe_weights import ProbeWeights
+from vllm_kvevict.config.probe_weights import ProbeWeights
 
 
 class Seen(NamedTuple):

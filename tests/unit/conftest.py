@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def registered() -> None:
-    from vllm_kvevict.front.plugin import register
+    from vllm_kvevict.serving.plugin import register
 
     register()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvevict.front.support import REFUSALS
+from vllm_kvevict.serving.support import REFUSALS
 
 ROOT = Path(__file__).parents[2]
 TEXT = " ".join((ROOT / "docs" / "compatibility.md").read_text().split())

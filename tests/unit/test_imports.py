@@ -13,10 +13,10 @@ FLOORS = (
     {"papers"},
     {"calibrate"},
     {"worker"},
-    {"engine", "front"},
+    {"engine", "serving"},
     {"attention", "metrics", "policies", "stores"},
-    {"cache", "settings"},
-    {"ops", "schedule", "compat"},
+    {"cache", "config"},
+    {"ops", "timeline", "compat"},
 )
 """Rooms from top to bottom. A room imports itself and rooms of lower floors, nothing beside it."""
 

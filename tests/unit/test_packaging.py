@@ -72,7 +72,7 @@ def test_installed_metadata_is_that_of_pyproject() -> None:
 
 def test_entry_point_of_the_plugin() -> None:
     points = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvevict")
-    assert [p.value for p in points] == ["vllm_kvevict.front.plugin:register"]
+    assert [p.value for p in points] == ["vllm_kvevict.serving.plugin:register"]
     assert callable(next(iter(points)).load())
 
 
@@ -122,7 +122,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
     folders = {p.parent for p in Path(vllm_kvevict.__path__[0]).rglob("*.py")}
     assert all((folder / "__init__.py").is_file() for folder in folders)
     names = {m.name for m in pkgutil.walk_packages(vllm_kvevict.__path__, "vllm_kvevict.")}
-    assert {"vllm_kvevict.policies", "vllm_kvevict.ops.reference", "vllm_kvevict.engine"} <= names
+    assert {"vllm_kvevict.policies", "vllm_kvevict.ops.torch", "vllm_kvevict.engine"} <= names
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_an_installed_wheel_evicts(wheel: Path, tmp_path: Path, tiny_model: Path
         (ROOT / "LICENSE").read_text()
     ]
     points = found.entry_points.select(group="vllm.general_plugins")
-    assert [point.value for point in points] == ["vllm_kvevict.front.plugin:register"]
+    assert [point.value for point in points] == ["vllm_kvevict.serving.plugin:register"]
     code = (
         "import vllm_kvevict\n"
         f"assert vllm_kvevict.__file__.startswith({str(site)!r})\n"

@@ -21,9 +21,9 @@ import vllm_kvevict
 from benchmarks.simulate.model import write_config
 from tests.snippets import HEREDOC, PAGES, ROOT, Shown, blocks, commands, other_blocks
 from vllm_kvevict.__main__ import COMMANDS
-from vllm_kvevict.front.plugin import fold_flags
+from vllm_kvevict.config.requests import KEYS
 from vllm_kvevict.metrics.prometheus import PREFIX
-from vllm_kvevict.settings.requests import KEYS
+from vllm_kvevict.serving.plugin import fold_flags
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -213,7 +213,7 @@ def test_a_block_is_data_or_python(shown: Shown, build: Any, tmp_path: Path, cap
     elif shown.text.startswith("request of "):
         plan_prints(shown.text, tmp_path, capsys)
     elif shown.text.endswith(","):
-        from vllm_kvevict.settings.names import Entry
+        from vllm_kvevict.config.names import Entry
 
         (entry,) = eval(f"{{{shown.text}}}", dict(Entry=Entry)).values()
         assert entry.adaptive is True

@@ -9,7 +9,7 @@ from vllm_kvevict.attention.extension import AttentionExtension
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.observe import observe_index
+from vllm_kvevict.ops.torch.observe import observe_index
 
 Observation = tuple[torch.Tensor, torch.Tensor]
 

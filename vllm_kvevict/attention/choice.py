@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_kvevict.attention.kernels import optional_kernel
+from vllm_kvevict.config.names import KEY
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
-from vllm_kvevict.settings.names import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.attention.scratch import Kernel
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 FLAG = "--kv-eviction-attention"
 

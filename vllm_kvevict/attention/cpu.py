@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvevict.attention.binding import Extended, GroupBinding, Observation
 from vllm_kvevict.attention.per_head import PerHeadBatch
-from vllm_kvevict.ops.reference.observe import observe
+from vllm_kvevict.ops.torch.observe import observe
 
 
 @dataclass

@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from vllm_kvevict.attention.binding import GroupBinding, Observation
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.observe import observe
-from vllm_kvevict.ops.reference.pages import head_page_table
+from vllm_kvevict.ops.torch.observe import observe
+from vllm_kvevict.ops.torch.pages import head_page_table
 
 
 @dataclass

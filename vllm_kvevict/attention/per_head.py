@@ -7,7 +7,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.pages import head_page_table
+from vllm_kvevict.ops.torch.pages import head_page_table
 
 
 @dataclass

@@ -16,7 +16,7 @@ from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
-from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.timeline.rule import blocks_for
 
 _LINE = 16
 

@@ -6,8 +6,8 @@ import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
-from vllm_kvevict.ops.reference import probe
-from vllm_kvevict.ops.reference.probe import Prose, Rotation
+from vllm_kvevict.ops.torch import probe
+from vllm_kvevict.ops.torch.probe import Prose, Rotation
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class LayerCache:
         Args:
             pages: The pages.
             rotation: Of their tokens; None for keys that were not rotated.
-            weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.reference.probe.key_scores`;
+            weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.torch.probe.key_scores`;
                 with ``prose`` [H, 2 * C, D + 2].
-            prose: Of :func:`vllm_kvevict.ops.reference.probe.with_prose`.
+            prose: Of :func:`vllm_kvevict.ops.torch.probe.with_prose`.
 
         """
         found = probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, replace_as
 
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

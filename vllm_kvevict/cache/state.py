@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvevict.schedule.timeline import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import Timeline, blocks_for
 
 
 class GroupState:

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_kvevict.calibrate.options import parse
     from vllm_kvevict.calibrate.prompts import PromptsError
-    from vllm_kvevict.front.command import CommandError
+    from vllm_kvevict.serving.command import CommandError
 
     try:
         options, engine_args = parse(argv)
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     except (CommandError, PromptsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    from vllm_kvevict.front.profile import AUTO, cache_folder, cached_name, to_json
+    from vllm_kvevict.serving.profile import AUTO, cache_folder, cached_name, to_json
 
     path = options.output or cache_folder() / cached_name(profile.model)
     write(path, to_json(profile, weights))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from vllm_kvevict.ops.reference.sinks import attention_weights
+from vllm_kvevict.ops.torch.sinks import attention_weights
 
 ROWS = 2**23
 """Most attention weights that stand in memory at once."""

@@ -13,11 +13,11 @@ from vllm_kvevict.calibrate import rank
 from vllm_kvevict.calibrate.local_engine import load_tokenizer, sized, start
 from vllm_kvevict.calibrate.options import CalibrateError, Options
 from vllm_kvevict.calibrate.prompts import builtin, from_file, token_ids
-from vllm_kvevict.front.profile import identity
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY, LEARNED
-from vllm_kvevict.settings.probe_weights import ProbeWeights
-from vllm_kvevict.settings.profile import ModelIdentity, Profile
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY, LEARNED
+from vllm_kvevict.config.probe_weights import ProbeWeights
+from vllm_kvevict.config.profile import ModelIdentity, Profile
+from vllm_kvevict.serving.profile import identity
 
 if TYPE_CHECKING:
     from vllm_kvevict.worker.eviction import EvictionRecord

@@ -27,7 +27,7 @@ from vllm_kvevict.calibrate.regression import (
     target,
     window_feature,
 )
-from vllm_kvevict.ops.reference.probe import unrotated
+from vllm_kvevict.ops.torch.probe import unrotated
 from vllm_kvevict.worker.ranks import first_head, of_ranks, sum_of_ranks
 from vllm_kvevict.worker.rotary import find
 

@@ -15,9 +15,9 @@ from vllm_kvevict.calibrate.extension import EXTENSION
 from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.calibrate.regression import REST, spread_as
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.probe_weights import ProbeWeights, ProseWeights, prose_weight
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.probe_weights import ProbeWeights, ProseWeights, prose_weight
 
 STRENGTH = 1e-4
 """Ridge penalty on a weight's square, for each token counted."""

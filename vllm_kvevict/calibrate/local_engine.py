@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from vllm_kvevict.front.command import CommandError, first_line
+from vllm_kvevict.serving.command import CommandError, first_line
 
 BLOCKS_TO_SPARE = 16
 """Blocks of the KV cache in addition to those that one request may hold."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvevict.front.command import CommandError, evict_by_default, first_line
-from vllm_kvevict.settings.names import COMPARABLE, LEARNED
+from vllm_kvevict.config.names import COMPARABLE, LEARNED
+from vllm_kvevict.serving.command import CommandError, evict_by_default, first_line
 
 POLICY = "probe"
 DEFAULT_BUDGET = "12.5%"
@@ -48,13 +48,13 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
 
     """
     # The flags, where the entry point is not loaded (VLLM_PLUGINS).
-    from vllm_kvevict.front.plugin import register
+    from vllm_kvevict.serving.plugin import register
 
     register()
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_kvevict.settings.config import EvictionConfig
-    from vllm_kvevict.settings.names import KEY
+    from vllm_kvevict.config.config import EvictionConfig
+    from vllm_kvevict.config.names import KEY
 
     args = _parser().parse_args(argv)
     options = Options(

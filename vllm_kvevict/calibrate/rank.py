@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvevict.ops.reference.allocate import adaptive_pages
+from vllm_kvevict.ops.torch.allocate import adaptive_pages
 
 DIGITS = 4
 

@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
-from vllm_kvevict.ops.reference.defensive import window_peaks
-from vllm_kvevict.ops.reference.probe import with_prose
-from vllm_kvevict.ops.reference.value_shares import value_shares
+from vllm_kvevict.ops.torch.defensive import window_peaks
+from vllm_kvevict.ops.torch.probe import with_prose
+from vllm_kvevict.ops.torch.value_shares import value_shares
 
 LEAST = 1e-6
 """What stands below a logarithm at least."""

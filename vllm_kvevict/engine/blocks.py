@@ -16,9 +16,9 @@ from vllm_kvevict.engine.request import Holding, RequestState
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
-from vllm_kvevict.schedule.quote import GroupQuote, Quote
-from vllm_kvevict.schedule.step_plan import GroupEviction
-from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.timeline.quote import GroupQuote, Quote
+from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.timeline.step_plan import GroupEviction
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -11,8 +11,8 @@ from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.turns import Turns
-from vllm_kvevict.schedule.timeline import blocks_for
-from vllm_kvevict.schedule.watermarks import Watermarks
+from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.timeline.watermarks import Watermarks
 
 SLACK = 3
 """Steps between a request for an eviction and free blocks, beside those that record the window: its

@@ -8,10 +8,10 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.schedule.quote import Quote
-from vllm_kvevict.schedule.step_plan import Eviction, StepPlan
-from vllm_kvevict.schedule.timeline import decode_evictions
 from vllm_kvevict.stores.key import goes_on, kept_share
+from vllm_kvevict.timeline.quote import Quote
+from vllm_kvevict.timeline.rule import decode_evictions
+from vllm_kvevict.timeline.step_plan import Eviction, StepPlan
 
 
 class StepPlanner:

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm_kvevict.stores.key import ShareKey
 
 if TYPE_CHECKING:
-    from vllm_kvevict.schedule.request_timeline import RequestTimeline
+    from vllm_kvevict.timeline.progress import RequestTimeline
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from vllm_kvevict.stores.key import ShareKey
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from vllm_kvevict.schedule.request_timeline import RequestTimeline
+    from vllm_kvevict.timeline.progress import RequestTimeline
 
 
 @dataclass(eq=False)

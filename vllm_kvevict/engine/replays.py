@@ -9,6 +9,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvevict.config.audit_share import parse_share
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import REPLAY
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.published import PublishedGroup
@@ -16,11 +19,8 @@ from vllm_kvevict.engine.replayed import Replayed
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.kept import kept_share
-from vllm_kvevict.schedule.step_plan import Eviction, Heard, Replay, StepPlan
-from vllm_kvevict.schedule.timeline import blocks_for
-from vllm_kvevict.settings.audit_share import parse_share
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import REPLAY
+from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.timeline.step_plan import Eviction, Heard, Replay, StepPlan
 
 MOST = 8
 """Replays that wait or run at once: each holds a store, and hidden states on every rank."""

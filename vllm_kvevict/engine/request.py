@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.schedule.request_timeline import RequestTimeline
-from vllm_kvevict.schedule.step_plan import GroupEviction
-from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.step_plan import GroupEviction
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -8,6 +8,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from vllm_kvevict.config.budget_log import report_budgets
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.core_options import read_options
+from vllm_kvevict.config.handover import TAKEN_OVER
+from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.requests import RequestOptions
+from vllm_kvevict.config.store_tiers import parse_size
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore, register_spec
 from vllm_kvevict.engine.memory import Memory
 from vllm_kvevict.engine.offload import OffloadGuard
@@ -24,17 +31,10 @@ from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.metrics.totals import TotalsLog
 from vllm_kvevict.policies.requirements import floats_per_token, policy_requirements, ring_slots
-from vllm_kvevict.schedule.ring_slots import RingSlots
-from vllm_kvevict.schedule.step_plan import PLAN, StepPlan
-from vllm_kvevict.settings.budget_log import report_budgets
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.core_options import read_options
-from vllm_kvevict.settings.handover import TAKEN_OVER
-from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.requests import RequestOptions
-from vllm_kvevict.settings.store_tiers import parse_size
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.shape import StoreSizes
+from vllm_kvevict.timeline.ring_slots import RingSlots
+from vllm_kvevict.timeline.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -9,9 +9,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
-from vllm_kvevict.schedule.step_plan import GroupEviction, ReusedStore, StepPlan
-from vllm_kvevict.schedule.timeline import blocks_for
 from vllm_kvevict.stores.key import ShareKey, share_key
+from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.timeline.step_plan import GroupEviction, ReusedStore, StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

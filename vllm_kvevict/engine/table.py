@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.requirements import NOTHING
-from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.timeline.rule import Timeline
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -18,19 +18,19 @@ from time import monotonic
 
 from vllm.logger import init_logger
 
+from vllm_kvevict.config.handover import hands_over, takes_over
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.stores import PublishedStores
-from vllm_kvevict.schedule.step_plan import GroupEviction, StepPlan, StoreBlocks, StoreCopy
-from vllm_kvevict.schedule.timeline import blocks_for
-from vllm_kvevict.settings.handover import hands_over, takes_over
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.host import StoreNews
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.region import Handle, Region
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
 from vllm_kvevict.stores.threads import Threads
+from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.timeline.step_plan import GroupEviction, StepPlan, StoreBlocks, StoreCopy
 
 logger = init_logger("vllm.kv_eviction.tiers")
 

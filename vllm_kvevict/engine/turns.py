@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.engine.table import RequestTable
-from vllm_kvevict.schedule.ring_slots import RingSlots
-from vllm_kvevict.schedule.wakeups import WakeupQueue
+from vllm_kvevict.timeline.ring_slots import RingSlots
+from vllm_kvevict.timeline.wakeups import WakeupQueue
 
 
 class Turns:

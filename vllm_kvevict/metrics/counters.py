@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_kvevict.schedule.step_plan import GroupEviction
+    from vllm_kvevict.timeline.step_plan import GroupEviction
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_kvevict.schedule.request_timeline import RequestTimeline
+    from vllm_kvevict.timeline.progress import RequestTimeline
 
 
 def kept_share(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
 
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY
 from vllm_kvevict.metrics.interval import Interval
 from vllm_kvevict.metrics.prometheus import EvictionMetrics
 from vllm_kvevict.metrics.report import detach
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,9 +10,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
 import vllm_kvevict
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.metrics.audited import AuditMetrics
 from vllm_kvevict.metrics.report import Report
-from vllm_kvevict.settings.config import EvictionConfig
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger

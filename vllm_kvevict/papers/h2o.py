@@ -8,7 +8,7 @@ import torch
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 RECENT = 2.0**40
 """Score of the oldest recent token: above every sum of weights, below every protected token."""

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvevict.ops.reference.score import window_attention
+from vllm_kvevict.ops.torch.score import window_attention
 from vllm_kvevict.papers.sample import digest, gumbel
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 CHOSEN = 1e6
 """Above every perturbed score: a Gumbel draw stays below 40, a sum of weights below the window."""

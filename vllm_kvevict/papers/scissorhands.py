@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvevict.ops.reference.score import head_attention
+from vllm_kvevict.ops.torch.score import head_attention
 from vllm_kvevict.policies.base import Candidates, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 
 @dataclass(frozen=True)

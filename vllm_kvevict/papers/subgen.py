@@ -9,7 +9,7 @@ from vllm_kvevict.papers.centers import greedy_centers
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from vllm_kvevict.papers.memories import Memories
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 HELD, RECENT, FIRST = 1.0, 2.0, 3.0
 """Scores of samples and representatives, of tokens not streamed yet, of protected tokens."""

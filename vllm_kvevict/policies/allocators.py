@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvevict.ops.reference.allocate import adaptive_pages, shared_pages, uniform_pages
+from vllm_kvevict.ops.torch.allocate import adaptive_pages, shared_pages, uniform_pages
 from vllm_kvevict.policies.base import Allocator
 
 

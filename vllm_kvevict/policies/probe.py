@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.ops.torch.defensive import window_peaks
 from vllm_kvevict.policies.base import PROTECTED, Candidates, Requirements, Scorer
-from vllm_kvevict.settings.config import EvictionConfig
 
 LEAST = 1e-6
 """What stands below a logarithm at least: of a share of values, and of attention."""

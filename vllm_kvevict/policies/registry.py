@@ -3,11 +3,11 @@
 from importlib import import_module
 from importlib.metadata import EntryPoint
 
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import ADA, POLICIES
+from vllm_kvevict.config.plugins import GROUP, PluginPolicy, plugin_policies
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
 from vllm_kvevict.policies.base import Policy, Scorer
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import ADA, POLICIES
-from vllm_kvevict.settings.plugins import GROUP, PluginPolicy, plugin_policies
 
 
 def build_policy(config: EvictionConfig) -> Policy:

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.memory import RING_BYTES, ring_bytes
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.memory import RING_BYTES, ring_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.schedule.timeline import Timeline
+    from vllm_kvevict.timeline.rule import Timeline
 
 NOTHING = Requirements(window="none", keys=False)
 """Requirements of a request that never evicts."""

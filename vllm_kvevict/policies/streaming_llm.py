@@ -8,7 +8,7 @@ import torch
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 EXACT = 2**24
 """Columns up to here are different float32 numbers."""

@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.step_plan import StoreBlocks
+from vllm_kvevict.timeline.step_plan import StoreBlocks
 
 
 class StoreContent:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.logger import init_logger
 
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.store_tiers import parse_folder
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.stores.files import StoreFiles
 
 if TYPE_CHECKING:

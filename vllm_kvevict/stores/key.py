@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from vllm_kvevict.schedule.request_timeline import RequestTimeline
+from vllm_kvevict.timeline.progress import RequestTimeline
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -12,11 +12,11 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.observe import window_queries
-from vllm_kvevict.ops.reference.pages import candidate_grid
-from vllm_kvevict.ops.reference.value_shares import value_shares
+from vllm_kvevict.ops.torch.observe import window_queries
+from vllm_kvevict.ops.torch.pages import candidate_grid
+from vllm_kvevict.ops.torch.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Requirements
-from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
+from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, mean_of_ranks, sum_of_ranks

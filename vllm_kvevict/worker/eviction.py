@@ -15,12 +15,12 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.pages import compact_index
-from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.config.names import keeps_by_layer
+from vllm_kvevict.ops.torch.pages import compact_index
+from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.base import Policy, Scorer, protect
-from vllm_kvevict.schedule.step_plan import PLAN, Eviction, GroupEviction, StepPlan
-from vllm_kvevict.schedule.timeline import blocks_for
-from vllm_kvevict.settings.names import keeps_by_layer
+from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.candidates import CandidateReader, Holdings
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fused import FusedEvictions

@@ -33,8 +33,8 @@ from vllm_kvevict.policies.base import Policy
 from vllm_kvevict.policies.defensive import Defensive
 from vllm_kvevict.policies.probe import Probe
 from vllm_kvevict.policies.snapkv import SnapKV
-from vllm_kvevict.schedule.step_plan import Eviction, GroupEviction
-from vllm_kvevict.schedule.timeline import blocks_for
+from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.fused_probes import GroupProbes
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.ranks import sum_of_ranks

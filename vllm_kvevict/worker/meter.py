@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvevict.metrics.report import MEASURED, Audited
-from vllm_kvevict.schedule.step_plan import Replay
+from vllm_kvevict.timeline.step_plan import Replay
 
 SAMPLE_EVERY = 16
 """Of this many evictions in a row the head budgets of the first are looked at."""

@@ -20,14 +20,14 @@ from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.memory import beside_page_values, evictable_stages
+from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.probe_weights import read
+from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token, policy_requirements, ring_slots
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.memory import beside_page_values, evictable_stages
-from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.probe_weights import read
-from vllm_kvevict.settings.profile import Profile
 from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.host import HostStores

@@ -9,16 +9,16 @@ import torch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.reference.probe import Rotation, age_features
-from vllm_kvevict.ops.reference.value_shares import value_shares
-from vllm_kvevict.policies.probe import LEAST
-from vllm_kvevict.schedule.step_plan import Eviction
-from vllm_kvevict.settings.probe_weights import (
+from vllm_kvevict.config.probe_weights import (
     STEPS,
     ProbeWeights,
     ProseWeights,
     prose_weight,
 )
+from vllm_kvevict.ops.torch.probe import Rotation, age_features
+from vllm_kvevict.ops.torch.value_shares import value_shares
+from vllm_kvevict.policies.probe import LEAST
+from vllm_kvevict.timeline.step_plan import Eviction
 from vllm_kvevict.worker.ranks import sum_of_ranks
 from vllm_kvevict.worker.rotary import Rotary
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_kvevict.ops.reference.probe import Rotation, unrotated
+from vllm_kvevict.ops.torch.probe import Rotation, unrotated
 
 NAME = "rotary_emb"
 """What vLLM's models call a rotary module; where it is None, keys are not rotated."""

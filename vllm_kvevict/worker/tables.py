@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,7 +23,7 @@ from tests.e2e.faults.storm import POLICIES
 from tests.e2e.faults.test_malformed import status
 from tests.e2e.test_server import complete, wait_for
 from tests.models import random_prompt
-from vllm_kvevict.settings.requests import KEYS
+from vllm_kvevict.config.requests import KEYS
 
 BLOCKS, LONGEST = 72, 4096
 ARGUMENTS = [

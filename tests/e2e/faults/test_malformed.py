@@ -15,7 +15,7 @@ from tests.e2e.faults.storm import POLICIES
 from tests.e2e.test_own_settings import asks
 from tests.e2e.test_server import complete, wait_for
 from tests.models import random_prompt
-from vllm_kvevict.settings.requests import KEYS
+from vllm_kvevict.config.requests import KEYS
 
 PROMPT = random_prompt(120, seed=5)
 BYSTANDERS = [

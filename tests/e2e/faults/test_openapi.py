@@ -19,7 +19,7 @@ from tests.e2e.faults.sizes import size
 from tests.e2e.faults.storm import POLICIES
 from tests.e2e.test_server import complete, wait_for
 from tests.models import random_prompt
-from vllm_kvevict.settings.requests import KEYS
+from vllm_kvevict.config.requests import KEYS
 
 EXCLUDED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
 """The first two reshape a server of several data-parallel engines, which this is not; the last is

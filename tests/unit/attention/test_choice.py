@@ -7,7 +7,7 @@ from vllm_kvevict.attention import choice
 from vllm_kvevict.attention.choice import arrange, choose
 from vllm_kvevict.attention.flash import EvictingFlashMetadataBuilder
 from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.worker.gpu import BACKENDS
 
 

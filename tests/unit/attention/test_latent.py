@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.latent import EvictingLatentImpl, _observed, over_stores
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 
 BLOCK = 16
 ROWS = torch.tensor([3, 0, 1, 2])

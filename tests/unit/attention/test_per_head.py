@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 
 BLOCK, HEADS, GROUP, SIZE = 4, 2, 3, 5
 

@@ -15,8 +15,8 @@ from vllm_kvevict.attention.scratch import Scratch, Shape, power_of_two
 from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
 from vllm_kvevict.attention.xformers import kernel as xformers
 from vllm_kvevict.attention.xformers.kernel import GATHERED_BYTES
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY
 from vllm_kvevict.worker import gpu as gpu_worker
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin

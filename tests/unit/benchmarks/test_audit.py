@@ -28,9 +28,9 @@ from benchmarks.audit.prompts import (
 from benchmarks.audit.report import markdown
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.ruler import facts
-from vllm_kvevict.settings.audit_share import parse_share
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.requests import KEYS
+from vllm_kvevict.config.audit_share import parse_share
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.requests import KEYS
 
 ORIGIN = {"command": "c", "date": "d", "commit": "e", "machine": "m", "versions": {"vllm": "1"}}
 

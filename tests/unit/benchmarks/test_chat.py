@@ -19,7 +19,7 @@ from benchmarks.chat.dialogue import Dialogue, Question, make
 from benchmarks.chat.measure import missing, of_turn, phases
 from benchmarks.chat.servers import ROWS, STOCK, Setting
 from benchmarks.quality.local_chat import LocalChat
-from vllm_kvevict.settings.requests import KEYS, message_index
+from vllm_kvevict.config.requests import KEYS, message_index
 
 SHAPE: dict[str, int] = dict(characters=3000, summary_tokens=48)
 

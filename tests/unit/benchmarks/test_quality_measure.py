@@ -18,8 +18,8 @@ from benchmarks.quality.own_server import variants
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
-from vllm_kvevict.schedule.request_timeline import RequestTimeline
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.rule import Timeline
 
 METRICS = """# HELP vllm:cache_config_info
 vllm:cache_config_info{block_size="16",engine="0"} 1.0

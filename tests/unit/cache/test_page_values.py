@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.page_values import PageValues
-from vllm_kvevict.settings.memory import beside_page_values
+from vllm_kvevict.config.memory import beside_page_values
 
 BLOCKS, BLOCK_SIZE, SIZE = 6, 4, 3
 

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 
 LAYERS, HEADS, ROWS, BLOCK = 2, 3, 4, 16
 TABLES = ("tail_start", "stores", "head_indptr", "evicted", "shorter", "weighted", "store")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvevict.calibrate import rank
-from vllm_kvevict.settings.profile import ModelIdentity, Profile
+from vllm_kvevict.config.profile import ModelIdentity, Profile
 
 
 @given(seed=st.integers(0, 99), tokens=st.integers(2, 12))

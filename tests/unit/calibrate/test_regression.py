@@ -4,7 +4,7 @@ import torch
 
 from vllm_kvevict.calibrate.regression import KERNEL, REACH, window_feature
 from vllm_kvevict.ops.candidates import Candidates
-from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.ops.torch.defensive import window_peaks
 
 HEADS, GROUP, WINDOW, TOKENS, RECENT, SIZE, SCALE, SOFTCAP = 2, 3, 4, 40, 2, 8, 0.3, 20.0
 

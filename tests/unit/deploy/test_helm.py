@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_kvevict.front.plugin import fold_flags
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY
+from vllm_kvevict.serving.plugin import fold_flags
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 VALUES = yaml.safe_load((DEPLOY / "helm" / "values.yaml").read_text())

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from vllm_kvevict.compat.versions import check_vllm
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_what_the_image_copies_is_enough_for_a_wheel(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "vllm_kvevict.front.plugin:register" in archive.read(entry).decode()
+        assert "vllm_kvevict.serving.plugin:register" in archive.read(entry).decode()
     ours = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_kvevict").rglob("*.py")}
     assert ours <= set(names)
 

@@ -11,7 +11,7 @@ import vllm
 
 from dev.hooks.check import Hook, hooks
 from dev.hooks.source import Source
-from vllm_kvevict.front.admission import _API_SERVER
+from vllm_kvevict.serving.admission import _API_SERVER
 
 ROOT = Path(vllm.__file__).parent
 

@@ -9,12 +9,12 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.logger import EvictionStatLogger
 from vllm_kvevict.metrics.prometheus import info
 from vllm_kvevict.metrics.report import KEY, Report
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.profile import ModelIdentity, Profile
 
 SETTINGS = dict(policy="ada-snapkv", budget="25%", allow="tova,none")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.allocate import adaptive_pages, shared_pages, uniform_pages
+from vllm_kvevict.ops.torch.allocate import adaptive_pages, shared_pages, uniform_pages
 
 INFINITY = float("inf")
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.policies.spelled_out import attention, cases
 from tests.unit.policies.test_policies import random_candidates
-from vllm_kvevict.ops.reference import score
-from vllm_kvevict.ops.reference.defensive import window_peaks
+from vllm_kvevict.ops.torch import score
+from vllm_kvevict.ops.torch.defensive import window_peaks
 from vllm_kvevict.policies.base import Candidates
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.observe import observe, observe_index, window_queries
+from vllm_kvevict.ops.torch.observe import observe, observe_index, window_queries
 
 HEADS, SIZE = 3, 4
 

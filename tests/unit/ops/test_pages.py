@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.pages import candidate_grid, compact_index, head_page_table
+from vllm_kvevict.ops.torch.pages import candidate_grid, compact_index, head_page_table
 
 
 @st.composite

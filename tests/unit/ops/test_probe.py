@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from vllm_kvevict.ops.reference.probe import Rotation, key_scores, unrotated, with_prose
+from vllm_kvevict.ops.torch.probe import Rotation, key_scores, unrotated, with_prose
 
 
 def rotated(key, angles, interleaved, stretch, first):

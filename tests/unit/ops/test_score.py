@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from vllm_kvevict.ops.reference.score import head_attention, pool, window_attention, window_weights
+from vllm_kvevict.ops.torch.score import head_attention, pool, window_attention, window_weights
 from vllm_kvevict.policies.base import Candidates
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.ops.torch.select import select_tokens
 
 INFINITY = float("inf")
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.value_shares import value_shares
+from vllm_kvevict.ops.torch.value_shares import value_shares
 
 
 def alone(tensor):

@@ -14,7 +14,7 @@ from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.papers import accumulation
-from vllm_kvevict.schedule.timeline import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import Timeline, blocks_for
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 4, 2, 2, 3, 40
 OFFSETS = torch.arange(2 * BLOCK * SIZE).view(2, BLOCK, SIZE)

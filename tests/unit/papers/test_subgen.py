@@ -8,11 +8,11 @@ from hypothesis import given, settings
 
 from tests.unit.policies.spelled_out import cases
 from tests.unit.policies.test_policies import random_candidates
-from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.papers.subgen import SubGen
 from vllm_kvevict.policies.base import protect
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.settings.config import EvictionConfig
 
 
 def farthest_first(keys: list[list[float]], columns: list[int], k: int) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.base import Candidates, Scorer
 
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from tests.unit.ops.test_defensive import spelled_out
 from tests.unit.policies.spelled_out import best, cases
 from tests.unit.policies.test_policies import random_candidates
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.defensive import Defensive
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.settings.config import EvictionConfig
 
 
 @settings(deadline=None)

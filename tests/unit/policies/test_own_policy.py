@@ -7,10 +7,10 @@ import torch
 
 from tests.plugins import PAGE, importable, install_documented
 from tests.unit.policies.test_policies import random_candidates
-from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.config import names
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.settings import names
-from vllm_kvevict.settings.config import EvictionConfig
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from vllm_kvevict.ops.reference.select import select_tokens
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import POLICY_NAMES
+from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
 from vllm_kvevict.policies.base import Candidates, protect
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.policies.streaming_llm import StreamingLLM
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import POLICY_NAMES
 
 
 def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.0) -> Candidates:

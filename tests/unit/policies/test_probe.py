@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from tests.unit.ops.test_defensive import spelled_out
 from tests.unit.policies.spelled_out import best, cases
 from tests.unit.policies.test_policies import random_candidates
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.policies.probe import KeyProbe, Probe
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.policies.requirements import floats_per_token, ring_slots
-from vllm_kvevict.settings.config import EvictionConfig
 
 
 def with_scores(case):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import vllm_kvevict.policies
+from vllm_kvevict.config import names
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import POLICIES, POLICY_NAMES, PYRAMIDS, TABLE
+from vllm_kvevict.config.policy_options import options_of
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.settings import names
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import POLICIES, POLICY_NAMES, PYRAMIDS, TABLE
-from vllm_kvevict.settings.policy_options import options_of
 
 ADAPTIVE = [name for name, entry in TABLE.items() if entry.adaptive]
 
@@ -66,7 +66,7 @@ def test_a_policy_is_one_file_and_one_line(monkeypatch):
 
 
 def test_reading_the_names_imports_no_torch():
-    code = "import sys, vllm_kvevict.settings.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, vllm_kvevict.config.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -5,10 +5,10 @@ from pkgutil import resolve_name
 import pytest
 
 from vllm_kvevict.attention.extension import AttentionExtension, make_extensions
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import LEARNED, POLICY_NAMES
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policy
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import LEARNED, POLICY_NAMES
 
 
 def requirements(name: str) -> Requirements:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from tests.unit.policies.spelled_out import attention, best, cases
 from tests.unit.policies.test_policies import random_candidates
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.policies.registry import build_policy
 from vllm_kvevict.policies.tova import TOVA
-from vllm_kvevict.settings.config import EvictionConfig
 
 
 def last_query(candidates, head: int) -> list[dict[int, float]]:

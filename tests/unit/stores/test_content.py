@@ -7,11 +7,11 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.step_plan import StoreBlocks
-from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import HostStores
+from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.step_plan import StoreBlocks
 
 HEADS, BLOCK, SIZE, BLOCKS = 2, 8, 4, 12
 NAMES = ("a", "b")
@@ -80,7 +80,7 @@ def test_a_group_that_had_nothing_to_evict_has_no_split():
 
 
 def test_host_memory_holds_what_it_is_told_to(tmp_path):
-    from vllm_kvevict.schedule.step_plan import StoreCopy
+    from vllm_kvevict.timeline.step_plan import StoreCopy
 
     rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {})
     host = HostStores(rank.content, files, rank=0)

@@ -7,9 +7,9 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from benchmarks.bare_scheduler import Setup, make_request
-from vllm_kvevict.schedule.request_timeline import RequestTimeline
-from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.stores.key import ShareKey, share_key
+from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.rule import Timeline
 
 KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), True, 0.25)
 OTHERS = dict(

@@ -7,10 +7,10 @@ import torch
 
 from tests.unit.stores.test_content import BLOCK, HEADS, NAMES, SIZE, Rank
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
-from vllm_kvevict.schedule.step_plan import StoreBlocks
-from vllm_kvevict.schedule.timeline import Timeline
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
+from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.step_plan import StoreBlocks
 
 TIMELINE = Timeline(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvevict.cache.spec import is_evictable
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.worker import mixin
 from vllm_kvevict.worker.checks import check_layer, check_specs
 from vllm_kvevict.worker.cpu import EvictingCPUWorker

@@ -24,8 +24,8 @@ from tests.kernels.evict import (
 )
 from tests.turned import Turned
 from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.ops.cuda.batch import Due
-from vllm_kvevict.settings.names import POLICY_NAMES
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes
 from vllm_kvevict.worker.fused_probes import GroupProbes

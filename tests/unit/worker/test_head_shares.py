@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.evict import ROWS, run, steps, worker
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.timeline import Timeline
+from vllm_kvevict.timeline.rule import Timeline
 from vllm_kvevict.worker.head_shares import by_group, rank_shares
 
 ROW = [0.4, 0.8, 1.2, 1.6]

@@ -8,7 +8,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from vllm_kvevict.ops.reference.probe import unrotated
+from vllm_kvevict.ops.torch.probe import unrotated
 from vllm_kvevict.worker.rotary import Rotary, find
 
 CPU = torch.device("cpu")

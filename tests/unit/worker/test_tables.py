@@ -11,8 +11,8 @@ from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.schedule.timeline import Timeline
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.timeline.rule import Timeline
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.tables import table_bytes
 

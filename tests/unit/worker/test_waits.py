@@ -16,7 +16,7 @@ from vllm_kvevict.attention import ragged
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.ops.cuda import extension
-from vllm_kvevict.schedule.step_plan import PLAN, ReusedStore, StepPlan
+from vllm_kvevict.timeline.step_plan import PLAN, ReusedStore, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

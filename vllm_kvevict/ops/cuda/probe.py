@@ -9,7 +9,7 @@ from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch, to_device
 from vllm_kvevict.ops.cuda.defensive import window_peaks
 from vllm_kvevict.ops.cuda.extension import operations
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_lse
-from vllm_kvevict.ops.reference.probe import logged_ages
+from vllm_kvevict.ops.torch.probe import logged_ages
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ProbeLayers:
         weights: [L, H, C, D + 4] float32: of an unrotated key's dimensions as they are stored, of
             its norm, of 1, and two that are not read. [L, H, 2 * C, D + 4] where prose counts: the
             second half is its, and the last two are of the token's
-            :func:`~vllm_kvevict.ops.reference.probe.age_features`.
+            :func:`~vllm_kvevict.ops.torch.probe.age_features`.
         window_weights: [L, H] float32: of the logarithms that the second of two probes counts.
         rotary: [positions, R] contiguous each, float32, float16 or bfloat16, R the rotated
             dimensions: cosines, then sines, by position; empty where keys are not rotated. R is a

@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_kvevict.front.command import CommandError
+    from vllm_kvevict.serving.command import CommandError
     from vllm_kvevict.tools.inspect.options import parse
 
     try:

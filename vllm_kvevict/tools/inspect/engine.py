@@ -5,10 +5,10 @@ from typing import Any
 
 from vllm_kvevict.calibrate.local_engine import load_tokenizer, sized, start
 from vllm_kvevict.calibrate.read_prompt import Prompt, read_prompt
-from vllm_kvevict.front.command import CommandError, first_line
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import KEY
-from vllm_kvevict.settings.requests import AT, BUDGET, POLICY
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.requests import AT, BUDGET, POLICY
+from vllm_kvevict.serving.command import CommandError, first_line
 from vllm_kvevict.tools.inspect.kept import Group, History, Snapshot
 from vllm_kvevict.tools.inspect.options import Options
 from vllm_kvevict.tools.inspect.variants import check_length, too_short, variants

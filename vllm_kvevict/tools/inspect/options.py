@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_kvevict.front.command import CommandError, evict_by_default, first_line
-from vllm_kvevict.settings.budget import parse_budget
-from vllm_kvevict.settings.plugins import policy_names, unknown
+from vllm_kvevict.config.budget import parse_budget
+from vllm_kvevict.config.plugins import policy_names, unknown
+from vllm_kvevict.serving.command import CommandError, evict_by_default, first_line
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
 
     """
     # The flags, where the entry point is not loaded (VLLM_PLUGINS).
-    from vllm_kvevict.front.plugin import register
+    from vllm_kvevict.serving.plugin import register
 
     register()
     from vllm.engine.arg_utils import EngineArgs
@@ -151,7 +151,7 @@ def _budgets(text: str | None) -> tuple[int | str, ...]:
 
 def _set_variants(args: argparse.Namespace, options: Options) -> None:
     """Let the requests of one engine choose among the policies and budgets of ``options``."""
-    from vllm_kvevict.front.plugin import fold_flags
+    from vllm_kvevict.serving.plugin import fold_flags
 
     if options.compare is not None:
         args.kv_eviction_allow = options.compare

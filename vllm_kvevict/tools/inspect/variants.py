@@ -1,9 +1,9 @@
 """Which policy and which budget each run of a prompt has, and whether it will evict."""
 
 from vllm_kvevict.calibrate.read_prompt import Prompt
-from vllm_kvevict.front.command import CommandError
-from vllm_kvevict.settings.config import EvictionConfig
-from vllm_kvevict.settings.names import AUTO
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import AUTO
+from vllm_kvevict.serving.command import CommandError
 from vllm_kvevict.tools.inspect.options import Options
 
 

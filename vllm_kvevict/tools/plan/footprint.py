@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.schedule.request_timeline import RequestTimeline
-from vllm_kvevict.schedule.timeline import Timeline, blocks_for
-from vllm_kvevict.settings.requests import RequestOptions
+from vllm_kvevict.config.requests import RequestOptions
+from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.rule import Timeline, blocks_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

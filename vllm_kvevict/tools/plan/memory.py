@@ -10,11 +10,11 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.compat import shim
+from vllm_kvevict.config.memory import beside_page_values
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.requirements import floats_per_token, ring_slots
-from vllm_kvevict.settings.memory import beside_page_values
 from vllm_kvevict.tools.plan.options import Options, SizingError
 from vllm_kvevict.tools.plan.weights import assumed_activations, rank_weights
 from vllm_kvevict.worker.fused import workspace_bytes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from vllm_kvevict.attention.scratch import Scratch
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 LAYOUT = "LBHNC"
 

@@ -17,7 +17,7 @@ from vllm_kvevict.tools.plan.options import SizingError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 UNEVEN = ("block_configs", "global_head_dim", "num_global_key_value_heads")
 """Fields of configurations whose layers differ in heads or head size."""

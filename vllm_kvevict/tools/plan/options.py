@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 
 class SizingError(Exception):
@@ -44,16 +44,16 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
 
     """
     # The flags, where the entry point is not loaded (VLLM_PLUGINS).
-    from vllm_kvevict.front.plugin import register
+    from vllm_kvevict.serving.plugin import register
 
     register()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     from vllm_kvevict.compat import shim
-    from vllm_kvevict.front.command import evict_by_default
-    from vllm_kvevict.settings.config import EvictionConfig
-    from vllm_kvevict.settings.names import KEY, MEASURE
+    from vllm_kvevict.config.config import EvictionConfig
+    from vllm_kvevict.config.names import KEY, MEASURE
+    from vllm_kvevict.serving.command import evict_by_default
 
     args = _parser().parse_args(argv)
     if getattr(args, "kv_eviction_profile", None) == MEASURE:
@@ -173,7 +173,7 @@ def _model(given: str, folder: Path) -> str:
 
 
 def _sentence(model: str, error: Exception) -> str:
-    from vllm_kvevict.front.command import first_line
+    from vllm_kvevict.serving.command import first_line
 
     if isinstance(error, OSError):
         return (

@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvevict.config.names import NONE
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import sustained
-from vllm_kvevict.settings.names import NONE
 from vllm_kvevict.tools.plan.footprint import (
     RequestFootprint,
     groups_of,
@@ -19,7 +19,7 @@ from vllm_kvevict.tools.plan.options import Options, SizingError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.settings.config import EvictionConfig
+    from vllm_kvevict.config.config import EvictionConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_kvevict.calibrate.read_prompt import Prompt
-from vllm_kvevict.settings.config import EvictionConfig
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.tools.inspect.engine import Run
 from vllm_kvevict.tools.inspect.kept import Layer, Snapshot
 from vllm_kvevict.tools.inspect.options import Options

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.schedule.peak import peak_blocks
-from vllm_kvevict.schedule.request_timeline import RequestTimeline
-from vllm_kvevict.schedule.timeline import Timeline
+from tests.unit.timeline.peak import peak_blocks
+from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.rule import Timeline
 from vllm_kvevict.tools.plan.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 
 RULE = Timeline(block_size=32, window=32, interval=128, budget_tokens=256)

@@ -1,0 +1,153 @@
+"""``--kv-eviction auto``: what it stands for on which model and server."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.probe_weights import ProbeWeights
+from vllm_kvevict.serving import measure, recommend
+from vllm_kvevict.serving import profile as module
+from vllm_kvevict.serving.profile import identity
+from vllm_kvevict.serving.recommend import recommended
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+@pytest.fixture(autouse=True)
+def nothing_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder of shipped profiles, empty; and no cache."""
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    monkeypatch.setattr(module, "SHIPPED", folder)
+    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+    return folder
+
+
+def write(build: Any, path: Path, probe: bool = True, **changes: Any) -> Path:
+    """A profile of the model that is built, of two layers with one KV head."""
+    config = build()
+    model = identity(config)
+    value = dict(model=model.model_dump(), policy="probe", budget="12.5%", layers=[0.4, 1.6])
+    if probe:
+        size = config.model_config.get_head_size()
+        heads = model.layers, model.kv_heads
+        keys, joined = (np.zeros((*heads, size + more), np.float32) for more in (2, 3))
+        value["probe"] = ProbeWeights(keys, joined, None, (True,) * model.layers).to_json()
+    path.write_text(json.dumps(value | changes))
+    return path
+
+
+def settled(config: Any) -> EvictionConfig:
+    found = EvictionConfig.parse(config.additional_config["kv_eviction"])
+    assert found is not None
+    return found
+
+
+def said(records: list[logging.LogRecord]) -> str:
+    (line,) = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.auto"]
+    return line
+
+
+def test_without_a_profile(build: Any, records: list[logging.LogRecord]) -> None:
+    found = settled(build("auto"))
+    assert (found.policy, found.budget, found.profile) == ("ada-defensive", "25%", None)
+    line = said(records)
+    assert "KV eviction auto is --kv-eviction ada-defensive --kv-eviction-budget 25% here" in line
+    assert "vllm-kvevict calibrate" in line, "how to have more"
+
+
+def test_with_a_profile(build: Any, nothing_ships: Path, records: list[logging.LogRecord]) -> None:
+    write(build, nothing_ships / "a.json")
+    found = settled(build("auto"))
+    assert (found.policy, found.budget) == ("probe", "12.5%")
+    assert found.profile.layers == (0.4, 1.6) and found.profile.probe is not None
+    line = said(records)
+    assert "--kv-eviction probe --kv-eviction-budget 12.5% --kv-eviction-profile auto here." in line
+
+
+def test_what_was_set_stays(build: Any, tmp_path: Path) -> None:
+    file = write(build, tmp_path / "own.json")
+    asked = dict(policy="auto", profile=str(file), budget=256, interval=0, allow="none")
+    found = settled(build(asked))
+    assert (found.policy, found.budget, found.interval) == ("probe", 256, 0)
+    assert found.choices == ("probe", "none")
+    found = settled(build(dict(policy="auto", budget="50%")))
+    assert (found.policy, found.budget) == ("ada-defensive", "50%")
+
+
+def test_a_profile_without_probes(build: Any, tmp_path: Path) -> None:
+    file = write(build, tmp_path / "own.json", probe=False, budget="20%")
+    found = settled(build(dict(policy="auto", profile=str(file))))
+    assert (found.policy, found.budget) == ("ada-defensive", "20%")
+    assert found.profile is not None
+
+
+def test_evictions_inside_prompts_keep_a_budget_in_tokens(build: Any, nothing_ships: Path) -> None:
+    write(build, nothing_ships / "a.json")
+    found = settled(build(dict(policy="auto", prefill_interval=512)))
+    assert (found.policy, found.budget) == ("probe", 1024)
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [
+        (dict(max_budget="20%"), "20%"),
+        (dict(max_budget=512), "25%"),
+        (dict(window=1024), "25%"),
+        (dict(max_budget=512, prefill_interval=512), 512),
+    ],
+)
+def test_a_budget_that_nobody_set_refuses_nothing(build: Any, asked: Any, budget: Any) -> None:
+    found = settled(build(dict(policy="auto") | asked))
+    assert (found.policy, found.budget) == ("ada-defensive", budget)
+
+
+def test_a_budget_that_was_set_is_checked(build: Any) -> None:
+    for asked in (dict(max_budget="20%", budget="25%"), dict(window=1024, budget=1024)):
+        with pytest.raises(ValueError, match="--kv-eviction-budget"):
+            build(dict(policy="auto") | asked)
+
+
+def test_what_the_server_cannot_run(
+    build: Any, nothing_ships: Path, monkeypatch: pytest.MonkeyPatch,
+    records: list[logging.LogRecord],
+) -> None:  # fmt: skip
+    """Layers with budgets of their own are refused: then heads of like layers."""
+
+    def refuse(_: Any, config: EvictionConfig) -> None:
+        if config.has_groups:
+            raise ValueError("KV eviction does not support budgets by layer here.")
+
+    write(build, nothing_ships / "a.json")
+    monkeypatch.setattr(recommend, "check", refuse)
+    found = settled(build("auto"))
+    assert (found.policy, found.profile) == ("ada-defensive", None)
+    assert "does not support budgets by layer here)" in said(records)
+
+
+def test_positions_of_images_that_the_runner_does_not_know(
+    build: Any, nothing_ships: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(build, nothing_ships / "a.json")
+    config = build()
+    monkeypatch.setattr(type(config.model_config), "uses_mrope", True)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    found = recommended(config, EvictionConfig(policy="auto"))
+    assert (found.policy, found.profile) == ("ada-defensive", None)
+    assert not measure._is_usable(config, EvictionConfig(policy="auto", profile="auto"))
+
+
+def test_a_named_profile_that_does_not_fit_is_no_guess(build: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        build(dict(policy="auto", profile=str(tmp_path / "none.json")))
+
+
+def test_options_are_checked_against_what_was_chosen(build: Any) -> None:
+    assert settled(build(dict(policy="auto", options={"floor": 0.5}))).options.floor == 0.5
+    with pytest.raises(ValueError, match="'sinks' is no option of ada-defensive"):
+        build(dict(policy="auto", options={"sinks": 4}))

@@ -1,0 +1,26 @@
+"""What a request holds at most where no eviction is put off; blocks are counted one by one in
+``test_timeline.py``."""
+
+from dataclasses import replace
+
+from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.rule import blocks_for
+
+
+def peak_blocks(request: RequestTimeline, n: int) -> int:
+    """Most blocks up to length ``n``, which counts scheduled tokens.
+
+    The prefill, the store, both stores while one is replaced, and the block that a step in flight
+    adds before an eviction's blocks are free.
+    """
+    bs, peak, freed, store = request.timeline.block_size, 0, 0, 0
+    if request.on_demand:
+        return blocks_for(n, bs) + request.wanted(n)
+    request = replace(request, tail_start=0, store_blocks=0, computed_valid=None)
+    while request.due is not None and n >= request.due:
+        due = request.due
+        freed_next = request.evict(due)[1] // bs
+        held = blocks_for(due, bs) - freed + store
+        peak = max(peak, held + request.store_blocks + (n > due))
+        freed, store = freed_next, request.store_blocks
+    return max(peak, blocks_for(n, bs) - freed + store)

@@ -1,0 +1,381 @@
+"""Configuration of KV eviction: one model, read by flags, Python API and every process."""
+
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from vllm_kvevict.config.audit_share import Share, parse_share
+from vllm_kvevict.config.budget import (
+    Budget,
+    Cap,
+    budget_least,
+    budget_share,
+    budget_tokens,
+    check_beside,
+    check_cap,
+)
+from vllm_kvevict.config.names import (
+    AUTO,
+    COMPARABLE,
+    KEY,
+    LEARNED,
+    NONE,
+    PYRAMIDS,
+    keeps_by_layer,
+)
+from vllm_kvevict.config.plugins import policy_names, unknown
+from vllm_kvevict.config.policy_options import PolicyOptions, check_known, read_options
+from vllm_kvevict.config.profile import Profile, parse
+from vllm_kvevict.config.sentences import one_sentence
+from vllm_kvevict.config.store_tiers import Folder, Size, parse_size
+from vllm_kvevict.timeline.layers import by_layer, pyramid
+from vllm_kvevict.timeline.rule import Timeline
+
+PYRAMID_GROUPS = 4
+
+
+class EvictionConfig(BaseModel):
+    """Everything that can be set about KV eviction.
+
+    The command line spells a field ``x`` as ``--kv-eviction-x`` and ``policy`` as
+    ``--kv-eviction``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str = Field(
+        description=(
+            "What decides which tokens are kept. auto: probe where there is a profile of this "
+            "model that it can run by, else ada-defensive."
+        )
+    )
+    budget: Budget = Field(
+        default=1024,
+        description=(
+            "Tokens kept per KV head (average over the heads of a layer, the last ones included), "
+            "or a share such as 25% of the tokens so far, prompt and answer; 25%,min=256 keeps "
+            "256 at least. auto takes the profile's, or 25%, or max-budget where that is less."
+        ),
+    )
+    window: int = Field(
+        default=32,
+        ge=1,
+        strict=True,
+        description="Observation window: the last tokens, whose queries score the others.",
+    )
+    interval: int = Field(
+        default=128,
+        ge=0,
+        strict=True,
+        description=(
+            "Decode steps between evictions, rounded up to whole blocks; 0 evicts after "
+            "prefill only."
+        ),
+    )
+    prefill_interval: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        description=(
+            "Prompt tokens between evictions inside a prompt, rounded up to whole blocks: it then "
+            "never holds more than its budget and so many tokens, and may be longer than the KV "
+            "cache; 0 evicts where the prompt ends."
+        ),
+    )
+    when: Literal["always", "pressure"] = Field(
+        default="always",
+        description=(
+            "When requests are evicted to their budgets: always, or under pressure only, when free "
+            "blocks run short; those that give back most come first."
+        ),
+    )
+    profile: str | Profile | None = Field(
+        default=None,
+        description=(
+            "The model's profile, made by vllm-kvevict calibrate: shares of the budget "
+            "by layer and head, and the scores of probe. A file; auto for one that ships for this "
+            "model or that calibrate left under vLLM's cache root; measure runs it if none is."
+        ),
+    )
+    allow: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Further policies that a request may choose in vllm_xargs, comma separated; none "
+            "lets it switch eviction off for itself."
+        ),
+    )
+    max_budget: Cap = Field(
+        default=None,
+        description=(
+            "Most that a request may ask for as its budget: tokens, or a share. "
+            "It may then neither ask for none nor evict less often than the server."
+        ),
+    )
+    shared_blocks: Literal["keep", "evict"] = Field(
+        default="keep",
+        description=(
+            "What an eviction does that would take more blocks than it gives back, because other "
+            "requests hold the same prefix: keep waits for the next interval, evict runs it, so "
+            "that tokens do not depend on who shares the prefix."
+        ),
+    )
+    attention: Literal["auto", "flash", "triton", "xformers"] = Field(
+        default="auto",
+        description=(
+            "Attention of evicted requests on a GPU: flash (FlashAttention), triton (a decode "
+            "kernel that reads the eviction state), xformers (its memory-efficient attention; "
+            "decode steps without FULL graphs), or auto: flash where it is "
+            "version 3 or 4, else triton."
+        ),
+    )
+    store_memory: Size = Field(
+        default=0,
+        description=(
+            "Host memory of all ranks together, such as 4G, for stores of kv_eviction_at that "
+            "leave the KV cache: they come back in the place of a prefill."
+        ),
+    )
+    store_path: Folder | None = Field(
+        default=None,
+        description=(
+            "A folder for them, such as DIR,max=100G: they survive a restart, and servers that are "
+            "alike share it. Who may write there may change answers."
+        ),
+    )
+    audit: Share = Field(
+        default=0,
+        description=(
+            "Share of the requests, such as 1%, whose evictions are measured: their last tokens "
+            "are computed once more over what is left, and compared."
+        ),
+    )
+    options: PolicyOptions = Field(
+        default=PolicyOptions(),
+        description=(
+            "Options of single policies as a JSON object, such as '{\"floor\": 0.2}', or "
+            "--kv-eviction-options.floor 0.2."
+        ),
+    )
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _known_policy(cls, value: Any) -> str:
+        if isinstance(value, str) and (value == AUTO or value in policy_names()):
+            return value
+        raise ValueError(unknown(value, (*policy_names(), AUTO)))
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _parse_profile(cls, value: Any) -> str | Profile | None:
+        if value is None or isinstance(value, Profile) or (isinstance(value, str) and value):
+            return value
+        if isinstance(value, dict):
+            return parse(value)
+        raise ValueError(f"give a file of calibrate's, auto, or measure, not {value!r}")
+
+    @field_validator("allow", mode="before")
+    @classmethod
+    def _known_policies(cls, value: Any) -> tuple[str, ...]:
+        names = value
+        if isinstance(value, str):
+            names = [name.strip() for name in value.split(",") if name.strip()]
+        if not isinstance(names, (list, tuple)):
+            raise ValueError(f"give policies separated by commas, not {value!r}")
+        known = (*policy_names(), NONE)
+        for name in names:
+            if name not in known:
+                raise ValueError(unknown(name, known))
+        return tuple(name for name in known if name in names)
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _read_options(cls, value: Any, info: Any) -> dict[str, Any]:
+        given = read_options(value)
+        policy = info.data.get("policy")
+        if policy is not None and policy != AUTO:
+            check_known(given, (policy, *(n for n in info.data.get("allow", ()) if n != NONE)))
+        return given
+
+    @field_serializer("options")
+    def _only_given(self, options: PolicyOptions) -> dict[str, Any]:
+        return options.model_dump(mode="json", exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _room_beside_window(self) -> Self:
+        # A policy that a request chooses has the server's budget, too.
+        if self._has_budget:
+            check_beside(self.budget, max(map(self.recent_tokens, self.policies)), self.window)
+        return self
+
+    @model_validator(mode="after")
+    def _prefill_evicts(self) -> Self:
+        if self.prefill_interval and self.when == "pressure":
+            raise ValueError(
+                "--kv-eviction-prefill-interval evicts every long prompt, and --kv-eviction-when "
+                "pressure only where memory is short; choose one of the two"
+            )
+        if self.prefill_interval and self.budget_tokens is None:
+            raise ValueError(
+                "--kv-eviction-prefill-interval bounds what a prompt holds, and a share of it "
+                f"grows with it; give --kv-eviction-budget in tokens, not {self.budget}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source_of_shares(self) -> Self:
+        if self.profile is None:
+            return self
+        for name in self.policies:
+            if name in PYRAMIDS:
+                raise ValueError(
+                    f"--kv-eviction-profile and {name} both give layers budgets of their own; "
+                    "choose one of the two"
+                )
+        if self.policy not in (AUTO, *COMPARABLE):
+            raise ValueError(
+                "--kv-eviction-profile needs a policy whose scores compare across layers "
+                f"({', '.join(COMPARABLE)}), not {self.policy}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cap_means_something(self) -> Self:
+        if self.max_budget is not None and NONE in self.allow:
+            raise ValueError(
+                "--kv-eviction-allow lists none, which --kv-eviction-max-budget rules out; "
+                "give one of the two"
+            )
+        if self.max_budget is not None and self._has_budget:
+            check_cap(self.budget, self.max_budget)
+        return self
+
+    @property
+    def _has_budget(self) -> bool:
+        """Whether the budget is known; auto chooses one later, where none was set."""
+        return self.policy != AUTO or "budget" in self.model_fields_set
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Budget in tokens, or None where it is a share."""
+        return budget_tokens(self.budget)
+
+    @property
+    def budget_share(self) -> float | None:
+        """Budget as a share of the tokens so far in (0, 1], or None where it is in tokens."""
+        return budget_share(self.budget)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The server's policy, then the others that a request may choose, without none."""
+        return self.policy, *(n for n in self.allow if n not in (self.policy, NONE))
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether stores are kept outside the KV cache, too."""
+        return parse_size(self.store_memory) > 0 or self.store_path is not None
+
+    @property
+    def audits(self) -> bool:
+        """Whether some evictions are replayed."""
+        return parse_share(self.audit) > 0
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What a request may give as ``kv_eviction``."""
+        return self.policies + ((NONE,) if NONE in self.allow else ())
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether layers have budgets of their own under a policy that may be chosen."""
+        return self.profile is not None or any(name in PYRAMIDS for name in self.policies)
+
+    @property
+    def least_prefill_interval(self) -> int:
+        """Fewest prompt tokens between evictions inside the prompt that a request may ask for.
+
+        An eviction reads the window's queries once more, so that four windows bound what clients
+        add to the attention of a prompt to a quarter; less where the server itself has less.
+        """
+        bound = 4 * self.window
+        return min(bound, self.prefill_interval) if self.prefill_interval else bound
+
+    def recent_tokens(self, policy: str) -> int:
+        """The last tokens that ``policy`` never evicts."""
+        return self.options.probe_recent if policy in LEARNED else self.window
+
+    def least_slots(self, policy: str) -> int:
+        """Tokens that a head must keep beside protected ones under ``policy``."""
+        return self.options.cluster_samples + 2 if policy == "subgen-stream" else 0
+
+    def keeps_by_layer(self, policy: str) -> bool:
+        """Whether layers have budgets of their own under ``policy``."""
+        return self.has_groups and keeps_by_layer(policy, self.profile is not None)
+
+    def timeline(self, block_size: int) -> Timeline:
+        """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""
+        recent = self.recent_tokens(self.policy)
+        return Timeline(
+            block_size=block_size,
+            window=self.window,
+            interval=self.interval,
+            budget_tokens=self.budget_tokens,
+            budget_share=self.budget_share,
+            least=budget_least(self.budget),
+            prefill_interval=self.prefill_interval,
+            recent=None if recent == self.window else recent,
+        )
+
+    def timelines(self, block_size: int, *stages: int) -> tuple[Timeline, ...]:
+        """The eviction schedule of each layer that evicts, by depth; equal inside a group.
+
+        ``stages`` counts the layers of each pipeline stage. Where shares are measured,
+        :attr:`profile` must hold them, not the file's name.
+        """
+        rule, groups, layers = self.timeline(block_size), self.options.groups, sum(stages)
+        if not self.has_groups:
+            return (rule,) * layers
+        if self.profile is None:
+            falling = pyramid(layers, self.options.beta)
+            shares = by_layer(falling, groups or PYRAMID_GROUPS, falling[0], stages)
+        else:
+            assert isinstance(self.profile, Profile) and len(self.profile.layers) == layers
+            shares = by_layer(self.profile.layers, groups, None, stages)
+        return tuple(replace(rule, share=share) for share in shares)
+
+    @classmethod
+    def parse(cls, value: Any) -> Self | None:
+        """Read ``additional_config["kv_eviction"]``: a policy name, a mapping, or None.
+
+        None, False, "none" and "off", also as the policy of a mapping, switch eviction off.
+
+        Returns:
+            The configuration, or None where eviction is off.
+
+        Raises:
+            ValueError: In one sentence, which flag is wrong and what it may be.
+
+        """
+        if isinstance(value, cls):
+            return value
+        policy = value.get("policy", "") if isinstance(value, dict) else value
+        if policy is None or policy is False or policy in (NONE, "off"):
+            return None
+        value = {"policy": value} if isinstance(value, str) else value
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"KV eviction: additional_config[{KEY!r}] must be a policy name "
+                f"({', '.join((*policy_names(), AUTO))}) or a mapping, not {value!r}"
+            )
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(one_sentence(error, cls.model_fields)) from None

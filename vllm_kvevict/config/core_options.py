@@ -1,0 +1,72 @@
+"""What a request asks for, read again in the engine core: not all front ends run the plugin."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.limits import check_limits, most_for
+from vllm_kvevict.config.names import NONE
+from vllm_kvevict.config.requests import BEAM_SEARCH, RequestOptions, asks, parse_options
+from vllm_kvevict.timeline.rule import Timeline, blocks_for
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kv_eviction.scheduler")
+
+
+def read_options(
+    request: "Request",
+    config: EvictionConfig,
+    rules: Sequence[Timeline],
+    drafts: bool,
+    max_model_len: int,
+    blocks: int,
+) -> RequestOptions:
+    """The settings of a request; the server's where it has none, or wrong ones.
+
+    Args:
+        request: vLLM's request.
+        config: The server's settings.
+        rules: The timelines of the groups that evict.
+        drafts: Whether the server decodes speculatively.
+        max_model_len: Longest sequence.
+        blocks: Blocks that the pool has for requests.
+
+    """
+    sampling = request.sampling_params
+    extra = sampling.extra_args if sampling is not None else None
+    prompt = request.num_prompt_tokens
+    try:
+        if extra is not None and BEAM_SEARCH in extra:
+            return _of_beam_search(prompt, request.max_tokens, rules, blocks)
+        options = parse_options(config, extra, prompt, rules)
+        check_limits(options, drafts)
+        if asks(extra) and any(rule.prefill_stride for rule in rules):
+            # Else start-up has promised that the longest sequence fits.
+            ends = min(prompt + request.max_tokens, max_model_len)
+            needed = sum(most_for(options, rule, prompt, ends) for rule in rules)
+            if needed > blocks:
+                raise ValueError(f"it may need {needed} blocks of {blocks}")
+    except ValueError as error:
+        # Refused at the front door; only a client of the engine core gets here.
+        logger.warning("%s: the server's settings apply (%s)", request.request_id, error)
+        return RequestOptions(config.policy, when=config.when)
+    return options
+
+
+def _of_beam_search(
+    prompt: int, max_tokens: int, rules: Sequence[Timeline], blocks: int
+) -> RequestOptions:
+    """The settings of a request of a beam search, which is never evicted.
+
+    Raises:
+        ValueError: It asks for more than one token, or the pool does not hold its prompt.
+
+    """
+    needed = sum(blocks_for(prompt + max_tokens, rule.block_size) for rule in rules)
+    if max_tokens != 1 or needed > blocks:
+        raise ValueError(f"{BEAM_SEARCH} is for prompts that fit, and for one token")
+    return RequestOptions(NONE)

@@ -1,0 +1,348 @@
+"""What a request may ask for in ``vllm_xargs``: one reading for API servers and engine core."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_kvevict.config.budget import budget_share, budget_tokens, parse_budget
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.handover import shares_prompt
+from vllm_kvevict.config.names import KEY, NONE, keeps_by_layer
+from vllm_kvevict.config.sentences import shown
+from vllm_kvevict.timeline.rule import Timeline
+
+POLICY = KEY
+BUDGET = f"{KEY}_budget"
+INTERVAL = f"{KEY}_interval"
+PREFILL_INTERVAL = f"{KEY}_prefill_interval"
+PROTECT = f"{KEY}_protect_first"
+WHEN = f"{KEY}_when"
+AT = f"{KEY}_at"
+AT_MESSAGE = f"{KEY}_at_message"
+AT_TEXT = f"{KEY}_at_text"
+KEYS = (
+    POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT,
+)  # fmt: skip
+
+BEAM_SEARCH = f"{KEY}_beam_search"
+"""Key with which front ends mark the requests of a beam search for the engine core; no client may
+give it."""
+
+WHENS = ("always", "pressure")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """One request's settings; None where the server's apply.
+
+    Args:
+        policy: One of the server's choices, or "none".
+        budget: Tokens, or a share such as "25%" of the tokens so far.
+        interval: Decode steps between evictions; 0 evicts once.
+        protect_first: Tokens at the start of the prompt that no head ever evicts, at most the
+            whole prompt.
+        at: Eviction point in (0, prompt length], counted from the start of the prompt; None
+            for the end of prefill.
+        cap: The server's cap on budgets, tokens or a share such as "50%"; None for no cap.
+        when: "always", or "pressure" for a request that is evicted only where memory is short.
+        prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
+        recent: Last tokens that its policy never evicts.
+
+    """
+
+    policy: str
+    budget: int | str | None = None
+    interval: int | None = None
+    protect_first: int = 0
+    at: int | None = None
+    cap: int | str | None = None
+    when: str = "always"
+    prefill_interval: int | None = None
+    recent: int | None = None
+
+    @property
+    def evicts(self) -> bool:
+        return self.policy != NONE
+
+    def timeline(self, rule: Timeline) -> Timeline:
+        """The rule of a KV-cache group as this request has it."""
+        share = rule.share
+        if share is not None and not keeps_by_layer(self.policy, share.steepest is None):
+            rule = replace(rule, share=None)
+        asked: dict[str, Any] = {}
+        if self.budget is not None:
+            asked["budget_tokens"] = budget_tokens(self.budget)
+            asked["budget_share"] = budget_share(self.budget)
+            asked["most"] = self.cap if isinstance(self.cap, int) else None
+        if self.interval is not None:
+            asked["interval"] = self.interval
+        if self.prefill_interval is not None:
+            asked["prefill_interval"] = self.prefill_interval
+        if self.recent is not None:
+            asked["recent"] = self.recent
+        if self.protect_first:
+            asked["protect_first"] = self.protect_first
+            if self.cap is not None:
+                asked["cap"] = budget_tokens(self.cap) or budget_share(self.cap)
+        return replace(rule, **asked) if asked else rule
+
+
+def asks(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request sets anything of ours, known or not."""
+    return bool(extra_args) and any(str(key).startswith(KEY) for key in extra_args or ())
+
+
+def parse_options(
+    config: EvictionConfig,
+    extra_args: Mapping[str, Any] | None,
+    prompt_len: int,
+    rules: Sequence[Timeline],
+) -> RequestOptions:
+    """Read and check the settings of a request.
+
+    Args:
+        config: The server's settings.
+        extra_args: ``SamplingParams.extra_args``; other keys are not ours.
+        prompt_len: Tokens of the prompt.
+        rules: The server's timeline of every layer or every KV-cache group that evicts.
+
+    Raises:
+        ValueError: In one sentence, which key is wrong and what it may be.
+
+    """
+    given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(KEY)}
+    for key in given:
+        if key not in KEYS:
+            raise ValueError(f"KV eviction: unknown key {shown(key)} (known: {', '.join(KEYS)})")
+    policy = _policy(config, given)
+    recent = config.recent_tokens(policy)
+    options = RequestOptions(
+        policy=policy,
+        budget=_budget(config, given, recent),
+        interval=_interval(config, given, INTERVAL, config.interval, "decode steps"),
+        protect_first=_protect_first(given, prompt_len),
+        at=_at(given, prompt_len),
+        cap=config.max_budget,
+        when=_when(config, given),
+        prefill_interval=_interval(
+            config, given, PREFILL_INTERVAL, config.prefill_interval, "prompt tokens"
+        ),
+        recent=None if recent == config.recent_tokens(config.policy) else recent,
+    )
+    if shares_prompt(extra_args):
+        options = _before_last(config, options, prompt_len)
+    if not options.evicts:
+        # Settings that do not go together have no timeline, not even an unused one.
+        return replace(options, budget=None, interval=None, prefill_interval=None)
+    _check_prefill(config, options)
+    _check_store(config, options, prompt_len, rules)
+    return options
+
+
+def _protect_first(given: Mapping[str, Any], prompt_len: int) -> int:
+    if PROTECT not in given:
+        return 0
+    return min(prompt_len, _number(given, PROTECT, least=0, what="tokens"))
+
+
+def _policy(config: EvictionConfig, given: Mapping[str, Any]) -> str:
+    name = given.get(POLICY, config.policy)
+    if name not in config.choices:
+        raise ValueError(
+            f"KV eviction: {POLICY} must be one of the policies that this server allows "
+            f"({', '.join(config.choices)}), not {shown(name)}"
+        )
+    return str(name)
+
+
+def _budget(config: EvictionConfig, given: Mapping[str, Any], recent: int) -> int | str | None:
+    if BUDGET not in given:
+        return None
+    value = given[BUDGET]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        budget = parse_budget(value)
+    except ValueError as error:
+        raise ValueError(f"KV eviction: {BUDGET}: {error}") from None
+    tokens = budget_tokens(budget)
+    if tokens is not None and tokens <= recent:
+        what = "observation window of" if recent == config.window else "most recent"
+        raise ValueError(
+            f"KV eviction: {BUDGET} {tokens} leaves no room beside the {what} {recent} tokens; "
+            f"give at least {recent + 1}"
+        )
+    return budget
+
+
+def _interval(
+    config: EvictionConfig, given: Mapping[str, Any], key: str, longest: int, what: str
+) -> int | None:
+    """An interval of ``what``, at most the server's ``longest`` where it caps budgets."""
+    if key not in given:
+        return None
+    interval = _number(given, key, least=0, what=what)
+    least = config.least_prefill_interval if key == PREFILL_INTERVAL else 1
+    capped = config.max_budget is not None and longest > 0
+    if capped and not least <= interval <= longest:
+        raise ValueError(
+            f"KV eviction: {key} must be between {least} and {longest} {what} on this server, "
+            f"which caps budgets, not {interval}"
+        )
+    if 0 < interval < least:
+        raise ValueError(
+            f"KV eviction: {key} must be 0, or at least {least} {what} on this server, not "
+            f"{interval}"
+        )
+    return interval
+
+
+def _check_prefill(config: EvictionConfig, options: RequestOptions) -> None:
+    """Refuse what does not go together with evictions inside the prompt."""
+    interval = options.prefill_interval
+    if not (config.prefill_interval if interval is None else interval):
+        return
+    budget = config.budget if options.budget is None else options.budget
+    if options.when == "pressure":
+        raise ValueError(
+            f"KV eviction: {WHEN} pressure cannot be combined with evictions inside the prompt; "
+            f"give {WHEN} always or {PREFILL_INTERVAL} 0"
+        )
+    if budget_tokens(budget) is None:
+        raise ValueError(
+            f"KV eviction: a budget of {budget} cannot be combined with evictions inside the "
+            f"prompt, whose blocks it would not bound; give {BUDGET} in tokens or "
+            f"{PREFILL_INTERVAL} 0"
+        )
+
+
+def _when(config: EvictionConfig, given: Mapping[str, Any]) -> str:
+    when = given.get(WHEN, config.when)
+    # Without a cap a request may ask for any budget, which holds as much.
+    allowed = WHENS[: 1 + (config.when == "pressure" or config.max_budget is None)]
+    if when not in allowed:
+        raise ValueError(
+            f"KV eviction: {WHEN} must be {' or '.join(allowed)} on this server, not {shown(when)}"
+        )
+    return str(when)
+
+
+def message_index(value: Any, count: int) -> int:
+    """Which of ``count`` messages a request names; negative counts from the end, as in Python.
+
+    Raises:
+        ValueError: It is no whole number, or there is no such message, or nothing follows it.
+
+    """
+    index = _number({AT_MESSAGE: value}, AT_MESSAGE, least=None, what="messages")
+    found = index + count if index < 0 else index
+    if not 0 <= found < count - 1:
+        raise ValueError(
+            f"KV eviction: {AT_MESSAGE} must name one of the chat's {count} messages that another "
+            f"follows (0 to {count - 2}, or {-count} to -2), not {index}"
+            if count > 1
+            else f"KV eviction: {AT_MESSAGE} needs a chat of two messages or more"
+        )
+    return found
+
+
+def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
+    for key, api in ((AT_MESSAGE, "chat completions"), (AT_TEXT, "completions")):
+        if key in given:
+            raise ValueError(
+                f"KV eviction: {key} is for {api} of the API server; give {AT} in tokens here"
+            )
+    if AT not in given:
+        return None
+    at = _number(given, AT, least=None, what="prompt tokens")
+    point = at + prompt_len if at < 0 else at
+    if not 0 < point <= prompt_len:
+        raise ValueError(
+            f"KV eviction: {AT} must be between 1 and the prompt's {prompt_len} tokens, or "
+            f"between {1 - prompt_len} and -1 to count from its end, not {at}"
+        )
+    return point
+
+
+def _before_last(
+    config: EvictionConfig, options: RequestOptions, prompt_len: int
+) -> RequestOptions:
+    """Let a prompt that another server answers evict one token before its end.
+
+    The server that answers needs a token to compute. Only its own eviction point, or evictions
+    inside the prompt, keep a request from it.
+    """
+    interval = options.prefill_interval
+    inside = config.prefill_interval if interval is None else interval
+    fits = config.store_path and prompt_len > 1 and options.when == WHENS[0]
+    if options.at is not None or inside or not fits:
+        return options
+    return replace(options, at=prompt_len - 1)
+
+
+def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) -> int:
+    value = given[key]
+    number: int | None = None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # False for NaN and infinity as well.
+        if abs(value) < 2**53 and value == int(value):
+            number = int(value)
+    elif isinstance(value, str):
+        text = value.strip()
+        digits = text.removeprefix("-")
+        if digits.isascii() and digits.isdigit() and len(digits) <= 15:
+            number = int(text)
+    if number is None:
+        raise ValueError(f"KV eviction: {key} must be a whole number of {what}, not {shown(value)}")
+    if least is not None and number < least:
+        raise ValueError(f"KV eviction: {key} must be at least {least} {what}, not {number}")
+    return number
+
+
+def _check_store(
+    config: EvictionConfig, options: RequestOptions, prompt_len: int, rules: Sequence[Timeline]
+) -> None:
+    """Refuse a request that keeps more than the cap, or less than its policy can work with."""
+    length = prompt_len if options.at is None else options.at
+    rule = rules[0]
+    if config.max_budget is not None:
+        capped = RequestOptions(config.policy, budget=config.max_budget, prefill_interval=0)
+        cap = capped.timeline(rule)
+        mine = options.timeline(rule)
+        asked = replace(options, cap=None).timeline(rule).budget(length)
+        most = cap.budget(length)
+        if options.budget is not None and asked > most:
+            raise ValueError(
+                f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, and "
+                f"this server allows at most {config.max_budget}, here {most} tokens"
+            )
+        first, limit = mine.first_blocks * rule.block_size, max(most, asked)
+        # A share of a prompt that is whole as it is grows with the answer.
+        counts = isinstance(config.max_budget, int) or any(
+            replace(options, protect_first=0).timeline(one).evictable(length) for one in set(rules)
+        )
+        if first and counts and limit - first < mine.protected + rule.block_size:
+            raise ValueError(
+                f"KV eviction: {PROTECT} {options.protect_first} takes {first} tokens, in whole "
+                f"blocks of {rule.block_size}, and this server's --kv-eviction-max-budget "
+                f"{config.max_budget} allows {limit} tokens here, the last {mine.protected} and a "
+                "block of others included"
+            )
+        # Where nothing evicts later, all that follows the point stays.
+        held = min(mine.chosen(length) + first, length) + prompt_len - length
+        most = max(cap.budget(prompt_len), rule.budget(prompt_len))
+        # One token has no room in a budget that is full, and a point needs one behind it.
+        if prompt_len - length > 1 and not rule.interval and held > most:
+            raise ValueError(
+                f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
+                f"prompt on a server that evicts once, the {prompt_len - length} behind the point "
+                f"included, and this server allows at most {most} tokens"
+            )
+    least = config.least_slots(options.policy)
+    timelines = {options.timeline(one) for one in rules}
+    room = min(one.store_blocks(length) - one.first_blocks for one in timelines) * rule.block_size
+    if room < least:
+        raise ValueError(
+            f"KV eviction: {BUDGET} {options.budget or config.budget} leaves {room} tokens besides "
+            f"the window, in whole blocks of {rule.block_size}, and {options.policy} needs {least}"
+        )

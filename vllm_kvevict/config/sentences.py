@@ -1,0 +1,50 @@
+"""What is wrong with a configuration, in one sentence that names the flag."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.plugins import policy_names
+
+SHOWN = 100
+"""Most characters of a value that a sentence quotes."""
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence quotes it: its ``repr``, cut where it is longer than 100 characters."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no number of more than some thousand digits.
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} and so on, {len(text)} characters"
+
+
+def one_sentence(error: ValidationError, fields: Iterable[str]) -> str:
+    """Every error of ``error``, where ``fields`` are the names that a configuration knows."""
+    known = ", ".join(fields)
+    parts = []
+    for item in error.errors():
+        where = str(item["loc"][0]) if item["loc"] else ""
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in ("extra_forbidden", "invalid_key"):
+            key = item["loc"][0] if item["type"] == "extra_forbidden" else item["input"]
+            parts.append(f"unknown key {key!r} in {KEY!r} (known: {known})")
+        elif item["type"] == "missing":
+            parts.append(f"{flag(where)} is missing; choose from {', '.join(policy_names())}")
+        elif item["loc"]:
+            if len(item["loc"]) > 1:
+                where, message = str(item["loc"][0]), f"{item['loc'][1]} {message}"
+            given = "" if item["type"] == "value_error" else f", not {item['input']!r}"
+            message = message.replace("Input should be", "must be")
+            parts.append(f"{flag(where)}: {message}{given}")
+        else:
+            parts.append(message)
+    return "KV eviction: " + "; ".join(parts)

@@ -1,0 +1,143 @@
+"""score: attention of the observation window over the cached tokens, and its pooling. Reference."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from vllm_kvevict.ops.candidates import Candidates
+from vllm_kvevict.ops.torch.sinks import attention_weights
+
+LOGITS = 2**20
+"""Most logits that stand in memory at once, unless :data:`FEWEST` rows have more: 4 MiB."""
+
+FEWEST = 16
+"""Rows of a block at least: with fewer a product would wait for the keys."""
+
+
+def window_attention(candidates: Candidates) -> torch.Tensor:
+    """Mean attention weight that the window's queries give each token before the window.
+
+    Ada-KV section 3.4 (SnapKV), and 3.5 for the mean over the query heads of a group.
+
+    Returns:
+        [H, num_candidates + r] float32; 0 where ``valid`` is False.
+
+    Raises:
+        ValueError: The candidates carry no queries, or not ``window`` of them.
+
+    """
+    columns = candidates.valid.shape[1] - candidates.window
+    sums = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
+    for heads, weights in window_weights(candidates):
+        sums[heads] += weights[..., :columns].sum(1)
+    assert candidates.queries is not None
+    return sums / (candidates.queries.shape[1] * candidates.window)
+
+
+def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Attention weights of the window's queries on what the KV heads hold, block by block.
+
+    Row ``g * w + i`` belongs to query head g of the group and query i of the window. It is 0 if
+    the head holds no token as old as the query. A block has the rows of as many heads as have at
+    most :data:`LOGITS` logits, or some rows of one head, :data:`FEWEST` at least: the memory grows
+    with the columns only.
+
+    Yields:
+        Heads, and [h, b, columns] float32 weights of some of their rows, each row summing to 1, or
+        less with a sink; as :func:`head_attention`. G * w rows of each head in all.
+
+    Raises:
+        ValueError: The candidates carry no queries, or not ``window`` of them.
+
+    """
+    queries, window, valid = candidates.queries, candidates.window, candidates.valid
+    if queries is None or queries.shape[2] != window:
+        raise ValueError(f"window attention needs the queries of the last {window} tokens")
+    columns = valid.shape[1]
+    rows = queries.float().flatten(1, 2) * candidates.scale
+    own = torch.arange(rows.shape[1], device=rows.device) % window
+    ahead = torch.arange(window, device=rows.device) > own[:, None]
+    padding = None if bool(valid.all()) else ~valid
+    sinks = candidates.sinks
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(window, dim=1)
+    heads_at_once = max(1, LOGITS // (rows.shape[1] * columns))
+    rows_at_once = rows.shape[1] if heads_at_once > 1 else max(FEWEST, LOGITS // columns)
+    for head in range(0, len(rows), heads_at_once):
+        heads = slice(head, head + heads_at_once)
+        keys = candidates.keys[heads].float().mT
+        for begin in range(0, rows.shape[1], rows_at_once):
+            block = slice(begin, begin + rows_at_once)
+            logits = torch.bmm(rows[heads, block], keys)
+            if candidates.softcap:
+                logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
+            logits[..., columns - window :].masked_fill_(ahead[block], float("-inf"))
+            if padding is not None:
+                logits.masked_fill_(padding[heads, None], float("-inf"))
+            weights = attention_weights(logits, None if sinks is None else sinks[heads, block])
+            if padding is not None:
+                held = columns - padding[heads].sum(-1, keepdim=True)
+                weights.masked_fill_((own[block] < window - held)[..., None], 0.0)
+            yield heads, weights
+
+
+def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:
+    """Attention weights of the last ``rows`` queries on everything that one KV head holds.
+
+    Args:
+        candidates: One layer of one request.
+        head: KV head.
+        rows: Queries, at most ``window``.
+
+    Returns:
+        [G, rows, columns] float32, each row summing to 1, or less beside a sink; 0 where
+        ``valid`` is False, and on the columns after the query's own.
+
+    Raises:
+        ValueError: The candidates carry no queries, or not ``window`` of them.
+
+    """
+    queries, keys, window = candidates.queries, candidates.keys[head], candidates.window
+    if queries is None or queries.shape[2] != window:
+        raise ValueError(f"window attention needs the queries of the last {window} tokens")
+    columns = keys.shape[0]
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=keys.device).tril(columns - rows)
+    logits = queries[head, :, window - rows :].float() @ keys.float().T * candidates.scale
+    if candidates.softcap:
+        logits = torch.tanh(logits / candidates.softcap) * candidates.softcap
+    seen &= candidates.valid[head]
+    logits.masked_fill_(~seen, float("-inf"))
+    sinks = None if candidates.sinks is None else candidates.sinks[head, :, None]
+    return attention_weights(logits, sinks).masked_fill_(~seen.any(-1, keepdim=True), 0.0)
+
+
+def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
+    """Smooth scores along the sequence, each row as if it had no padding columns.
+
+    The average counts missing neighbours at both ends as zeros, as kvpress's SnapKVPress does.
+
+    Args:
+        scores: [H, N] float32.
+        valid: [H, N] bool: False on the padding at the left.
+        kernel: Width in tokens, odd; 1 for none.
+        kind: "max" or "avg".
+
+    Returns:
+        [H, N] float32, -inf where ``valid`` is False.
+
+    Raises:
+        ValueError: The kernel is even or below 1, or the kind is unknown.
+
+    """
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"pooling kernel must be odd and at least 1, not {kernel}")
+    if kind == "max":
+        filled = scores.masked_fill(~valid, float("-inf"))
+        pooled = functional.max_pool1d(filled, kernel, stride=1, padding=kernel // 2)
+    elif kind == "avg":
+        filled = scores.masked_fill(~valid, 0.0)
+        pooled = functional.avg_pool1d(filled, kernel, stride=1, padding=kernel // 2)
+    else:
+        raise ValueError(f"pooling must be max or avg, not {kind!r}")
+    return pooled.masked_fill(~valid, float("-inf"))

@@ -1,0 +1,97 @@
+"""Whether a request fits into a KV cache that need not hold the longest sequence as a whole.
+
+vLLM promises at start-up that every request fits. Where prompts evict as they stream in it promises
+so much only for the server's own settings; a request that asks for others must be refused where it
+would wait for blocks without end.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.config.limits import most_for
+from vllm_kvevict.config.requests import (
+    BUDGET,
+    INTERVAL,
+    PREFILL_INTERVAL,
+    PROTECT,
+    RequestOptions,
+)
+from vllm_kvevict.serving.rules import server_rules
+from vllm_kvevict.timeline.rule import Timeline, blocks_for
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def capacity(vllm_config: "VllmConfig", rules: Sequence[Timeline]) -> int | None:
+    """Blocks that one request finds for certain; None where the longest sequence fits as it is.
+
+    Args:
+        vllm_config: Of the engine, with what it reported when it was ready.
+        rules: The server's timeline of every layer, or of every group, that evicts.
+
+    """
+    if not any(rule.prefill_stride for rule in rules):
+        return None
+    promised = _promised(frozenset(rules), vllm_config.model_config.max_model_len)
+    if promised is None:
+        return None
+    cache = vllm_config.cache_config
+    times, blocks = cache.kv_cache_max_concurrency, cache.num_gpu_blocks
+    if not times or not blocks:
+        return promised
+    # One block is vLLM's own.
+    return max(promised, int(promised * times * (blocks - 1) / blocks))
+
+
+def whole_blocks(vllm_config: "VllmConfig", length: int) -> tuple[int, int] | None:
+    """Blocks of a sequence that is never evicted, and those that are sure; None where it fits."""
+    if (known := server_rules(vllm_config)) is None:
+        return None
+    most = capacity(vllm_config, known.rules)
+    needed = sum(blocks_for(length, rule.block_size) for rule in set(known.rules))
+    return None if most is None or needed <= most else (needed, most)
+
+
+@cache
+def _promised(groups: frozenset[Timeline], longest: int) -> int | None:
+    """What start-up asked for; None where that is the longest sequence as it is."""
+    promised = sum(rule.most_blocks(longest) for rule in groups)
+    whole = sum(blocks_for(longest, rule.block_size) for rule in groups)
+    return None if promised == whole else promised
+
+
+def check_capacity(
+    vllm_config: "VllmConfig",
+    rules: Sequence[Timeline],
+    options: RequestOptions,
+    prompt_len: int,
+    max_tokens: int | None,
+) -> None:
+    """Refuse a request that could hold more blocks than there are.
+
+    Args:
+        vllm_config: Of the engine.
+        rules: The server's timeline of every layer, or of every group, that evicts.
+        options: What the request asked for.
+        prompt_len: Tokens of the prompt.
+        max_tokens: Tokens of the longest answer; None for as many as fit.
+
+    Raises:
+        ValueError: In one sentence, how much it needs and which keys lower that.
+
+    """
+    most = capacity(vllm_config, rules)
+    if most is None:
+        return
+    longest = vllm_config.model_config.max_model_len
+    ends = longest if max_tokens is None else min(longest, prompt_len + max_tokens)
+    groups = set(rules)
+    needed = sum(most_for(options, rule, prompt_len, ends) for rule in groups)
+    if needed > most:
+        raise ValueError(
+            f"KV eviction: this request may need {needed} blocks of the KV cache and is sure of "
+            f"{most}; lower {BUDGET}, {PROTECT}, {INTERVAL}, {PREFILL_INTERVAL} or max_tokens, or "
+            "leave the keys away"
+        )

@@ -1,0 +1,66 @@
+"""The most blocks that a request can ever hold at once: a sum of a few lengths, no simulation.
+
+A request that is preempted is computed anew, answer included, as one prompt that ends wherever it
+had come to. So what it holds before its first eviction depends on the length of that replay too.
+"""
+
+from vllm_kvevict.timeline.rule import Timeline, blocks_for
+
+
+def most_ever(
+    rule: Timeline, prompt_len: int, ends: int, at: int | None = None, on_demand: bool = False
+) -> int:
+    """Blocks that suffice for a request in one group, preempted at any length or not at all.
+
+    Nobody shares its blocks and evictions run when they are due, as in
+    :meth:`~vllm_kvevict.timeline.progress.RequestTimeline.least_blocks`.
+
+    Args:
+        rule: The group's timeline as the request has it.
+        prompt_len: Tokens of the prompt.
+        ends: Tokens of prompt and longest answer.
+        at: The request's own eviction point in (0, prompt_len]; None for the end of prefill.
+        on_demand: Whether it evicts only when it is called.
+
+    """
+    bs = rule.block_size
+    whole = blocks_for(ends, bs)
+    if on_demand:
+        return whole
+    store = rule.store_blocks(prompt_len if at is None else at)
+    if not rule.prefill_stride:
+        # A replay evicts at its own end, which may be that of the answer, or at the point alone.
+        freed = 0 if at is None else _freed(rule, at, ends)
+        if not freed:
+            return whole
+        assert at is not None
+        return max(blocks_for(at, bs), whole - freed + store)
+    # Rounding at either end of the recent tokens, and the block that a step in flight adds.
+    between = store + blocks_for(rule.protected + max(rule.stride, rule.prefill_stride), bs) + 2
+    first = rule.next_point(0)
+    assert first is not None
+    # Points begin where the mean budget is full, which is more than a group of a low share keeps.
+    between = max(between, blocks_for(first, bs))
+    if not rule.stride:
+        freed = _freed_inside(rule, prompt_len, ends, at)
+        between = max(between, whole - freed + store if freed else whole)
+    return min(whole, between)
+
+
+def _freed(rule: Timeline, n: int, ends: int) -> int:
+    """Positional blocks that a first eviction at ``n`` frees; 0 where it does not run."""
+    gone = rule.tail_start(n) // rule.block_size
+    return gone if n + 1 < ends and gone > rule.store_blocks(n) else 0
+
+
+def _freed_inside(rule: Timeline, prompt_len: int, ends: int, at: int | None) -> int:
+    """Positional blocks that the evictions inside a prompt have freed by its end."""
+    points = [_freed(rule, prompt_len if at is None else at, ends)]
+    first = rule.next_point(0)
+    assert first is not None
+    if first < prompt_len:
+        last = first + (prompt_len - 1 - first) // rule.prefill_stride * rule.prefill_stride
+        store = rule.store_blocks(prompt_len if at is None else at)
+        gone = rule.tail_start(last) // rule.block_size
+        points.append(gone if gone > store else 0)
+    return max(points)
