@@ -50,7 +50,7 @@ def test_one_slot_for_every_sequence_where_memory_allows(monkeypatch, policy, me
     assert requirements.ring_slots(vllm_config(Setup(max_num_seqs=8)), config(policy)) == slots
 
 
-def test_no_slot_where_the_policy_requirements_no_queries():
+def test_no_slot_if_the_policy_reads_no_queries():
     assert requirements.ring_slots(vllm_config(Setup()), config("streaming-llm")) == 0
 
 

@@ -97,10 +97,10 @@ def test_what_are_no_probes(tmp_path: Path, changes: Any, says: str) -> None:
         read(written(tmp_path, value))
 
 
-def test_a_learned_policy_requirements_a_profile_with_probes() -> None:
+def test_a_learned_policy_needs_a_profile_with_probes() -> None:
     check_learned(EvictionConfig(policy="snapkv"), "m")
     for settings in (dict(policy="probe"), dict(policy="snapkv", allow="ada-probe")):
-        with pytest.raises(ValueError, match=r"--kv-eviction-profile .* vllm_kvevict.calibrate m"):
+        with pytest.raises(ValueError, match=r"--kv-eviction-profile .* vllm-kvevict calibrate m"):
             check_learned(EvictionConfig(**settings), "m")
     with pytest.raises(ValueError, match="the file has shares, but no scores for probe"):
         check_learned(EvictionConfig(policy="probe", profile=profile()), "m")

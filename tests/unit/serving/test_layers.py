@@ -39,7 +39,7 @@ def test_whose_shares(build: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(module, "SHIPPED", file.parent)
     assert load("auto", config).model == mine
-    with pytest.raises(ValueError, match=r"no profile ships for Llama.*vllm_kvevict.calibr"):
+    with pytest.raises(ValueError, match=r"no profile ships for Llama.*vllm-kvevict calibr"):
         load("auto", other)
 
 
