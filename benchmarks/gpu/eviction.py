@@ -17,9 +17,9 @@ from benchmarks.gpu.attention import RESULTS, numbers
 from benchmarks.gpu.clock import copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.part import Key, Part, add_options
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.cuda.allocate import batch_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
@@ -124,7 +124,7 @@ class Pass:
         policies, states = build_policies(config), {0: state}
         channels = floats_per_token(config)
         values = (
-            PageValues(caches, dict.fromkeys(names, args.heads), channels) if channels else None
+            TokenStats(caches, dict.fromkeys(names, args.heads), channels) if channels else None
         )
         kernels = None
         if fused:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulate.model import MODELS
-from vllm_kvevict.config.memory import RING_BYTES
+from vllm_kvevict.config.memory_budget import RING_BYTES
 
 # The tokenizer's words are numbers from 0 on.
 LLAMA_8B = MODELS["llama-3.1-8b"] | dict(bos_token_id=0, eos_token_id=1)

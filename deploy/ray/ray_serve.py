@@ -11,7 +11,7 @@ from ray.serve import Application
 from ray.serve.llm import LLMConfig, LLMServer, LLMServingArgs, build_openai_app
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.serving import admission
 from vllm_kvevict.serving.plugin import register
@@ -57,4 +57,4 @@ def app(args: Mapping[str, Any]) -> Application:
 
 def _evicts(config: LLMConfig) -> bool:
     asked = config.engine_kwargs.get("additional_config") or {}
-    return EvictionConfig.parse(asked.get(KEY)) is not None
+    return EvictionConfig.parse(asked.get(CONFIG_KEY)) is not None

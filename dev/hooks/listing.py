@@ -126,7 +126,7 @@ HOOKS = {
             ParallelConfig.world_size_across_dp
         """,
     },
-    "config/memory.py": {
+    "config/memory_budget.py": {
         "vllm.config": """
             ModelConfig.get_total_num_hidden_layers ModelConfig.get_head_size
             ModelConfig.get_num_attention_heads(parallel_config)
@@ -243,7 +243,7 @@ HOOKS = {
         """,
         "vllm.v1.request": "Request.block_hashes",
     },
-    "engine/memory.py": {
+    "engine/memory_pressure.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.running Scheduler.waiting Scheduler.requests Scheduler.max_num_active_reqs
             Scheduler.policy Scheduler.kv_cache_manager

@@ -68,7 +68,7 @@ def watch(run):
         state = worker.states[record.group.group_id]
         heads = state.num_heads
         pages = [block * heads + i for block in record.group.store for i in range(heads)]
-        values = [worker.page_values.layer(n)[pages, :, 0].flatten() for n in state.layer_names]
+        values = [worker.token_stats.layer(n)[pages, :, 0].flatten() for n in state.layer_names]
         found.setdefault(record.eviction.request_id, []).append(torch.stack(values))
 
     worker.listeners.append(listener)
@@ -115,7 +115,7 @@ def test_chunks_points_prefix_hits_and_preemption(tiny_model_kv4, oracle):
     )
     with engine(tiny_model_kv4, SERVER, **options) as run:
         caches = run.worker.kv_eviction._caches.values()
-        beside = run.worker.kv_eviction.page_values.num_bytes
+        beside = run.worker.kv_eviction.token_stats.num_bytes
         cache = sum(cache.pages.numel() * cache.pages.element_size() for cache in caches)
         assert beside == cache // (2 * 32) and 0.98 * memory < cache + beside <= memory
 

@@ -6,7 +6,7 @@ from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
-from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.progress import EvictionProgress
 
 SETTINGS = dict(budget=160, interval=64, prefill_interval=128)
 POINTS = [288, 416, 544, 672]
@@ -73,7 +73,7 @@ def test_a_prompt_longer_than_the_pool_beside_others(tiny_model, oracle):
         rule = run.worker.kv_eviction.states[0].timeline
         for prompt, lives in zip(prompts, run.lives(), strict=True):
             for life in lives:
-                request = RequestTimeline(rule, len(prompt), life.prefill_end)
+                request = EvictionProgress(rule, len(prompt), life.prefill_end)
                 inside = [e.n for e in life.evictions if e.n < life.prefill_end]
                 assert inside == list(request.points)[: len(inside)]
         assert run.free_blocks() == 25

@@ -103,7 +103,7 @@ def watch(run):
         pages = [block * heads + i for block in record.group.store for i in range(heads)]
         layers = run.recorder.layers[record.group.group_id]
         for layer, name in zip(layers, state.layer_names, strict=True):
-            evictions[-1][layer] = worker.page_values.layer(name)[pages].flatten(0, 1)
+            evictions[-1][layer] = worker.token_stats.layer(name)[pages].flatten(0, 1)
 
     worker.listeners.append(listener)
     return found

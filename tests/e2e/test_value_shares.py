@@ -56,7 +56,7 @@ def watch(run):
         state = worker.states[record.group.group_id]
         heads = state.num_heads
         pages = [block * heads + i for block in record.group.store for i in range(heads)]
-        values = [worker.page_values.layer(n)[pages, :, 0].flatten() for n in state.layer_names]
+        values = [worker.token_stats.layer(n)[pages, :, 0].flatten() for n in state.layer_names]
         found.setdefault(record.eviction.request_id, []).append(torch.stack(values))
 
     worker.listeners.append(listener)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.test_in_place import check_sharer
 from tests.engine.test_scheduler import SYNC, engine, tokens
-from vllm_kvevict.engine.memory import Forecast
+from vllm_kvevict.engine.memory_pressure import Forecast
 
 DRAFTS = 1
 

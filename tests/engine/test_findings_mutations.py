@@ -9,11 +9,11 @@ from tests.engine import test_findings_turns as turns
 from tests.engine import test_findings_work as work
 from tests.engine.test_scheduler import SYNC
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
-from vllm_kvevict.engine.memory import Forecast
+from vllm_kvevict.engine.memory_pressure import Forecast
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
-from vllm_kvevict.engine.turns import Turns
 
 
 def test_one_group_takes_what_is_free(monkeypatch):
@@ -52,13 +52,13 @@ def test_admissions_take_what_an_eviction_lacks(monkeypatch):
 
 
 def test_a_slot_is_held_to_the_end(monkeypatch):
-    finish = Turns.finish_step
+    finish = RingQueue.finish_step
 
     def held(self: Any, state: Any, end: int) -> None:
         state.evicted_at = None
         finish(self, state, end)
 
-    monkeypatch.setattr(Turns, "finish_step", held)
+    monkeypatch.setattr(RingQueue, "finish_step", held)
     with pytest.raises(AssertionError, match="Counter"):
         turns.test_a_request_whose_windows_follow_one_another_lets_others_record(SYNC, 1)
 

@@ -18,7 +18,7 @@ from tests.engine.test_scheduler import (
     tokens,
     used_blocks,
 )
-from vllm_kvevict.engine.memory import Forecast
+from vllm_kvevict.engine.memory_pressure import Forecast
 from vllm_kvevict.timeline.step_plan import PLAN
 
 ROOMY = replace(SYNC, max_batched=512)

@@ -16,9 +16,9 @@ from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.replayed import Replayed
 from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.scheduler import EvictingScheduler
 from vllm_kvevict.engine.tiered_stores import TieredStores
-from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.timeline.quote import Quote
 from vllm_kvevict.timeline.step_plan import PLAN
@@ -130,7 +130,7 @@ def test_accounting_catches_another_requests_budget(monkeypatch):
 
 @pytest.mark.nightly
 def test_accounting_catches_an_incomplete_window(monkeypatch):
-    monkeypatch.setattr(Turns, "window_ready", lambda self, state, start, end: True)
+    monkeypatch.setattr(RingQueue, "window_ready", lambda self, state, start, end: True)
     assert caught("evicts without its window")
 
 

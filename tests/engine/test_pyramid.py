@@ -17,7 +17,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.timeline.layers import alike, padding, pyramid
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import PLAN
 
 PYRAMID = Setup(budget=168, interval=64, pyramid=4, beta=4.0, blocks=640, max_batched=512)
@@ -136,7 +136,7 @@ def test_specs_of_different_depth_refuse_to_merge():
     assert resized.timeline.share == timelines[0].share
 
 
-def vllms_groups(config: EvictionConfig, layers: int) -> list[tuple[list[int], Timeline]]:
+def vllms_groups(config: EvictionConfig, layers: int) -> list[tuple[list[int], EvictionRule]]:
     """The layers of each KV-cache group that vLLM makes, and the group's rule."""
     timelines = config.timelines(FULL.block_size, layers)
     names = [f"model.layers.{index}.self_attn.attn" for index in range(layers)]

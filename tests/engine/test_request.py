@@ -9,12 +9,12 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import Phase, RequestState
+from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.table import RequestTable
-from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.timeline.ring_slots import RingSlots
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 DEFAULTS = RequestOptions("snapkv")
 
@@ -38,7 +38,7 @@ class Book:
     """A table with its turns."""
 
     def __init__(self, *requests: Stub, rings: int | None = 1, budgets: Any = (40,), interval=16):
-        rules = {g: Timeline(8, 8, interval, budget_tokens=b) for g, b in enumerate(budgets)}
+        rules = {g: EvictionRule(8, 8, interval, budget_tokens=b) for g, b in enumerate(budgets)}
         window: Any = "required" if rings is not None else "none"
         needs = {
             "snapkv": Requirements(window),
@@ -50,7 +50,7 @@ class Book:
         config = EvictionConfig(policy="snapkv", budget=64, window=8)
         self.table = RequestTable(rules, needs, config, max_model_len=200)
         slots = RingSlots(rings) if rings is not None else None
-        self.turns = Turns(self.table, slots, tokens_a_step=1)
+        self.turns = RingQueue(self.table, slots, tokens_a_step=1)
         scheduler: Any = None
         self.core = EvictionCore(scheduler, self.table, self.turns, {}, Counters())
         for request in requests:

@@ -6,10 +6,10 @@ import pytest
 
 from tests.engine.harness import Setup, vllm_config
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import ring_bytes
+from vllm_kvevict.config.memory_budget import ring_bytes
 from vllm_kvevict.policies import requirements
 from vllm_kvevict.timeline.ring_slots import RingSlots
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 
 def test_slots_are_handed_out_once():
@@ -66,5 +66,5 @@ def test_rings_have_the_layers_that_evict_and_no_others(monkeypatch):
     "slots, interval, sequences", [(64, 128, 256), (64, 16, 64), (64, 0, None), (0, 128, None)]
 )
 def test_how_many_sequences_slots_sustain(slots, interval, sequences):
-    rule = Timeline(block_size=32, window=32, interval=interval, budget_tokens=1024)
+    rule = EvictionRule(block_size=32, window=32, interval=interval, budget_tokens=1024)
     assert requirements.sustained(slots, rule) == sequences

@@ -12,21 +12,21 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from tests.engine.harness import Setup, make_scheduler, vllm_config
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, register_spec
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 SHAPE = dict(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
 FULL = FullAttentionSpec(**SHAPE)
 
 
 def evictable(budget: int) -> EvictableAttentionSpec:
-    return EvictableAttentionSpec.of(FULL, Timeline(16, 8, 64, budget_tokens=budget))
+    return EvictableAttentionSpec.of(FULL, EvictionRule(16, 8, 64, budget_tokens=budget))
 
 
 def test_keeps_what_the_full_attention_spec_said():
     spec = evictable(64)
     for name in ("block_size", "num_kv_heads", "head_size", "dtype", "page_size_bytes"):
         assert getattr(spec, name) == getattr(FULL, name)
-    assert spec.timeline == Timeline(16, 8, 64, budget_tokens=64)
+    assert spec.timeline == EvictionRule(16, 8, 64, budget_tokens=64)
 
 
 def test_merge_keeps_the_timeline():
@@ -73,7 +73,7 @@ def test_layers_that_do_not_evict_get_a_group_of_their_own():
 
 def test_timeline_follows_the_block_size():
     resized = replace(evictable(64), block_size=64)
-    assert resized.timeline == Timeline(64, 8, 64, budget_tokens=64)
+    assert resized.timeline == EvictionRule(64, 8, 64, budget_tokens=64)
     assert resized.timeline.stride == 64 and evictable(64).timeline.block_size == 16
 
 
@@ -106,7 +106,7 @@ def test_a_latent_cache_keeps_its_form():
     latent = MLAAttentionSpec(
         block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.float32
     )
-    timelines = [Timeline(16, 8, 64, budget_tokens=budget) for budget in (64, 64, 128)]
+    timelines = [EvictionRule(16, 8, 64, budget_tokens=budget) for budget in (64, 64, 128)]
     specs = [EvictableAttentionSpec.of(latent, timeline) for timeline in timelines]
     merged = type(specs[0]).merge(specs[:2])
     assert isinstance(merged, MLAAttentionSpec) and merged.timeline == timelines[0]

@@ -18,7 +18,7 @@ SHARE = 0.3
 """Of the turns that are passed on."""
 
 
-class Turns:
+class RingQueue:
     """Whose turn it is among the programs of a launch."""
 
     def __init__(self, seed: int) -> None:
@@ -71,9 +71,9 @@ class Turns:
 
 
 @contextmanager
-def interleaved(monkeypatch: Any, seed: int) -> Iterator[Turns]:
+def interleaved(monkeypatch: Any, seed: int) -> Iterator[RingQueue]:
     """Launches inside run their programs side by side."""
-    turns, builder = Turns(seed), interpreter.interpreter_builder
+    turns, builder = RingQueue(seed), interpreter.interpreter_builder
 
     def launch(self: Any, *arguments: Any, **options: Any) -> None:
         known = inspect.getfullargspec(self.fn).args

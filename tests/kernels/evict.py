@@ -8,13 +8,13 @@ import torch
 
 from tests.turned import Turned
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
@@ -59,7 +59,7 @@ def worker(
         options=dict(probe_window=probe_window) if "probe" in policy else {},
         **(dict(allow=allow) if allow else {}),
     )
-    timeline = Timeline(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)
+    timeline = EvictionRule(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)
     states = {
         id_: GroupState(id_, names, timeline, HEADS, ROWS, 512, where, slots)
         for id_, names in GROUPS.items()
@@ -86,7 +86,7 @@ def worker(
     )
     policies = build_policies(config)
     channels = floats_per_token(config)
-    values = PageValues(caches, dict.fromkeys(NAMES, HEADS), channels) if channels else None
+    values = TokenStats(caches, dict.fromkeys(NAMES, HEADS), channels) if channels else None
     probes = None
     if policy in PROBES:
         assert values is not None
@@ -183,9 +183,9 @@ def assert_same(mine: WorkerEviction, other: WorkerEviction) -> None:
     """Both workers hold the same caches and tables."""
     for name in NAMES:
         assert torch.equal(mine.cache(name).pages.cpu(), other.cache(name).pages.cpu())
-        if mine.page_values is not None:
-            assert other.page_values is not None
-            ours, theirs = mine.page_values.layer(name), other.page_values.layer(name)
+        if mine.token_stats is not None:
+            assert other.token_stats is not None
+            ours, theirs = mine.token_stats.layer(name), other.token_stats.layer(name)
             # Shares are in [0, 1]. A probe's score is a sum of 64 products in float32, and the
             # elements of an FP8 cache are eight times as large here.
             fp8 = mine.cache(name).pages.dtype == torch.uint8

@@ -5,7 +5,7 @@ import torch
 from tests.kernels.defensive import kept_of
 from tests.kernels.scene import Scene
 from tests.kernels.score import Case
-from vllm_kvevict.ops.cuda.page_values import keep_page_values
+from vllm_kvevict.ops.cuda.token_stats import keep_page_values
 
 
 def check_keep(device: str, case: Case, made: int, channels: int) -> None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_kvevict.attention.kernels import optional_kernel
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def loads(version: int) -> bool:
 
 def kernel_asked(vllm_config: "VllmConfig") -> str:
     """The flag's value in a configuration in which eviction is on; ``auto`` without it."""
-    settings = vllm_config.additional_config.get(KEY)
+    settings = vllm_config.additional_config.get(CONFIG_KEY)
     return settings["attention"] if isinstance(settings, dict) else "auto"
 
 

@@ -9,8 +9,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 
 
 class AttentionExtension(ABC):
@@ -21,7 +21,7 @@ class AttentionExtension(ABC):
 
     Args:
         caches: The caches of evictable layers by name.
-        page_values: Floats of the cached tokens.
+        token_stats: Floats of the cached tokens.
 
     """
 
@@ -30,9 +30,9 @@ class AttentionExtension(ABC):
     and vLLM's kernel does not. False: it runs in addition, for requests under a policy that
     requires every query."""
 
-    def __init__(self, caches: Mapping[str, LayerCache], page_values: PageValues) -> None:
+    def __init__(self, caches: Mapping[str, LayerCache], token_stats: TokenStats) -> None:
         self.caches = caches
-        self.page_values = page_values
+        self.token_stats = token_stats
 
     @abstractmethod
     def build(
@@ -78,11 +78,11 @@ class AttentionExtension(ABC):
 
 
 def make_extensions(
-    names: Iterable[str], caches: Mapping[str, LayerCache], page_values: PageValues | None
+    names: Iterable[str], caches: Mapping[str, LayerCache], token_stats: TokenStats | None
 ) -> list[AttentionExtension]:
     """The extensions of the classes that policies name, as ``module:Class``; "" names none."""
     found = []
     for name in dict.fromkeys(filter(None, names)):
-        assert page_values is not None
-        found.append(resolve_name(name)(caches, page_values))
+        assert token_stats is not None
+        found.append(resolve_name(name)(caches, token_stats))
     return found

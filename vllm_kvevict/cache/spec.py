@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, replace_as
 
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,7 +18,7 @@ class EvictableAttentionSpec(FullAttentionSpec):
     Layers share a KV-cache group, and so a block table, only where their timelines are equal.
     """
 
-    timeline: Timeline | None = None
+    timeline: EvictionRule | None = None
     """Never None in use; a default only because fields of the base class have one."""
 
     def __post_init__(self) -> None:
@@ -29,7 +29,7 @@ class EvictableAttentionSpec(FullAttentionSpec):
             object.__setattr__(self, "timeline", timeline)
 
     @staticmethod
-    def of(spec: FullAttentionSpec, timeline: Timeline) -> "EvictableAttentionSpec":
+    def of(spec: FullAttentionSpec, timeline: EvictionRule) -> "EvictableAttentionSpec":
         """The evictable form of a full-attention spec."""
         latent = isinstance(spec, MLAAttentionSpec)
         kind = EvictableLatentSpec if latent else EvictableAttentionSpec

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 class GroupState:
@@ -31,7 +31,7 @@ class GroupState:
         self,
         group_id: int,
         layer_names: Sequence[str],
-        timeline: Timeline,
+        timeline: EvictionRule,
         num_heads: int,
         num_rows: int,
         max_model_len: int,

@@ -14,7 +14,7 @@ from vllm_kvevict.calibrate.local_engine import load_tokenizer, sized, start
 from vllm_kvevict.calibrate.options import CalibrateError, Options
 from vllm_kvevict.calibrate.prompts import builtin, from_file, token_ids
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY, LEARNED
+from vllm_kvevict.config.names import CONFIG_KEY, LEARNED
 from vllm_kvevict.config.probe_weights import ProbeWeights
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.serving.profile import identity
@@ -42,7 +42,7 @@ def run(options: Options, engine_args: Any) -> tuple[Profile, ProbeWeights | Non
         PromptsError: The prompts cannot be read.
 
     """
-    config = EvictionConfig.parse(engine_args.additional_config[KEY])
+    config = EvictionConfig.parse(engine_args.additional_config[CONFIG_KEY])
     assert config is not None
     if config.policy in LEARNED:
         return probed(options, engine_args, config)

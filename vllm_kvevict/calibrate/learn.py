@@ -16,7 +16,7 @@ from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.calibrate.regression import REST, spread_as
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import ProbeWeights, ProseWeights, prose_weight
 
 STRENGTH = 1e-4
@@ -268,7 +268,7 @@ def learned(
 
 def extended(engine_args: Any) -> Any:
     """The engine arguments of a model without eviction, and with calibrate in its workers."""
-    others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != KEY}
+    others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != CONFIG_KEY}
     changed: dict[str, Any] = {}
     if engine_args.dtype == "auto" and _lacks_bfloat16():
         changed["dtype"] = "float32"

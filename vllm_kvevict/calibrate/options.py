@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_kvevict.config.config import EvictionConfig
-    from vllm_kvevict.config.names import KEY
+    from vllm_kvevict.config.names import CONFIG_KEY
 
     args = _parser().parse_args(argv)
     options = Options(
@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
         engine_args = EngineArgs.from_cli_args(args)
     except (OSError, ValueError) as error:
         raise CalibrateError(first_line(error)) from None
-    config = EvictionConfig.parse((engine_args.additional_config or {}).get(KEY))
+    config = EvictionConfig.parse((engine_args.additional_config or {}).get(CONFIG_KEY))
     if config is None or config.policy not in COMPARABLE or config.has_groups:
         raise CalibrateError(
             f"--kv-eviction: give a policy whose scores compare across layers "

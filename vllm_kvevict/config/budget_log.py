@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import evictable_stages
+from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.timeline.layers import padding, sizes_by_stage
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.timeline.rule import Timeline
+    from vllm_kvevict.timeline.rule import EvictionRule
 
 logger = init_logger("vllm.kv_eviction.budgets")
 
@@ -122,14 +122,14 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size
         )
 
 
-def _shares(config: EvictionConfig, groups: "Sequence[Timeline]") -> str:
+def _shares(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> str:
     if not isinstance(config.profile, Profile):
         return "shallow to deep"
     shares = ", ".join(f"{rule.share.value:.2f}" for rule in groups if rule.share)
     return f"with shares of {shares} as {config.profile.policy} measured them"
 
 
-def _report_least(config: EvictionConfig, groups: "Sequence[Timeline]") -> None:
+def _report_least(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> None:
     """Say where groups keep more than their share, because a store has a block at least."""
     if not config.keeps_by_layer(config.policy):
         return

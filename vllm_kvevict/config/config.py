@@ -26,7 +26,7 @@ from vllm_kvevict.config.budget import (
 from vllm_kvevict.config.names import (
     AUTO,
     COMPARABLE,
-    KEY,
+    CONFIG_KEY,
     LEARNED,
     NONE,
     PYRAMIDS,
@@ -38,7 +38,7 @@ from vllm_kvevict.config.profile import Profile, parse
 from vllm_kvevict.config.sentences import one_sentence
 from vllm_kvevict.config.store_tiers import Folder, Size, parse_size
 from vllm_kvevict.timeline.layers import by_layer, pyramid
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 PYRAMID_GROUPS = 4
 
@@ -320,10 +320,10 @@ class EvictionConfig(BaseModel):
         """Whether layers have budgets of their own under ``policy``."""
         return self.has_groups and keeps_by_layer(policy, self.profile is not None)
 
-    def timeline(self, block_size: int) -> Timeline:
+    def timeline(self, block_size: int) -> EvictionRule:
         """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""
         recent = self.recent_tokens(self.policy)
-        return Timeline(
+        return EvictionRule(
             block_size=block_size,
             window=self.window,
             interval=self.interval,
@@ -334,7 +334,7 @@ class EvictionConfig(BaseModel):
             recent=None if recent == self.window else recent,
         )
 
-    def timelines(self, block_size: int, *stages: int) -> tuple[Timeline, ...]:
+    def timelines(self, block_size: int, *stages: int) -> tuple[EvictionRule, ...]:
         """The eviction schedule of each layer that evicts, by depth; equal inside a group.
 
         ``stages`` counts the layers of each pipeline stage. Where shares are measured,
@@ -372,7 +372,7 @@ class EvictionConfig(BaseModel):
         value = {"policy": value} if isinstance(value, str) else value
         if not isinstance(value, dict):
             raise ValueError(
-                f"KV eviction: additional_config[{KEY!r}] must be a policy name "
+                f"KV eviction: additional_config[{CONFIG_KEY!r}] must be a policy name "
                 f"({', '.join((*policy_names(), AUTO))}) or a mapping, not {value!r}"
             )
         try:

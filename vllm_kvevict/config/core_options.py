@@ -9,7 +9,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.limits import check_limits, most_for
 from vllm_kvevict.config.names import NONE
 from vllm_kvevict.config.requests import BEAM_SEARCH, RequestOptions, asks, parse_options
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -20,7 +20,7 @@ logger = init_logger("vllm.kv_eviction.scheduler")
 def read_options(
     request: "Request",
     config: EvictionConfig,
-    rules: Sequence[Timeline],
+    rules: Sequence[EvictionRule],
     drafts: bool,
     max_model_len: int,
     blocks: int,
@@ -58,7 +58,7 @@ def read_options(
 
 
 def _of_beam_search(
-    prompt: int, max_tokens: int, rules: Sequence[Timeline], blocks: int
+    prompt: int, max_tokens: int, rules: Sequence[EvictionRule], blocks: int
 ) -> RequestOptions:
     """The settings of a request of a beam search, which is never evicted.
 

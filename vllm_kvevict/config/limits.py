@@ -6,7 +6,7 @@ end that runs no plugin, as vLLM's Rust one, refuses nothing.
 
 from vllm_kvevict.config.requests import WHEN, WHENS, RequestOptions
 from vllm_kvevict.timeline.ceiling import most_ever
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 def check_limits(options: RequestOptions, drafts: bool) -> None:
@@ -28,7 +28,7 @@ def check_limits(options: RequestOptions, drafts: bool) -> None:
         )
 
 
-def most_for(options: RequestOptions, rule: Timeline, prompt_len: int, ends: int) -> int:
+def most_for(options: RequestOptions, rule: EvictionRule, prompt_len: int, ends: int) -> int:
     """Most blocks that a request can ever hold in one group.
 
     Args:

@@ -5,7 +5,7 @@ The table holds strings, so that reading the valid names imports no torch.
 
 from typing import NamedTuple
 
-KEY = "kv_eviction"
+CONFIG_KEY = "kv_eviction"
 """Key of the configuration in ``VllmConfig.additional_config``."""
 
 AUTO = "auto"

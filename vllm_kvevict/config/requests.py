@@ -7,24 +7,24 @@ from typing import Any
 from vllm_kvevict.config.budget import budget_share, budget_tokens, parse_budget
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.handover import shares_prompt
-from vllm_kvevict.config.names import KEY, NONE, keeps_by_layer
+from vllm_kvevict.config.names import CONFIG_KEY, NONE, keeps_by_layer
 from vllm_kvevict.config.sentences import shown
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
-POLICY = KEY
-BUDGET = f"{KEY}_budget"
-INTERVAL = f"{KEY}_interval"
-PREFILL_INTERVAL = f"{KEY}_prefill_interval"
-PROTECT = f"{KEY}_protect_first"
-WHEN = f"{KEY}_when"
-AT = f"{KEY}_at"
-AT_MESSAGE = f"{KEY}_at_message"
-AT_TEXT = f"{KEY}_at_text"
+POLICY = CONFIG_KEY
+BUDGET = f"{CONFIG_KEY}_budget"
+INTERVAL = f"{CONFIG_KEY}_interval"
+PREFILL_INTERVAL = f"{CONFIG_KEY}_prefill_interval"
+PROTECT = f"{CONFIG_KEY}_protect_first"
+WHEN = f"{CONFIG_KEY}_when"
+AT = f"{CONFIG_KEY}_at"
+AT_MESSAGE = f"{CONFIG_KEY}_at_message"
+AT_TEXT = f"{CONFIG_KEY}_at_text"
 KEYS = (
     POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT,
 )  # fmt: skip
 
-BEAM_SEARCH = f"{KEY}_beam_search"
+BEAM_SEARCH = f"{CONFIG_KEY}_beam_search"
 """Key with which front ends mark the requests of a beam search for the engine core; no client may
 give it."""
 
@@ -64,7 +64,7 @@ class RequestOptions:
     def evicts(self) -> bool:
         return self.policy != NONE
 
-    def timeline(self, rule: Timeline) -> Timeline:
+    def timeline(self, rule: EvictionRule) -> EvictionRule:
         """The rule of a KV-cache group as this request has it."""
         share = rule.share
         if share is not None and not keeps_by_layer(self.policy, share.steepest is None):
@@ -89,14 +89,14 @@ class RequestOptions:
 
 def asks(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request sets anything of ours, known or not."""
-    return bool(extra_args) and any(str(key).startswith(KEY) for key in extra_args or ())
+    return bool(extra_args) and any(str(key).startswith(CONFIG_KEY) for key in extra_args or ())
 
 
 def parse_options(
     config: EvictionConfig,
     extra_args: Mapping[str, Any] | None,
     prompt_len: int,
-    rules: Sequence[Timeline],
+    rules: Sequence[EvictionRule],
 ) -> RequestOptions:
     """Read and check the settings of a request.
 
@@ -110,7 +110,9 @@ def parse_options(
         ValueError: In one sentence, which key is wrong and what it may be.
 
     """
-    given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(KEY)}
+    given = {
+        key: value for key, value in (extra_args or {}).items() if str(key).startswith(CONFIG_KEY)
+    }
     for key in given:
         if key not in KEYS:
             raise ValueError(f"KV eviction: unknown key {shown(key)} (known: {', '.join(KEYS)})")
@@ -300,7 +302,7 @@ def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) ->
 
 
 def _check_store(
-    config: EvictionConfig, options: RequestOptions, prompt_len: int, rules: Sequence[Timeline]
+    config: EvictionConfig, options: RequestOptions, prompt_len: int, rules: Sequence[EvictionRule]
 ) -> None:
     """Refuse a request that keeps more than the cap, or less than its policy can work with."""
     length = prompt_len if options.at is None else options.at

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.plugins import policy_names
 
 SHOWN = 100
@@ -36,7 +36,7 @@ def one_sentence(error: ValidationError, fields: Iterable[str]) -> str:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] in ("extra_forbidden", "invalid_key"):
             key = item["loc"][0] if item["type"] == "extra_forbidden" else item["input"]
-            parts.append(f"unknown key {key!r} in {KEY!r} (known: {known})")
+            parts.append(f"unknown key {key!r} in {CONFIG_KEY!r} (known: {known})")
         elif item["type"] == "missing":
             parts.append(f"{flag(where)} is missing; choose from {', '.join(policy_names())}")
         elif item["loc"]:

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.engine.request import Holding, RequestState
+from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.table import RequestTable
-from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.timeline.quote import GroupQuote, Quote
 from vllm_kvevict.timeline.rule import blocks_for
@@ -291,7 +291,7 @@ class EvictionCore:
 
     scheduler: "Scheduler"
     table: RequestTable
-    turns: Turns
+    turns: RingQueue
     managers: Mapping[int, EvictableAttentionManager]
     counters: Counters
     _candidate: RequestState | None = None

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
-from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.report import Reporter
 from vllm_kvevict.stores.key import goes_on, kept_share
 from vllm_kvevict.timeline.quote import Quote
@@ -29,7 +29,7 @@ class StepPlanner:
     def __init__(
         self,
         core: EvictionCore,
-        turns: Turns,
+        turns: RingQueue,
         stores: PublishedStores,
         reporter: Reporter | None,
         parts: Sequence[Part],

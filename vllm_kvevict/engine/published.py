@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm_kvevict.stores.key import ShareKey
 
 if TYPE_CHECKING:
-    from vllm_kvevict.timeline.progress import RequestTimeline
+    from vllm_kvevict.timeline.progress import EvictionProgress
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PublishedStore:
     written: bool = False
     """Whether it is in files, or is being written and no failure of that is known."""
 
-    def advance(self, timelines: "Mapping[int, RequestTimeline]") -> None:
+    def advance(self, timelines: "Mapping[int, EvictionProgress]") -> None:
         """Let the timelines of a request that begins with it stand behind its evictions."""
         for timeline in timelines.values():
             if timeline.is_due(self.key.point):

@@ -11,7 +11,7 @@ from vllm_kvevict.stores.key import ShareKey
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from vllm_kvevict.timeline.progress import RequestTimeline
+    from vllm_kvevict.timeline.progress import EvictionProgress
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Replayed(PublishedStore):
         """All blocks that the replay reads."""
         return [block for one in self.groups.values() for block in (*one.store, *one.tail)]
 
-    def advance(self, timelines: "Mapping[int, RequestTimeline]") -> None:
+    def advance(self, timelines: "Mapping[int, EvictionProgress]") -> None:
         """Let the timelines of the replay stand behind the eviction, with none to come."""
         for group, timeline in timelines.items():
             one = self.groups[group]

@@ -20,7 +20,7 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import Eviction, Heard, Replay, StepPlan
+from vllm_kvevict.timeline.step_plan import Eviction, HiddenStateSpan, Replay, StepPlan
 
 MOST = 8
 """Replays that wait or run at once: each holds a store, and hidden states on every rank."""
@@ -89,7 +89,7 @@ class Replays(Part):
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         self._layers = {group: len(groups[group].layer_names) for group in core.managers}
         self._drawn: dict[str, RequestState] = {}
-        self._listening: dict[str, Heard] = {}
+        self._listening: dict[str, HiddenStateSpan] = {}
         """Hidden states that the workers keep in the step that is scheduled."""
         self._heard: dict[str, tuple[int, int]] = {}
         """Positions whose hidden states the workers have without a gap, by request."""
@@ -135,7 +135,7 @@ class Replays(Part):
                 # Drafts that were rejected are computed again.
                 goes_on = since <= first <= until
                 self._heard[request_id] = (since if goes_on else first, end)
-                heard[request_id] = Heard(start, first, end)
+                heard[request_id] = HiddenStateSpan(start, first, end)
         self._listening = heard
 
     def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
@@ -154,7 +154,7 @@ class Replays(Part):
             if num_tokens is not None:
                 start, replay = waiting.store.key.point, waiting.replay
                 at = self._scheduler.requests[request_id].num_computed_tokens
-                plan.heard[request_id] = Heard(at, max(at, start), at + num_tokens)
+                plan.heard[request_id] = HiddenStateSpan(at, max(at, start), at + num_tokens)
                 if at + num_tokens >= replay.end:
                     plan.compared.append(replay)
                     self._counters.tokens_audited += replay.end - start

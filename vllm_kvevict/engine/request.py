@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import GroupEviction
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class RequestState:
     request: "Request"
     options: RequestOptions
     needs: Requirements
-    rules: Mapping[int, Timeline]
+    rules: Mapping[int, EvictionRule]
     longest: int
     phase: Phase = Phase.WAITING
-    timelines: dict[int, RequestTimeline] = field(default_factory=dict)
+    timelines: dict[int, EvictionProgress] = field(default_factory=dict)
     """By KV-cache group; while WAITING, what an admission would begin."""
     holdings: dict[int, Holding] = field(default_factory=dict)
     """Blocks beside the positional ones, by KV-cache group."""
@@ -177,11 +177,11 @@ class RequestState:
             self.refresh()
             self.compute_over(reuse)
 
-    def fresh_timelines(self) -> dict[int, RequestTimeline]:
+    def fresh_timelines(self) -> dict[int, EvictionProgress]:
         """Timelines of the request with nothing computed."""
         prompt, replay = self.request.num_prompt_tokens, self.request.num_tokens
         return {
-            group: RequestTimeline(
+            group: EvictionProgress(
                 rule, prompt, replay, self.options.at, self.longest, self.on_demand
             )
             for group, rule in self.rules.items()

@@ -12,20 +12,20 @@ from vllm_kvevict.config.budget_log import report_budgets
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.core_options import read_options
 from vllm_kvevict.config.handover import TAKEN_OVER
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.config.store_tiers import parse_size
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore, register_spec
-from vllm_kvevict.engine.memory import Memory
+from vllm_kvevict.engine.memory_pressure import MemoryPressure
 from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.prefix import PrefixCaps
 from vllm_kvevict.engine.replays import Replays
+from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.engine.tiered_stores import TieredStores
-from vllm_kvevict.engine.turns import Turns
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
@@ -61,7 +61,7 @@ class EvictingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         register_spec()
         super().__init__(*args, **kwargs)
-        config = EvictionConfig.parse(self.vllm_config.additional_config.get(KEY))
+        config = EvictionConfig.parse(self.vllm_config.additional_config.get(CONFIG_KEY))
         coordinator = self.kv_cache_manager.coordinator
         managers: dict[int, EvictableAttentionManager] = {
             manager.kv_cache_group_id: manager
@@ -77,7 +77,9 @@ class EvictingScheduler(Scheduler):
         self._evicting = managers
         slots = ring_slots(self.vllm_config, config)
         self._table = table = self._make_table(config, slots)
-        self._turns = Turns(table, RingSlots(slots) if slots else None, 1 + self.num_spec_tokens)
+        self._turns = RingQueue(
+            table, RingSlots(slots) if slots else None, 1 + self.num_spec_tokens
+        )
         self._core = core = EvictionCore(self, table, self._turns, managers, counters)
         for manager in managers.values():
             manager.core = core
@@ -85,7 +87,7 @@ class EvictingScheduler(Scheduler):
         self._stores = build_stores(core, config)
         self._parts: list[Part] = []
         self._planner = StepPlanner(core, self._turns, self._stores, self._reporter, self._parts)
-        self._memory = Memory(core, self._turns, self._planner)
+        self._memory = MemoryPressure(core, self._turns, self._planner)
         self._prefix = PrefixCaps(core, self._stores)
         self._parts += build_parts(core, config, self._stores)
         groups = self.kv_cache_config.kv_cache_groups

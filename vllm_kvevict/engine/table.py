@@ -8,7 +8,7 @@ from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.requirements import NOTHING
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -27,7 +27,7 @@ class RequestTable:
 
     def __init__(
         self,
-        rules: dict[int, Timeline],
+        rules: dict[int, EvictionRule],
         needs: Mapping[str, Requirements],
         config: EvictionConfig,
         max_model_len: int,

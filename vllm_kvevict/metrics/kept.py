@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_kvevict.timeline.progress import RequestTimeline
+    from vllm_kvevict.timeline.progress import EvictionProgress
 
 
 def kept_share(
-    timelines: "Mapping[int, RequestTimeline]", layers: Mapping[int, int], tokens: int
+    timelines: "Mapping[int, EvictionProgress]", layers: Mapping[int, int], tokens: int
 ) -> float:
     """Share of its cached tokens that a request holds, averaged over KV heads and layers.
 

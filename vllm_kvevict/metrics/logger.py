@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.metrics.interval import Interval
 from vllm_kvevict.metrics.prometheus import EvictionMetrics
 from vllm_kvevict.metrics.report import detach
@@ -37,7 +37,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
     """Whose classes of metrics to use."""
 
     def __init__(self, vllm_config: "VllmConfig", engine_indexes: Sequence[int] = (0,)) -> None:
-        config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
+        config = EvictionConfig.parse(vllm_config.additional_config.get(CONFIG_KEY))
         assert config is not None
         self.metrics = EvictionMetrics(
             vllm_config.model_config.served_model_name,
@@ -94,7 +94,10 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
         **kwargs: Any,
     ) -> None:
         additional = vllm_config.additional_config
-        if isinstance(additional, dict) and EvictionConfig.parse(additional.get(KEY)) is not None:
+        if (
+            isinstance(additional, dict)
+            and EvictionConfig.parse(additional.get(CONFIG_KEY)) is not None
+        ):
             others = custom_stat_loggers or []
             custom_stat_loggers = [_for(others), *others]
         original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
 
-KEY = "vllm_kvevict"
+STATS_KEY = "vllm_kvevict"
 """Key of a report in ``SchedulerStats.kv_connector_stats``."""
 
 MEASURED = "kv_eviction_measured"
@@ -137,7 +137,7 @@ def attach(report: Report, outputs: "dict[int, EngineCoreOutputs]") -> None:
     for output in outputs.values():
         if output.scheduler_stats is not None:
             stats = output.scheduler_stats
-            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: vars(report)}
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), STATS_KEY: vars(report)}
             return
     raise RuntimeError("vLLM made no SchedulerStats for a step that evicted.")
 
@@ -145,8 +145,8 @@ def attach(report: Report, outputs: "dict[int, EngineCoreOutputs]") -> None:
 def detach(stats: "SchedulerStats") -> Report | None:
     """Take the report out again, so that vLLM's own loggers find the field as they know it."""
     sent: dict[str, Any] | None = stats.kv_connector_stats
-    if sent is None or KEY not in sent:
+    if sent is None or STATS_KEY not in sent:
         return None
     # What a connector sent stays for vLLM's own.
-    stats.kv_connector_stats = {k: v for k, v in sent.items() if k != KEY} or None
-    return Report(**sent[KEY])
+    stats.kv_connector_stats = {k: v for k, v in sent.items() if k != STATS_KEY} or None
+    return Report(**sent[STATS_KEY])

@@ -40,8 +40,8 @@ class QuerySums(AttentionExtension):
         # The queries of the layer that owns a cache decide what to keep.
         if state.owner(layer_name) != layer_name:
             return
-        self.page_values.reset(layer_name, batch.slots)
-        sums = self.page_values.layer(layer_name)[..., 0]
+        self.token_stats.reset(layer_name, batch.slots)
+        sums = self.token_stats.layer(layer_name)[..., 0]
         batch.add(sums, self.caches[layer_name], query, state.layer_index[layer_name])
 
 

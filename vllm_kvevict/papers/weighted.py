@@ -37,7 +37,7 @@ class WeightedAttention(AttentionExtension):
         output: torch.Tensor,
     ) -> None:
         owner = state.owner(layer_name)
-        log_weights, index = self.page_values.layer(owner), state.layer_index[layer_name]
+        log_weights, index = self.token_stats.layer(owner), state.layer_index[layer_name]
         batch.attend(self.caches[owner], log_weights, query, index, output)
 
 
@@ -83,7 +83,7 @@ class WeightedBatch:
     def attend(
         self,
         cache: LayerCache,
-        page_values: torch.Tensor,
+        token_stats: torch.Tensor,
         query: torch.Tensor,
         layer: int,
         output: torch.Tensor,
@@ -92,7 +92,7 @@ class WeightedBatch:
 
         Args:
             cache: The layer's cache, this step's tokens included.
-            page_values: [num_pages, block_size, 2 or more] float32: log-weights of the store.
+            token_stats: [num_pages, block_size, 2 or more] float32: log-weights of the store.
             query: [T, query heads, D] of the whole batch.
             layer: Index of the layer in its group.
             output: [T, query heads, D], written in place at these requests' tokens.
@@ -106,7 +106,7 @@ class WeightedBatch:
             sequences = slice(request * num_heads, (request + 1) * num_heads)
             end = begin + count * num_heads
             mine = queries[begin:end].unflatten(0, (num_heads, count)).float()
-            attended = self._request(cache, page_values, mine, layer, sequences)
+            attended = self._request(cache, token_stats, mine, layer, sequences)
             result[begin:end] = attended.flatten(0, 1).to(result.dtype)
             begin = end
         self.heads.put(output[:num_tokens], result)
@@ -114,13 +114,13 @@ class WeightedBatch:
     def _request(
         self,
         cache: LayerCache,
-        page_values: torch.Tensor,
+        token_stats: torch.Tensor,
         queries: torch.Tensor,
         layer: int,
         sequences: slice,
     ) -> torch.Tensor:
         """[H, q, G, D] float32 attention of ``queries`` [H, q, G, D] of one request."""
-        count, bs = queries.shape[1], page_values.shape[1]
+        count, bs = queries.shape[1], token_stats.shape[1]
         lengths = self.heads.seq_lens[layer, sequences].long()[:, None]
         pages = self.heads.table[layer, sequences, : blocks_for(int(lengths.max()), bs)].long()
         column = torch.arange(pages.shape[1] * bs)
@@ -128,7 +128,7 @@ class WeightedBatch:
         values = cache.values(pages).flatten(1, 2).float()
         # Behind the last token lies what former requests left, which may be no number.
         values = values.masked_fill((column >= lengths)[..., None], 0.0)
-        log_weights = page_values[pages][..., :2].flatten(1, 2)
+        log_weights = token_stats[pages][..., :2].flatten(1, 2)
         tail = column >= self.in_store[layer, sequences, None]
         log_weights = log_weights.masked_fill(tail[..., None], 0.0)
 

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import RING_BYTES, ring_bytes
+from vllm_kvevict.config.memory_budget import RING_BYTES, ring_bytes
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.timeline.rule import Timeline
+    from vllm_kvevict.timeline.rule import EvictionRule
 
 NOTHING = Requirements(window="none", keys=False)
 """Requirements of a request that never evicts."""
@@ -33,7 +33,7 @@ def ring_slots(vllm_config: "VllmConfig", config: EvictionConfig) -> int:
     return min(vllm_config.scheduler_config.max_num_seqs, affordable)
 
 
-def sustained(slots: int, rule: "Timeline") -> int | None:
+def sustained(slots: int, rule: "EvictionRule") -> int | None:
     """Sequences that evict as often as the interval says with so many ring slots.
 
     Each needs one for the window of every interval; with more of them, evictions come less often.

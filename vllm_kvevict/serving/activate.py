@@ -9,8 +9,8 @@ from vllm.logger import init_logger
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.compat.versions import untested
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import ring_bytes
-from vllm_kvevict.config.names import AUTO, KEY
+from vllm_kvevict.config.memory_budget import ring_bytes
+from vllm_kvevict.config.names import AUTO, CONFIG_KEY
 from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
@@ -82,7 +82,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     check_audit(vllm_config, config)
     serve_offload(vllm_config)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, OURS[bool(scheduler.async_scheduling)])
-    vllm_config.additional_config[KEY] = config.model_dump(mode="json")
+    vllm_config.additional_config[CONFIG_KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls
     scheduler.scheduler_cls = scheduler_cls
     admission.install()

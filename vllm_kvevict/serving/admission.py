@@ -14,7 +14,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_kvevict.config.handover import shares_prompt
 from vllm_kvevict.config.limits import check_limits
-from vllm_kvevict.config.names import KEY, REPLAY, is_replay
+from vllm_kvevict.config.names import CONFIG_KEY, REPLAY, is_replay
 from vllm_kvevict.config.requests import AT, PREFILL_INTERVAL, RequestOptions, asks, parse_options
 from vllm_kvevict.serving import beam_search, context
 from vllm_kvevict.serving.capacity import capacity, check_capacity
@@ -75,7 +75,7 @@ def check_request(
 
 def _asked(vllm_config: "VllmConfig", extra_args: Mapping[str, Any] | None) -> ServerRules | None:
     """The server's settings where a request must be checked against them, else None."""
-    settings = vllm_config.additional_config.get(KEY)
+    settings = vllm_config.additional_config.get(CONFIG_KEY)
     stops = isinstance(settings, dict) and settings.get("prefill_interval")
     checked = stops or asks(extra_args) or shares_prompt(extra_args)
     return server_rules(vllm_config) if checked else None
@@ -123,7 +123,7 @@ def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
         return
     if asks(extra_args):
         raise ValueError(
-            f"KV eviction: a session of streaming input is never evicted; leave {KEY}* away"
+            f"KV eviction: a session of streaming input is never evicted; leave {CONFIG_KEY}* away"
         )
     if capacity(vllm_config, known.rules) is not None:
         raise ValueError(

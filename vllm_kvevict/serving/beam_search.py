@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import BEAM_SEARCH
 from vllm_kvevict.serving.capacity import whole_blocks
 
@@ -133,7 +133,7 @@ async def _searching(search: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, N
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = sorted(key for key in self.vllm_xargs or {} if str(key).startswith(KEY))
+        keys = sorted(key for key in self.vllm_xargs or {} if str(key).startswith(CONFIG_KEY))
         if keys:
             raise ValueError(
                 f"KV eviction: {', '.join(keys)} cannot be combined with use_beam_search: beam "

@@ -18,13 +18,13 @@ from vllm_kvevict.config.requests import (
     RequestOptions,
 )
 from vllm_kvevict.serving.rules import server_rules
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def capacity(vllm_config: "VllmConfig", rules: Sequence[Timeline]) -> int | None:
+def capacity(vllm_config: "VllmConfig", rules: Sequence[EvictionRule]) -> int | None:
     """Blocks that one request finds for certain; None where the longest sequence fits as it is.
 
     Args:
@@ -55,7 +55,7 @@ def whole_blocks(vllm_config: "VllmConfig", length: int) -> tuple[int, int] | No
 
 
 @cache
-def _promised(groups: frozenset[Timeline], longest: int) -> int | None:
+def _promised(groups: frozenset[EvictionRule], longest: int) -> int | None:
     """What start-up asked for; None where that is the longest sequence as it is."""
     promised = sum(rule.most_blocks(longest) for rule in groups)
     whole = sum(blocks_for(longest, rule.block_size) for rule in groups)
@@ -64,7 +64,7 @@ def _promised(groups: frozenset[Timeline], longest: int) -> int | None:
 
 def check_capacity(
     vllm_config: "VllmConfig",
-    rules: Sequence[Timeline],
+    rules: Sequence[EvictionRule],
     options: RequestOptions,
     prompt_len: int,
     max_tokens: int | None,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from vllm_kvevict.config.names import DEFAULT_POLICY, KEY
+from vllm_kvevict.config.names import CONFIG_KEY, DEFAULT_POLICY
 
 
 class CommandError(Exception):
@@ -13,7 +13,7 @@ def evict_by_default(
     args: argparse.Namespace, policy: str = DEFAULT_POLICY, budget: str | None = None
 ) -> None:
     """Set ``--kv-eviction`` and its budget in ``args`` where the command line has none."""
-    if not hasattr(args, "kv_eviction") and KEY not in (args.additional_config or {}):
+    if not hasattr(args, "kv_eviction") and CONFIG_KEY not in (args.additional_config or {}):
         args.kv_eviction = policy
     if budget is not None and not hasattr(args, "kv_eviction_budget"):
         args.kv_eviction_budget = budget

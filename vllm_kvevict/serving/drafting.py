@@ -19,7 +19,7 @@ def _runner(c: "VllmConfig", config: "EvictionConfig") -> bool:
 
 
 def _beside(c: "VllmConfig", config: "EvictionConfig") -> bool:
-    from vllm_kvevict.config.memory import evictable_layers
+    from vllm_kvevict.config.memory_budget import evictable_layers
 
     models = (c.model_config, c.speculative_config.draft_model_config)
     window = any(

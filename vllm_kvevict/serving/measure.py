@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.config.names import AUTO, KEY, MEASURE
+from vllm_kvevict.config.names import AUTO, CONFIG_KEY, MEASURE
 from vllm_kvevict.serving.profile import FLAG, find
 from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, budget_of, changed
 from vllm_kvevict.serving.support import check
@@ -63,7 +63,7 @@ def measured(
 def flags(engine_args: Any) -> list[str]:
     """What calibrate must be told so that it measures the model of ``engine_args``."""
     given = {name: getattr(engine_args, name) for name in FIELDS}
-    others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != KEY}
+    others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != CONFIG_KEY}
     found = []
     for name, value in (given | {"additional_config": others}).items():
         if not value or callable(value) or value == getattr(type(engine_args), name, None):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.config.memory import evictable_layers
+from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.serving.refusal import Refusal
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
 
     """
     from vllm_kvevict.config.config import EvictionConfig
-    from vllm_kvevict.config.names import KEY
+    from vllm_kvevict.config.names import CONFIG_KEY
     from vllm_kvevict.config.plugins import policy_names
     from vllm_kvevict.config.sentences import flag
 
@@ -96,9 +96,9 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
     additional = getattr(args, "additional_config", None)
     if additional is None:
         additional = {}
-    if not isinstance(additional, dict) or not (given or KEY in additional):
+    if not isinstance(additional, dict) or not (given or CONFIG_KEY in additional):
         return args
-    value = additional.get(KEY)
+    value = additional.get(CONFIG_KEY)
     if given:
         base = {"policy": value} if isinstance(value, str) else (value or {})
         if isinstance(base, dict):
@@ -110,11 +110,11 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
             value = base | given
     config = EvictionConfig.parse(value)
     args = copy.copy(args)
-    args.additional_config = {k: v for k, v in additional.items() if k != KEY}
+    args.additional_config = {k: v for k, v in additional.items() if k != CONFIG_KEY}
     if config is not None:
         _check_version()
         # Only what was given: auto fills in the rest.
-        args.additional_config[KEY] = config.model_dump(mode="json", exclude_unset=True)
+        args.additional_config[CONFIG_KEY] = config.model_dump(mode="json", exclude_unset=True)
     return args
 
 
@@ -161,9 +161,9 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
 
 def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_kvevict.config.config import EvictionConfig
-    from vllm_kvevict.config.names import KEY
+    from vllm_kvevict.config.names import CONFIG_KEY
 
-    config = EvictionConfig.parse(engine_args.additional_config[KEY])
+    config = EvictionConfig.parse(engine_args.additional_config[CONFIG_KEY])
     if config is None:
         return original(engine_args, *args, **kwargs)
     with _sentence(engine_args):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm_kvevict
 from vllm_kvevict.config import probe_weights
-from vllm_kvevict.config.memory import evictable_layers
+from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.config.names import AUTO, LEARNED, MEASURE
 from vllm_kvevict.config.profile import ModelIdentity, ProbeFile, Profile, parse
 

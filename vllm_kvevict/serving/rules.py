@@ -3,20 +3,20 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import evictable_stages
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.memory_budget import evictable_stages
+from vllm_kvevict.config.names import CONFIG_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.timeline.rule import Timeline
+    from vllm_kvevict.timeline.rule import EvictionRule
 
 
 class ServerRules(NamedTuple):
     """Settings of a server that evicts, and the timeline of each group of layers that does."""
 
     config: EvictionConfig
-    rules: "tuple[Timeline, ...]"
+    rules: "tuple[EvictionRule, ...]"
 
 
 class _Read(NamedTuple):
@@ -36,7 +36,7 @@ profile takes 4 ms."""
 def server_rules(vllm_config: "VllmConfig") -> ServerRules | None:
     """The settings of an engine, read once for each configuration; None without KV eviction."""
     global _last
-    settings = vllm_config.additional_config.get(KEY)
+    settings = vllm_config.additional_config.get(CONFIG_KEY)
     cache = vllm_config.cache_config
     # What the engine core made of the flag, where blocks of full attention are larger.
     block_size = cache.effective_attention_block_size or cache.block_size

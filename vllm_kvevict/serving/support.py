@@ -5,7 +5,7 @@ The worker looks again at the real layers, for what no configuration tells.
 
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.config.memory import evictable_stages
+from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.names import LEARNED
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.serving.drafting import METHODS, check_drafting

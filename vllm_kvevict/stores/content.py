@@ -6,8 +6,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.timeline.step_plan import StoreBlocks
 
 
@@ -23,7 +23,7 @@ class StoreContent:
     Args:
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
-        page_values: Numbers beside the cached tokens, or None.
+        token_stats: Numbers beside the cached tokens, or None.
 
     """
 
@@ -31,12 +31,12 @@ class StoreContent:
         self,
         states: Mapping[int, GroupState],
         caches: Mapping[str, LayerCache],
-        page_values: PageValues | None,
+        token_stats: TokenStats | None,
     ) -> None:
         self.device = next(iter(caches.values())).pages.device
         self._states = states
         self._caches = caches
-        self._page_values = page_values
+        self._page_values = token_stats
         self._orders = {
             name: torch.cat([c.layout.keys.flatten(), c.layout.values.flatten()]).to(c.pages.device)
             for name, c in caches.items()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.progress import EvictionProgress
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -59,7 +59,7 @@ class ShareKey:
 
 def share_key(
     request: "Request",
-    timelines: Mapping[int, RequestTimeline],
+    timelines: Mapping[int, EvictionProgress],
     hash_block_size: int,
     policy: str,
     protect_first: int,
@@ -111,6 +111,6 @@ def goes_on(request: "Request", point: int) -> bool:
     return point + 1 < request.num_prompt_tokens
 
 
-def kept_share(timelines: Mapping[int, RequestTimeline], point: int) -> float:
+def kept_share(timelines: Mapping[int, EvictionProgress], point: int) -> float:
     """Largest part of the tokens before a point that a group's budget keeps."""
     return max(timeline.share(point) for timeline in timelines.values())

@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import get_dtype_size
 
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.stores.key import ShareKey
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GroupShape:
         return self.store + self.tail
 
 
-def group_shapes(key: ShareKey, rules: Mapping[int, Timeline]) -> dict[int, GroupShape]:
+def group_shapes(key: ShareKey, rules: Mapping[int, EvictionRule]) -> dict[int, GroupShape]:
     """What the store of a key has in every group.
 
     Args:

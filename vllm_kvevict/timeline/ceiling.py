@@ -4,16 +4,16 @@ A request that is preempted is computed anew, answer included, as one prompt tha
 had come to. So what it holds before its first eviction depends on the length of that replay too.
 """
 
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 def most_ever(
-    rule: Timeline, prompt_len: int, ends: int, at: int | None = None, on_demand: bool = False
+    rule: EvictionRule, prompt_len: int, ends: int, at: int | None = None, on_demand: bool = False
 ) -> int:
     """Blocks that suffice for a request in one group, preempted at any length or not at all.
 
     Nobody shares its blocks and evictions run when they are due, as in
-    :meth:`~vllm_kvevict.timeline.progress.RequestTimeline.least_blocks`.
+    :meth:`~vllm_kvevict.timeline.progress.EvictionProgress.least_blocks`.
 
     Args:
         rule: The group's timeline as the request has it.
@@ -47,13 +47,13 @@ def most_ever(
     return min(whole, between)
 
 
-def _freed(rule: Timeline, n: int, ends: int) -> int:
+def _freed(rule: EvictionRule, n: int, ends: int) -> int:
     """Positional blocks that a first eviction at ``n`` frees; 0 where it does not run."""
     gone = rule.tail_start(n) // rule.block_size
     return gone if n + 1 < ends and gone > rule.store_blocks(n) else 0
 
 
-def _freed_inside(rule: Timeline, prompt_len: int, ends: int, at: int | None) -> int:
+def _freed_inside(rule: EvictionRule, prompt_len: int, ends: int, at: int | None) -> int:
     """Positional blocks that the evictions inside a prompt have freed by its end."""
     points = [_freed(rule, prompt_len if at is None else at, ends)]
     first = rule.next_point(0)

@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 @dataclass
-class RequestTimeline:
+class EvictionProgress:
     """Where one request stands in its schedule, from admission to finish or preemption.
 
     Args:
@@ -26,7 +26,7 @@ class RequestTimeline:
 
     """
 
-    timeline: Timeline
+    timeline: EvictionRule
     prompt_len: int
     prefill_end: int
     at: int | None = None
@@ -260,7 +260,7 @@ class RequestTimeline:
 
 @lru_cache(maxsize=4096)
 def _least_blocks(
-    rule: Timeline,
+    rule: EvictionRule,
     prompt_len: int,
     prefill_end: int,
     at: int | None,
@@ -268,8 +268,8 @@ def _least_blocks(
     on_demand: bool,
     n: int,
 ) -> int:
-    """As :meth:`RequestTimeline.least_blocks`: asked in every step in which a prompt waits."""
-    request = RequestTimeline(rule, prompt_len, prefill_end, at, ends, on_demand)
+    """As :meth:`EvictionProgress.least_blocks`: asked in every step in which a prompt waits."""
+    request = EvictionProgress(rule, prompt_len, prefill_end, at, ends, on_demand)
     bs, most, freed, store = rule.block_size, 0, 0, 0
     while request.due is not None and n >= request.due:
         due = request.due

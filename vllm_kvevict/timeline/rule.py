@@ -24,7 +24,7 @@ def _whole(tokens: float) -> int:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class EvictionRule:
     """The eviction schedule of one group of layers (DESIGN section 2).
 
     Args:
@@ -182,7 +182,7 @@ LEAST = 4
 """Decode evictions that a step may always carry."""
 
 
-def decode_evictions(running: int, rules: Iterable[Timeline]) -> int:
+def decode_evictions(running: int, rules: Iterable[EvictionRule]) -> int:
     """How many decode evictions a step carries at most: each token of the next waits for them.
 
     Twice what running requests need on average, so none waits long for its turn; those that were

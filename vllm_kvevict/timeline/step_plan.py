@@ -90,7 +90,7 @@ class StoreCopy:
 
 
 @dataclass
-class Heard:
+class HiddenStateSpan:
     """Positions [first, end) of a request whose step begins at ``start``: their hidden states are
     kept, the last w of them."""
 
@@ -138,7 +138,7 @@ class StepPlan:
     saves: list[StoreCopy] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     weigh: int = 0
-    heard: dict[str, Heard] = field(default_factory=dict)
+    heard: dict[str, HiddenStateSpan] = field(default_factory=dict)
     replays: list[Replay] = field(default_factory=list)
     compared: list[Replay] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)

@@ -9,9 +9,9 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.torch.observe import window_queries
 from vllm_kvevict.ops.torch.pages import candidate_grid
 from vllm_kvevict.ops.torch.value_shares import value_shares
@@ -80,7 +80,7 @@ class CandidateReader:
     Args:
         caches: The caches of evictable layers by name.
         rings: Observation rings, or None if no policy reads them.
-        page_values: Floats of the cached tokens, or None if no policy keeps any.
+        token_stats: Floats of the cached tokens, or None if no policy keeps any.
         prompts: Digests of the prompts, or None if no policy draws by chance.
         probes: Score the keys, or None if no policy requires key scores.
         rows: Adapter of the model runner.
@@ -89,7 +89,7 @@ class CandidateReader:
 
     caches: Mapping[str, LayerCache]
     rings: ObservationRings | None
-    page_values: PageValues | None
+    token_stats: TokenStats | None
     prompts: PromptDigests | None
     probes: Probes | None
     rows: RunnerRows
@@ -176,8 +176,8 @@ class CandidateReader:
 
     def _floats(self, layer_name: str, pages: torch.Tensor) -> torch.Tensor:
         """[H, P * block_size] first floats of the tokens of pages [H, P]."""
-        assert self.page_values is not None
-        return self.page_values.layer(layer_name)[pages, :, 0].flatten(1)
+        assert self.token_stats is not None
+        return self.token_stats.layer(layer_name)[pages, :, 0].flatten(1)
 
     def _queries(self, holdings: Holdings, layer_name: str) -> torch.Tensor:
         """[H, G, w, D] float32 queries of the observation window."""
@@ -197,7 +197,7 @@ class CandidateReader:
     def _value_shares(self, holdings: Holdings) -> torch.Tensor:
         """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
 
-        Of a token of the store it is what :meth:`PageValues.keep` wrote; all heads hold the others.
+        Of a token of the store it is what :meth:`TokenStats.keep` wrote; all heads hold the others.
         """
         stored, norms, first = [], [], holdings.store_pages
         for name, pages in zip(holdings.state.layer_names, holdings.grid, strict=True):

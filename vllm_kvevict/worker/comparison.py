@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.timeline.step_plan import Heard, Replay, StepPlan
+from vllm_kvevict.timeline.step_plan import HiddenStateSpan, Replay, StepPlan
 from vllm_kvevict.worker.runners import RunnerRows, released_requests
 
 ROWS = 8
@@ -76,7 +76,7 @@ class Comparison:
             first = starts[request_id] + heard.first - heard.start
             self._keep(request_id, heard, hidden[first : first + heard.end - heard.first])
 
-    def _keep(self, request_id: str, heard: Heard, hidden: torch.Tensor) -> None:
+    def _keep(self, request_id: str, heard: HiddenStateSpan, hidden: torch.Tensor) -> None:
         window = self._window
         if request_id not in self._heard:
             self._heard[request_id] = hidden.new_zeros(window, hidden.shape[1])

@@ -12,9 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvevict.attention.extension import make_extensions
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.names import keeps_by_layer
 from vllm_kvevict.ops.torch.pages import compact_index
 from vllm_kvevict.ops.torch.select import select_tokens
@@ -78,7 +78,7 @@ class WorkerEviction:
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
         rings: Observation rings, or None where no policy needs them.
-        page_values: Numbers beside the cached tokens, or None where no policy needs them.
+        token_stats: Numbers beside the cached tokens, or None where no policy needs them.
         rows: Adapter of the model runner.
         fused: What runs the evictions of some policies in the place of the PyTorch operations;
             not while somebody listens.
@@ -95,7 +95,7 @@ class WorkerEviction:
         states: dict[int, GroupState],
         caches: Mapping[str, LayerCache],
         rings: ObservationRings | None,
-        page_values: PageValues | None,
+        token_stats: TokenStats | None,
         rows: RunnerRows,
         fused: FusedEvictions | None = None,
         head_shares: Mapping[int, torch.Tensor] | None = None,
@@ -104,14 +104,14 @@ class WorkerEviction:
         self.policies = policies
         self.states = states
         self.rings = rings
-        self.page_values = page_values
+        self.token_stats = token_stats
         self.listeners: list[Callable[[EvictionRecord], None]] = []
         self.evictions = 0
         self.meter = EvictionMeter(next(iter(caches.values())).pages.device)
         self._failed: set[str] = set()
         self._caches = caches
         named = [policy.requirements.attention for policy in policies.values()]
-        self.extensions = make_extensions(named, caches, page_values)
+        self.extensions = make_extensions(named, caches, token_stats)
         self._rows = rows
         self._fused = fused
         self._head_shares = head_shares
@@ -125,7 +125,7 @@ class WorkerEviction:
         self._batch: torch.Tensor | None = None
         random = any(policy.requirements.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
-        self._reader = CandidateReader(caches, rings, page_values, self._prompts, probes, rows)
+        self._reader = CandidateReader(caches, rings, token_stats, self._prompts, probes, rows)
 
     def warm_up(self) -> None:
         """Load what evictions run, before there is a request."""
@@ -307,12 +307,12 @@ class WorkerEviction:
             source = survivors.source_page[index], survivors.source_slot[index]
             cache.layout.copy(cache.pages, *source, target_page)
             if needs.floats_per_token and not made and not needs.weighs:
-                assert self.page_values is not None
-                self.page_values.move(name, *source, target_page)
+                assert self.token_stats is not None
+                self.token_stats.move(name, *source, target_page)
         if made:
-            assert self.page_values is not None
+            assert self.token_stats is not None
             kept = survivors.columns, survivors.pages, target_page
-            self.page_values.keep(state.layer_names, made, *kept)
+            self.token_stats.keep(state.layer_names, made, *kept)
         if needs.weighs:
             log_weights = self._weigh(policy.scorer, holdings, survivors)
         state.record(
@@ -334,12 +334,12 @@ class WorkerEviction:
 
     def _weigh(self, scorer: Scorer, holdings: Holdings, survivors: Survivors) -> torch.Tensor:
         """Write the log-weights [L, S * H * block_size, 2] of what was kept."""
-        assert self.page_values is not None
+        assert self.token_stats is not None
         state, layers = holdings.state, []
         for name, columns in zip(state.layer_names, survivors.columns, strict=True):
             by_head = columns.unflatten(0, (state.num_heads, -1))
             weights = scorer.kept(holdings.row, name, by_head).flatten(0, 1)
-            self.page_values.write(name, weights, survivors.target_page)
+            self.token_stats.write(name, weights, survivors.target_page)
             layers.append(weights)
         return torch.stack(layers)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH, defensive_scores
@@ -21,12 +21,12 @@ from vllm_kvevict.ops.cuda.limits import (
     MOST_LAYERS,
     rows_at_once,
 )
-from vllm_kvevict.ops.cuda.page_values import keep_page_values
 from vllm_kvevict.ops.cuda.pages import STAGING_BYTES, compact
 from vllm_kvevict.ops.cuda.probe import probe_scores
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
+from vllm_kvevict.ops.cuda.token_stats import keep_page_values
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
@@ -70,7 +70,7 @@ class FusedEvictions:
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
         rings: Observation rings, or None where no policy reads queries.
-        page_values: Numbers beside the cached tokens, or None where no policy needs them.
+        token_stats: Numbers beside the cached tokens, or None where no policy needs them.
         longest: Longest sequence in tokens. Requests share a launch while each, counted as long
             as the longest of them, adds up to no more.
         probes: The model's, or None where no policy reads them.
@@ -86,7 +86,7 @@ class FusedEvictions:
         states: Mapping[int, GroupState],
         caches: "Mapping[str, LayerCache]",
         rings: ObservationRings | None,
-        page_values: PageValues | None,
+        token_stats: TokenStats | None,
         longest: int,
         probes: Probes | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class FusedEvictions:
         self._probes = probes
         self._longest = longest
         self._groups = {
-            id_: _group(state, caches, rings, page_values, probes, longest)
+            id_: _group(state, caches, rings, token_stats, probes, longest)
             for id_, state in states.items()
         }
 
@@ -312,12 +312,12 @@ def _group(
     state: GroupState,
     caches: "Mapping[str, LayerCache]",
     rings: ObservationRings | None,
-    page_values: PageValues | None,
+    token_stats: TokenStats | None,
     probes: Probes | None,
     longest: int,
 ) -> _Group:
     names = state.layer_names
-    kept = [page_values.layer(name) for name in names] if page_values is not None else []
+    kept = [token_stats.layer(name) for name in names] if token_stats is not None else []
     shape = (-1, state.num_heads, state.timeline.block_size)
     return _Group(
         state=state,

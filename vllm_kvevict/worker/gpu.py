@@ -16,9 +16,9 @@ from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.attention.warm_up import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.registry import build_policies
@@ -88,7 +88,7 @@ class EvictingWorker(EvictionWorkerMixin):
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: PageValues | None,
+        values: TokenStats | None,
         probes: Probes | None,
     ) -> FusedEvictions | None:
         if self._rings is None and probes is None:

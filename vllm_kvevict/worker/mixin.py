@@ -16,13 +16,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import beside_page_values, evictable_stages
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.memory_budget import beside_page_values, evictable_stages
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import read
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.engine.blocks import register_spec
@@ -54,7 +54,7 @@ class EvictionWorkerMixin(Worker, ABC):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = EvictionConfig.parse(self.vllm_config.additional_config.get(KEY))
+        config = EvictionConfig.parse(self.vllm_config.additional_config.get(CONFIG_KEY))
         assert config is not None
         self.eviction_config = config
         self.kv_eviction: WorkerEviction | None = None
@@ -180,7 +180,7 @@ class EvictionWorkerMixin(Worker, ABC):
                 caches[name] = self._layer_cache(self._layer(name), spec)
                 heads[name] = spec.num_kv_heads
         channels = floats_per_token(self.eviction_config)
-        values = PageValues(caches, heads, channels) if channels else None
+        values = TokenStats(caches, heads, channels) if channels else None
         probes = self._probes(states, caches, values)
         rows = self._rows(states)
         self.kv_eviction = WorkerEviction(
@@ -216,7 +216,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: PageValues | None,
+        values: TokenStats | None,
         kv_cache_config: KVCacheConfig,
     ) -> HostStores | None:
         """What keeps stores outside the KV cache, where the flags ask for it."""
@@ -258,7 +258,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: PageValues | None,
+        values: TokenStats | None,
         probes: Probes | None,
     ) -> FusedEvictions | None:
         """What runs evictions in the place of the PyTorch operations, where there is something."""
@@ -277,7 +277,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: PageValues | None,
+        values: TokenStats | None,
     ) -> Probes | None:
         """The probes of the model's profile, where a policy reads them.
 

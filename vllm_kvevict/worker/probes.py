@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.probe_weights import (
     STEPS,
     ProbeWeights,
@@ -97,7 +97,7 @@ class Probes:
     Args:
         layers: Probes of every evictable layer on this rank, by name.
         caches: The caches of these layers.
-        page_values: Where the scores of kept tokens lie, in the first channels.
+        token_stats: Where the scores of kept tokens lie, in the first channels.
 
     """
 
@@ -105,7 +105,7 @@ class Probes:
         self,
         layers: Mapping[str, LayerProbe],
         caches: Mapping[str, LayerCache],
-        page_values: PageValues,
+        token_stats: TokenStats,
     ) -> None:
         first = next(iter(layers.values()))
         weights = [step / STEPS for step in range(STEPS + 1)] if first.prose is not None else [0.0]
@@ -114,7 +114,7 @@ class Probes:
         }
         """The probes by what prose counts in them."""
         self._caches = caches
-        self._page_values = page_values
+        self._page_values = token_stats
         self._rotations: dict[int, tuple[torch.Tensor, Rotation]] = {}
         self.channels = first.weights.shape[1]
 

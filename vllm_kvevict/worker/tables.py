@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +32,7 @@ def table_bytes(
 
     """
     meta = torch.device("meta")
-    groups: dict[Timeline, list[str]] = {}
+    groups: dict[EvictionRule, list[str]] = {}
     for name, spec in specs.items():
         assert spec.timeline is not None
         groups.setdefault(spec.timeline, []).append(name)

@@ -95,7 +95,7 @@ def test_uneven_heads(dtype, tolerance, softcap, counts, fp8, sinks):
     output = torch.full_like(query, float("nan"))
     impl._per_head(layer, query, cache, heads, 0, output)
 
-    page_keys, page_values = (x.view(-1, BLOCK, SIZE) for x in (keys, values))
+    page_keys, token_stats = (x.view(-1, BLOCK, SIZE) for x in (keys, values))
     for request, count in enumerate(counts):
         for head in range(HEADS):
             row = request * HEADS + head
@@ -104,7 +104,7 @@ def test_uneven_heads(dtype, tolerance, softcap, counts, fp8, sinks):
             expected = reference(
                 query[starts[request] : starts[request] + count, mine],
                 page_keys[own].flatten(0, 1)[: lengths[row]],
-                page_values[own].flatten(0, 1)[: lengths[row]],
+                token_stats[own].flatten(0, 1)[: lengths[row]],
                 impl.scale,
                 softcap,
                 None if sinks is None else sinks[mine],

@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 BLOCK, HEADS, GROUP, SIZE = 4, 2, 3, 5
 
@@ -23,7 +23,7 @@ def test_queries_are_regrouped_and_put_back(lengths):
     evicted = torch.tensor([flag for _, flag in lengths])
     requests = evicted.nonzero().flatten()
     state = GroupState(
-        0, ["a"], Timeline(BLOCK, 1, 0, budget_tokens=5), HEADS, 8, 64, torch.device("cpu")
+        0, ["a"], EvictionRule(BLOCK, 1, 0, budget_tokens=5), HEADS, 8, 64, torch.device("cpu")
     )
     for row in requests.tolist():
         state.record(row, BLOCK, torch.tensor([row + 1]), torch.tensor([[1, 1]]))

@@ -16,7 +16,7 @@ from vllm_kvevict.attention.triton import EvictingTritonMetadataBuilder
 from vllm_kvevict.attention.xformers import kernel as xformers
 from vllm_kvevict.attention.xformers.kernel import GATHERED_BYTES
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.worker import gpu as gpu_worker
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
@@ -119,9 +119,9 @@ def test_memory_of_the_op_is_left_free(monkeypatch):
 @pytest.mark.parametrize("builder", [EvictingFlashMetadataBuilder, EvictingTritonMetadataBuilder])
 def test_no_full_graphs(build, builder):
     vllm_config = build(dtype="float16")
-    vllm_config.additional_config[KEY] = CONFIG.model_dump(mode="json")
+    vllm_config.additional_config[CONFIG_KEY] = CONFIG.model_dump(mode="json")
     assert builder.get_cudagraph_support(vllm_config, None) is AttentionCGSupport.NEVER
-    vllm_config.additional_config[KEY]["attention"] = "triton"
+    vllm_config.additional_config[CONFIG_KEY]["attention"] = "triton"
     support = builder.get_cudagraph_support(vllm_config, None)
     assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 

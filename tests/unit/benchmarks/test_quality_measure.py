@@ -18,8 +18,8 @@ from benchmarks.quality.own_server import variants
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule
 
 METRICS = """# HELP vllm:cache_config_info
 vllm:cache_config_info{block_size="16",engine="0"} 1.0
@@ -143,10 +143,10 @@ def test_kept_is_what_a_request_holds(budget):
     for point in (40, 65, 333, 640, 1001):
         share = float(budget[:-1]) / 100 if budget.endswith("%") else None
         tokens = None if share else int(budget)
-        rule = Timeline(
+        rule = EvictionRule(
             block_size=32, window=32, interval=0, budget_tokens=tokens, budget_share=share
         )
-        request = RequestTimeline(rule, point, point)
+        request = EvictionProgress(rule, point, point)
         found = kept(budget, point, window=32, block_size=32)
         assert found.evicts == request.is_due(point)
         if not found.evicts:

@@ -3,14 +3,14 @@
 import torch
 
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 LAYERS, HEADS, ROWS, BLOCK = 2, 3, 4, 16
 TABLES = ("tail_start", "stores", "head_indptr", "evicted", "shorter", "weighted", "store")
 
 
 def state() -> GroupState:
-    timeline = Timeline(BLOCK, 8, 64, budget_tokens=72)
+    timeline = EvictionRule(BLOCK, 8, 64, budget_tokens=72)
     names = [f"layer.{index}" for index in range(LAYERS)]
     return GroupState(0, names, timeline, HEADS, ROWS, 256, torch.device("cpu"))
 

@@ -3,11 +3,11 @@
 import torch
 
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 
 def test_a_layer_without_a_cache_reads_its_owners_store():
-    rule = Timeline(16, 4, 32, budget_tokens=36)
+    rule = EvictionRule(16, 4, 32, budget_tokens=36)
     sharing = {"l.5": "l.3", "l.7": "other"}
     state = GroupState(0, ["l.1", "l.3"], rule, 2, 3, 512, torch.device("cpu"), sharing=sharing)
     assert state.layer_index == {"l.1": 0, "l.3": 1, "l.5": 1}

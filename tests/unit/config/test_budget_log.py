@@ -7,12 +7,12 @@ import pytest
 
 from vllm_kvevict.config import budget_log as budgets
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 
 
 def report(config: Any, block_size: int | None = None) -> list[str]:
     """What is said of a configuration, in the engine's blocks or in the configuration's."""
-    settings = EvictionConfig.parse(config.additional_config[KEY])
+    settings = EvictionConfig.parse(config.additional_config[CONFIG_KEY])
     assert settings is not None
     with patch.object(budgets, "logger") as logger:
         budgets.report_budgets(config, settings, block_size or config.cache_config.block_size)

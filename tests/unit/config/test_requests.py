@@ -10,7 +10,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.config.requests import KEYS, RequestOptions, asks, parse_options
 from vllm_kvevict.serving.profile import SHIPPED, read
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 
 BLOCK = 32
 
@@ -22,7 +22,7 @@ def server(**settings: Any) -> EvictionConfig:
     return config
 
 
-def rules(config: EvictionConfig) -> tuple[Timeline, ...]:
+def rules(config: EvictionConfig) -> tuple[EvictionRule, ...]:
     return config.timelines(BLOCK, 8)
 
 
@@ -62,7 +62,7 @@ def test_every_key_reaches_its_field():
     assert parse(**policy("streaming-llm"), **as_text) == expected
     as_float = {key: float(value) for key, value in given.items()}
     assert parse(**policy("streaming-llm"), **as_float) == expected
-    assert expected.timeline(server().timeline(BLOCK)) == Timeline(
+    assert expected.timeline(server().timeline(BLOCK)) == EvictionRule(
         BLOCK, 32, 16, budget_tokens=320, prefill_interval=200, protect_first=64
     )
 

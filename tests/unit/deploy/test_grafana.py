@@ -26,7 +26,7 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, Schedule
 
 from benchmarks.server import free_port
 from vllm_kvevict.metrics import prometheus
-from vllm_kvevict.metrics.report import KEY, Report
+from vllm_kvevict.metrics.report import STATS_KEY, Report
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "grafana"
@@ -77,7 +77,7 @@ def work(manager: StatLoggerManager) -> None:
         store_bytes=4096,
         audits=[("cmpl-1", "ada-snapkv", 0.12, 0.03, 0.94)], tokens_audited=32, audits_dropped=1,
     )  # fmt: skip
-    stats = SchedulerStats(1, 1, kv_cache_usage=0.5, kv_connector_stats={KEY: vars(report)})
+    stats = SchedulerStats(1, 1, kv_cache_usage=0.5, kv_connector_stats={STATS_KEY: vars(report)})
     stats.prefix_cache_stats.requests = stats.prefix_cache_stats.queries = 4
     iteration = IterationStats()
     iteration.num_generation_tokens = 5

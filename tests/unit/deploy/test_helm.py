@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.serving.plugin import fold_flags
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -39,7 +39,7 @@ def arguments(model: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("model", ENGINE["modelSpec"], ids=lambda model: model["name"])
 def test_vllm_takes_the_flags(model, parser):
     assert all(isinstance(word, str) for word in model["vllmConfig"]["extraArgs"])
-    folded = fold_flags(parser.parse_args(arguments(model))).additional_config[KEY]
+    folded = fold_flags(parser.parse_args(arguments(model))).additional_config[CONFIG_KEY]
     assert EvictionConfig.parse(folded).policy == "auto" and folded["budget"] == 1024
     assert not model["lmcacheConfig"]["enabled"]
 

@@ -14,7 +14,7 @@ import yaml
 
 from vllm_kvevict.compat.versions import check_vllm
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_ray_files_ask_for_eviction_that_is_valid(file):
     for application in settings(file)["applications"]:
         assert application["import_path"] == "ray_serve:app"
         for model in application["args"]["llm_configs"]:
-            asked = model["engine_kwargs"]["additional_config"][KEY]
+            asked = model["engine_kwargs"]["additional_config"][CONFIG_KEY]
             assert EvictionConfig.parse(asked).policy == "auto"
 
 
@@ -135,6 +135,6 @@ def test_ray_applications_that_are_refused(eviction, says, monkeypatch):
     from ray_serve import app
 
     args = settings(RAY[0])["applications"][0]["args"]
-    args["llm_configs"][0]["engine_kwargs"]["additional_config"] = {KEY: eviction}
+    args["llm_configs"][0]["engine_kwargs"]["additional_config"] = {CONFIG_KEY: eviction}
     with pytest.raises(ValueError, match=says):
         app(args)

@@ -14,7 +14,7 @@ from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.logger import EvictionStatLogger
 from vllm_kvevict.metrics.prometheus import info
-from vllm_kvevict.metrics.report import KEY, Report
+from vllm_kvevict.metrics.report import STATS_KEY, Report
 
 SETTINGS = dict(policy="ada-snapkv", budget="25%", allow="tova,none")
 
@@ -37,7 +37,7 @@ def value(name: str, engine: int = 0, **labels: str) -> float | None:
 
 
 def send(manager: StatLoggerManager, report: Report, engine: int = 0) -> None:
-    stats = SchedulerStats(kv_connector_stats={KEY: vars(report)})
+    stats = SchedulerStats(kv_connector_stats={STATS_KEY: vars(report)})
     manager.record(stats, IterationStats(), engine_idx=engine)
 
 

@@ -11,10 +11,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.papers import accumulation
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 4, 2, 2, 3, 40
 OFFSETS = torch.arange(2 * BLOCK * SIZE).view(2, BLOCK, SIZE)
@@ -38,11 +38,11 @@ class Pool:
             )
             for name in self.names
         }
-        self.values = PageValues(self.caches, dict.fromkeys(self.names, HEADS), 1)
+        self.values = TokenStats(self.caches, dict.fromkeys(self.names, HEADS), 1)
         for name in self.names:
             self.values.layer(name).fill_(torch.nan)  # recycled blocks hold anything
             self.values.layer(name)[0] = 0
-        rule = Timeline(BLOCK, 1, 0, budget_tokens=5)
+        rule = EvictionRule(BLOCK, 1, 0, budget_tokens=5)
         self.state = GroupState(0, self.names, rule, HEADS, 8, 256, torch.device("cpu"))
         self.accumulating: list[int] = []
         self.batch = torch.tensor([])

@@ -10,7 +10,7 @@ from vllm import _custom_ops as ops
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.papers.weighted import WeightedBatch
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.worker.cpu import measure_layout
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 32, 3, 2, 32, 40
@@ -42,9 +42,9 @@ def test_rows_that_weigh(counts, sinks, softcap, dtype, tolerance):
         cache.view(BLOCKS * HEADS, -1), layout, SIZE**-0.5, softcap, sinks=sink if sinks else None
     )
     sink = sink if sinks else torch.full_like(sink, -math.inf)
-    page_values = torch.full((BLOCKS * HEADS, BLOCK, 3), math.nan)
+    token_stats = torch.full((BLOCKS * HEADS, BLOCK, 3), math.nan)
 
-    state = GroupState(0, ["a", "b"], Timeline(BLOCK, 1, 0, 128), HEADS, 6, 4096, "cpu")
+    state = GroupState(0, ["a", "b"], EvictionRule(BLOCK, 1, 0, 128), HEADS, 6, 4096, "cpu")
     blocks = torch.randperm(BLOCKS - 2).view(2, -1) + 1
     log_weights = torch.randn(2, HEADS, 2 * BLOCK, 2)
     log_weights[:, :, 10:40, 0] = -math.inf
@@ -59,7 +59,7 @@ def test_rows_that_weigh(counts, sinks, softcap, dtype, tolerance):
         table[place] = own
         flat_pages = torch.arange(2 * HEADS)
         physical = store[flat_pages // HEADS] * HEADS + flat_pages % HEADS
-        page_values[physical, :, :2] = log_weights[request].view(-1, BLOCK, 2)
+        token_stats[physical, :, :2] = log_weights[request].view(-1, BLOCK, 2)
     queries_of = [2, 0, 5, 0, 1]
     for place, count in zip(places, counts, strict=True):
         queries_of[place] = count
@@ -73,7 +73,7 @@ def test_rows_that_weigh(counts, sinks, softcap, dtype, tolerance):
     batch = WeightedBatch.build(common, state, mine, torch.tensor(places))
     query = torch.randn(sum(queries_of), HEADS * GROUP, SIZE).to(dtype)
     output = torch.full_like(query, 77.0)
-    batch.attend(layer_cache, page_values, query, 1, output)
+    batch.attend(layer_cache, token_stats, query, 1, output)
 
     starts = common.query_start_loc.tolist()
     untouched = torch.ones(sum(queries_of), dtype=torch.bool)

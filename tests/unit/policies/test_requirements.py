@@ -46,5 +46,5 @@ def test_extensions_are_made_once_by_name():
     caches, values = object(), object()
     made = make_extensions(["", *sorted(named), *named], caches, values)
     assert [type(one) for one in made] == [resolve_name(name) for name in sorted(named)]
-    assert all(one.caches is caches and one.page_values is values for one in made)
+    assert all(one.caches is caches and one.token_stats is values for one in made)
     assert make_extensions(["", ""], caches, None) == []

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from vllm_kvevict.serving.admission import check_request, refuse_session
-from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.progress import EvictionProgress
 
 SERVER = dict(policy="snapkv", budget=512, interval=64, prefill_interval=256, allow="none")
 NEEDS = 15 + 9 + 2
@@ -76,8 +76,8 @@ def test_what_would_wait_without_end_is_refused(asked):
 def test_a_request_costs_no_walk_through_its_evictions(monkeypatch):
     """As many evictions are looked at for a long request as for a short one: none."""
     walked: list[int] = []
-    evict = RequestTimeline.evict
-    monkeypatch.setattr(RequestTimeline, "evict", lambda *a: walked.append(1) or evict(*a))
+    evict = EvictionProgress.evict
+    monkeypatch.setattr(EvictionProgress, "evict", lambda *a: walked.append(1) or evict(*a))
     config = engine()
     ask(config, prompt=8000, interval=32, prefill_interval=128)
     ask(config, prompt=100, max_tokens=8000, interval=32)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.models import cached_tiny_llama
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import drafting_layers, ring_bytes
+from vllm_kvevict.config.memory_budget import drafting_layers, ring_bytes
 from vllm_kvevict.serving import support
 from vllm_kvevict.serving.drafting import METHODS, UNTRIED, check_drafting
 

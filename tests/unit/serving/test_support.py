@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.serving.configurations import NGRAM, Build, assert_sentence, build, refusal
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory import evictable_layers
+from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.serving import support
 from vllm_kvevict.serving.latent import LATENT_REFUSALS

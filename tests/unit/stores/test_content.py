@@ -5,12 +5,12 @@ import torch
 
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import HostStores
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import StoreBlocks
 
 HEADS, BLOCK, SIZE, BLOCKS = 2, 8, 4, 12
@@ -36,14 +36,14 @@ class Rank:
             )
             for index, name in enumerate(NAMES)
         }
-        timeline = Timeline(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
+        timeline = EvictionRule(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
         self.state = GroupState(
             0, NAMES, timeline, HEADS, 4, 512, torch.device("cpu"), num_slots=BLOCKS
         )
         self.state._kept.random_(0, 5, generator=generator)
         self.values = None
         if values:
-            self.values = PageValues(self.caches, dict.fromkeys(NAMES, HEADS), 2)
+            self.values = TokenStats(self.caches, dict.fromkeys(NAMES, HEADS), 2)
             for name in NAMES:
                 self.values.layer(name).uniform_(generator=generator)
         self.content = StoreContent({0: self.state}, self.caches, self.values)

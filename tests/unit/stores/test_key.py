@@ -8,8 +8,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from benchmarks.bare_scheduler import Setup, make_request
 from vllm_kvevict.stores.key import ShareKey, share_key
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule
 
 KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), True, 0.25)
 OTHERS = dict(
@@ -28,13 +28,13 @@ def test_every_field_makes_another_key(name):
 init_none_hash(sha256)
 SETUP = Setup(block_size=8)
 PROMPT = list(range(2, 132))
-RULE = Timeline(block_size=8, window=8, interval=64, budget_tokens=40)
+RULE = EvictionRule(block_size=8, window=8, interval=64, budget_tokens=40)
 STREAMED = replace(RULE, prefill_interval=64)
 
 
 def key(prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, **options):
     request = make_request(SETUP, "r", prompt, 4, **options)
-    timelines = {0: RequestTimeline(rule, len(prompt), len(prompt), at=at)}
+    timelines = {0: EvictionProgress(rule, len(prompt), len(prompt), at=at)}
     return share_key(request, timelines, 8, policy, first, reads_share)
 
 

@@ -9,10 +9,10 @@ from tests.unit.stores.test_content import BLOCK, HEADS, NAMES, SIZE, Rank
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import StoreBlocks
 
-TIMELINE = Timeline(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
+TIMELINE = EvictionRule(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
 
 
 def sizes(channels: int = 2) -> StoreSizes:

@@ -3,11 +3,11 @@
 
 from dataclasses import replace
 
-from vllm_kvevict.timeline.progress import RequestTimeline
+from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import blocks_for
 
 
-def peak_blocks(request: RequestTimeline, n: int) -> int:
+def peak_blocks(request: EvictionProgress, n: int) -> int:
     """Most blocks up to length ``n``, which counts scheduled tokens.
 
     The prefill, the store, both stores while one is replaced, and the block that a step in flight

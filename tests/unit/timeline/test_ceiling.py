@@ -9,14 +9,14 @@ from tests.unit.timeline.test_prefill_points import Streaming, streaming
 from tests.unit.timeline.test_timeline import PROFILE, timelines
 from vllm_kvevict.timeline.ceiling import most_ever
 from vllm_kvevict.timeline.layers import by_layer
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
-def held(rule: Timeline, prompt_len: int, replay: int, ends: int, at: int | None) -> int:
+def held(rule: EvictionRule, prompt_len: int, replay: int, ends: int, at: int | None) -> int:
     """Most blocks of a request that replays ``replay`` tokens and goes on to its end."""
     walk = Streaming(rule, prompt_len, replay, 0, at)
-    walk.request = RequestTimeline(rule, prompt_len, replay, at, ends)
+    walk.request = EvictionProgress(rule, prompt_len, replay, at, ends)
     walk.prefill(10**9)
     while walk.n < ends:
         walk.step(1)
@@ -31,7 +31,7 @@ def held(rule: Timeline, prompt_len: int, replay: int, ends: int, at: int | None
     st.integers(1, 300),
     st.none() | st.floats(0.01, 1),
 )
-@example(Timeline(1, 1, 0, 5, prefill_interval=1), (1.9, 0.1), 8, 1, None)
+@example(EvictionRule(1, 1, 0, 5, prefill_interval=1), (1.9, 0.1), 8, 1, None)
 def test_no_replay_holds_more(rule, shares, prompt_len, answer, share):
     at = None if share is None else max(1, round(share * prompt_len))
     ends = prompt_len + answer
@@ -48,8 +48,8 @@ def test_no_replay_holds_more(rule, shares, prompt_len, answer, share):
 
 def test_a_replay_holds_the_answer_as_well():
     """15,000 tokens of prompt would fit into 1,000 blocks of 16, and 16,200 to replay do not."""
-    rule = Timeline(16, 32, 128, budget_tokens=1024)
-    assert RequestTimeline(rule, 15_000, 15_000).least_blocks(18_000) == 939
+    rule = EvictionRule(16, 32, 128, budget_tokens=1024)
+    assert EvictionProgress(rule, 15_000, 15_000).least_blocks(18_000) == 939
     assert most_ever(rule, 15_000, 18_000) == 1125
     assert most_ever(replace(rule, prefill_interval=512), 15_000, 18_000) == 62 + 34 + 2
     # A point of its own lets go of the context in every replay, but of nothing behind it.
@@ -60,15 +60,15 @@ def test_a_replay_holds_the_answer_as_well():
 def test_it_costs_the_same_at_every_length(monkeypatch):
     """No walk from eviction to eviction: as many sums for a million tokens as for a thousand."""
     calls = 0
-    counted = Timeline.store_blocks
+    counted = EvictionRule.store_blocks
 
-    def store_blocks(self: Timeline, length: int) -> int:
+    def store_blocks(self: EvictionRule, length: int) -> int:
         nonlocal calls
         calls += 1
         return counted(self, length)
 
-    monkeypatch.setattr(Timeline, "store_blocks", store_blocks)
-    rule = Timeline(16, 32, 128, budget_tokens=1024, prefill_interval=128)
+    monkeypatch.setattr(EvictionRule, "store_blocks", store_blocks)
+    rule = EvictionRule(16, 32, 128, budget_tokens=1024, prefill_interval=128)
     found = set()
     for length in (5_000, 1_000_000):
         for mine in (rule, replace(rule, interval=0), replace(rule, prefill_interval=0)):

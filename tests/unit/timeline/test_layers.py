@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.serving.profile import SHIPPED, read
 from vllm_kvevict.timeline.layers import Share, alike, by_layer, padding, pyramid, sizes_by_stage
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule
 
 WINDOW, BLOCK = 32, 16
 
@@ -157,18 +157,18 @@ def test_layers_together_hold_the_uniform_budget(budget, length, layers, most, b
 
 
 def test_the_shallowest_layers_are_not_given_more_than_there_is():
-    rule = Timeline(BLOCK, WINDOW, 64, budget_tokens=WINDOW + 320)
+    rule = EvictionRule(BLOCK, WINDOW, 64, budget_tokens=WINDOW + 320)
     places = by_layer(pyramid(4, 20), 4, steepest=1.95)
     first, last = (replace(rule, share=places[index]) for index in (0, 3))
     assert (first.store_blocks(2000), last.store_blocks(2000)) == (39, 1)
     assert (first.store_blocks(432), last.store_blocks(432)) == (400 // BLOCK, 240 // BLOCK)
-    early, late = (RequestTimeline(rule, 432, 432) for rule in (first, last))
+    early, late = (EvictionProgress(rule, 432, 432) for rule in (first, last))
     assert (early.point, late.point) == (None, 432), "all of it fits the shallowest"
     assert early.due == 432 + 64, "which joins once it has outgrown its budget"
 
 
 def test_groups_of_one_share_are_different_rules():
-    rule = Timeline(BLOCK, WINDOW, 64, budget_tokens=300)
+    rule = EvictionRule(BLOCK, WINDOW, 64, budget_tokens=300)
     rules = {replace(rule, share=share) for share in by_layer((1.0,) * 4, 2)}
     assert len(rules) == 2
     assert len(rules | {rule} | {replace(rule, share=Share(0, (2, 2), (1.5, 0.5)))}) == 4

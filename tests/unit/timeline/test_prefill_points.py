@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from tests.unit.timeline.test_timeline import PROFILE, Walk, timelines
 from vllm_kvevict.timeline.layers import by_layer
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 @st.composite
-def streaming(draw) -> Timeline:
+def streaming(draw) -> EvictionRule:
     rule = draw(timelines(share=False))
     return replace(rule, prefill_interval=draw(st.sampled_from([1, 7, 32, 100, 300])))
 
@@ -41,7 +41,7 @@ class Streaming(Walk):
             self.evicted_at.append(self.n)
 
 
-def expected_points(rule: Timeline, end: int, at: int | None) -> list[int]:
+def expected_points(rule: EvictionRule, end: int, at: int | None) -> list[int]:
     """Where prefill evicts: the budget full, then every interval, and at the end of the context."""
     bs, window = rule.block_size, rule.window
     kept = max(1, (rule.budget_tokens - window) // bs)
@@ -78,7 +78,7 @@ def test_points_depend_on_lengths_alone(rule, prompt_len, replayed, chunk, share
     if walk.evicted_at and expected:
         assert first == walk.evicted_at[0] and cap == rule.tail_start(first)
         assert walk.request.computed_valid == first
-    fresh = RequestTimeline(rule, prompt_len, end, at)
+    fresh = EvictionProgress(rule, prompt_len, end, at)
     assert fresh.points == tuple(n for n in walk.evicted_at if n < end)
 
 
@@ -87,7 +87,7 @@ def test_points_depend_on_lengths_alone(rule, prompt_len, replayed, chunk, share
 def test_a_prompt_holds_its_budget_and_one_interval(rule, prompt_len, replayed, chunk):
     bs = rule.block_size
     walk = Streaming(rule, prompt_len, prompt_len + replayed, 0)
-    request = RequestTimeline(rule, prompt_len, walk.prefill_end)
+    request = EvictionProgress(rule, prompt_len, walk.prefill_end)
     walk.prefill(chunk)
     assert walk.held == request.least_blocks(walk.n)
     store = rule.store_blocks(prompt_len)
@@ -122,18 +122,18 @@ def test_one_request_never_needs_more_than_start_up_asks_for(
 
 def test_groups_stop_at_the_same_places():
     """What keeps more begins later, at a point of the others."""
-    rule = Timeline(16, 32, 128, budget_tokens=352, prefill_interval=160)
-    alike = RequestTimeline(rule, 2000, 2000).points
+    rule = EvictionRule(16, 32, 128, budget_tokens=352, prefill_interval=160)
+    alike = EvictionProgress(rule, 2000, 2000).points
     assert alike == tuple(range(352 + 160, 2000, 160))
     most, least = (
-        RequestTimeline(replace(rule, share=share), 2000, 2000).points
+        EvictionProgress(replace(rule, share=share), 2000, 2000).points
         for share in by_layer((1.7, 0.3), 2)
     )
     assert least == alike and most == alike[1:]
 
 
 def test_an_eviction_that_is_put_off_runs_at_the_next_point():
-    request = RequestTimeline(Timeline(16, 32, 128, 352, prefill_interval=160), 2000, 2000)
+    request = EvictionProgress(EvictionRule(16, 32, 128, 352, prefill_interval=160), 2000, 2000)
     request.defer(490)  # A step of its window.
     assert (request.point, request.due) == (672, 672)
     request.evict(672)
@@ -141,23 +141,23 @@ def test_an_eviction_that_is_put_off_runs_at_the_next_point():
 
 
 def test_without_evictions_in_decode_an_answer_may_be_everything():
-    rule = Timeline(16, 32, 0, 352, prefill_interval=160)
+    rule = EvictionRule(16, 32, 0, 352, prefill_interval=160)
     assert rule.most_blocks(4000) == 250
     assert replace(rule, interval=64).most_blocks(4000) == 20 + 12 + 2
     assert replace(rule, interval=64, prefill_interval=0).most_blocks(4000) == 250
-    assert RequestTimeline(rule, 3900, 3900).least_blocks(4000) == 20 + 2 + 10
+    assert EvictionProgress(rule, 3900, 3900).least_blocks(4000) == 20 + 2 + 10
 
 
 def test_a_share_is_refused():
     with pytest.raises(ValueError, match="budget in tokens"):
-        Timeline(16, 32, 0, budget_share=0.5, prefill_interval=160)
+        EvictionRule(16, 32, 0, budget_share=0.5, prefill_interval=160)
 
 
 def test_an_eviction_put_off_at_a_grid_point_stops_at_the_requests_own():
-    rule = Timeline(
+    rule = EvictionRule(
         block_size=8, window=8, interval=0, budget_tokens=40, budget_share=None, prefill_interval=64
     )
-    request = RequestTimeline(rule, prompt_len=300, prefill_end=300, at=150)
+    request = EvictionProgress(rule, prompt_len=300, prefill_end=300, at=150)
     first = rule.next_point(0)
     assert request.stop(0) == request.due == first < 150 < rule.next_point(first)
     assert [request.stop(first), request.stop(149)] == [150, 150], "not run: it waits"

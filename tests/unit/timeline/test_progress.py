@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule
 
 
 @pytest.mark.parametrize(
@@ -20,5 +20,5 @@ from vllm_kvevict.timeline.rule import Timeline
     ],
 )
 def test_the_share_that_an_eviction_keeps(rule, at, n, share):
-    request = RequestTimeline(Timeline(16, 32, 64, **rule), 1000, 1000, at)
+    request = EvictionProgress(EvictionRule(16, 32, 64, **rule), 1000, 1000, at)
     assert request.share(n) == pytest.approx(share)

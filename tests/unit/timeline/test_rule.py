@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from tests.unit.timeline.peak import peak_blocks
 from vllm_kvevict.config.budget import budget_share
 from vllm_kvevict.timeline.layers import by_layer
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 PROFILE = settings(deadline=None, derandomize=True)
 
 
 @st.composite
-def timelines(draw, share: bool = True, recent: bool = False) -> Timeline:
+def timelines(draw, share: bool = True, recent: bool = False) -> EvictionRule:
     window = draw(st.integers(1, 40))
     tokens: int | None = window + draw(st.integers(1, 150))
     portion = None
     if share and draw(st.booleans()):
         tokens, portion = None, draw(st.floats(0.01, 1.0))
     least = draw(st.sampled_from([0, 0, 90, 300])) if portion else 0
-    return Timeline(
+    return EvictionRule(
         block_size=draw(st.sampled_from([1, 3, 8, 16, 32])),
         window=window,
         interval=draw(st.sampled_from([0, 1, 7, 16, 50, 128])),
@@ -39,10 +39,10 @@ def timelines(draw, share: bool = True, recent: bool = False) -> Timeline:
 
 @PROFILE
 @given(timelines(), st.integers(0, 900))
-def test_the_shortest_prompt_that_is_evicted(rule: Timeline, longest: int) -> None:
+def test_the_shortest_prompt_that_is_evicted(rule: EvictionRule, longest: int) -> None:
     """Every length is tried, and asked for what a request would do with it."""
     lengths = range(1, longest + 1)
-    evicts = (n for n in lengths if RequestTimeline(rule, n, n).point is not None)
+    evicts = (n for n in lengths if EvictionProgress(rule, n, n).point is not None)
     assert rule.shortest_evicted(longest) == next(evicts, None)
 
 
@@ -50,7 +50,7 @@ def test_the_shortest_prompt_that_is_evicted(rule: Timeline, longest: int) -> No
 class Walk:
     """One request, block by block: what it holds, what a step in flight keeps from being free."""
 
-    rule: Timeline
+    rule: EvictionRule
     prompt_len: int
     prefill_end: int
     in_flight: int
@@ -64,7 +64,7 @@ class Walk:
     held: int = 0
 
     def __post_init__(self) -> None:
-        self.request = RequestTimeline(self.rule, self.prompt_len, self.prefill_end, self.at)
+        self.request = EvictionProgress(self.rule, self.prompt_len, self.prefill_end, self.at)
 
     def step(self, tokens: int) -> None:
         bs = self.rule.block_size
@@ -192,7 +192,7 @@ def test_never_holds_more_than_peak_blocks_with_a_point(
     at = max(1, round(share * prompt_len))
     in_flight = in_flight if rule.stride != 1 else 0
     walk = Walk(rule, prompt_len, prompt_len + replayed, in_flight, at)
-    request = RequestTimeline(rule, prompt_len, walk.prefill_end, at)
+    request = EvictionProgress(rule, prompt_len, walk.prefill_end, at)
     walk.prefill(chunk)
     assert walk.held <= peak_blocks(request, walk.n)
     for _ in range(3 * rule.stride + 2 * rule.block_size):
@@ -206,7 +206,7 @@ def test_never_holds_more_than_peak_blocks_with_a_point(
 def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in_flight):
     # At a stride of 1 a second eviction is planned before the first was processed.
     walk = Walk(rule, prompt_len, prompt_len + replayed, in_flight if rule.stride != 1 else 0)
-    request = RequestTimeline(rule, prompt_len, walk.prefill_end)
+    request = EvictionProgress(rule, prompt_len, walk.prefill_end)
     walk.prefill(chunk)
     assert walk.held <= peak_blocks(request, walk.n)
     for _ in range(3 * rule.stride + 2 * rule.block_size):
@@ -218,10 +218,10 @@ def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in
 
 @PROFILE
 @given(timelines(recent=True), st.integers(1, 600), st.integers(0, 60))
-@example(Timeline(3, 2, 1, budget_share=0.96875, recent=1), 1, 16)
+@example(EvictionRule(3, 2, 1, budget_share=0.96875, recent=1), 1, 16)
 def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
     end = prompt_len + replayed
-    request = RequestTimeline(rule, prompt_len, end)
+    request = EvictionProgress(rule, prompt_len, end)
     cap, due = request.hit_cap, request.due
     assert 0 <= cap <= end
     if due is not None and due - rule.window < end:
@@ -234,17 +234,17 @@ def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
 @PROFILE
 @given(timelines(recent=True), st.integers(1, 600))
 def test_every_query_of_the_window_is_observed(rule, prompt_len):
-    request = RequestTimeline(rule, prompt_len, prompt_len)
+    request = EvictionProgress(rule, prompt_len, prompt_len)
     assume(request.due is not None)
     unseen = [n for n in range(1, request.due + 1) if not request.observes(n)]
     assert unseen == list(range(1, request.due - rule.window + 1))
 
 
-def shares() -> st.SearchStrategy[Timeline]:
+def shares() -> st.SearchStrategy[EvictionRule]:
     return timelines().filter(lambda rule: rule.budget_share is not None)
 
 
-def blocks_of_share(rule: Timeline, n: int) -> int:
+def blocks_of_share(rule: EvictionRule, n: int) -> int:
     return max(1, (max(rule.least, int(round(n * rule.budget_share, 6))) - rule.window)
                // rule.block_size)  # fmt: skip
 
@@ -279,7 +279,7 @@ def test_a_share_is_one_of_the_tokens_at_each_eviction(rule, prompt_len, replaye
 
 
 def test_a_share_of_a_short_prompt_grows_with_the_answer():
-    rule = Timeline(block_size=32, window=32, interval=128, budget_share=0.25)
+    rule = EvictionRule(block_size=32, window=32, interval=128, budget_share=0.25)
     walk = Walk(rule, 20, 20, in_flight=0)
     walk.prefill(20)
     for _ in range(8000 - 20):
@@ -289,23 +289,23 @@ def test_a_share_of_a_short_prompt_grows_with_the_answer():
 
 
 def test_a_share_has_a_least_and_a_most():
-    rule = Timeline(32, 32, 128, budget_share=0.25, least=256, most=512)
+    rule = EvictionRule(32, 32, 128, budget_share=0.25, least=256, most=512)
     assert [rule.budget(n) for n in (100, 1024, 1600, 9000)] == [256, 256, 400, 512]
-    request = RequestTimeline(rule, prompt_len=200, prefill_end=200)
+    request = EvictionProgress(rule, prompt_len=200, prefill_end=200)
     assert (request.point, request.due) == (None, 256 + 128), "until then all of it is kept"
-    assert RequestTimeline(rule, 256 + 32, 256 + 32).point == 256 + 32
+    assert EvictionProgress(rule, 256 + 32, 256 + 32).point == 256 + 32
 
 
 def test_everything_is_never_evicted():
-    rule = Timeline(32, 32, 128, budget_share=1.0)
-    assert RequestTimeline(rule, 20, 20).due is None
-    assert RequestTimeline(rule, 20, 20, ends=4000).due is None
+    rule = EvictionRule(32, 32, 128, budget_share=1.0)
+    assert EvictionProgress(rule, 20, 20).due is None
+    assert EvictionProgress(rule, 20, 20, ends=4000).due is None
 
 
 def test_a_share_counts_what_is_replayed():
     """A preempted request keeps what it would have kept at that length."""
-    rule = Timeline(block_size=16, window=32, interval=0, budget_share=0.25)
-    request = RequestTimeline(rule, prompt_len=1000, prefill_end=1400)
+    rule = EvictionRule(block_size=16, window=32, interval=0, budget_share=0.25)
+    request = EvictionProgress(rule, prompt_len=1000, prefill_end=1400)
     assert request.evict(1400) == (0, 1360)
     assert request.store_blocks == (350 - 32) // 16
 
@@ -314,8 +314,8 @@ def test_a_store_of_layers_never_shrinks():
     """Protected tokens that the prompt's store holds are in every later store, too."""
     share = by_layer((1.2, 1.2, 0.8, 0.8), 2)
     for group in (share[0], share[2]):
-        rule = Timeline(16, 32, 16, budget_share=0.3, share=group)
-        request = RequestTimeline(rule, 300, 300)
+        rule = EvictionRule(16, 32, 16, budget_share=0.3, share=group)
+        request = EvictionProgress(rule, 300, 300)
         stores = [rule.store_blocks(300)]
         for n in range(300, 1500):
             if request.is_due(n):
@@ -326,12 +326,12 @@ def test_a_store_of_layers_never_shrinks():
 
 @given(st.integers(1, 100), st.integers(1, 10**6))
 def test_a_share_in_per_cent_is_exact(percent, length):
-    rule = Timeline(16, 32, 0, budget_share=budget_share(f"{percent}%"))
+    rule = EvictionRule(16, 32, 0, budget_share=budget_share(f"{percent}%"))
     assert rule.budget(length) == length * percent // 100
 
 
 def test_eviction_that_is_not_due_is_refused():
-    request = RequestTimeline(Timeline(16, 32, 64, budget_tokens=64), 200, 200)
+    request = EvictionProgress(EvictionRule(16, 32, 64, budget_tokens=64), 200, 200)
     with pytest.raises(AssertionError, match="no eviction is due at 199"):
         request.evict(199)
     assert request.evict(200) == (0, 160)
@@ -350,9 +350,9 @@ def test_eviction_that_is_not_due_is_refused():
 )
 def test_rejects(wrong):
     good = dict(block_size=16, window=32, interval=64, budget_tokens=64, budget_share=None)
-    Timeline(**good)
+    EvictionRule(**good)
     with pytest.raises(ValueError):
-        Timeline(**(good | wrong))
+        EvictionRule(**(good | wrong))
 
 
 @PROFILE
@@ -373,12 +373,12 @@ def test_imports_neither_torch_nor_vllm():
 
 
 def test_fewer_recent_tokens_than_the_window_observes():
-    rule = Timeline(16, 32, 64, budget_tokens=200, recent=8)
+    rule = EvictionRule(16, 32, 64, budget_tokens=200, recent=8)
     assert (rule.store_blocks(500), rule.tail_start(500)) == (12, 480)
-    request = RequestTimeline(rule, 500, 500)
+    request = EvictionProgress(rule, 500, 500)
     assert request.due == 500 and request.gain(500) == 18
     assert [request.observes(n) for n in (468, 469)] == [False, True], "32 queries, not 8"
     assert request.evict(500) == (0, 480)
     assert request.due == 564 and request.gain(564) == 4
     with pytest.raises(ValueError, match="recent must be at least 1"):
-        Timeline(16, 32, 0, budget_tokens=200, recent=0)
+        EvictionRule(16, 32, 0, budget_tokens=200, recent=0)

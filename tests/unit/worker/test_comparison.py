@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.timeline.step_plan import Heard, Replay, StepPlan
+from vllm_kvevict.timeline.step_plan import HiddenStateSpan, Replay, StepPlan
 from vllm_kvevict.worker.comparison import Comparison, divergence
 
 WINDOW = 12
@@ -65,7 +65,7 @@ def test_the_positions_of_both_are_the_same(end, late, cuts):
 
     def step(owner: int, first: int, last: int, **plan: list[Replay]) -> None:
         rows.owner, rows.first, rows.last = owner, first, last
-        heard = {str(owner): Heard(first, max(first, last - WINDOW), last)}
+        heard = {str(owner): HiddenStateSpan(first, max(first, last - WINDOW), last)}
         one.begin_step(output, StepPlan(heard=heard, **plan))
         one.hear(output)
         one.end_step()

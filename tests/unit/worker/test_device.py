@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.page_values import PageValues
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.gpu import interleaved
@@ -33,7 +33,7 @@ ON_CUDA = [name for name in POLICY_NAMES if name not in ("h2o", "ada-h2o", "subg
 def worker(policy: str) -> WorkerEviction:
     torch.manual_seed(0)
     config = EvictionConfig(policy=policy, window=WINDOW, budget=WINDOW + 2 * BLOCK)
-    timeline = Timeline(BLOCK, WINDOW, 2 * BLOCK, budget_tokens=WINDOW + 2 * BLOCK)
+    timeline = EvictionRule(BLOCK, WINDOW, 2 * BLOCK, budget_tokens=WINDOW + 2 * BLOCK)
     state = GroupState(0, NAMES, timeline, HEADS, 3, 512, CPU)
     layout = interleaved(BLOCK, SIZE)
     assert layout._views  # offsets are read on the host, once
@@ -47,7 +47,7 @@ def worker(policy: str) -> WorkerEviction:
         rows=lambda ids: np.array([1]),
         positions=lambda request_id, start, stop: torch.arange(start, stop, device=CPU),
     )
-    values = PageValues(caches, dict.fromkeys(NAMES, HEADS), 2)
+    values = TokenStats(caches, dict.fromkeys(NAMES, HEADS), 2)
     probe = LayerProbe(torch.randn(HEADS, 2, SIZE + 2), None, torch.rand(HEADS), None)
     prose = replace(probe, weights=torch.randn(HEADS, 2, SIZE + 2), age=torch.randn(HEADS, 2, 2))
     probe = replace(probe, prose=prose)
@@ -92,7 +92,7 @@ def same(one: WorkerEviction, other: WorkerEviction, **tolerance) -> None:
     for name in NAMES:
         pages = [each._caches[name].pages for each in (one, other)]
         torch.testing.assert_close(*pages, **tolerance)
-        numbers = [each.page_values.layer(name) for each in (one, other)]
+        numbers = [each.token_stats.layer(name) for each in (one, other)]
         torch.testing.assert_close(*numbers, **tolerance)
 
 
@@ -106,7 +106,7 @@ def test_no_tensor_is_made_elsewhere(policy):
             watched._evict(eviction)
     same(watched, plain, rtol=0, atol=0)
     for name in NAMES:
-        assert bool(plain.page_values.layer(name).any()) == policy.endswith(("defensive", "probe"))
+        assert bool(plain.token_stats.layer(name).any()) == policy.endswith(("defensive", "probe"))
     assert int(watched.states[0].tail_start[1]) == 144
 
 

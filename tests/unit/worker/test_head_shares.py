@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.evict import ROWS, run, steps, worker
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.worker.head_shares import by_group, rank_shares
 
 ROW = [0.4, 0.8, 1.2, 1.6]
@@ -27,7 +27,7 @@ def test_a_rank_shares_out_the_pages_of_its_own_heads(first, heads, copies, expe
 
 
 def test_layers_of_a_group_are_found_by_name():
-    rule = Timeline(32, 32, 0, budget_tokens=128)
+    rule = EvictionRule(32, 32, 0, budget_tokens=128)
     device = torch.device("cpu")
     states = {
         7: GroupState(7, ["l.3", "l.1"], rule, 1, 2, 64, device),

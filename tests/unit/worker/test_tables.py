@@ -12,7 +12,7 @@ from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.tables import table_bytes
 
@@ -26,7 +26,7 @@ BLOCKS = 1000
 
 def layers() -> dict[str, EvictableAttentionSpec]:
     """Three layers of one budget around one of another."""
-    small, large = (Timeline(BLOCK, 8, 64, budget_tokens=tokens) for tokens in (72, 136))
+    small, large = (EvictionRule(BLOCK, 8, 64, budget_tokens=tokens) for tokens in (72, 136))
     timelines = [small, large, small, small]
     return {
         f"layer.{index}": EvictableAttentionSpec.of(PLAIN, timeline)

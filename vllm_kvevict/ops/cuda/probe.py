@@ -74,7 +74,7 @@ def probe_scores(
 
     Returns:
         [batch.columns] float32 scores, protected tokens at 1e30, and [C, batch.columns] float32:
-        what :func:`.page_values.keep_page_values` is to keep of each.
+        what :func:`.token_stats.keep_page_values` is to keep of each.
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.

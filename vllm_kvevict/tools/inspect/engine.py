@@ -6,7 +6,7 @@ from typing import Any
 from vllm_kvevict.calibrate.local_engine import load_tokenizer, sized, start
 from vllm_kvevict.calibrate.read_prompt import Prompt, read_prompt
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import KEY
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import AT, BUDGET, POLICY
 from vllm_kvevict.serving.command import CommandError, first_line
 from vllm_kvevict.tools.inspect.kept import Group, History, Snapshot
@@ -54,7 +54,7 @@ def run(options: Options, engine_args: Any) -> list[Run]:
     """
     from tqdm import tqdm
 
-    config = EvictionConfig.parse((engine_args.additional_config or {}).get(KEY))
+    config = EvictionConfig.parse((engine_args.additional_config or {}).get(CONFIG_KEY))
     if config is None:
         raise CommandError("eviction is off, so there is nothing to draw: give --kv-eviction")
     tokenizer = load_tokenizer(engine_args)
@@ -69,7 +69,7 @@ def run(options: Options, engine_args: Any) -> list[Run]:
         raise CommandError(str(error)) from None
     check_length(options, config, prompt)
     llm = start(sized(engine_args, len(prompt.ids) + options.max_tokens))
-    config = EvictionConfig.parse(llm.llm_engine.vllm_config.additional_config[KEY])
+    config = EvictionConfig.parse(llm.llm_engine.vllm_config.additional_config[CONFIG_KEY])
     assert config is not None
     try:
         configs = variants(options, config)

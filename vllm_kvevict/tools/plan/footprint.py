@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.requests import RequestOptions
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline, blocks_for
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,9 +110,9 @@ class EvictingGroup(Group):
 
     """
 
-    def __init__(self, timeline: Timeline, prompt: int) -> None:
+    def __init__(self, timeline: EvictionRule, prompt: int) -> None:
         super().__init__(timeline.block_size)
-        self._request = RequestTimeline(timeline, prompt, prompt)
+        self._request = EvictionProgress(timeline, prompt, prompt)
         self.points = self._request.points
 
     def step(self, n: int, last: int) -> int:
@@ -144,9 +144,11 @@ class SharingGroup(EvictingGroup):
 
     """
 
-    def __init__(self, timeline: Timeline, prompt: int, context: int, evicts_shared: bool) -> None:
+    def __init__(
+        self, timeline: EvictionRule, prompt: int, context: int, evicts_shared: bool
+    ) -> None:
         super().__init__(timeline, prompt)
-        request = self._request = RequestTimeline(timeline, prompt, prompt, at=context)
+        request = self._request = EvictionProgress(timeline, prompt, prompt, at=context)
         if request.is_due(context):
             request.evict(context)
         self.points = request.points

@@ -10,7 +10,7 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.compat import shim
-from vllm_kvevict.config.memory import beside_page_values
+from vllm_kvevict.config.memory_budget import beside_page_values
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
@@ -41,13 +41,13 @@ class Buffers:
     rings: int
     ring_slots: int
     tables: int
-    page_values: int
+    token_stats: int
     attention: int
     workspace: int
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank. ``weights`` and ``activations`` are None where they play no part.
 
     ``capacity_tokens`` and ``concurrency`` (sequences of the longest length) are what vLLM's
@@ -82,7 +82,7 @@ def share_out(
     vllm_config: "VllmConfig",
     config: "EvictionConfig",
     ranks: "Sequence[dict[str, KVCacheSpec]]",
-) -> Memory:
+) -> RankMemory:
     """Size the KV cache as vLLM does at start-up, and the buffers as the worker does.
 
     Args:
@@ -138,7 +138,7 @@ def share_out(
     tables = max(_tables(vllm_config, one) for one in configs)
     values = max(_page_values(one, channels) for one in configs)
     kv_cache = max(max(t.size for t in one.kv_cache_tensors) for one in configs)
-    return Memory(
+    return RankMemory(
         weights,
         weights_from,
         activations,

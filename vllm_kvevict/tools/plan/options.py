@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
 
     from vllm_kvevict.compat import shim
     from vllm_kvevict.config.config import EvictionConfig
-    from vllm_kvevict.config.names import KEY, MEASURE
+    from vllm_kvevict.config.names import CONFIG_KEY, MEASURE
     from vllm_kvevict.serving.command import evict_by_default
 
     args = _parser().parse_args(argv)
@@ -86,7 +86,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
         except (OSError, ValueError) as error:
             raise SizingError(_sentence(args.model_config, error)) from None
     shim().choose_block_size(vllm_config)
-    config = EvictionConfig.parse(vllm_config.additional_config.get(KEY))
+    config = EvictionConfig.parse(vllm_config.additional_config.get(CONFIG_KEY))
     if config is None:
         raise SizingError("eviction is off, so there is nothing to plan: give --kv-eviction")
     longest = vllm_config.model_config.max_model_len

@@ -12,7 +12,7 @@ from vllm_kvevict.tools.plan.footprint import (
     request_footprint,
     sharing_groups,
 )
-from vllm_kvevict.tools.plan.memory import Memory, share_out
+from vllm_kvevict.tools.plan.memory import RankMemory, share_out
 from vllm_kvevict.tools.plan.model import rank_specs
 from vllm_kvevict.tools.plan.options import Options, SizingError
 
@@ -29,7 +29,7 @@ class Sizing:
     options: Options
     vllm_config: "VllmConfig"
     config: "EvictionConfig"
-    memory: Memory
+    memory: RankMemory
     without: RequestFootprint
     evicting: RequestFootprint
     sharing: RequestFootprint | None = None
@@ -227,7 +227,7 @@ def _memory_rows(sizing: Sizing) -> list[tuple[str, int, str]]:
         *([("per-head attention", buffers.attention, "")] if buffers.attention else []),
         *([("eviction's workspace", buffers.workspace, "")] if buffers.workspace else []),
         ("KV cache", memory.kv_cache, ""),
-        ("numbers beside the KV cache", buffers.page_values, ""),
+        ("numbers beside the KV cache", buffers.token_stats, ""),
         ("tables of the requests", buffers.tables, ""),
     ]
     return rows

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.timeline.peak import peak_blocks
-from vllm_kvevict.timeline.progress import RequestTimeline
-from vllm_kvevict.timeline.rule import Timeline
+from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.tools.plan.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 
-RULE = Timeline(block_size=32, window=32, interval=128, budget_tokens=256)
+RULE = EvictionRule(block_size=32, window=32, interval=128, budget_tokens=256)
 
 
 def test_by_hand():
@@ -80,9 +80,9 @@ def test_sequences_are_what_fits():
 )
 def test_within_what_the_timeline_bounds(budget, window, interval, prompt, output):
     share = float(budget[:-1]) / 100 if isinstance(budget, str) else None
-    rule = Timeline(8, window, interval, None if share else budget, share)
+    rule = EvictionRule(8, window, interval, None if share else budget, share)
     one = request_footprint([EvictingGroup(rule, prompt)], prompt, output)
-    bound = peak_blocks(RequestTimeline(rule, prompt, prompt), prompt + output)
+    bound = peak_blocks(EvictionProgress(rule, prompt, prompt), prompt + output)
     assert max(one.prompt, one.decode, one.replace) <= bound + 1
     # Where stores grow, the largest moment and the largest eviction are not the same.
     assert share is not None or one.decode + one.replace <= bound + 1

@@ -8,8 +8,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.cache.page_values import PageValues
-from vllm_kvevict.config.memory import beside_page_values
+from vllm_kvevict.cache.token_stats import TokenStats
+from vllm_kvevict.config.memory_budget import beside_page_values
 
 BLOCKS, BLOCK_SIZE, SIZE = 6, 4, 3
 
@@ -27,7 +27,7 @@ def cache_memory(heads: int) -> torch.Tensor:
 def test_numbers_follow_the_tokens():
     heads, channels = 2, 3
     memory = cache_memory(heads)
-    values = PageValues({"a": layer_cache(memory)}, {"a": heads}, channels)
+    values = TokenStats({"a": layer_cache(memory)}, {"a": heads}, channels)
     assert values.layer("a").shape == (BLOCKS * heads, BLOCK_SIZE, channels)
     assert values.num_bytes == BLOCKS * heads * BLOCK_SIZE * channels * 4
     values.layer("a").copy_(torch.randn(BLOCKS * heads, BLOCK_SIZE, channels))
@@ -54,7 +54,7 @@ def test_layers_share_numbers_where_they_share_memory():
     """As vLLM's groups do; also where one of them has more heads of fewer tokens."""
     one, other = cache_memory(2), cache_memory(2)
     caches = {"a": layer_cache(one), "b": layer_cache(other), "c": layer_cache(one)}
-    values = PageValues(caches, dict(a=2, b=2, c=2), 1)
+    values = TokenStats(caches, dict(a=2, b=2, c=2), 1)
     assert values.num_bytes == 2 * BLOCKS * 2 * BLOCK_SIZE * 4
     values.layer("a").fill_(1.0)
     assert bool((values.layer("c") == 1).all())

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.request import RequestState
-from vllm_kvevict.engine.turns import Turns
+from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.timeline.rule import blocks_for
 from vllm_kvevict.timeline.watermarks import Watermarks
 
@@ -115,7 +115,7 @@ class Forecast:
         return result
 
 
-class Memory:
+class MemoryPressure:
     """Sets what admissions leave free, and requests evictions under pressure.
 
     Those on demand are asked to evict when free blocks fall below the low watermark. Free blocks
@@ -128,7 +128,7 @@ class Memory:
 
     """
 
-    def __init__(self, core: EvictionCore, turns: Turns, planner: StepPlanner) -> None:
+    def __init__(self, core: EvictionCore, turns: RingQueue, planner: StepPlanner) -> None:
         self._core = core
         self._table = core.table
         self._turns = turns

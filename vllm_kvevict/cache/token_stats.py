@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm_kvevict.cache.layer_cache import LayerCache
 
 
-class PageValues:
+class TokenStats:
     """C float32 numbers for every token of every head page, addressed as the KV cache is.
 
     Layers whose caches share memory share their numbers too: vLLM lays KV-cache groups over

@@ -9,7 +9,7 @@ from vllm_kvevict.timeline.ring_slots import RingSlots
 from vllm_kvevict.timeline.wakeups import WakeupQueue
 
 
-class Turns:
+class RingQueue:
     """Wakes decoding requests that come near an eviction, and hands out ring slots.
 
     A prompt needs its slot in the very step that ends it, or it stays whole; so it takes one from
