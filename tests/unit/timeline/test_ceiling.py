@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.timeline.test_prefill_points import Streaming, streaming
-from tests.unit.timeline.test_timeline import PROFILE, timelines
+from tests.unit.timeline.test_rule import PROFILE, timelines
 from vllm_kvevict.timeline.ceiling import most_ever
 from vllm_kvevict.timeline.layers import by_layer
 from vllm_kvevict.timeline.progress import EvictionProgress

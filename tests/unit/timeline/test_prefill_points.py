@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.timeline.test_timeline import PROFILE, Walk, timelines
+from tests.unit.timeline.test_rule import PROFILE, Walk, timelines
 from vllm_kvevict.timeline.layers import by_layer
 from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
