@@ -47,7 +47,7 @@ NOT_RUN = {
 """Commands that no parser of this test takes, and why."""
 
 PROSE = {
-    "calibrate, plan\n": "folders by rank; test_imports.py holds them",
+    "flowchart TD": "a diagram",
     "Engine 000:": "metrics/test_logger.py compares such lines",
     "max - l *": "a formula",
     "sum_j exp(": "a formula",

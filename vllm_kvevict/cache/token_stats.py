@@ -1,4 +1,9 @@
-"""Numbers beside the cached tokens: what a policy has to remember of each of them."""
+"""Floats that a policy keeps for every cached token.
+
+They lie in a tensor ``[num_blocks * H, block_size, C]`` for each layer and move with the tokens.
+Each rank gives vLLM's KV cache only its share of the memory, ``page / (page + H * block_size * C
+* 4)``.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

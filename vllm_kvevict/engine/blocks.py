@@ -1,4 +1,17 @@
-"""The blocks of requests that evict: what an eviction takes and gives, and who holds what."""
+"""The blocks of requests that evict: what an eviction takes and gives, and who holds what.
+
+An eviction takes fresh blocks if the pool has enough of them in addition to the next step of all
+running requests; the prompt then stays in the prefix cache. Otherwise the survivors go to the
+request's own blocks: those of its old store, and the positional ones before the new tail that no
+other request holds. Unless the prefix is shared, there are more than S of them, so a prompt that
+fills the whole pool can be evicted. Writing to own blocks is safe for three reasons:
+
+- The owner is known. The step is already scheduled, so a request that hit a block references it.
+- The hash goes first. A block that is reachable by hash is unpublished, so no later request hits
+  it.
+- Steps run in the order of the stream. Earlier steps read the old content, the next step uses the
+  new tables, and the worker reads all survivors of a layer before it writes one of them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,11 @@
-"""What admissions leave free, and whom eviction under pressure takes when free blocks run short."""
+"""The blocks that admissions leave free, and the choice of requests that evict under pressure.
+
+An admission leaves free what the running requests will take before their evictions give blocks
+back: the highest point of all of them within an interval, which follows from lengths. The number
+becomes vLLM's ``watermark_blocks`` while requests wait. A request that evicts on demand has no
+due length. It gets one here when free blocks fall below the low watermark, after vLLM has
+scheduled a step and before the step is planned.
+"""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,10 @@
-"""The plan of each step: which requests record their queries, and which evict."""
+"""The plan of each step: which requests record their queries, and which evict.
+
+Under ``--kv-eviction-shared-blocks keep`` an eviction that gains no blocks, because other
+requests hold the same prefix, is postponed; a preempted prompt that is evicted while it streams
+in is the exception. Under ``evict`` a request that evicts in its first step is admitted with the
+blocks that it lacks, and a running request waits for them.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 

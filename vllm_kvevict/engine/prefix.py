@@ -1,4 +1,9 @@
-"""What of an evicting request may come from the prefix cache, and what may go into it."""
+"""Limits on what an evicting request takes from the prefix cache, and on what it publishes.
+
+No published block is ever written. Blocks with tokens that were computed after an eviction are
+never published under vLLM's hash of the prefix. A hit is capped so that the queries of the
+observation window are computed. Freed blocks of a prompt keep their hash until vLLM reuses them.
+"""
 
 import sys
 from collections.abc import Callable

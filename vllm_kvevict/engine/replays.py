@@ -1,4 +1,10 @@
-"""Requests of the engine's own, which run the last tokens of others once more over their stores."""
+"""Requests of the engine's own, which compute the last tokens of others again over their stores.
+
+Workers keep the hidden states of the last tokens of a drawn request before its eviction. A replay
+then begins with the new store and the tail and computes these tokens again; the workers compare
+the logits of both. A replay holds blocks, so it ends before its request evicts again and when
+blocks are short.
+"""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,10 @@
-"""One request's eviction, from its arrival to its end: the record that the whole engine reads."""
+"""One request's eviction, from its arrival to its end: the record that the whole engine reads.
+
+The scheduler clips the chunk of prefill that would run across an eviction point. With async
+scheduling the next chunk waits until the eviction was processed: without the blocks that it
+frees, a full pool would preempt the request, which would be recomputed to the same point without
+end.
+"""
 
 import sys
 from collections.abc import Mapping

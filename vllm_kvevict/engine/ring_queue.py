@@ -1,4 +1,9 @@
-"""Who is looked at in a step, and who records its queries."""
+"""Order in which requests are examined, and the ring slots that record their queries.
+
+Ring slots rotate among decoding requests. The step that ends a prompt takes a slot from the
+request that began last. An eviction without a slot is postponed and tried again at every step. A
+request that ends before its next eviction takes no slot.
+"""
 
 import sys
 from collections.abc import Callable

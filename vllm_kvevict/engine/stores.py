@@ -1,4 +1,17 @@
-"""Stores that evictions at a point leave for other requests, and what is computed over them."""
+"""Stores that evictions at a point leave for other requests, and what is computed over them.
+
+A store is published under everything that it depends on: vLLM's hash of the blocks before the
+point, the tokens of the last block, the point, the policy, the protected tokens, and the size of
+the store in every group. A request with the same key is admitted at the point. Its table begins
+with null blocks, its positional blocks from the tail start on are those of the first request, and
+it holds the store. While one request prefills towards a store, others with the same key wait.
+
+What is computed between the point and the next eviction depends on the store and on all tokens
+alone. Full blocks of it are published as (store, vLLM's hash of the block). Blocks of a store
+carry a hash that no prefix leads to, so vLLM's pool keeps idle ones like cached blocks, and a
+store is found only while all its blocks have theirs. A later eviction of one holder makes a store
+of its own.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

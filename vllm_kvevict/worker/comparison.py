@@ -1,4 +1,4 @@
-"""What an eviction lost: the replay's next tokens beside those of the cache before it."""
+"""Comparison of the next-token distributions before and after an eviction, for audits."""
 
 from collections.abc import Callable
 

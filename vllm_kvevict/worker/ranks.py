@@ -1,4 +1,8 @@
-"""The tensor-parallel ranks of a layer: their sum and average, and which heads are whose."""
+"""Sums and means over the tensor-parallel ranks of a layer, and the heads that each rank owns.
+
+Each rank shares out the pages of its own KV heads. Block counts are equal on all ranks, but an
+adaptive split cannot move budget between ranks.
+"""
 
 import torch
 from vllm.distributed import (
