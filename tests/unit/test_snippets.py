@@ -102,7 +102,7 @@ def ours(words: list[str], **_: Any) -> None:
     name, *arguments = words
     assert name in COMMANDS
     if arguments:
-        python(["-m", f"vllm_kvevict.{name}", *arguments])
+        python(["-m", "vllm_kvevict", name, *arguments])
 
 
 def serve(words: list[str], parser: Any) -> None:
