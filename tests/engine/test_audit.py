@@ -6,8 +6,8 @@ import pytest
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
+from tests.engine.cases import ASYNC, SYNC, counters, engine, evictions, tokens
 from tests.engine.harness import Setup
-from tests.engine.test_scheduler import ASYNC, SYNC, counters, engine, evictions, tokens
 from tests.engine.views import replays_of
 
 AUDITED = [replace(setup, audit=1.0, max_batched=512) for setup in (SYNC, ASYNC)]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engine.cases import SYNC, engine, tokens
 from tests.engine.test_in_place import check_sharer
-from tests.engine.test_scheduler import SYNC, engine, tokens
 from vllm_kvevict.engine.memory_pressure import Forecast
 
 DRAFTS = 1

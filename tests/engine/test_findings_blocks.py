@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.harness import Engine
-from tests.engine.test_scheduler import (
+from tests.engine.cases import (
     BOTH,
     counters,
     engine,
@@ -17,6 +16,7 @@ from tests.engine.test_scheduler import (
     hit,
     tokens,
 )
+from tests.engine.harness import Engine
 
 WHOLE = {"kv_eviction": "none"}
 

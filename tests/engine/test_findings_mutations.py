@@ -7,7 +7,7 @@ import pytest
 from tests.engine import test_findings_blocks as blocks
 from tests.engine import test_findings_turns as turns
 from tests.engine import test_findings_work as work
-from tests.engine.test_scheduler import SYNC
+from tests.engine.cases import SYNC
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
 from vllm_kvevict.engine.memory_pressure import Forecast
 from vllm_kvevict.engine.planner import StepPlanner

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.engine.test_offload import lose
-from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, hit, tokens
+from tests.engine.cases import BOTH, SYNC, counters, engine, hit, lose, tokens
 from vllm_kvevict.engine.tiered_stores import MOST_READ, Lookup, name_of
 from vllm_kvevict.stores.region import Region
 

@@ -11,7 +11,7 @@ import pytest
 from vllm.config import SpeculativeConfig
 
 from benchmarks import bare_scheduler
-from tests.engine.test_scheduler import BOTH, SYNC, engine, evictions, hit, tokens
+from tests.engine.cases import BOTH, SYNC, engine, evictions, hit, tokens
 
 
 @BOTH

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engine.cases import SYNC, counters, evictions, no_stop, tokens
 from tests.engine.harness import Engine, Setup
-from tests.engine.test_scheduler import SYNC, counters, evictions, no_stop, tokens
 from tests.engine.work import lines_run
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.test_scheduler import (
+from tests.engine.cases import (
     ASYNC,
     BOTH,
     SYNC,

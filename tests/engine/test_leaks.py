@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.bare_scheduler import VOCABULARY, Setup, make_request, make_scheduler
-from tests.engine.test_scheduler import SYNC, tokens
+from tests.engine.cases import SYNC, tokens
 
 LIVE = 24
 """Requests that are alive at once."""

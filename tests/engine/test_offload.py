@@ -5,17 +5,12 @@ from random import Random
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.engine.cases import lose
 from tests.engine.harness import Engine, Setup
 from vllm_kvevict.engine.offload import OffloadGuard
 
 SETUP = Setup(budget=40, window=8, interval=16, blocks=26, block_size=8, offload=600)
 PROMPT = [2 + number % 700 for number in range(195)]
-
-
-def lose(engine: Engine) -> None:
-    """The pool loses what nobody holds."""
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

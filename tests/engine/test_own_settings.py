@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.harness import Engine
-from tests.engine.test_scheduler import (
+from tests.engine.cases import (
     ASYNC,
     BOTH,
     SYNC,
@@ -20,6 +19,7 @@ from tests.engine.test_scheduler import (
     tokens,
     used_blocks,
 )
+from tests.engine.harness import Engine
 from vllm_kvevict.timeline.step_plan import PLAN
 
 AT_100 = {"kv_eviction_at": 100}

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.harness import Engine, Setup, kv_cache_config, vllm_config
-from tests.engine.test_own_settings import walk
-from tests.engine.test_scheduler import (
+from tests.engine.cases import (
     ASYNC,
     BOTH,
     SYNC,
@@ -20,6 +18,8 @@ from tests.engine.test_scheduler import (
     tokens,
     used_blocks,
 )
+from tests.engine.harness import Engine, Setup, kv_cache_config, vllm_config
+from tests.engine.test_own_settings import walk
 
 INSIDE = dict(prefill_interval=32, longest=600, interval=32)
 

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.simulate.__main__ import simulate
 from benchmarks.simulate.options import Options
+from tests.engine.cases import counters, engine, evictions, tokens
 from tests.engine.harness import Engine, Setup
-from tests.engine.test_scheduler import counters, engine, evictions, tokens
 from tests.models import cached_tiny_llama
 from vllm_kvevict.timeline.step_plan import PLAN
 

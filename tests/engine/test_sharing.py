@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.harness import Engine
-from tests.engine.test_scheduler import (
+from tests.engine.cases import (
     ASYNC,
     BOTH,
     SYNC,
@@ -21,6 +20,7 @@ from tests.engine.test_scheduler import (
     tokens,
     used_blocks,
 )
+from tests.engine.harness import Engine
 
 AT_100 = {"kv_eviction_at": 100}
 DOCUMENT = tokens(100)

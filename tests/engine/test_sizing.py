@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engine.cases import no_stop, tokens
 from tests.engine.harness import Engine, Setup
-from tests.engine.test_scheduler import no_stop, tokens
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.tools.plan.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 

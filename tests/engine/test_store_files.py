@@ -19,8 +19,7 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 
-from tests.engine.test_offload import lose
-from tests.engine.test_scheduler import ASYNC, BOTH, SYNC, counters, engine, tokens
+from tests.engine.cases import ASYNC, BOTH, SYNC, counters, engine, lose, tokens
 from vllm_kvevict.engine import tiered_stores as stores_module
 from vllm_kvevict.engine.tiered_stores import PATIENCE, READERS, name_of
 from vllm_kvevict.stores import files as files_module

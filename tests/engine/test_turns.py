@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engine.cases import counters, engine, evictions, tokens
 from tests.engine.harness import Engine, Setup
-from tests.engine.test_scheduler import counters, engine, evictions, tokens
 
 SETUP = Setup(budget=40, window=8, interval=16, blocks=400, max_batched=512, rings=1)
 BOTH = pytest.mark.parametrize("setup", [SETUP, replace(SETUP, asynchronous=True)])
