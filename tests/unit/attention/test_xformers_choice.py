@@ -169,7 +169,7 @@ def test_scratch():
         reserved = Scratch(name, small, torch.device("cpu")).table
         assert reserved.shape == (10, 256), "mixed steps would make a table of their own"
     narrow = Scratch("xformers", Shape(1, 1, 8, 16, 1, 64), torch.device("meta"))
-    assert narrow.gathered(1) == 2**15
+    assert narrow.optional.gathered(1) == 2**15
     long = Shape(2, 4, 256, 16, max_requests=1, max_model_len=2**20)
     scratch = Scratch("xformers", long, torch.device("meta"))
     assert (
