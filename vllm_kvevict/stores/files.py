@@ -296,8 +296,8 @@ def check_owner(folder: Path) -> None:
         )
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise ValueError(
-            f"{flag}: every user may write to the folder {folder} and so change answers; remove "
-            f"that permission (chmod o-w)."
+            f"{flag}: every user may write to the folder {folder} and so change answers; give a "
+            "folder that does not exist yet, or remove that permission (chmod o-w)."
         )
 
 
