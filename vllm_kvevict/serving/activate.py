@@ -1,4 +1,4 @@
-"""Eviction in a finished ``VllmConfig``: our worker and our scheduler in the place of vLLM's."""
+"""Switches eviction on in a finished ``VllmConfig`` with our worker and our scheduler."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     if config.when == "pressure":
         logger.info(
             "KV eviction under pressure only: it begins when %g%% of the blocks are free and ends "
-            "at %g%%, each beside what running requests take until blocks are back.",
+            "at %g%%, each in addition to what running requests take until blocks are back.",
             100 * config.options.low_mark,
             100 * config.options.high_mark,
         )

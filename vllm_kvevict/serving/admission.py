@@ -67,7 +67,7 @@ def check_request(
     if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
         raise ValueError(
             f"KV eviction: {AT if options.at else PREFILL_INTERVAL} and seed cannot be combined on "
-            "vLLM's CPU build, whose workers end when a seeded prompt is computed in parts; leave "
+            "vLLM's CPU build: its workers end when a seeded prompt is computed in parts; leave "
             "the seed away, or set temperature 0"
         )
     return options
@@ -98,7 +98,7 @@ def check_name(request_id: str) -> None:
 
 
 def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
-    """Check a request whose prompt may be rendered already; any other prompt passes.
+    """Check a request if its prompt is rendered already; any other prompt passes.
 
     Raises:
         ValueError: As :func:`check_request`.
@@ -110,7 +110,7 @@ def check_rendered(vllm_config: "VllmConfig", params: Any, prompt: Any) -> None:
 
 
 def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
-    """Refuse settings for a session of streaming input, whose prompt has no end to evict at.
+    """Refuse settings for a session of streaming input: its prompt has no end to evict at.
 
     Raises:
         ValueError: The parameters bring any setting of ours, or the KV cache is too small for a

@@ -23,7 +23,7 @@ _SPEECH = {
 """Modules that API servers load for some models only."""
 
 _under_way: ContextVar[bool] = ContextVar("kv_eviction_beam_search", default=False)
-"""Whether the requests that this task or thread adds are those of a beam search."""
+"""True if the requests that this task or thread adds belong to a beam search."""
 
 
 def mark(vllm_config: "VllmConfig", request: Any) -> bool:
@@ -49,7 +49,7 @@ def mark(vllm_config: "VllmConfig", request: Any) -> bool:
 
 
 def check_length(vllm_config: "VllmConfig", length: int) -> None:
-    """Refuse a beam search for whose sequences the KV cache is too small.
+    """Refuse a beam search if the KV cache is too small for its sequences.
 
     Raises:
         ValueError: In one sentence, how many blocks it needs, and how many are sure.
@@ -115,7 +115,7 @@ def _wrap_online(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _searching(search: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """What a beam search yields. Tasks that it begins know that they are its own."""
+    """Yield the results of a beam search. Tasks that it starts are marked as its own."""
     try:
         while True:
             before = _under_way.set(True)

@@ -1,4 +1,4 @@
-"""Whether a request fits into a KV cache that need not hold the longest sequence as a whole.
+"""Refuses requests that do not fit into a KV cache smaller than the longest sequence.
 
 vLLM promises at start-up that every request fits. Where prompts evict as they stream in it promises
 so much only for the server's own settings; a request that asks for others must be refused where it
@@ -56,7 +56,7 @@ def whole_blocks(vllm_config: "VllmConfig", length: int) -> tuple[int, int] | No
 
 @cache
 def _promised(groups: frozenset[EvictionRule], longest: int) -> int | None:
-    """What start-up asked for; None where that is the longest sequence as it is."""
+    """Memory that start-up asked for; None if it asked for the longest sequence."""
     promised = sum(rule.most_blocks(longest) for rule in groups)
     whole = sum(blocks_for(longest, rule.block_size) for rule in groups)
     return None if promised == whole else promised

@@ -1,4 +1,4 @@
-"""What the commands share: their policy where none is given, and errors in one sentence."""
+"""Code that the commands share: the default policy, and errors in one sentence."""
 
 import argparse
 

@@ -127,7 +127,7 @@ async def _point_of_completion(renderer: Any, request: Any, rendered: Any, rende
 
 
 def _failed(rendered: Any) -> bool:
-    """Whether vLLM answers with an error: an ``ErrorResponse`` in the place of inputs."""
+    """Return True if vLLM answers with an ``ErrorResponse`` instead of inputs."""
     return hasattr(rendered, "error")
 
 

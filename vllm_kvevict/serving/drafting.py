@@ -1,4 +1,4 @@
-"""What layers that draft (EAGLE, MTP, a draft model) do not work with."""
+"""Refuses combinations with drafting layers (EAGLE, MTP, a draft model)."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods of speculative decoding whose drafts come from layers with a KV cache."""
+"""Methods of speculative decoding that draft with layers that have a KV cache."""
 
 
 def _runner(c: "VllmConfig", config: "EvictionConfig") -> bool:
@@ -73,8 +73,8 @@ UNTRIED: tuple[tuple[str, Callable[["VllmConfig", "EvictionConfig"], Any]], ...]
     ),
     ("with --enable-lora", lambda c, _: c.lora_config is not None),
     ("with images", lambda c, _: c.model_config.is_multimodal_model),
-    ("beside layers that do not evict", _beside),
-    ("whose heads are not the model's in number or size", _shape),
+    ("in models with layers that do not evict", _beside),
+    ("with another number or size of heads than the model", _shape),
     ("with --kv-cache-dtype fp8", _cache),
     ("in parallel, by several modules or in varying number", _way),
     ("with --kv-eviction-profile, pyramidkv or ada-pyramid", lambda _, e: e.has_groups),

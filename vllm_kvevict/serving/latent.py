@@ -1,4 +1,4 @@
-"""What eviction does not work with in models whose cache is latent (MLA)."""
+"""Refuses combinations with models that have a latent cache (MLA)."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ def _sparse(vllm_config: "VllmConfig") -> bool:
 
 
 def _latent_backend(vllm_config: "VllmConfig") -> bool:
-    """Whether vLLM serves MLA with another backend than its reference for CPUs."""
+    """Return True if vLLM serves MLA with another backend than its reference for CPUs."""
     from vllm.platforms import current_platform
 
     named = vllm_config.attention_config.backend

@@ -31,7 +31,7 @@ FIELDS = (
 def measured(
     engine_args: Any, vllm_config: "VllmConfig", config: "EvictionConfig"
 ) -> "EvictionConfig":
-    """The configuration with ``auto`` in the place of ``measure``, and a profile that it finds.
+    """Return the configuration with ``auto`` instead of ``measure``, and a profile that it finds.
 
     Nothing is measured where the server could not use it; ``auto`` then says why.
 
@@ -61,7 +61,7 @@ def measured(
 
 
 def flags(engine_args: Any) -> list[str]:
-    """What calibrate must be told so that it measures the model of ``engine_args``."""
+    """Return the flags with which calibrate measures the model of ``engine_args``."""
     given = {name: getattr(engine_args, name) for name in FIELDS}
     others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != CONFIG_KEY}
     found = []
@@ -85,7 +85,7 @@ def _is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
 
 
 def _run(command: list[str]) -> str | None:
-    """Run a command, whose lines go to the log; what was wrong, or None."""
+    """Run a command and log its output. Return what was wrong, or None."""
     last = "it said nothing"
     with subprocess.Popen(
         command,

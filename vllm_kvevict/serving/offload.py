@@ -1,4 +1,4 @@
-"""vLLM's own offload to host memory (``--kv-offloading-size``) beside eviction: what is served."""
+"""Checks vLLM's own offload to host memory (``--kv-offloading-size``) for use with eviction."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 CONNECTOR = "OffloadingConnector"
 SPEC = "CPUOffloadingSpec"
 OURS = {"spec_name": "MainMemorySpec", "spec_module_path": "vllm_kvevict.worker.cpu_offload"}
-"""What copies on vLLM's CPU platform, where vLLM has nothing that does."""
+"""Settings that select our copies on vLLM's CPU platform, for which vLLM has none."""
 
 
 def _extra(vllm_config: "VllmConfig") -> dict[str, Any]:
@@ -46,7 +46,7 @@ REFUSALS = (
     Refusal(
         "this kind of KV offloading",
         "only host memory has been tried with it",
-        "set --kv-offloading-size alone in the place of --kv-transfer-config",
+        "set --kv-offloading-size instead of --kv-transfer-config",
         _other_memory,
     ),
     Refusal(
@@ -74,7 +74,7 @@ REFUSALS = (
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
     ),
     Refusal(
-        "KV offloading of models some of whose layers do not evict",
+        "KV offloading of models with layers that do not evict",
         "it has not been tried with them",
         "remove --kv-offloading-size or serve without --kv-eviction",
         lambda c: evictable_layers(c) < c.model_config.get_total_num_hidden_layers(),

@@ -20,7 +20,7 @@ _FROM_FLAGS = "_kv_eviction_from_flags"
 
 
 def register() -> None:
-    """Give vLLM the ``--kv-eviction`` flags and the configuration behind them.
+    """Give vLLM the ``--kv-eviction`` flags and their configuration.
 
     Idempotent. Never raises: an exception here would break every ``vllm serve`` of the
     machine, also those that do not ask for eviction.
@@ -76,7 +76,7 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
         args: What the parser returned; left as it is.
 
     Returns:
-        ``args`` itself where nothing asks for eviction, else a copy whose additional
+        ``args`` itself if nothing asks for eviction, else a copy. Its additional
         configuration is validated, complete, and without the key where eviction is off.
 
     Raises:
@@ -104,7 +104,7 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
         if isinstance(base, dict):
             if "policy" not in base | given:
                 raise ValueError(
-                    f"KV eviction: {flag(next(iter(given)))} needs a policy beside it; "
+                    f"KV eviction: {flag(next(iter(given)))} needs a policy; "
                     f"add --kv-eviction and one of {', '.join(policy_names())}"
                 )
             value = base | given

@@ -53,7 +53,7 @@ def cached_name(model: ModelIdentity) -> str:
 
 
 def check_learned(config: "EvictionConfig", model: str) -> None:
-    """Refuse a policy whose scores are in a profile that was not given.
+    """Refuse a policy that reads its scores from a profile if no profile was given.
 
     Raises:
         ValueError: In one sentence, with the flag and the command that makes a profile.
@@ -90,7 +90,7 @@ def load(where: "str | Profile", vllm_config: "VllmConfig") -> Profile:
         raise ValueError(
             f"{FLAG} auto: no profile ships for {mine}, and none is in {cache_folder()}; make it "
             f"with vllm-kvevict calibrate {vllm_config.model_config.model}, or start "
-            f"with {MEASURE} in the place of auto"
+            f"with {MEASURE} instead of auto"
         )
     profile = where if isinstance(where, Profile) else read(Path(where))
     if profile.model != mine:
@@ -127,7 +127,7 @@ def read(path: Path) -> Profile:
 
 
 def to_json(profile: Profile, weights: "probe_weights.ProbeWeights | None") -> dict[str, Any]:
-    """What a profile's file holds."""
+    """Return the content of a profile's file."""
     value = profile.model_dump(mode="json", exclude={"probe"})
     return value if weights is None else value | {"probe": weights.to_json()}
 

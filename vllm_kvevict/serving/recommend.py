@@ -1,4 +1,4 @@
-"""What ``--kv-eviction auto`` stands for: the best that this model and this server can run."""
+"""Resolves ``--kv-eviction auto``: the best policy that this model and this server can run."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -20,7 +20,7 @@ class ServerRules(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What was read, and from what."""
+    """A parsed configuration and its source."""
 
     vllm_config: "VllmConfig"
     settings: Any

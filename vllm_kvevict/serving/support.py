@@ -1,4 +1,4 @@
-"""What eviction does not work with, decided from the configuration before the model loads.
+"""Refuses what eviction does not support, from the configuration, before the model loads.
 
 The worker looks again at the real layers, for what no configuration tells.
 """
@@ -240,7 +240,7 @@ REFUSALS = (
     # Geometry of the cache.
     Refusal(
         "this KV-cache layout",
-        "a head's tokens of one block must lie behind one another",
+        "a head's tokens of one block must be contiguous",
         "unset VLLM_KV_CACHE_LAYOUT or set it to LBHNC",
         _layout,
     ),
@@ -316,7 +316,7 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
 
 
 def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
-    """Refuse policies that do not load, or whose attention path this platform does not have."""
+    """Refuse policies that do not load, or whose attention this platform lacks."""
     from vllm.platforms import current_platform
 
     from vllm_kvevict.policies.registry import build_policies
@@ -337,6 +337,6 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
         if policy.requirements.attention:
             raise ValueError(
                 f"KV eviction does not support the policy {name} on this platform, because only "
-                "its CPU attention backend reads or writes numbers beside the cached tokens; "
+                "its CPU attention backend reads or writes the floats of tokens; "
                 "choose another policy."
             )
