@@ -153,7 +153,7 @@ def steps(policy: str, in_place: bool = False) -> list[StepPlan]:
 
     ``in_place`` moves three of the four into blocks of their own, or into some and fresh ones.
     """
-    first, other = ([5, 60], [9]) if in_place else ([60, 61], [62])
+    first, other = ([5, 60], [9, 62]) if in_place else ([60, 61], [62, 76])
 
     def both(request, tokens, ring, group, other, protect=0):
         other.group_id = 1
