@@ -7,6 +7,7 @@ Each case was found on a server. Blocks of 8, window 8, budget 40: a store of 4 
 from dataclasses import replace
 
 import pytest
+from vllm.v1.request import Request
 
 from tests.engine.cases import (
     BOTH,
@@ -178,6 +179,25 @@ def test_a_replay_stops_at_a_point_that_is_the_prompts_end(setup):
     core.finish()
 
 
+def postponing(setup, shared: int, other: int = 0) -> tuple[Engine, list, Request | None]:
+    """Two requests that begin with as many blocks of one prefix, and are due to keep one more.
+
+    They evict in decode, whatever is shared, and lack blocks. ``other`` blocks are another one's.
+    """
+    setup = replace(setup, budget=8 * (shared + 1) + 8, interval=16, blocks=101)
+    core = engine(replace(setup, shared="evict", max_batched=128))
+    third = core.add(tokens(8 * other - 4, 7), 80, asked=WHOLE) if other else None
+    both = []
+    for seed in (1, 2):
+        both.append(core.add(tokens(8 * shared) + tokens(4, seed), 200))
+        while not both[-1].num_output_tokens:
+            core.step()
+    while counters(core).postponed_blocks < 8:
+        core.step()
+    assert not counters(core).evictions
+    return core, both, third
+
+
 @BOTH
 def test_evictions_that_cannot_run_yet_hold_back_nobody(setup):
     """A user of a busy server waits for as long as two others answer, and there is room.
@@ -185,40 +205,24 @@ def test_evictions_that_cannot_run_yet_hold_back_nobody(setup):
     Both evict over one long prefix, and each lacks more blocks than running requests hold besides.
     What they lack together was kept free of admissions.
     """
-    setup = replace(setup, budget=320, interval=32, blocks=101, max_batched=512, max_num_seqs=8)
-    core = engine(replace(setup, shared="evict"))
-    core.add(tokens(480), 250, asked=WHOLE)
-    core.step()
-    both = [core.add(tokens(480) + tokens(40, seed), 200) for seed in (1, 2)]
-    for _ in range(3):
-        core.step()
-    assert counters(core).postponed_blocks > 0 == counters(core).evictions
+    core, both, _ = postponing(setup, 60)
     small = core.add(tokens(30, 9), 4)
     for _ in range(8):
         core.step()
     assert small.num_output_tokens == 4 and small.is_finished()
-    assert all(not request.is_finished() for request in both)
+    assert not any(request.is_finished() for request in both)
     core.finish()
 
 
 @BOTH
 def test_an_eviction_that_others_make_room_for_is_not_overtaken(setup):
     """Each block that comes free would else be taken by an admission before it is planned again."""
-    setup = replace(setup, budget=320, interval=32, blocks=101, max_batched=512, max_num_seqs=8)
-    core = engine(replace(setup, shared="evict"))
-    core.add(tokens(360), 250, asked=WHOLE)
-    core.step()
-    ends = core.add(tokens(200, 7), 12, asked=WHOLE)
-    core.step()
-    evicts = core.add(tokens(360) + tokens(40, 1), 200)
-    for _ in range(3):
-        core.step()
-    assert counters(core).postponed_blocks > 0 == counters(core).evictions
+    core, both, ends = postponing(setup, 30, 36)
     late = core.add(tokens(60, 9), 4)
     while not ends.is_finished():
+        assert not counters(core).evictions and not late.num_computed_tokens, "in its place"
         core.step()
-        assert not late.num_computed_tokens, "admitted in its place"
     for _ in range(4):
         core.step()
-    assert counters(core).evictions and not evicts.is_finished()
+    assert counters(core).evictions and not any(request.is_finished() for request in both)
     core.finish()

@@ -123,6 +123,9 @@ class Days:
             if self.rng.random() < 0.4:
                 self.step()
 
+    def abort(self) -> None:
+        self.scheduler.finish_requests(list(self.live), RequestStatus.FINISHED_ABORTED)
+
     def drain(self) -> None:
         while self.scheduler.has_unfinished_requests():
             self.step()
@@ -141,6 +144,8 @@ def serve(setup: Setup, requests: int) -> None:
     for _ in range(10):
         days.serve(requests // 10)
         check(days)
+    # Some of them were to evict hundreds of steps later.
+    days.abort()
     days.drain()
     # What is forgotten when a step begins.
     days.add(5, 3)

@@ -1,11 +1,14 @@
 """Shares of a rank's heads: its own, or copies where ranks share a KV head."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.kernels.evict import ROWS, run, steps, worker
+from tests.kernels.evict import BLOCK, HEADS, ROWS, run, steps, worker
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.timeline.step_plan import StepPlan
 from vllm_kvevict.worker.head_shares import by_group, rank_shares
 
 ROW = [0.4, 0.8, 1.2, 1.6]
@@ -51,3 +54,21 @@ def test_a_policy_that_averages_over_heads_gives_them_equal_pages(policy, alike)
     for state in made.states.values():
         pages = state.indptr(ROWS - 1).diff(dim=-1)
         assert bool((pages == pages[..., :1]).all()) is alike
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_head_keeps_its_protected_tokens_whatever_its_share():
+    """A head of a small share has a page of the budget in addition to those of protected tokens."""
+    made, first = worker("snapkv", fused=False, shares=True), BLOCK + 3
+    plan = steps("snapkv")[0]
+    (eviction, *_) = plan.evictions
+    group = replace(eviction.groups[0], store=[60, 61, 74, 77])
+    records = []
+    made.listeners.append(records.append)
+    run(made, [StepPlan(evictions=[replace(eviction, groups=[group], protect_first=first)])])
+    (record,) = records
+    assert bool((record.pages >= 3).all()) and bool((record.pages.sum(-1) == 4 * HEADS).all())
+    assert bool((record.pages != 4).any()), "shares divide the rest"
+    for columns, pages in zip(record.columns, record.pages, strict=True):
+        for kept in columns.split((pages * BLOCK).tolist()):
+            assert kept[:first].tolist() == list(range(first))
