@@ -18,10 +18,10 @@ from vllm_kvevict.serving.plugin import register
 
 
 class EvictingLLMServer(LLMServer):
-    """Ray's LLM server, in whose process requests are checked and metrics are kept.
+    """Ray's LLM server. Requests are checked and metrics are kept in its process.
 
     Ray builds vLLM's configuration in a task of its own where there are accelerators, so what
-    the plugin arranges beside the configuration is arranged here.
+    the plugin arranges in addition to the configuration is arranged here.
     """
 
     # Ray awaits the constructor.

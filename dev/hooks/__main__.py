@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         default=[],
         type=Path,
         metavar="FOLDER",
-        help="The package `vllm` of another version, beside the installed one; may be repeated.",
+        help="The package `vllm` of another version; may be repeated.",
     )
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="Write the table there; print what is wrong."

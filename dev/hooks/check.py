@@ -39,7 +39,7 @@ def hooks() -> list[Hook]:
 
 
 def problem(source: Source, hook: Hook) -> str | None:
-    """What is wrong with a hook in a vLLM, in a word or two; None for nothing."""
+    """Return what is wrong with a hook in a vLLM, in a word or two, or None."""
     if not source.has(hook.module, hook.name):
         return "missing"
     if not source.has(hook.module, hook.name, hook.parameters):

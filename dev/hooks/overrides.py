@@ -1,4 +1,4 @@
-"""Our functions and classes in the place of vLLM's: what a vLLM passes that they do not take."""
+"""Finds arguments that vLLM passes to our overrides and that these do not accept."""
 
 import ast
 from functools import cache
@@ -10,7 +10,7 @@ OURS = Path(__file__).parents[2] / "vllm_kvevict"
 
 
 def unmet(source: Source, user: str, module: str, name: str) -> list[str]:
-    """What our override of a name lacks.
+    """Return what our override of a name lacks.
 
     Every function in our file that is called as the name's last part counts as an override, be it
     a method or one that replaces a method of an instance.

@@ -1,4 +1,4 @@
-"""What a vLLM defines, read from its source: nothing of it is imported or run."""
+"""Reads what a vLLM defines from its source, without importing or running it."""
 
 import ast
 import re
@@ -32,7 +32,7 @@ class Source:
         self.root = root
 
     def has(self, module: str, name: str, parameters: Sequence[str] = ()) -> bool:
-        """Whether ``module`` defines, inherits or imports a name.
+        """Return True if ``module`` defines, inherits or imports a name.
 
         Args:
             module: Dotted, from ``vllm`` on.
@@ -75,7 +75,7 @@ class Source:
 
     @property
     def version(self) -> str:
-        """What the vLLM calls itself, without a local part; empty where it does not say."""
+        """Version of the vLLM without a local part; empty if the source has none."""
         file = self._file("vllm._version")
         said = re.search(r"__version__ = .*'([\d.]+\w*)", file.read_text()) if file else None
         return said[1] if said else ""
@@ -143,7 +143,7 @@ class Source:
 
 @cache
 def _names_of(file: Path) -> Names:
-    """What a module binds: the statement, and for an import the name it is imported as."""
+    """Return what a module binds: the statement, and for an import its name."""
     names: Names = {}
     for statement in _flat(ast.parse(file.read_text()).body):
         if isinstance(statement, ast.Import | ast.ImportFrom):

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 CPU_BLOCK_SIZE = 128
-"""What ``CpuPlatform.update_block_size_for_backend`` gives a model whose layers all attend."""
+"""Block size that ``CpuPlatform.update_block_size_for_backend`` sets if all layers attend."""
 
 
 def choose_block_size(vllm_config: "VllmConfig") -> None:

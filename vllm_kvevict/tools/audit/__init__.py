@@ -1,1 +1,1 @@
-"""What evictions lose, seen on the operator's own traffic."""
+"""The command that shows what evictions lose on the operator's own traffic."""

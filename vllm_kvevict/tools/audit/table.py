@@ -1,4 +1,4 @@
-"""What a running server's audits say, read from its metrics."""
+"""Reads the audits of a running server from its metrics."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

@@ -75,7 +75,7 @@ def draw_sightings(sheet: Sheet, view: View, top: float, rows: float) -> None:
     for index, sighting in enumerate(sightings):
         place = f"tokens {sighting.start}-{sighting.stop - 1}"
         if not sighting.cached:
-            place += ", behind this eviction"
+            place += ", after this eviction"
         text = f"{letter(index)}  {shorten(sighting.text, room - 3)}\n    {place}"
         y = top - 0.35 - index * min(0.4, rows / len(sightings))
         sheet.write(left + width + 0.25, y, text, fontsize=9, color=find_colour(index))

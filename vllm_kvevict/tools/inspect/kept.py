@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer holds: ``heads[h]`` are the ascending positions in KV head h's store.
+    """Tokens of one layer: ``heads[h]`` are the ascending positions in KV head h's store.
 
     They fill ``pages[h]`` pages. Every head also holds all positions from ``tail_start`` on; 0
     means nothing was evicted.
@@ -96,7 +96,7 @@ def compose(
         pages: [H]: pages each head keeps; K is a multiple of their sum.
         padding: [H]: padding columns in front of a head's candidates.
         old_tail_start: First position of the tail that the eviction saw.
-        tail_start: First position behind the candidates.
+        tail_start: First position after the candidates.
 
     Returns:
         H ascending arrays.

@@ -1,4 +1,4 @@
-"""The command line: our options beside vLLM's engine arguments and the ``--kv-eviction`` flags."""
+"""The command line: our options, vLLM's engine arguments and the ``--kv-eviction`` flags."""
 
 import argparse
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from vllm_kvevict.serving.command import CommandError, evict_by_default, first_l
 
 @dataclass(frozen=True)
 class Options:
-    """What to run and what to draw.
+    """The runs and the outputs that the command line asks for.
 
     ``after`` is ``prefill`` or ``decode``. Without ``budgets`` the server's is the only one;
     ``compare`` is a second policy.
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--html", type=Path, metavar="FILE", help="A page with the prompt's text, shaded."
     )
     group.add_argument(
-        "--compare", metavar="POLICY", help="A second policy, beside it on the page."
+        "--compare", metavar="POLICY", help="A second policy, next to the first one on the page."
     )
     group.add_argument(
         "--budgets", metavar="LIST", help="Budgets to choose from on the page, such as 6%%,256."
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     point.add_argument(
         "--question",
         metavar="TEXT",
-        help="Asked behind the prompt; eviction runs before it is seen.",
+        help="Asked after the prompt; the eviction runs before it is seen.",
     )
     point.add_argument(
         "--at", type=int, metavar="N", help="Evict after N tokens of the prompt, not at its end."

@@ -23,7 +23,7 @@ def as_html(views: Sequence[View]) -> str:
 
 
 def page_data(views: Sequence[View]) -> dict[str, Any]:
-    """What the page shows: the prompt once, and of every run its answer and its counts."""
+    """Return the data of the page: the prompt once, and the answer and counts of every run."""
     first = views[0]
     prompt, layers = first.run.prompt, first.snapshot.layers
     return {

@@ -98,7 +98,7 @@ def _sighting_lines(view: View, sighting: Sighting) -> list[str]:
     where = f"tokens {sighting.start}-{sighting.stop - 1}"
     lines = [f"{sighting.text!r} at {where}"]
     if not sighting.cached:
-        return [lines[0] + ": behind this eviction, so all of it is in the cache"]
+        return [lines[0] + ": after this eviction, so all of it is in the cache"]
     if sighting.start >= view.snapshot.tail_start:
         lines[0] += " (in the tail, which every head holds)"
     lines.append(f"  {'layer':>5}  {'whole':>7}  {'in part':>7}  tokens held by each KV head")

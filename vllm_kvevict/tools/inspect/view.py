@@ -1,4 +1,4 @@
-"""What the picture, the table and the JSON all show of a run."""
+"""The view of a run that the picture, the table and the JSON share."""
 
 from dataclasses import dataclass
 

@@ -20,7 +20,7 @@ class RequestFootprint:
     Args:
         prompt: Most that it holds while its prompt is computed, up to the step that ends it, which
             may evict.
-        decode: Most that it holds while it decodes, beside what an eviction takes.
+        decode: Most that it holds while it decodes, without what an eviction takes.
         replace: Most that an eviction takes in addition: the new store, and the block that a
             step in flight adds before the old ones are free.
         mean: Over its decode steps.

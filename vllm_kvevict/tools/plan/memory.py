@@ -118,7 +118,7 @@ def share_out(
         if available <= 0:
             raise SizingError(
                 f"{share} bytes (--gpu-memory times --gpu-memory-utilization) leave no room for "
-                f"a KV cache beside {weights} bytes of weights, {activations} of activations and "
+                f"a KV cache next to {weights} bytes of weights, {activations} of activations and "
                 f"{rings + attention + workspace} of eviction's buffers"
             )
         available -= max(
@@ -178,7 +178,7 @@ def _rings(
 def _scratch(
     vllm_config: "VllmConfig", config: "EvictionConfig", specs: "dict[str, KVCacheSpec]"
 ) -> "Scratch | None":
-    """What per-head attention works in on a GPU; the CPU build has none."""
+    """Bytes of the buffers of per-head attention on a GPU; the CPU build has none."""
     from vllm.platforms import current_platform
 
     evictable = _evictable(specs)
@@ -243,7 +243,7 @@ def _tables(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
 
 
 def _page_values(kv_cache_config: "KVCacheConfig", channels: int) -> int:
-    """Bytes beside the cache, once for layers of different groups that lie over one another."""
+    """Bytes outside the cache, counted once for layers of different groups that share memory."""
     specs = {
         name: group.kv_cache_spec
         for group in kv_cache_config.kv_cache_groups

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
 
 UNEVEN = ("block_configs", "global_head_dim", "num_global_key_value_heads")
-"""Fields of configurations whose layers differ in heads or head size."""
+"""Fields of configurations with layers that differ in heads or head size."""
 
 KINDS = ("full_attention", "sliding_attention")
 

@@ -1,4 +1,4 @@
-"""The command line: the load and the memory, beside vLLM's own engine arguments."""
+"""The command line: the load, the memory and vLLM's own engine arguments."""
 
 import argparse
 import shutil
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SizingError(Exception):
-    """What cannot be sized and why, in one sentence."""
+    """A server cannot be sized. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _check(options: Options, kv_cache_memory: int | None) -> None:
 
 
 def _model(given: str, folder: Path) -> str:
-    """What vLLM takes for a model: a folder with a config.json, or a name.
+    """Return what vLLM takes as a model: a folder with a config.json, or a name.
 
     Raises:
         SizingError: A path at which there is no configuration.

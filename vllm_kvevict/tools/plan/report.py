@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What a server would have: memory of one rank, and a request's life without and with."""
+    """Sizes of a server: the memory of one rank, and a request's life without and with eviction."""
 
     options: Options
     vllm_config: "VllmConfig"
@@ -35,7 +35,7 @@ class Sizing:
     sharing: RequestFootprint | None = None
     """A request's own blocks where all take one context's store."""
     shared: int = 0
-    """Blocks of that store, and the full ones behind it."""
+    """Blocks of that store, and the full blocks after it."""
 
     @classmethod
     def of(cls, options: Options, vllm_config: "VllmConfig", config: "EvictionConfig") -> "Sizing":
@@ -227,7 +227,7 @@ def _memory_rows(sizing: Sizing) -> list[tuple[str, int, str]]:
         *([("per-head attention", buffers.attention, "")] if buffers.attention else []),
         *([("eviction's workspace", buffers.workspace, "")] if buffers.workspace else []),
         ("KV cache", memory.kv_cache, ""),
-        ("numbers beside the KV cache", buffers.token_stats, ""),
+        ("floats of tokens outside the KV cache", buffers.token_stats, ""),
         ("tables of the requests", buffers.tables, ""),
     ]
     return rows

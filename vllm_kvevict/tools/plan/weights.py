@@ -1,4 +1,4 @@
-"""What a rank holds beside its KV cache: weights, counted, and activations, assumed."""
+"""Memory of a rank without its KV cache: counted weights and assumed activations."""
 
 import json
 import math
