@@ -89,7 +89,7 @@ def check_start_up(planned, said, model, settings, **options) -> None:
         assert [int(size) for size in logged.groups()] == [
             memory["eviction_rings"],
             memory["eviction_tables"],
-            memory["eviction_page_values"],
+            memory["eviction_token_stats"],
         ]
         config = run.core.vllm_config
         cache = config.cache_config

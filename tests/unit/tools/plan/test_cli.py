@@ -92,7 +92,7 @@ def test_a_device_is_shared_out(model):
     assert memory["weights"] == 4 * (2 * 128 * 64 + 2 * layer + 64)
     assert memory["activations"] == 64 << 20
     used = sum(memory[n] for n in ("weights", "activations", "eviction_rings", "kv_cache"))
-    used += memory["eviction_page_values"]
+    used += memory["eviction_token_stats"]
     assert 0 <= (1 << 29) - used < memory["block_bytes"]
 
 
