@@ -8,7 +8,7 @@ from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
 from vllm_kvevict.ops.host import key_scores, norms, read_floats, serves
 from vllm_kvevict.ops.reference import probe
-from vllm_kvevict.ops.reference.probe import Prose, Rotation
+from vllm_kvevict.ops.reference.probe import Network, Prose, Rotation
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ class LayerCache:
         rotation: Rotation | None,
         weights: torch.Tensor,
         prose: Prose | None = None,
+        network: Network | None = None,
+        shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Scores of the keys of pages [H, P] int64: [H, P * block_size, C] float32.
 
@@ -110,8 +112,16 @@ class LayerCache:
             weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.reference.probe.key_scores`;
                 with ``prose`` [H, 2 * C, D + 2].
             prose: Of :func:`vllm_kvevict.ops.reference.probe.with_prose`.
+            network: Of :func:`vllm_kvevict.ops.reference.probe.network_scores`, which is added to
+                every score.
+            shares: Of the same.
 
         """
+        if network is not None:
+            keys = probe.unrotated(self.sequences(self.keys(pages)), rotation)
+            found = probe.key_scores(keys, None, weights)
+            found = found if prose is None else probe.with_prose(found, *prose)
+            return found.add_(probe.network_scores(keys, network, shares)[..., None])
         if serves(self.stored):
             return key_scores(self.pages, pages, self.layout.key_places, rotation, weights, prose)
         found = probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)
