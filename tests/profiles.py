@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvevict.config.probe_weights import ProbeWeights, ProseWeights
+from vllm_kvevict.config.probe_weights import NetworkWeights, ProbeWeights, ProseWeights
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.serving.profile import identity, to_json
 
@@ -21,9 +21,12 @@ def identity_of(model: Path) -> ModelIdentity:
 
 
 def random_weights(
-    mine: ModelIdentity, size: int, seed: int = 0, window: float = 1.0
+    mine: ModelIdentity, size: int, seed: int = 0, window: float = 1.0, units: int = 0
 ) -> ProbeWeights:
-    """Probes for keys of ``size`` dimensions; ``window`` scales what the window counts."""
+    """Probes for keys of ``size`` dimensions; ``window`` scales what the window counts.
+
+    With ``units`` they have networks of so many hidden units.
+    """
     rng = np.random.default_rng(seed)
     shape = mine.layers, mine.kv_heads
 
@@ -38,7 +41,12 @@ def random_weights(
     keys, joined = drawn()
     # As learned: what follows is told by the window a tenth as much as what is asked.
     joined[..., -1] *= 0.1
-    return ProbeWeights(*answers, ProseWeights(keys, joined, age))
+    network = None
+    if units:
+        hidden = rng.normal(size=(*shape, units, size + 3)).astype(np.float32)
+        out = rng.normal(size=(*shape, units + 1)).astype(np.float32)
+        network = NetworkWeights(hidden, out)
+    return ProbeWeights(*answers, ProseWeights(keys, joined, age), network=network)
 
 
 def prose_counts(share: float) -> float:
@@ -74,18 +82,52 @@ def said(
     return alone, first[..., -1] + counts * more[..., -1]
 
 
+def said_by_network(
+    weights: ProbeWeights, x: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor | float:
+    """[L, H, n] float64 what networks add to both kinds of scores; 0 without networks.
+
+    Args:
+        weights: The probes.
+        x: As :func:`said` has it.
+        shares: [L, H, n] float64 logarithms of each head's share of the value norms.
+
+    """
+    if weights.network is None:
+        return 0.0
+    hidden, out = (
+        torch.from_numpy(array).double()[:, :, None]
+        for array in (weights.network.hidden, weights.network.out)
+    )
+    found = out[..., -1] * shares
+    for unit in range(hidden.shape[3]):
+        mine = hidden[:, :, :, unit]
+        z = (x * mine[..., :-1]).sum(-1) + mine[..., -1] * shares
+        found = found + out[..., unit] * z * (1 + torch.erf(z / math.sqrt(2))) / 2
+    return found
+
+
 def of_layers(weights: ProbeWeights, layers: slice) -> ProbeWeights:
     """The probes of some layers."""
-    keys, joined, *prose = (array[layers] for array in weights.arrays)
-    return ProbeWeights(keys, joined, ProseWeights(*prose))
+    keys, joined, *prose = (array[layers] for array in weights.arrays[:5])
+    network = weights.network
+    if network is not None:
+        network = NetworkWeights(network.hidden[layers], network.out[layers])
+    return ProbeWeights(keys, joined, ProseWeights(*prose), network=network)
 
 
 def random_profile(
-    folder: Path, model: Path, size: int = 32, seed: int = 0, window: float = 1.0, **changes: Any
+    folder: Path,
+    model: Path,
+    size: int = 32,
+    seed: int = 0,
+    window: float = 1.0,
+    units: int = 0,
+    **changes: Any,
 ) -> tuple[Path, ProbeWeights]:
     """Write a profile of ``model`` into ``folder``; its path and its probes."""
     mine = identity_of(model)
-    weights = random_weights(mine, size, seed, window)
+    weights = random_weights(mine, size, seed, window, units)
     settings: dict[str, Any] = dict(
         model=mine,
         policy="probe",

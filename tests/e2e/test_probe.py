@@ -14,7 +14,7 @@ from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens, cut_to_fp8, two_biases
-from tests.profiles import of_layers, random_profile, said
+from tests.profiles import of_layers, random_profile, said, said_by_network
 
 REQUESTS = [
     (500, {}),
@@ -80,6 +80,10 @@ class WatchedModel(MaskedModel):
                         of_layers(weights, one), share, features[one, :, new], ages, kind
                     )
                     beside = window[..., None] * shares[one, :, new] if kind else 0
+                    mine = of_layers(weights, one)
+                    alone = alone + said_by_network(
+                        mine, features[one, :, new], shares[one, :, new]
+                    )
                     found[one, :, new, kind] = alone + beside
                 begin = eviction.tail_start
         return found
@@ -109,13 +113,14 @@ def watch(run):
     return found
 
 
+@pytest.mark.parametrize("units", [0, 5], ids=["linear", "network"])
 @pytest.mark.parametrize("window, channels", [("auto", 2), ("none", 1)])
 @pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8", marks=FP8_CACHE)])
 def test_scores_beside_survivors_are_those_of_keys_before_rotation(
-    tiny_model_kv4, tmp_path, dtype, window, channels
+    tiny_model_kv4, tmp_path, dtype, window, channels, units
 ):
     """First and later evictions, an eviction point, protected tokens, beside another policy."""
-    path, weights = random_profile(tmp_path, tiny_model_kv4)
+    path, weights = random_profile(tmp_path, tiny_model_kv4, units=units)
     oracle = WatchedModel(tiny_model_kv4, dtype == "fp8")
     server = dict(policy="ada-probe", budget=BUDGET, interval=32, allow="probe,snapkv")
     server |= dict(profile=str(path), options=dict(probe_window=window))

@@ -7,7 +7,7 @@ import torch
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
 from vllm_kvevict.ops.torch import probe
-from vllm_kvevict.ops.torch.probe import Prose, Rotation
+from vllm_kvevict.ops.torch.probe import Network, Prose, Rotation
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ class LayerCache:
         rotation: Rotation | None,
         weights: torch.Tensor,
         prose: Prose | None = None,
+        network: Network | None = None,
+        shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Scores of the keys of pages [H, P] int64: [H, P * block_size, C] float32.
 
@@ -106,8 +108,16 @@ class LayerCache:
             weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.torch.probe.key_scores`;
                 with ``prose`` [H, 2 * C, D + 2].
             prose: Of :func:`vllm_kvevict.ops.torch.probe.with_prose`.
+            network: Of :func:`vllm_kvevict.ops.torch.probe.network_scores`, which is added to
+                every score.
+            shares: Of the same.
 
         """
+        if network is not None:
+            keys = probe.unrotated(self.sequences(self.keys(pages)), rotation)
+            found = probe.key_scores(keys, None, weights)
+            found = found if prose is None else probe.with_prose(found, *prose)
+            return found.add_(probe.network_scores(keys, network, shares)[..., None])
         found = probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)
         return found if prose is None else probe.with_prose(found, *prose)
 

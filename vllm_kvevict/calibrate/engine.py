@@ -124,6 +124,7 @@ def probed(
         "tokens": [min(lengths), max(lengths)],
         "spread": rank.spread(found.each) if len(found.each) > 1 else 0.0,
         "seconds": found.seconds,
+        "losses": found.losses,
         "vllm": vllm.__version__,
         "vllm_kvevict": __version__,
     }

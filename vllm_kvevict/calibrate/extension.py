@@ -16,7 +16,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache.spec import is_evictable
 from vllm_kvevict.calibrate.layers import Layers, Pass
+from vllm_kvevict.calibrate.network import Examples, trained
 from vllm_kvevict.calibrate.regression import (
+    LEAST,
     REST,
     Ridge,
     captured,
@@ -27,7 +29,7 @@ from vllm_kvevict.calibrate.regression import (
     target,
     window_feature,
 )
-from vllm_kvevict.ops.torch.probe import unrotated
+from vllm_kvevict.ops.torch.probe import Network, network_scores, unrotated
 from vllm_kvevict.worker.ranks import first_head, of_ranks, sum_of_ranks
 from vllm_kvevict.worker.rotary import find
 
@@ -83,7 +85,10 @@ class CalibratingWorker:
         self._kvevict_ridge, self._kvevict_following = (
             {name: Ridge(heads, count, self.device) for name in names} for count in sizes
         )
-        self._kvevict_probes: torch.Tensor | None = None
+        self._kvevict_examples: dict[bool, dict[str, list[Examples]]] = {
+            held: {name: [] for name in names} for held in (False, True)
+        }
+        self._kvevict_networks: dict[str, Network] = {}
         first = first_head(heads)
         return dict(problem=None, heads=heads, first=first, layers=len(names), head_size=size)
 
@@ -94,10 +99,13 @@ class CalibratingWorker:
             self._kvevict_run(ids, 0, 1)
 
     @torch.inference_mode()
-    def kvevict_learn(self, ids: Sequence[int], later: Sequence[Sequence[int]]) -> None:
+    def kvevict_learn(
+        self, ids: Sequence[int], later: Sequence[Sequence[int]], held: bool | None
+    ) -> None:
         """Count a context and the texts that come right behind it, each alone.
 
-        The last of them is how the context goes on.
+        The last of them is how the context goes on. ``held`` says whether networks are judged by
+        the context or learn from it; None where there are none.
         """
         self.kvevict_context(ids)
         count = len(ids) - self._kvevict_recent
@@ -105,8 +113,12 @@ class CalibratingWorker:
         seen = self._kvevict_seen()
         for name, x in self._kvevict_features().items():
             shares = self._kvevict_shares(name)
-            keys = x[..., : 2 - REST]
-            self._kvevict_ridge[name].add(keys, target(most[name], shares)[:, :count])
+            keys, worth = x[..., : 2 - REST], target(most[name], shares)[:, :count]
+            if not held:
+                self._kvevict_ridge[name].add(keys, worth)
+            if held is not None:
+                example = Examples.of(keys, shares[:, :count], worth, seen[name])
+                self._kvevict_examples[held][name].append(example)
             both = torch.cat([x, seen[name][..., None]], dim=-1)
             self._kvevict_following[name].add(both, following(single[name])[:, :count])
 
@@ -125,8 +137,9 @@ class CalibratingWorker:
         for index, (name, x) in enumerate(self._kvevict_features().items()):
             count = x.shape[1]
             worth = (most[name] * self._kvevict_shares(name))[:, :count]
+            network = self._kvevict_said(name, x)
             by_probe = [
-                captured(scored(x, seen[name], weights[:, index]), worth, steps)
+                captured(scored(x, seen[name], weights[:, index]) + network, worth, steps)
                 for weights in (self._kvevict_keys, self._kvevict_joined)
             ]
             found.append(sum(by_probe) / 2)
@@ -179,14 +192,26 @@ class CalibratingWorker:
         Returns:
             ``keys``: [L, H, 2, D + 4] probes of answers and of what follows; ``joined``: the same,
             [L, H, 2, D + 5]; ``keys_moments`` and ``joined_moments``: [L, H, 2, 3] theirs;
-            ``rotated``: by layer.
+            ``rotated``: by layer; and if networks were learned, ``hidden``: [L, H, U, D + 3],
+            ``out``: [L, H, U + 1], and ``loss``: [L, H, 2], of ``network.Trained``.
 
         """
         names = self._kvevict.evictable
         found: dict[str, list[torch.Tensor]] = {}
         for name in names:
             answers, follows = self._kvevict_ridge[name], self._kvevict_following[name]
-            keys = torch.nn.functional.pad(answers.solve(strength), (0, REST - 2))
+            linear, learn = answers.solve(strength), self._kvevict_examples[False][name]
+            network = None
+            if learn and (held := self._kvevict_examples[True][name]):
+                some, judged = Examples.joined(learn), Examples.joined(held)
+                network = trained(some.x, some.y, judged.x, judged.y, linear)
+                self._kvevict_networks[name] = Network.of(network.hidden, network.out)
+                for part in ("hidden", "out", "loss"):
+                    found.setdefault(part, []).append(getattr(network, part))
+                linear = network.linear
+                learn.clear()
+                held.clear()
+            keys = torch.nn.functional.pad(linear, (0, REST - 2))
             size = keys.shape[-1]
             for kind, first, count in (
                 ("keys", keys, size),
@@ -195,6 +220,11 @@ class CalibratingWorker:
                 both = first, follows.solve(strength, count)
                 found.setdefault(kind, []).append(torch.stack(both, 1))
                 moments = [follows.moments(one, size - REST + 1) for one in both]
+                if network is not None:
+                    said = some.scores(linear, self._kvevict_networks[name])
+                    said = (said + window * some.seen if kind == "joined" else said).double()
+                    none = torch.zeros(len(said), device=said.device)
+                    moments[0] = torch.stack([said.mean(1), said.square().mean(1), none], -1)
                 found.setdefault(f"{kind}_moments", []).append(torch.stack(moments, 1))
         rotated = [self._kvevict.rotated[name] for name in names]
         return {kind: torch.stack(rows).cpu() for kind, rows in found.items()} | dict(
@@ -218,7 +248,7 @@ class CalibratingWorker:
             weights = self._kvevict_joined
         self._kvevict_scores = torch.stack(
             [
-                scored(x, seen[name], weights[:, index])
+                scored(x, seen[name], weights[:, index]) + self._kvevict_said(name, x)
                 for index, (name, x) in enumerate(self._kvevict_features().items())
             ]
         )
@@ -261,6 +291,13 @@ class CalibratingWorker:
             return None
         found = logits.float().log_softmax(-1).unflatten(0, (len(counts), -1))
         return (found[0].exp() * (found[0] - found[1:])).sum(-1).mean(-1).cpu()
+
+    def _kvevict_said(self, name: str, x: torch.Tensor) -> torch.Tensor | float:
+        """[H, n - recent] what the networks of a layer add for tokens of :func:`features`."""
+        if name not in self._kvevict_networks:
+            return 0.0
+        shares = self._kvevict_shares(name)[:, : x.shape[1]].clamp(min=LEAST).log()
+        return network_scores(x[..., :-REST], self._kvevict_networks[name], shares)
 
     def kvevict_heads(self, mine: Sequence[Sequence[int]]) -> None:
         """Say which heads of a layer the heads of each rank are."""

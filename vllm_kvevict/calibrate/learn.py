@@ -17,7 +17,12 @@ from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.calibrate.regression import REST, spread_as
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import CONFIG_KEY
-from vllm_kvevict.config.probe_weights import ProbeWeights, ProseWeights, prose_weight
+from vllm_kvevict.config.probe_weights import (
+    NetworkWeights,
+    ProbeWeights,
+    ProseWeights,
+    prose_weight,
+)
 
 STRENGTH = 1e-4
 """Ridge penalty on a weight's square, for each token counted."""
@@ -34,6 +39,9 @@ BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 STEPS = 128
 """Parts of a context at which it is measured what heads hold."""
 
+HELD = 6
+"""Networks are judged by every so many-th lesson; fewer lessons teach linear probes."""
+
 LEAST = 0.05
 """Share of the mean that a head has at least."""
 
@@ -47,6 +55,7 @@ class Learned:
     each: list[torch.Tensor]
     quality: dict[str, Any]
     seconds: dict[str, float]
+    losses: tuple[float, ...]
 
 
 class Model:
@@ -68,6 +77,9 @@ class Model:
         self._answers: list[torch.Tensor] = []
         self._follows: list[torch.Tensor] = []
         """What both kinds of texts taught: keys alone, and joined with the window."""
+        self.losses: tuple[float, ...] = ()
+        """Mean held-out squared error of the linear probes and of the networks, relative to the
+        variance of what they should say; empty where no network was learned."""
         ranks = self._all("kvevict_begin", window, recent)
         problems = [found["problem"] for found in ranks if found["problem"]]
         if problems:
@@ -90,8 +102,9 @@ class Model:
         }
         return torch.stack([by_head[head] for head in sorted(by_head)], dim=1)
 
-    def learn(self, lesson: Lesson) -> None:
-        self._all("kvevict_learn", lesson.context, [later.ids for later in lesson.later])
+    def learn(self, lesson: Lesson, held: bool | None = None) -> None:
+        later = [later.ids for later in lesson.later]
+        self._all("kvevict_learn", lesson.context, later, held)
 
     def captured(self, lesson: Lesson) -> torch.Tensor:
         """[L, H, STEPS] what heads hold of what a context's tokens are worth later."""
@@ -118,7 +131,13 @@ class Model:
             age = torch.stack([one[..., size + 2 : size + REST] for one in self._follows], dim=2)
             more = [_without_age(one, size) for one in self._follows]
             added = ProseWeights(more[0], more[1], age.numpy())
-        return ProbeWeights(keys, joined, added, tuple(ranks[0]["rotated"]))
+        network = None
+        if "hidden" in ranks[0]:
+            parts = ("hidden", "out", "loss")
+            hidden, out, loss = (self._whole([rank[part] for rank in ranks]) for part in parts)
+            self.losses = tuple(loss.mean((0, 1)).tolist())
+            network = NetworkWeights(hidden.numpy(), out.numpy())
+        return ProbeWeights(keys, joined, added, tuple(ranks[0]["rotated"]), network)
 
     def use(self, share: float, tokens: int) -> None:
         """Score as evictions do that keep this share of so many tokens."""
@@ -253,8 +272,9 @@ def learned(
         clock, seconds[name] = time.perf_counter(), round(time.perf_counter() - clock, 1)
 
     model = Model(llm, config.window, config.recent_tokens(config.policy), kv_heads)
-    for lesson in progress(lessons, "probes"):
-        model.learn(lesson)
+    judges = len(lessons) >= HELD
+    for index, lesson in enumerate(progress(lessons, "probes")):
+        model.learn(lesson, index % HELD == HELD - 1 if judges else None)
     weights = model.solve(prose)
     if not all(np.isfinite(array).all() for array in weights.arrays):
         raise CalibrateError("the probes are no numbers: give other --prompts or --documents")
@@ -263,7 +283,7 @@ def learned(
     lap("shares")
     quality = quality_of(model, shares, held_out, progress)
     lap("quality")
-    return Learned(weights, shares, each, quality, seconds)
+    return Learned(weights, shares, each, quality, seconds, model.losses)
 
 
 def extended(engine_args: Any) -> Any:

@@ -68,6 +68,21 @@ class ProseWeights:
 
 
 @dataclass(frozen=True)
+class NetworkWeights:
+    """A network with one hidden layer of U units for each KV head, which both probes gain.
+
+    Args:
+        hidden: [L, H, U, D + 3] float32: weights of an unrotated key's dimensions, of its norm, of
+            1, and of the logarithm of the head's share of the norms of the token's values.
+        out: [L, H, U + 1] float32: weights of the units, then that of the same logarithm.
+
+    """
+
+    hidden: np.ndarray
+    out: np.ndarray
+
+
+@dataclass(frozen=True)
 class ProbeWeights:
     """Two probes of each KV head of each layer that evicts, by depth.
 
@@ -78,6 +93,7 @@ class ProbeWeights:
             ``defensive``'s score, for a score with a window.
         prose: What the text that follows adds; None where nothing was learned of it.
         rotated: [L] whether keys of the layer are rotated; None where their modules say.
+        network: What the score of a key gains; None where it is linear.
 
     """
 
@@ -85,6 +101,7 @@ class ProbeWeights:
     joined: np.ndarray
     prose: ProseWeights | None = None
     rotated: tuple[bool, ...] | None = None
+    network: NetworkWeights | None = None
 
     @property
     def head_size(self) -> int:
@@ -95,6 +112,8 @@ class ProbeWeights:
         """All of its numbers."""
         prose = self.prose
         more = [] if prose is None else [prose.keys, prose.joined, prose.age]
+        if self.network is not None:
+            more += [self.network.hidden, self.network.out]
         return [self.keys, self.joined, *more]
 
     def to_json(self) -> dict[str, Any]:
@@ -104,6 +123,9 @@ class ProbeWeights:
             found["prose"] = _encoded(self.prose, "keys", "joined", "age")
         if self.rotated is not None:
             found["rotated"] = list(self.rotated)
+        if self.network is not None:
+            units = int(self.network.out.shape[-1]) - 1
+            found["network"] = {"units": units, **_encoded(self.network, "hidden", "out")}
         return found
 
 
@@ -133,7 +155,27 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
     ):
         raise ValueError(f"probe.rotated: must be {model.layers} times true or false")
     turned = None if rotated is None else tuple(rotated)
-    return ProbeWeights(keys, joined, prose, turned)
+    network = None
+    if (given := value.get("network")) is not None:
+        network = _network(given, keys.shape[2] - 2, model)
+    return ProbeWeights(keys, joined, prose, turned, network)
+
+
+def _network(given: Any, size: int, model: ModelIdentity) -> NetworkWeights:
+    """Networks over keys of ``size`` dimensions."""
+    units = given.get("units") if isinstance(given, Mapping) else None
+    if not isinstance(units, int) or units < 1 or not {"hidden", "out"} <= given.keys():
+        raise ValueError(
+            "probe.network: must be a mapping with units (at least 1), hidden and out, as "
+            "vllm-kvevict calibrate makes it"
+        )
+    found, heads = [], (model.layers, model.kv_heads)
+    for name, shape in (("hidden", (*heads, units, size + 3)), ("out", (*heads, units + 1))):
+        array = _array(given[name], f"probe.network.{name}")
+        if array.size != math.prod(shape) or not np.isfinite(array).all():
+            raise ValueError(f"probe.network.{name}: must be numbers of shape {list(shape)}")
+        found.append(array.reshape(shape))
+    return NetworkWeights(*found)
 
 
 def _encoded(weights: Any, *names: str) -> dict[str, str]:

@@ -18,9 +18,10 @@ class Probe(Scorer):
     """The logarithm of the most attention that later queries will give a token, as learned.
 
     Ridge regression found for every KV head how this follows from a key whose rotation is taken
-    out, ``a . k + b * |k| + c``, and how from the key and ``defensive``'s score of the window. The
-    worker applies both to a token's key when the token first is a candidate, and keeps the two
-    numbers beside the cache (:attr:`Candidates.key_scores`); nobody reads the key for it again.
+    out, ``a . k + b * |k| + c``, and how from the key and ``defensive``'s score of the window. A
+    small network may add to both what is not linear. The worker applies both to a token's key when
+    the token first is a candidate, and keeps the two numbers beside the cache
+    (:attr:`Candidates.key_scores`); nobody reads the key for it again.
 
     Args:
         kernel: As ``defensive`` averages the window's weights.

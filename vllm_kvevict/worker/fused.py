@@ -106,6 +106,8 @@ class FusedEvictions:
         scorer, groups = self._policies[policy].scorer, self._groups.values()
         if isinstance(scorer, Defensive | Probe):
             known = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
+            if isinstance(scorer, Probe) and self._probes is not None:
+                known = known and not self._probes.has_networks
             needed = [one.probes if isinstance(scorer, Probe) else one.kept for one in groups]
             return known and all(needed)
         return isinstance(scorer, SnapKV)

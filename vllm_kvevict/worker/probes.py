@@ -15,7 +15,7 @@ from vllm_kvevict.config.probe_weights import (
     ProseWeights,
     prose_weight,
 )
-from vllm_kvevict.ops.torch.probe import Rotation, age_features
+from vllm_kvevict.ops.torch.probe import Network, Rotation, age_features
 from vllm_kvevict.ops.torch.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
 from vllm_kvevict.timeline.step_plan import Eviction
@@ -34,6 +34,7 @@ class LayerProbe:
         window: [H] float32: weight of the logarithm of ``defensive``'s score in the second.
         rotary: What rotated the keys; None for keys that were not.
         prose: What :meth:`at` joins, as learned; None for nothing.
+        network: What is added to each of the C scores; None for nothing.
 
     """
 
@@ -42,6 +43,7 @@ class LayerProbe:
     window: torch.Tensor
     rotary: Rotary | None
     prose: "LayerProbe | None" = None
+    network: Network | None = None
 
     def at(self, weight: float) -> "LayerProbe":
         """The probes where prose counts so much."""
@@ -51,7 +53,7 @@ class LayerProbe:
         assert prose.age is not None
         both = torch.cat([self.weights, weight * prose.weights], dim=1)
         window = self.window + weight * prose.window
-        return LayerProbe(both, weight * prose.age, window, self.rotary)
+        return replace(self, weights=both, age=weight * prose.age, window=window, prose=None)
 
     @classmethod
     def of(
@@ -84,11 +86,14 @@ class LayerProbe:
             both = np.stack([keys, joined[:, :-1]], axis=1)[:, :channels]
             return cls(put(both), age, put(joined[:, -1]), rotary)
 
-        prose = weights.prose
-        if prose is None:
-            return part(weights, None)
-        age = put(prose.age[depth, mine][:, :channels])
-        return replace(part(weights, None), prose=part(prose, age))
+        found, prose, learned = part(weights, None), weights.prose, weights.network
+        if prose is not None:
+            age = put(prose.age[depth, mine][:, :channels])
+            found = replace(found, prose=part(prose, age))
+        if learned is not None:
+            hidden, out = put(learned.hidden[depth, mine]), put(learned.out[depth, mine])
+            found = replace(found, network=Network.of(hidden, out))
+        return found
 
 
 class Probes:
@@ -117,6 +122,7 @@ class Probes:
         self._page_values = token_stats
         self._rotations: dict[int, tuple[torch.Tensor, Rotation]] = {}
         self.channels = first.weights.shape[1]
+        self.has_networks = first.network is not None
 
     def weight(self, eviction: Eviction) -> float:
         """What prose counts in an eviction."""
@@ -154,7 +160,7 @@ class Probes:
         latent = any(self._caches[name].is_latent for name in state.layer_names)
         shares = None
         # The one head of a latent cache has all of a token's value, of which the logarithm is 0.
-        if self.channels > 1 and not latent:
+        if (self.channels > 1 or self.has_networks) and not latent:
             shares = self._log_shares(state, grid[..., store_pages:])
         found, layers, of_ages = [], self.at(eviction), age_features(ages)
         for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
@@ -163,8 +169,9 @@ class Probes:
             if probe.rotary is not None:
                 rotation = self._rotation(probe.rotary, positions)
             prose = None if probe.age is None else (of_ages, probe.age)
-            new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights, prose)
-            if shares is not None:
+            more = probe.network, None if shares is None else shares[index]
+            new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights, prose, *more)
+            if self.channels > 1 and shares is not None:
                 new[..., 1].addcmul_(shares[index], probe.window[:, None])
             if store_pages:
                 stored = self._page_values.layer(name)[pages[:, :store_pages]]

@@ -1,6 +1,7 @@
 """Probes in a profile's file: written, read in another process, and refused in one sentence."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def prose(size: int = 8, **changes: Any) -> dict[str, Any]:
     return {name: array.tolist() for name, array in arrays.items()} | changes
 
 
+def network(**changes: Any) -> dict[str, Any]:
+    """What a file has of networks of five units, over keys of eight dimensions."""
+    value: dict[str, Any] = random_weights(MODEL, 8, units=5).to_json()["network"]
+    return value | changes
+
+
 def written(folder: Path, value: Any) -> Path:
     path = folder / "profile.json"
     path.write_text(json.dumps(value))
@@ -35,7 +42,7 @@ def written(folder: Path, value: Any) -> Path:
 
 
 def test_every_process_reads_the_same_numbers(tmp_path: Path) -> None:
-    weights = random_weights(MODEL, 8)
+    weights = random_weights(MODEL, 8, units=5)
     path = written(tmp_path, to_json(profile(), weights))
     found = read(path)
     assert isinstance(found.probe, ProbeFile) and found.probe.file == str(path)
@@ -45,7 +52,7 @@ def test_every_process_reads_the_same_numbers(tmp_path: Path) -> None:
     again = EvictionConfig.parse(json.loads(told))
     assert again == config
     there = probe_weights.read(again.profile.probe, MODEL)
-    assert len(there.arrays) == 5
+    assert len(there.arrays) == 7
     for mine, theirs in zip(there.arrays, weights.arrays, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert there.head_size == 8 and there.rotated is None
@@ -84,6 +91,12 @@ def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
         (dict(prose=prose(keys="%")), "probe.prose.keys: is neither base64 of float32 nor lists"),
         (dict(prose=prose(size=7)), "probe.prose: must have as many numbers as the probe"),
         (dict(rotated=[True]), "probe.rotated: must be 3 times true or false"),
+        (dict(network=[1]), "probe.network: must be a mapping with units (at least 1), hidden and"),
+        (dict(network=network(units=0)), "probe.network: must be a mapping with units"),
+        (dict(network=network(units=4)), "probe.network.hidden: must be numbers of shape [3, 2, 4"),
+        (dict(network=network(hidden="%")), "probe.network.hidden: is neither base64 of float32"),
+        (dict(network=network(out=[1.0])), "probe.network.out: must be numbers of shape [3, 2, 6]"),
+        (dict(network=network(out=[math.nan] * 36)), "probe.network.out: must be numbers"),
     ],
 )
 def test_what_are_no_probes(tmp_path: Path, changes: Any, says: str) -> None:

@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 
-from vllm_kvevict.ops.torch.probe import Rotation, key_scores, unrotated, with_prose
+from vllm_kvevict.ops.torch.probe import (
+    Network,
+    Rotation,
+    key_scores,
+    network_scores,
+    unrotated,
+    with_prose,
+)
 
 
 def rotated(key, angles, interleaved, stretch, first):
@@ -88,3 +95,23 @@ def test_prose_adds_where_it_is_above_the_average():
                 assert float(found[h, n, c]) == pytest.approx(said[c] + more, abs=1e-4)
                 added += more > 0
     assert 10 < added < 70
+
+
+@pytest.mark.parametrize("with_shares", [True, False])
+def test_networks_are_their_units_one_by_one(with_shares):
+    torch.manual_seed(0)
+    heads, tokens, units, size = 2, 9, 3, 6
+    keys, logs = torch.randn(heads, tokens, size), torch.randn(heads, tokens)
+    hidden, out = torch.randn(heads, units, size + 3), torch.randn(heads, units + 1)
+    shares = logs if with_shares else None
+    found = network_scores(keys, Network.of(hidden, out), shares)
+    assert found.shape == (heads, tokens)
+    for h in range(heads):
+        for n in range(tokens):
+            key, log = keys[h, n].tolist(), float(logs[h, n]) if with_shares else 0.0
+            features = [*key, math.hypot(*key), 1.0, log]
+            expected = float(out[h, -1]) * log
+            for u in range(units):
+                z = math.fsum(x * y for x, y in zip(hidden[h, u].tolist(), features, strict=True))
+                expected += float(out[h, u]) * z * (1 + math.erf(z / math.sqrt(2))) / 2
+            assert float(found[h, n]) == pytest.approx(expected, abs=1e-4)

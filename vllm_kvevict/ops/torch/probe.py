@@ -1,9 +1,10 @@
-"""probe: what a linear probe of its unrotated key says a cached token is worth. Reference."""
+"""probe: what a probe of its unrotated key says a cached token is worth. Reference."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.nn.functional import gelu
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,57 @@ def key_scores(
 def _by_dimension(keys: torch.Tensor) -> bool:
     """Whether keys [H, N, D] lie dimension by dimension in memory, as CPU kernels store them."""
     return keys.stride(-2) < keys.stride(-1)
+
+
+@dataclass(frozen=True)
+class Network:
+    """One hidden layer of U units for each of H heads, of a key and of the token's values.
+
+    Args:
+        keys: [H, U, D] float32: weights of an unrotated key's dimensions.
+        rest: [H, U, 3] float32: weights of the key's norm, of 1, and of the logarithm of the head's
+            share of the norms of the token's values.
+        out: [H, 1, U] float32.
+        shares: [H, 1] float32: weight of the logarithm of the share beside the units.
+
+    """
+
+    keys: torch.Tensor
+    rest: torch.Tensor
+    out: torch.Tensor
+    shares: torch.Tensor
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor, out: torch.Tensor) -> "Network":
+        """A network from weights as a profile has them, [H, U, D + 3] and [H, U + 1]."""
+        keys, rest = hidden[..., :-3].contiguous(), hidden[..., -3:].contiguous()
+        return cls(keys, rest, out[:, None, :-1].contiguous(), out[:, -1:].contiguous())
+
+
+def network_scores(
+    keys: torch.Tensor, network: Network, shares: torch.Tensor | None
+) -> torch.Tensor:
+    """``out . gelu(keys . k + rest . (|k|, 1, s)) + shares * s`` of every key k.
+
+    Args:
+        keys: [H, N, D] float32, unrotated.
+        network: Of these heads.
+        shares: [H, N] float32: s, logarithms of each head's share of the value norms; None where
+            they are 0, as those of a head that has all of a token's values.
+
+    Returns:
+        [H, N] float32.
+
+    """
+    norms = keys.square().sum(-1).sqrt_()
+    rest = torch.stack([norms, torch.ones_like(norms)], dim=1)
+    if shares is not None:
+        rest = torch.cat([rest, shares[:, None]], dim=1)
+    # Units first: keys in a CPU's cache lie dimension by dimension.
+    units = torch.bmm(network.keys, keys.mT)
+    units.baddbmm_(network.rest[..., : rest.shape[1]], rest)
+    found = torch.bmm(network.out, gelu(units))[:, 0]
+    return found if shares is None else found.addcmul_(shares, network.shares)
 
 
 def logged_ages(ages: torch.Tensor) -> torch.Tensor:
