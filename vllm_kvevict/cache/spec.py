@@ -29,7 +29,7 @@ class EvictableAttentionSpec(FullAttentionSpec):
             object.__setattr__(self, "timeline", timeline)
 
     @staticmethod
-    def of(spec: FullAttentionSpec, timeline: EvictionRule) -> "EvictableAttentionSpec":
+    def from_spec(spec: FullAttentionSpec, timeline: EvictionRule) -> "EvictableAttentionSpec":
         """The evictable form of a full-attention spec."""
         latent = isinstance(spec, MLAAttentionSpec)
         kind = EvictableLatentSpec if latent else EvictableAttentionSpec

@@ -29,7 +29,7 @@ def layers() -> dict[str, EvictableAttentionSpec]:
     small, large = (EvictionRule(BLOCK, 8, 64, budget_tokens=tokens) for tokens in (72, 136))
     timelines = [small, large, small, small]
     return {
-        f"layer.{index}": EvictableAttentionSpec.of(PLAIN, timeline)
+        f"layer.{index}": EvictableAttentionSpec.from_spec(PLAIN, timeline)
         for index, timeline in enumerate(timelines)
     }
 
