@@ -21,7 +21,7 @@ from vllm_kvevict.ops.cuda.limits import (
     CHUNK,
     DTYPES,
     HEAD_SIZES,
-    MOST_LAYERS,
+    MAX_LAYERS,
     rows_at_once,
 )
 from vllm_kvevict.ops.cuda.pages import STAGING_BYTES, compact
@@ -246,9 +246,7 @@ def obstacle(
         sizes = {caches[name].layout.keys.shape[-1] for name in names}
         dtype = next(iter(stored)) if rings is None else rings.layer(names[0]).dtype
         problems = {
-            f"{len(names)} layers in a group, but at most {MOST_LAYERS}": (
-                len(names) > MOST_LAYERS
-            ),
+            f"{len(names)} layers in a group, but at most {MAX_LAYERS}": (len(names) > MAX_LAYERS),
             f"blocks of {state.timeline.block_size} tokens, but {BLOCK_SIZES}": (
                 state.timeline.block_size not in BLOCK_SIZES
             ),
