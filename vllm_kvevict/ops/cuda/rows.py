@@ -1,4 +1,4 @@
-"""Candidate rows on CUDA: offsets of each head's candidates in the flat scores, and of survivors."""
+"""Candidate rows on CUDA: offsets of candidates in the flat scores and of survivors."""
 
 from dataclasses import dataclass
 

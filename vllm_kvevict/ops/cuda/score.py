@@ -35,7 +35,7 @@ class WindowLayers:
     softcap: float = 0.0
 
     def query_rows(self, batch: EvictionBatch) -> int:
-        """Return G * w; row r of a KV head is query head ``r // w`` of its group, query ``r % w``."""
+        """Return G * w; row r is query head ``r // w`` of the group and query ``r % w``."""
         return self.rings[0].shape[1] // batch.num_heads * batch.window
 
     def query_groups(self, batch: EvictionBatch) -> int:
