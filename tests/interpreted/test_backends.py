@@ -76,7 +76,7 @@ def test_a_replayed_decode_step(kernel, scales, monkeypatch):
     kernel, *many = kernel.split(", ")
     if many:
         # More sequences than FlashAttention 3 splits: our kernel.
-        monkeypatch.setattr(scratch, "MOST_SEQUENCES", 7)
+        monkeypatch.setattr(scratch, "MAX_SEQUENCES", 7)
     size = 4
     small = dict(heads=2, layers=2, block_size=16, requests=3, padding=1, longest_tail=40)
     batches = [random_ragged(seed, **small) for seed in (1, 2)]
