@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.heads import Step
-from vllm_kvevict.attention.evicting import head_pages
+from vllm_kvevict.attention.gpu_backend import head_pages
 from vllm_kvevict.attention.scratch import MAX_SPLITS, Scratch
 from vllm_kvevict.attention.sequences import Extend
 

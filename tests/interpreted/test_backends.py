@@ -10,7 +10,7 @@ from tests.e2e.paged import flash_attn_varlen_func
 from tests.interpreted.fakes import LONGEST, WINDOW, Backend, common_of
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.attention import scratch
-from vllm_kvevict.attention.evicting import head_pages
+from vllm_kvevict.attention.gpu_backend import head_pages
 from vllm_kvevict.attention.triton import EvictingTritonImpl
 
 GROUP = 2

@@ -11,8 +11,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_kvevict.attention.evicting import EvictingBackendMixin, EvictingImplMixin
-from vllm_kvevict.attention.layouts import EvictingBuilderMixin
+from vllm_kvevict.attention.gpu_backend import EvictingBackendMixin, EvictingImplMixin
+from vllm_kvevict.attention.gpu_step import EvictingBuilderMixin
 from vllm_kvevict.attention.scratch import MAX_SPLITS
 from vllm_kvevict.ops.fp8 import typed
 

@@ -10,8 +10,8 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_kvevict.attention.evicting import EvictingBackendMixin, EvictingImplMixin
-from vllm_kvevict.attention.layouts import EvictingBuilderMixin
+from vllm_kvevict.attention.gpu_backend import EvictingBackendMixin, EvictingImplMixin
+from vllm_kvevict.attention.gpu_step import EvictingBuilderMixin
 from vllm_kvevict.ops.fp8 import FP8, typed
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.sequences import Decode
 from vllm_kvevict.ops.fp8 import typed
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention

@@ -12,8 +12,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.binding import GroupBinding
-from vllm_kvevict.attention.layouts import EvictingMetadata
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Recording
 from vllm_kvevict.ops.fp8 import FP8
 

@@ -22,7 +22,7 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
 
     def _register_backend(self) -> None:
         register_backend(
-            AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.attention.cpu.EvictingCPUBackend"
+            AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.attention.cpu_backend.EvictingCPUBackend"
         )
         register_backend(
             AttentionBackendEnum.CPU_MLA, "vllm_kvevict.attention.latent.EvictingLatentBackend"

@@ -10,8 +10,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import FLAG, choose
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.kernels import optional_kernel
-from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.attention.warm_up import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache

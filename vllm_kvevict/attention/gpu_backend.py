@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvevict.attention.layouts import EvictingMetadata
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.attention.triton_decode import decode
 from vllm_kvevict.ops.fp8 import FP8

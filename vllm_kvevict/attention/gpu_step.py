@@ -9,8 +9,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import kernel_asked
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.kernels import OPTIONAL
-from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 
 
