@@ -220,7 +220,7 @@ def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
         if setup.second_budget is not None:
             second = config.model_copy(update={"budget": setup.second_budget})
             timelines += second.timelines(setup.block_size, 1)
-        specs = [EvictableAttentionSpec.of(FullAttentionSpec(**shape), t) for t in timelines]
+        specs = [EvictableAttentionSpec.from_spec(FullAttentionSpec(**shape), t) for t in timelines]
     if setup.sliding_window is not None:
         specs.append(SlidingWindowSpec(**shape, sliding_window=setup.sliding_window))
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]

@@ -19,7 +19,7 @@ from vllm.utils import torch_utils
 
 from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
-from vllm_kvevict.attention import ragged
+from vllm_kvevict.attention import gpu_buffers
 from vllm_kvevict.cache import state
 from vllm_kvevict.papers import nacl
 from vllm_kvevict.worker import candidates
@@ -255,7 +255,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def pretended(monkeypatch: Any) -> Iterator[Watch]:
     """``cuda:0`` exists, pinned memory and events too."""
     with Watch() as watch:
-        for module in (ragged, state, candidates, nacl):
+        for module in (gpu_buffers, state, candidates, nacl):
             monkeypatch.setattr(module, "async_tensor_h2d", async_tensor_h2d)
         monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
         # vLLM 0.33 looks once, as the module is loaded.

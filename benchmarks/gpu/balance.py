@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.attention import RESULTS, numbers
 from benchmarks.gpu.heads import page_split
 from benchmarks.provenance import provenance
-from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, SPLITS_PER_PROGRAM
+from vllm_kvevict.attention.scratch import MIN_SPLIT, SPLITS_PER_PROGRAM
 from vllm_kvevict.ops.triton.splits import CLASSES, STEP
 
 TENTHS = 10
@@ -46,7 +46,7 @@ Split = tuple[int, int]
 def cut(lengths: Sequence[int], target: int) -> list[list[Split]]:
     """The splits of every sequence in order."""
     size = -(-sum(lengths) // target)
-    size = max(SMALLEST_SPLIT, -(-size // STEP) * STEP)
+    size = max(MIN_SPLIT, -(-size // STEP) * STEP)
     found = []
     for length in lengths:
         count = max(1, -(-length // size))

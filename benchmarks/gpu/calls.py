@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.heads import Step
-from vllm_kvevict.attention.evicting import head_pages
-from vllm_kvevict.attention.scratch import MOST_SPLITS, Scratch
+from vllm_kvevict.attention.gpu_backend import head_pages
+from vllm_kvevict.attention.scratch import MAX_SPLITS, Scratch
 from vllm_kvevict.attention.sequences import Extend
 
 
@@ -18,7 +18,7 @@ def _common(step: Step) -> dict[str, Any]:
     version = get_flash_attn_version()
     return dict(
         max_seqlen_q=1, softmax_scale=step.scale, causal=True, window_size=[-1, -1],
-        fa_version=version, num_splits=MOST_SPLITS if version == 3 else 0,
+        fa_version=version, num_splits=MAX_SPLITS if version == 3 else 0,
         max_seqlen_k=step.shape.max_model_len,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch, Shape
+from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch, Shape
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
@@ -112,7 +112,7 @@ class Step:
     def plan(self) -> None:
         """The plan of work of our kernel, once a step for all layers."""
         sequences = self.requests * self.shape.num_heads
-        plan_splits(self.lengths, sequences, self.triton.target, SMALLEST_SPLIT, self.splits)
+        plan_splits(self.lengths, sequences, self.triton.target, MIN_SPLIT, self.splits)
 
     def attend(self, layer: int) -> None:
         """Our decode kernel, which records the queries too."""

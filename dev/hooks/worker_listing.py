@@ -111,13 +111,13 @@ WORKER_HOOKS = {
         "vllm.config": "AttentionConfig.backend AttentionConfig.flash_attn_version",
         "vllm.vllm_flash_attn.flash_attn_interface": "is_fa_version_supported",
     },
-    "attention/evicting.py": {
+    "attention/gpu_backend.py": {
         "vllm.v1.attention.backend": """
             AttentionBackend.supported_kv_cache_layouts AttentionBackend.supports_batch_invariance
         """,
         "vllm.v1.kv_cache_layout": "KVCacheLayout.LBHNC",
     },
-    "attention/layouts.py": {
+    "attention/gpu_step.py": {
         "vllm.v1.attention.backend": """
             AttentionMetadataBuilder.get_cudagraph_support(vllm_config,kv_cache_spec)
             AttentionMetadataBuilder.build_for_cudagraph_capture(common_attn_metadata)
@@ -125,10 +125,10 @@ WORKER_HOOKS = {
             AttentionCGSupport
         """,
     },
-    "attention/ragged.py": {
+    "attention/gpu_buffers.py": {
         "vllm.v1.attention.backend": "CommonAttentionMetadata.seq_lens_cpu_upper_bound",
     },
-    "attention/cpu.py": {
+    "attention/cpu_backend.py": {
         "vllm.v1.attention.backends.cpu_attn": """
             CPUAttentionBackend CPUAttentionMetadataBuilder.build CPUAttentionBackendImpl.forward
             CPUAttentionMetadataBuilder.build_for_drafting(common_attn_metadata,draft_index)

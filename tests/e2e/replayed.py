@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.interpreted.capture import Graph
-from vllm_kvevict.attention.layouts import EvictingMetadata
+from vllm_kvevict.attention.gpu_step import EvictingMetadata
 
 SIZES = (2, 4)
 """Requests that graphs are captured for."""

@@ -74,4 +74,4 @@ def test_a_preempted_request_starts_a_new_stream(tiny_model, oracle):
         for prompt, output, mine in zip(prompts, outputs, lives, strict=True):
             assert check_tokens(oracle, prompt, output, mine) == (250, 250)
         assert run.free_blocks() == 45
-        assert len(run.worker.kv_eviction.policies["subgen-stream"].scorer.memories) <= len(prompts)
+        assert len(run.worker.kv_eviction.policies["subgen-stream"].scorer.state) <= len(prompts)

@@ -129,7 +129,7 @@ def test_a_hit_stops_before_the_window_and_covers_every_group(asynchronous):
 
 def test_specs_of_different_depth_refuse_to_merge():
     timelines = eviction_config(PYRAMID).timelines(FULL.block_size, 4)
-    specs = [EvictableAttentionSpec.of(FULL, timeline) for timeline in timelines]
+    specs = [EvictableAttentionSpec.from_spec(FULL, timeline) for timeline in timelines]
     with pytest.raises(AssertionError, match="different eviction timelines"):
         EvictableAttentionSpec.merge(specs)
     resized = replace(specs[0], block_size=2 * FULL.block_size)
@@ -144,7 +144,7 @@ def vllms_groups(config: EvictionConfig, layers: int) -> list[tuple[list[int], E
     groups = get_kv_cache_groups(
         vllm_config(PYRAMID),
         {
-            name: EvictableAttentionSpec.of(FULL, timeline)
+            name: EvictableAttentionSpec.from_spec(FULL, timeline)
             for name, timeline in zip(names, timelines, strict=True)
         },
     )

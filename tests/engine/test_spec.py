@@ -19,7 +19,7 @@ FULL = FullAttentionSpec(**SHAPE)
 
 
 def evictable(budget: int) -> EvictableAttentionSpec:
-    return EvictableAttentionSpec.of(FULL, EvictionRule(16, 8, 64, budget_tokens=budget))
+    return EvictableAttentionSpec.from_spec(FULL, EvictionRule(16, 8, 64, budget_tokens=budget))
 
 
 def test_keeps_what_the_full_attention_spec_said():
@@ -107,7 +107,7 @@ def test_a_latent_cache_keeps_its_form():
         block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.float32
     )
     timelines = [EvictionRule(16, 8, 64, budget_tokens=budget) for budget in (64, 64, 128)]
-    specs = [EvictableAttentionSpec.of(latent, timeline) for timeline in timelines]
+    specs = [EvictableAttentionSpec.from_spec(latent, timeline) for timeline in timelines]
     merged = type(specs[0]).merge(specs[:2])
     assert isinstance(merged, MLAAttentionSpec) and merged.timeline == timelines[0]
     assert merged.page_size_bytes == latent.page_size_bytes == 16 * 576 * 4

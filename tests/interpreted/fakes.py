@@ -14,7 +14,7 @@ from tests.e2e.paged import flash_attn_varlen_func
 from tests.efficient import efficient_attention_forward
 from tests.ragged import Ragged
 from vllm_kvevict.attention.flash import EvictingFlashImpl, EvictingFlashMetadataBuilder
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.timeline.rule import EvictionRule

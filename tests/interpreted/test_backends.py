@@ -10,7 +10,7 @@ from tests.e2e.paged import flash_attn_varlen_func
 from tests.interpreted.fakes import LONGEST, WINDOW, Backend, common_of
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.attention import scratch
-from vllm_kvevict.attention.evicting import head_pages
+from vllm_kvevict.attention.gpu_backend import head_pages
 from vllm_kvevict.attention.triton import EvictingTritonImpl
 
 GROUP = 2
@@ -76,7 +76,7 @@ def test_a_replayed_decode_step(kernel, scales, monkeypatch):
     kernel, *many = kernel.split(", ")
     if many:
         # More sequences than FlashAttention 3 splits: our kernel.
-        monkeypatch.setattr(scratch, "MOST_SEQUENCES", 7)
+        monkeypatch.setattr(scratch, "MAX_SEQUENCES", 7)
     size = 4
     small = dict(heads=2, layers=2, block_size=16, requests=3, padding=1, longest_tail=40)
     batches = [random_ragged(seed, **small) for seed in (1, 2)]

@@ -118,7 +118,7 @@ def test_a_decode_step(paged, ran):
 
 def test_split_and_merged(monkeypatch, ran):
     """Sequences longer than a split, shorter ones whose later splits are empty, and padding."""
-    monkeypatch.setattr(xformers, "SMALLEST_SPLIT", 32)
+    monkeypatch.setattr(xformers, "MIN_SPLIT", 32)
     batch = random_ragged(8, torch.float16, requests=3, evicted_share=1.0, longest_tail=150)
     check(batch, [1] * 3, 4, paged=True)
     assert {op.SPLIT_K for op, _ in ran} == {32}

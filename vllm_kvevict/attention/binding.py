@@ -1,4 +1,4 @@
-"""What the attention backend of one KV-cache group sees of the worker's eviction state."""
+"""Interface between the attention backend of a KV-cache group and the worker's eviction state."""
 
 from typing import Any, Protocol
 
@@ -14,42 +14,42 @@ from vllm_kvevict.ops.torch.observe import observe_index
 Observation = tuple[torch.Tensor, torch.Tensor]
 
 Extended = tuple[AttentionExtension, Any]
-"""An extension, and what it made of its requests of a step."""
+"""An extension, and the batch that it built of its requests in a step."""
 
 
 class WorkerView(Protocol):
-    """What a backend asks the worker about the step that runs."""
+    """The worker's state of the current step, as attention backends read it."""
 
     rings: ObservationRings | None
     extensions: list[AttentionExtension]
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """[R] int64 state rows in batch order; None outside a scheduled step."""
+        """Return the state rows [R] int64 in batch order; None outside a scheduled step."""
 
     def batch_rings(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """[R] int64 ring slots on the host, -1 for none; None where all have none."""
+        """Return the ring slots [R] int64 on the host, -1 for none; None if all have none."""
 
     def batch_accumulating(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """Places of requests whose policy counts every query; None where there are none."""
+        """Return the batch indices of requests with accumulated attention; None without any."""
 
     def cache(self, layer_name: str) -> LayerCache:
-        """A layer's cache, ready to be read."""
+        """Return the cache of a layer."""
 
 
 class GroupBinding:
-    """Bound to the metadata builder of a group whose layers evict.
+    """Eviction state for the metadata builder of a group with evictable layers.
 
-    Outside a scheduled step (profiling, warm-up) every row counts as not evicted.
+    Outside a scheduled step (profiling, warm-up), no request is evicted.
 
     Args:
-        worker: What the backend asks of the worker.
-        state: The group's.
-        beyond: Tokens of a request in a drafter's first pass after those of the step.
+        worker: The worker's state of the current step.
+        state: The group's state.
+        beyond: Number of tokens per request in a drafter's first pass after those of the step.
 
     """
 
     guesses = False
-    """Whether the pass computes tokens that a drafter guessed, whose queries are not recorded."""
+    """True if the pass computes draft tokens. Their queries are not recorded."""
 
     def __init__(self, worker: WorkerView, state: GroupState, beyond: int = 0) -> None:
         self._worker = worker
@@ -57,20 +57,20 @@ class GroupBinding:
         self._beyond = beyond
 
     def rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """[R] int64 state rows in batch order; None outside a scheduled step."""
+        """Return the state rows [R] int64 in batch order; None outside a scheduled step."""
         return self._worker.batch_rows(common)
 
     @property
     def records(self) -> bool:
-        """Whether a policy that may be chosen needs the observation rings."""
+        """True if any policy of the server needs the observation rings."""
         return self._worker.rings is not None
 
     def ring_slots(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """[R] int64 ring slots on the host, -1 for none; None where all have none."""
+        """Return the ring slots [R] int64 on the host, -1 for none; None if all have none."""
         return self._worker.batch_rings(common)
 
     def observation(self, common: CommonAttentionMetadata) -> Observation | None:
-        """Tokens to record in this step and their ring entries; None where there are none."""
+        """Return the tokens to record in this step and their ring entries; None without any."""
         ring = None if self.guesses else self._worker.batch_rings(common)
         if ring is None:
             return None
@@ -78,11 +78,11 @@ class GroupBinding:
         return observe_index(common.query_start_loc, common.seq_lens, ring, window, self._beyond)
 
     def extended(self, common: CommonAttentionMetadata) -> list[Extended]:
-        """The extensions that serve requests of this step, and how each has laid them out."""
+        """Return the extensions that run requests of this step, with the batch of each."""
         rows = self._worker.batch_rows(common)
         if rows is None:
             return []
-        found: list[Extended] = []
+        extended: list[Extended] = []
         for extension in self._worker.extensions:
             requests = self._worker.batch_accumulating(common)
             if extension.replaces:
@@ -90,15 +90,15 @@ class GroupBinding:
                 requests = weighted.nonzero().flatten()
             if requests is not None and len(requests):
                 batch = extension.build(common, self.state, rows[requests], requests)
-                found.append((extension, batch))
-        return found
+                extended.append((extension, batch))
+        return extended
 
     def scores(self, layer_name: str) -> bool:
-        """Whether a layer's queries decide what to keep: those of the layer that owns a cache."""
+        """Return True if a layer's queries are scored: the layer owns its cache."""
         return self.state.owner(layer_name) == layer_name
 
     def rings(self, layer_name: str) -> torch.Tensor:
-        """[slots * window, query heads, D]: the observation rings of a layer."""
+        """Return the observation ring of a layer: [slots * window, query heads, D]."""
         rings = self._worker.rings
         assert rings is not None
         return rings.layer(layer_name)

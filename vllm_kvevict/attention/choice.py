@@ -1,4 +1,4 @@
-"""Which attention runs evicted requests, decided before workers start."""
+"""Choice of the attention kernel of evicted requests, made before workers start."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,7 @@ FLAG = "--kv-eviction-attention"
 
 
 def flash_problem(vllm_config: "VllmConfig") -> str | None:
-    """Why FlashAttention cannot serve this model on this GPU; None where it can."""
+    """Return the reason why FlashAttention cannot run this model on this GPU; None if it can."""
     from vllm.platforms import current_platform
 
     if current_platform.is_rocm():
@@ -33,27 +33,30 @@ def flash_problem(vllm_config: "VllmConfig") -> str | None:
         return f"FlashAttention has no kernel for head size {size} and these pages on this GPU"
     if capability < (9, 0) and _names_sinks(model.hf_text_config):
         return "FlashAttention takes attention sinks on compute capability 9.0 and newer only"
-    # vLLM takes FlashAttention 3 on 9.0 and 4 on 10.x; others read no FP8.
+    # vLLM uses FlashAttention 3 on 9.0 and 4 on 10.x. Other versions do not read FP8.
     if vllm_config.cache_config.cache_dtype in CACHE_DTYPES and capability.major not in (9, 10):
         return "FlashAttention reads FP8 KV caches on compute capability 9.0 and 10.x only"
     return None
 
 
 def _names_sinks(text: Any) -> bool:
-    """Whether a model's configuration tells of attention sinks; layers say it later for sure."""
+    """Return True if a model's configuration mentions attention sinks.
+
+    The layers are checked later, when they exist.
+    """
     named = any("sink" in name and value for name, value in text.to_dict().items())
     return named or text.model_type == "gpt_oss"
 
 
 def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel", str]:
-    """The kernel of evicted requests on CUDA, and vLLM's backend for the others.
+    """Choose the kernel of evicted requests on CUDA, and vLLM's backend for the other requests.
 
     Returns:
-        ``flash``, ``triton`` or ``xformers``, which only the flag chooses, and the name of vLLM's
-        backend that ours derives from.
+        ``flash``, ``triton`` or ``xformers`` (only if the flag selects it), and the name of the
+        backend of vLLM from which the evicting backend is derived.
 
     Raises:
-        ValueError: In one sentence, why the flag's value cannot be served.
+        ValueError: The flag's value is not supported here. The message gives the reason.
 
     """
     problem = flash_problem(vllm_config)
@@ -71,7 +74,7 @@ def choose(vllm_config: "VllmConfig", config: "EvictionConfig") -> tuple["Kernel
 
 
 def _flash_version(vllm_config: "VllmConfig") -> int:
-    """Of vLLM's FlashAttention here; 2 splits the keys of a few sequences only."""
+    """Return the version of vLLM's FlashAttention; 2 splits keys only for a few sequences."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -82,27 +85,27 @@ def _flash_version(vllm_config: "VllmConfig") -> int:
 
 
 def loads(version: int) -> bool:
-    """Whether vLLM's FlashAttention of a version is in this installation."""
+    """Return True if this installation has a version of vLLM's FlashAttention."""
     from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
 
     return bool(is_fa_version_supported(version))
 
 
 def kernel_asked(vllm_config: "VllmConfig") -> str:
-    """The flag's value in a configuration in which eviction is on; ``auto`` without it."""
+    """Return the flag's value if eviction is on, else ``auto``."""
     settings = vllm_config.additional_config.get(CONFIG_KEY)
     return settings["attention"] if isinstance(settings, dict) else "auto"
 
 
 def arrange(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
-    """Make vLLM select the backend that ours takes the place of.
+    """Make vLLM select the backend that the evicting backend replaces.
 
     Args:
         vllm_config: Changed in place, on CUDA.
-        config: The settings of eviction.
+        config: The configuration of eviction.
 
     Raises:
-        ValueError: In one sentence, which flag does not fit this platform or model.
+        ValueError: A flag does not fit this platform or model. The message gives the reason.
 
     """
     from vllm.platforms import current_platform
@@ -110,8 +113,8 @@ def arrange(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     if current_platform.is_cpu():
         if config.attention != "auto":
             raise ValueError(
-                f"KV eviction: {FLAG} {config.attention} needs a GPU; on the CPU build remove "
-                "the flag or give auto."
+                f"KV eviction: {FLAG} {config.attention} needs a GPU; with the CPU build of vLLM, "
+                "remove the flag or set it to auto."
             )
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

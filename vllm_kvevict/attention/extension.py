@@ -1,4 +1,4 @@
-"""Attention that a policy adds to the CPU backend, or runs instead of vLLM's kernel."""
+"""Attention that a policy runs on the CPU backend, in addition to or instead of vLLM's kernel."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -26,9 +26,9 @@ class AttentionExtension(ABC):
     """
 
     replaces: ClassVar[bool] = False
-    """True: it computes the attention of evicted requests under a policy that weighs its tokens,
-    and vLLM's kernel does not. False: it runs in addition, for requests under a policy that
-    requires every query."""
+    """True if the extension computes the attention of evicted requests instead of vLLM's kernel,
+    under a policy that weighs its tokens. False if it runs in addition to vLLM's kernel, for
+    requests under a policy that requires every query."""
 
     def __init__(self, caches: Mapping[str, LayerCache], token_stats: TokenStats) -> None:
         self.caches = caches
@@ -42,16 +42,16 @@ class AttentionExtension(ABC):
         rows: torch.Tensor,
         requests: torch.Tensor,
     ) -> Any:
-        """Lay out its requests of a step, once for all layers of a group.
+        """Lay out the extension's requests of a step, once for all layers of a group.
 
         Args:
             common: vLLM's metadata of the whole batch.
             state: The group's state.
-            rows: [K] int64 state rows of its requests.
-            requests: [K] int64 their places in the batch.
+            rows: [K] int64 state rows of the requests.
+            requests: [K] int64 batch indices of the requests.
 
         Returns:
-            What :meth:`forward` takes.
+            The argument ``batch`` of :meth:`forward`.
 
         """
 
@@ -70,7 +70,7 @@ class AttentionExtension(ABC):
             state: The group's state.
             layer_name: A layer of the group, or one that shares the cache of such a layer.
             query: [T, query heads, D] of the whole batch.
-            batch: Of :meth:`build`.
+            batch: The result of :meth:`build`.
             output: [T, query heads, D]; an extension that replaces vLLM's kernel writes it at the
                 tokens of its requests.
 
@@ -80,9 +80,9 @@ class AttentionExtension(ABC):
 def make_extensions(
     names: Iterable[str], caches: Mapping[str, LayerCache], token_stats: TokenStats | None
 ) -> list[AttentionExtension]:
-    """The extensions of the classes that policies name, as ``module:Class``; "" names none."""
-    found = []
+    """Return extensions of the classes that policies name as ``module:Class``; "" names none."""
+    extensions = []
     for name in dict.fromkeys(filter(None, names)):
         assert token_stats is not None
-        found.append(resolve_name(name)(caches, token_stats))
-    return found
+        extensions.append(resolve_name(name)(caches, token_stats))
+    return extensions

@@ -1,4 +1,4 @@
-"""The CUDA attention backend: FlashAttention, per KV head for requests that were evicted."""
+"""The CUDA attention backend: FlashAttention, run per KV head for evicted requests."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_kvevict.attention.evicting import EvictingBackendMixin, EvictingImplMixin
-from vllm_kvevict.attention.layouts import EvictingBuilderMixin
-from vllm_kvevict.attention.scratch import MOST_SPLITS
+from vllm_kvevict.attention.gpu_backend import EvictingBackendMixin, EvictingImplMixin
+from vllm_kvevict.attention.gpu_step import EvictingBuilderMixin
+from vllm_kvevict.attention.scratch import MAX_SPLITS
 from vllm_kvevict.ops.fp8 import typed
 
 
 class EvictingFlashBackend(EvictingBackendMixin, FlashAttentionBackend):
-    """Registered over ``FLASH_ATTN``."""
+    """Registered as ``FLASH_ATTN``."""
 
     @staticmethod
     def get_impl_cls() -> type["EvictingFlashImpl"]:
@@ -30,17 +30,17 @@ class EvictingFlashBackend(EvictingBackendMixin, FlashAttentionBackend):
 
 
 class EvictingFlashMetadataBuilder(EvictingBuilderMixin, FlashAttentionMetadataBuilder):
-    """Stock requests keep FlashAttention 3's ahead-of-time schedule.
+    """Builds metadata in which only requests that are not evicted have an ahead-of-time schedule.
 
-    Per-head sequences have other lengths in every layer, so no schedule serves two layers: the
-    kernel makes its own.
+    Per-head sequences have different lengths in every layer, so FlashAttention 3 schedules them in
+    the kernel.
     """
 
     def num_splits(self, common: CommonAttentionMetadata) -> int:
-        """As many as vLLM allows in graphs, and as their partial sums have room."""
+        """Return the splits that vLLM allows in graphs, bounded by the memory of partial sums."""
         assert self.buffers is not None
-        most = self.max_num_splits or MOST_SPLITS
-        return self.buffers.scratch.flash_splits(common.num_actual_tokens, most)
+        max_splits = self.max_num_splits or MAX_SPLITS
+        return self.buffers.scratch.flash_splits(common.num_actual_tokens, max_splits)
 
 
 class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
@@ -84,5 +84,5 @@ class EvictingFlashImpl(EvictingImplMixin, FlashAttentionImpl):
             return_softmax_lse=sinks is not None,
         )
         if sinks is not None:
-            # The kernel knows one sink a query head, which here is another head's in each sequence.
+            # The kernel takes one sink per query head, but sequences belong to different KV heads.
             out.mul_((attended[1].T - sinks).sigmoid()[..., None])

@@ -1,4 +1,4 @@
-"""Kernels of other libraries, which run evicted requests on a GPU if a flag chooses them."""
+"""Optional attention kernels of other libraries, which a flag selects for evicted requests."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm_kvevict.attention.sequences import Extend
 
 OPTIONAL = {"xformers": "vllm_kvevict.attention.xformers.kernel:Xformers"}
-"""Class of each optional kernel, as ``module:Class``, by the value of the flag."""
+"""Class of each optional kernel as ``module:Class``, by the value of the flag."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Shape:
 
 
 class OptionalKernel(ABC):
-    """Runs every step of evicted requests as an :class:`Extend`, in no FULL graph.
+    """A kernel that runs every step of evicted requests as an :class:`Extend`, without FULL graphs.
 
     Args:
-        shape: The evictable layers.
-        device: Where attention runs; ``meta`` to count the bytes.
+        shape: Shape of the evictable layers.
+        device: Device of attention; ``meta`` to count the bytes.
 
     """
 
@@ -44,22 +44,25 @@ class OptionalKernel(ABC):
     @classmethod
     @abstractmethod
     def problem(cls, vllm_config: Any) -> str | None:
-        """Why it cannot serve this model on this GPU; None if it can. Imports no library."""
+        """Return why the kernel cannot run this model on this GPU; None if it can.
+
+        It does not import the library.
+        """
 
     @classmethod
     @abstractmethod
     def layer_problem(cls, soft_caps: bool, sinks: bool) -> str | None:
-        """Why it cannot serve layers that cap logits or have attention sinks; None if it can."""
+        """Return why the kernel cannot run layers with soft caps or sinks; None if it can."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of its buffers."""
+        """Bytes of the kernel's buffers."""
 
     @property
     @abstractmethod
     def op_bytes(self) -> int:
-        """Bytes that its ops allocate at most."""
+        """Maximum number of bytes that the kernel's ops allocate."""
 
     @abstractmethod
     def load(self) -> None:
@@ -70,9 +73,9 @@ class OptionalKernel(ABC):
         """Cut N sequences into the calls of a step, for :attr:`Extend.parts`.
 
         Args:
-            starts: [N + 1] first query of each sequence, and the end.
-            on_device: The same, [N + 1] int32.
-            columns: Pages of a row of the page table.
+            starts: [N + 1] index of the first query of each sequence, and the end.
+            on_device: ``starts`` on the device, [N + 1] int32.
+            columns: Pages in a row of the page table.
 
         """
 
@@ -87,27 +90,27 @@ class OptionalKernel(ABC):
         scale: float,
         table: "torch.Tensor",
     ) -> None:
-        """Causal attention of N sequences with G query heads and one KV head.
+        """Compute causal attention of N sequences with G query heads and one KV head.
 
         Args:
-            query: [queries, G, D], sequence by sequence.
+            query: [queries, G, D], ordered by sequence.
             kv_cache: [num_blocks, H, block_size, 2 * D], contiguous.
             out: [queries, G, D], written in place.
             step: The sequences; their page table is written for this layer.
             lengths: [N] int32 cached tokens.
-            scale: Factor on query-key products.
-            table: [power of two, V or more] int32: the buffer that the page table of the step
-                begins.
+            scale: Factor of query-key products.
+            table: [power of two, at least V] int32 buffer that begins with the page table of the
+                step.
 
         """
 
 
 def optional_kernel(name: str) -> type[OptionalKernel] | None:
-    """The optional kernel that a value of the flag names; None for a kernel of vLLM or our own."""
-    found: type[OptionalKernel] | None = resolve_name(OPTIONAL[name]) if name in OPTIONAL else None
-    return found
+    """Return the optional kernel that a value of the flag names; None for built-in kernels."""
+    kernel: type[OptionalKernel] | None = resolve_name(OPTIONAL[name]) if name in OPTIONAL else None
+    return kernel
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,7 +1,7 @@
 """Attention over a latent cache (MLA) on the CPU: vLLM's kernels, over store and tail.
 
-A layer has one cached head, so all layers of a group hold a store in the same blocks, which the
-kept tokens fill: a request that was evicted is a shorter one with another block table.
+A layer has one cached head, so the kept tokens fill the same blocks of the store in all layers of a
+group. An evicted request therefore runs as a shorter request with another block table.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from vllm_kvevict.ops.torch.pages import head_page_table
 
 @dataclass
 class EvictingLatentMetadata(MLACommonMetadata):
-    """vLLM's metadata over stores and tails, and the queries to record."""
+    """vLLM's metadata over stores and tails, with the queries to record."""
 
     binding: GroupBinding | None = None
     observation: Observation | None = None
 
 
 class EvictingLatentBackend(CPUMLABackend):
-    """Registered over ``CPU_MLA``: ``platforms/cpu.py`` admits no other name."""
+    """Registered as ``CPU_MLA``, the only name that ``platforms/cpu.py`` accepts."""
 
     @staticmethod
     def get_impl_cls() -> type["EvictingLatentImpl"]:
@@ -42,7 +42,7 @@ class EvictingLatentBackend(CPUMLABackend):
 
 
 class EvictingLatentBuilder(MLACommonMetadataBuilder[EvictingLatentMetadata]):
-    """The worker binds the builders of groups that evict."""
+    """Builds metadata over stores and tails; the worker sets ``binding`` for groups that evict."""
 
     binding: GroupBinding | None = None
 
@@ -67,10 +67,10 @@ class EvictingLatentBuilder(MLACommonMetadataBuilder[EvictingLatentMetadata]):
 
 
 class EvictingLatentImpl(CPUMLAImpl):
-    """vLLM's attention, which records the queries of observation windows."""
+    """vLLM's attention, with recording of the queries of observation windows."""
 
     layer: Any = None
-    """The attention layer that this is part of; set by the worker."""
+    """The attention layer of this implementation, set by the worker."""
 
     def forward_mqa(
         self,
@@ -79,12 +79,12 @@ class EvictingLatentImpl(CPUMLAImpl):
         attn_metadata: MLACommonMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of the first tokens of a batch: one query a sequence.
+        """Compute attention of the first sequences of a batch, which have one query each.
 
         Args:
             q: [T, query heads, 576] in the latent space, or its two parts.
             kv_c_and_k_pe_cache: [num_blocks, block_size, 576].
-            attn_metadata: Ours.
+            attn_metadata: The metadata of :class:`EvictingLatentBuilder`.
             layer: The attention layer.
 
         Returns:
@@ -107,15 +107,15 @@ class EvictingLatentImpl(CPUMLAImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attention of the other tokens of a batch: parts of prompts, and prompts.
+        """Compute attention of the other sequences of a batch: prompts and prompt chunks.
 
         Args:
             q: [T, query heads, nope + rope].
             kv_c_normed: [T, 512], already in the cache.
             k_pe: [T, 1, 64], already in the cache.
             kv_c_and_k_pe_cache: [num_blocks, block_size, 576].
-            attn_metadata: Ours.
-            k_scale: Of an FP8 cache.
+            attn_metadata: The metadata of :class:`EvictingLatentBuilder`.
+            k_scale: Key scale of an FP8 cache.
             output: [T, query heads * V], written in place.
             output_scale: Not supported by the CPU kernel.
 
@@ -127,7 +127,7 @@ class EvictingLatentImpl(CPUMLAImpl):
         super().forward_mha(q, *cached, attn_metadata, k_scale, output, output_scale)
 
     def _absorbed(self, query: torch.Tensor) -> torch.Tensor:
-        """[K, query heads, 576]: queries as they meet cached entries, from [K, query heads, D]."""
+        """Return queries [K, query heads, 576] in the latent space, from [K, query heads, D]."""
         nope, pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         latent = torch.bmm(nope.transpose(0, 1), self.layer.W_UK_T).transpose(0, 1)
         return torch.cat([latent, pe], dim=-1)
@@ -143,11 +143,11 @@ class EvictingLatentImpl(CPUMLAImpl):
 def over_stores(
     common: CommonAttentionMetadata, state: GroupState, rows: torch.Tensor
 ) -> CommonAttentionMetadata:
-    """A batch whose evicted requests are as long as what they hold, in the blocks that hold it.
+    """Return a batch in which evicted requests have the lengths and blocks of store and tail.
 
     Args:
-        common: vLLM's metadata; new tokens go to the slots that it names.
-        state: The group's state, of one KV head.
+        common: vLLM's metadata. New tokens are written to the slots of its slot mapping.
+        state: The group's state, with one KV head.
         rows: [R] int64 state rows in batch order.
 
     """
@@ -169,10 +169,10 @@ def over_stores(
 def _observed(
     metadata: MLACommonMetadata, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Which of ``count`` tokens from ``first`` on are recorded, and their ring entries, if any."""
+    """Return the recorded tokens among ``count`` from ``first`` on, and their ring entries."""
     observation = getattr(metadata, "observation", None)
     if observation is None:
         return None
     tokens, entries = observation
-    mine = (tokens >= first) & (tokens < first + count)
-    return (tokens[mine] - first, entries[mine]) if mine.any() else None
+    inside = (tokens >= first) & (tokens < first + count)
+    return (tokens[inside] - first, entries[inside]) if inside.any() else None

@@ -1,4 +1,4 @@
-"""Requests as attention sees them per head: one sequence per (request, KV head)."""
+"""Per-head batches: one sequence per (request, KV head)."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +20,8 @@ class PerHeadBatch:
         table: [L, R * H, V] int32 head pages.
         seq_lens: [L, R * H] int32 cached tokens.
         query_start_loc: [R * H + 1] int32.
-        order: [T * H] int64: which (token, KV head) of the batch, numbered
-            ``token * H + head``, each query of these sequences is; None where it is all of them
-            in order.
+        order: [queries] int64 index ``token * H + head`` in the batch of each query of these
+            sequences; None if the sequences have all queries of the batch in order.
 
     """
 
@@ -51,7 +50,7 @@ class PerHeadBatch:
             common: vLLM's metadata of the whole batch.
             state: The group's state.
             rows: [R] int64 state rows of these requests.
-            requests: [R] int64 their places in the batch.
+            requests: [R] int64 batch indices of these requests.
 
         """
         heads = state.num_heads
@@ -82,7 +81,7 @@ class PerHeadBatch:
 
     @cached_property
     def by_head(self) -> list["PerHeadBatch"]:
-        """The sequences of one KV head after another's, R each."""
+        """The batch divided by KV head, with R sequences each."""
         order = self.order
         if order is None:
             order = torch.arange(self.num_sequences)
@@ -107,7 +106,7 @@ class PerHeadBatch:
             tokens: [T, query heads, D].
 
         Returns:
-            [num queries, G, D]: the queries of the sequences, one after the other.
+            [num queries, G, D] queries, ordered by sequence.
 
         """
         group = tokens.shape[1] // self.num_heads
@@ -115,7 +114,7 @@ class PerHeadBatch:
         return flat if self.order is None else flat.index_select(0, self.order)
 
     def put(self, output: torch.Tensor, result: torch.Tensor) -> None:
-        """Write results of the sequences to their places in the batch, in place.
+        """Write the results of the sequences to the output of the batch, in place.
 
         Args:
             output: [T, query heads, D] contiguous.

@@ -1,4 +1,4 @@
-"""What per-head attention on a GPU works in: buffers at fixed addresses, for CUDA graphs."""
+"""Scratch buffers of per-head attention on a GPU, at fixed addresses for CUDA graphs."""
 
 from typing import Literal
 
@@ -13,23 +13,23 @@ from vllm_kvevict.timeline.rule import blocks_for
 Kernel = Literal["flash", "triton", "xformers"]
 
 SPLITS_PER_PROGRAM = 3
-SMALLEST_SPLIT = 64
-MOST_SEQUENCES = 992
-"""Of a call of FlashAttention 3 in which it splits the keys of a sequence."""
-MOST_SPLITS = 32
-"""Of one sequence in FlashAttention, as vLLM bounds them in graphs."""
+MIN_SPLIT = 64
+MAX_SEQUENCES = 992
+"""Maximum number of sequences of a call for which FlashAttention 3 splits keys."""
+MAX_SPLITS = 32
+"""Maximum number of splits of a sequence in FlashAttention, as vLLM bounds them in graphs."""
 PARTIAL_BYTES = 2**27
-"""Partial sums that FlashAttention 3 may allocate for its splits, of one layer at a time."""
+"""Bytes of partial sums that FlashAttention 3 may allocate for the splits of one layer."""
 
 
 class Scratch:
-    """Shared by all layers, which run one after the other.
+    """Scratch buffers of attention, shared by all layers, which run in sequence.
 
     Args:
-        kernel: ``flash`` and ``triton`` need one layer's page table and partial sums of the splits
-            of our own kernel; an optional kernel needs a table, and has buffers of its own.
-        shape: The layers.
-        device: Where attention runs; ``meta`` to count the bytes.
+        kernel: ``flash`` and ``triton`` need the page table of one layer and the partial sums of
+            the Triton decode kernel. An optional kernel needs a page table and has its own buffers.
+        shape: Shape of the evictable layers.
+        device: Device of attention; ``meta`` to count the bytes.
 
     """
 
@@ -38,11 +38,11 @@ class Scratch:
         self.shape = shape
         self.programs, self.stages = 8, 1
         if device.type != "cpu" and torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(torch.cuda.current_device())
+            gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
             self.programs, self.stages = resident(
-                shape.head_size, shape.itemsize, shape.fp8, found.shared_memory_per_multiprocessor
+                shape.head_size, shape.itemsize, shape.fp8, gpu.shared_memory_per_multiprocessor
             )
-            self.programs *= found.multi_processor_count
+            self.programs *= gpu.multi_processor_count
         self.target = self.programs * SPLITS_PER_PROGRAM
         sequences = shape.max_requests * shape.num_heads
         optional = optional_kernel(kernel)
@@ -60,39 +60,41 @@ class Scratch:
         return table + (self.optional.num_bytes if self.optional else self.partials.num_bytes)
 
     def by_splits(self, requests: int) -> bool:
-        """Whether decode steps of so many requests run our kernel, not FlashAttention.
+        """Return True if decode steps run the Triton decode kernel, False for FlashAttention.
 
-        The same for every step of a graph.
+        The result depends only on the number of requests, so it is the same for all steps of a
+        graph.
         """
         sequences = requests * self.shape.num_heads
-        return self.kernel == "triton" or (self.kernel == "flash" and sequences > MOST_SEQUENCES)
+        return self.kernel == "triton" or (self.kernel == "flash" and sequences > MAX_SEQUENCES)
 
-    def flash_splits(self, tokens: int, most: int = MOST_SPLITS) -> int:
-        """Splits of a sequence for FlashAttention 3, which allocates partial sums for all of them.
+    def flash_splits(self, tokens: int, max_splits: int = MAX_SPLITS) -> int:
+        """Return the splits per sequence for FlashAttention 3, which allocates their partial sums.
 
-        Left to itself it allocates for as many as fill the GPU, were there one sequence, and a head
-        is a sequence here: gigabytes for some thousand query tokens.
+        Without a bound, it allocates as many splits as would fill the GPU with a single sequence.
+        Each head is a sequence here, so this takes gigabytes for some thousand query tokens.
 
         Args:
             tokens: Query tokens of the step.
-            most: To be made at most.
+            max_splits: Upper bound of the result.
 
         """
         shape = self.shape
         split = tokens * shape.num_heads * shape.group * (shape.head_size + 1) * 4
-        return max(1, min(most, PARTIAL_BYTES // max(1, split)))
+        return max(1, min(max_splits, PARTIAL_BYTES // max(1, split)))
 
     @property
     def op_bytes(self) -> int:
-        """Bytes that attention's kernels allocate themselves at most: partial sums of splits."""
+        """Maximum number of bytes that attention kernels allocate, for partial sums of splits."""
         if self.optional is not None:
             return self.optional.op_bytes
         return PARTIAL_BYTES if self.kernel == "flash" else 0
 
     def pages(self, sequences: int, longest: int) -> torch.Tensor:
-        """[sequences, V] int32 of the page table, for at most ``longest`` tokens each.
+        """Return a view [sequences, V] int32 of the page table, for at most ``longest`` tokens.
 
-        V is a power of two where the table is as wide: kernels are compiled for few widths.
+        V is a power of two, bounded by the width of the table, so that kernels are compiled for few
+        widths.
         """
         columns = power_of_two(blocks_for(longest, self.shape.block_size))
         return self.table[:sequences, :columns]

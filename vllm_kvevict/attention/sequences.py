@@ -1,4 +1,4 @@
-"""What a step runs over on a GPU: tokens to record, and (request, KV head) sequences."""
+"""Tokens to record and (request, KV head) sequences of a step on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from vllm_kvevict.ops.triton.splits import Splits
 
 @dataclass
 class Recording:
-    """K tokens whose queries go to the observation rings.
+    """K tokens with queries to record in the observation rings.
 
-    ``tokens``, ``places`` (in the batch), ``back`` (tokens to the request's end, itself
-    included) and ``slots`` (ring slot, -1 for none) are [K] int32, ``seq_lens`` [batch] int32.
+    ``tokens``, ``places`` (batch index of the request), ``back`` (tokens to the request's end,
+    itself included) and ``slots`` (ring slot, -1 for none) are [K] int32, ``seq_lens`` is [batch]
+    int32.
     """
 
     tokens: torch.Tensor
@@ -28,9 +29,10 @@ class Recording:
 class Decode:
     """R requests with one query token each, evicted or not.
 
-    ``rows``, ``places`` and ``tokens`` are [R] int32; ``lengths`` [L, >= R * H] int32;
+    ``rows``, ``places`` and ``tokens`` are [R] int32; ``lengths`` is [L, >= R * H] int32;
     ``query_start_loc`` [R * H + 1] int32 counts up by one. With ``splits``, the plan of all layers,
-    our kernel runs them; without, FlashAttention over a page table, where they are ``in_order``.
+    the Triton decode kernel runs them. Without ``splits``, they are ``in_order`` and FlashAttention
+    runs them over a page table.
     """
 
     rows: torch.Tensor
@@ -48,9 +50,9 @@ class Decode:
 class Extend:
     """R evicted requests, some with several query tokens.
 
-    ``order`` [queries] int64 numbers (token, KV head) pairs of the batch as
-    ``token * H + head``, sequence by sequence; ``table`` [R * H, V] int32 is written layer by
-    layer. ``parts`` are the calls of an optional kernel.
+    ``order`` [queries] int64 is the index ``token * H + head`` in the batch of each query, ordered
+    by sequence. ``table`` [R * H, V] int32 is written for each layer. ``parts`` are the calls of an
+    optional kernel.
     """
 
     rows: torch.Tensor

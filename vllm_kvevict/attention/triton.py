@@ -1,4 +1,4 @@
-"""The backend for GPUs and types that FlashAttention does not serve: vLLM's Triton attention."""
+"""The attention backend for GPUs and dtypes without FlashAttention: vLLM's Triton attention."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_kvevict.attention.evicting import EvictingBackendMixin, EvictingImplMixin
-from vllm_kvevict.attention.layouts import EvictingBuilderMixin
+from vllm_kvevict.attention.gpu_backend import EvictingBackendMixin, EvictingImplMixin
+from vllm_kvevict.attention.gpu_step import EvictingBuilderMixin
 from vllm_kvevict.ops.fp8 import FP8, typed
 
 
 class EvictingTritonBackend(EvictingBackendMixin, TritonAttentionBackend):
-    """Registered over ``TRITON_ATTN``."""
+    """Registered as ``TRITON_ATTN``."""
 
     @staticmethod
     def get_impl_cls() -> type["EvictingTritonImpl"]:
@@ -28,11 +28,11 @@ class EvictingTritonBackend(EvictingBackendMixin, TritonAttentionBackend):
 
 
 class EvictingTritonMetadataBuilder(EvictingBuilderMixin, TritonAttentionMetadataBuilder):
-    """Nothing of its own: decode steps run our kernel, the others vLLM's."""
+    """Builds metadata in which decode steps run our kernel, and other steps vLLM's."""
 
 
 class EvictingTritonImpl(EvictingImplMixin, TritonAttentionImpl):
-    """vLLM's Triton attention; several query tokens of an evicted request run through it too."""
+    """vLLM's Triton attention, also for evicted requests with several query tokens."""
 
     serves_all_sinks = False
 

@@ -1,8 +1,8 @@
-"""Decode attention through the Triton kernel, over a group's buffers."""
+"""Decode attention by the Triton kernel, over the buffers of a group."""
 
 import torch
 
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.sequences import Decode
 from vllm_kvevict.ops.fp8 import typed
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
@@ -21,20 +21,20 @@ def decode(
     sinks: torch.Tensor | None,
     ring: Ring | None,
 ) -> None:
-    """Attention of a step's single query tokens, one layer, straight from the eviction state.
+    """Compute attention of a step's single query tokens, in one layer, from the eviction state.
 
     Args:
         query: [T, query heads, D].
         kv_cache: [num_blocks, H, block_size, 2 * D]; uint8 holds FP8.
         output: [T, query heads, D], written at the requests' tokens.
-        step: The requests, and the plan of their splits; their lengths are in ``buffers``.
+        step: The requests and the plan of their splits; their lengths are in ``buffers``.
         buffers: The group's buffers.
         layer: Index of the layer in its group.
-        scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
-        softcap: 0 for none.
-        value_scale: Of an FP8 cache's values, 1 for others.
+        scale: Factor of query-key products, scales of an FP8 cache's keys and queries included.
+        softcap: Logit soft cap, 0 for none.
+        value_scale: Scale of an FP8 cache's values, else 1.
         sinks: [query heads] float32 attention sinks, None for none.
-        ring: Where the queries are recorded too, None for nowhere.
+        ring: Ring entries to which the queries are written as well; None for none.
 
     """
     state, scratch = buffers.state, buffers.scratch

@@ -1,8 +1,7 @@
-"""Steps of evicted requests before there are any, so that no kernel compiles while serving.
+"""Warm-up of attention with evicted requests, so that no kernel compiles while serving.
 
-vLLM's own warm-up knows no evicted request. Kernels are compiled for an address or a number that
-is a multiple of 16, and for one that is not, so the same step comes with several numbers of
-requests.
+vLLM's own warm-up has no evicted requests. Triton compiles separate kernels for addresses and
+numbers that are multiples of 16 and for others, so each step runs with several numbers of requests.
 """
 
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.binding import GroupBinding
-from vllm_kvevict.attention.layouts import EvictingMetadata
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Recording
 from vllm_kvevict.ops.fp8 import FP8
 
@@ -26,27 +25,27 @@ _NULL_BLOCK = 0
 def warm_up(
     layers: Sequence[Any], binding: GroupBinding, buffers: GroupBuffers, dtype: torch.dtype
 ) -> None:
-    """Run every path of evicted requests, over vLLM's null block; nothing of it stays.
+    """Run every code path of evicted requests over vLLM's null block, without lasting effects.
 
-    Rows of the state that are used are cleared again. Ring slot 0 is written.
+    The rows of the state that are used are cleared afterwards. Ring slot 0 is overwritten.
 
     Args:
         layers: Attention layers of the group, with their caches bound.
-        binding: The group's.
-        buffers: The group's.
-        dtype: What the model computes in.
+        binding: The binding of the group.
+        buffers: The buffers of the group.
+        dtype: The model's dtype.
 
     """
     state = buffers.state
-    most = len(state.tail_start)
+    num_rows = len(state.tail_start)
     sizes = {1, 2, _MULTIPLE // gcd(_MULTIPLE, state.num_heads)}
-    rows = torch.arange(min(most, max(sizes)))
+    rows = torch.arange(min(num_rows, max(sizes)))
     device = state.tail_start.device
     pages = torch.ones(len(state.layer_names), state.num_heads, dtype=torch.int64, device=device)
     store = torch.full((1,), _NULL_BLOCK, dtype=torch.int64, device=device)
     for row in rows.tolist():
         state.record(row, state.timeline.block_size, store, pages)
-    for requests in sorted(size for size in sizes if size <= most):
+    for requests in sorted(size for size in sizes if size <= num_rows):
         for step in _steps(rows[:requests], binding, buffers):
             for layer in layers:
                 _forward(layer, step, dtype)
@@ -56,7 +55,7 @@ def warm_up(
 def _steps(
     rows: torch.Tensor, binding: GroupBinding, buffers: GroupBuffers
 ) -> list[EvictingMetadata]:
-    """Decode steps, and steps with one and with two query tokens beside other requests."""
+    """Return decode steps, and mixed steps with one and with two query tokens per request."""
     places = torch.arange(len(rows))
     single, several = (_common(rows, count, buffers) for count in (1, 2))
     steps: list[EvictingMetadata] = []
@@ -82,7 +81,7 @@ def _steps(
 
 
 def _common(rows: torch.Tensor, count: int, buffers: GroupBuffers) -> CommonAttentionMetadata:
-    """A batch with ``count`` query tokens a request, all behind its store."""
+    """Return a batch with ``count`` query tokens per request, all after its store."""
     requests, block_size = len(rows), buffers.state.timeline.block_size
     device = buffers.device
     starts = torch.arange(requests + 1, dtype=torch.int32) * count

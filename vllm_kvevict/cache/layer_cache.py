@@ -1,4 +1,4 @@
-"""One layer's KV cache as the eviction pass sees it."""
+"""One layer's KV cache as evictions read it."""
 
 from dataclasses import dataclass
 
@@ -12,17 +12,17 @@ from vllm_kvevict.ops.torch.probe import Network, Prose, Rotation
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Head pages, how tokens lie in them, and what attention multiplies.
+    """Head pages, the layout of tokens in them, and the scales of attention.
 
     Args:
         pages: [num_blocks * H, 2 * block_size * D] in the cache's dtype; uint8 holds FP8.
-        layout: Where a page's tokens are.
+        layout: Offsets of the tokens in a page.
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
-        query_scale: A recorded query times this is the query that attention sees.
-        key_scale: A stored key times this is the key; 1 unless the cache is FP8.
-        value_scale: As ``key_scale``.
-        sinks: [H, G] of any float type: the layer's attention sinks, None where it has none.
+        query_scale: Factor from a recorded query to the query that attention uses.
+        key_scale: Factor from a stored key to the key; 1 unless the cache is FP8.
+        value_scale: Factor from a stored value to the value; 1 unless the cache is FP8.
+        sinks: [H, G] of any float type: the layer's attention sinks, None if it has none.
 
     """
 
@@ -41,31 +41,31 @@ class LayerCache:
 
     @property
     def is_latent(self) -> bool:
-        """Whether its values are a part of its keys, of one head."""
+        """True for a latent cache (MLA), in which values are a part of the keys."""
         return not self.layout.values.numel()
 
     @property
     def stored(self) -> torch.Tensor:
-        """``pages`` in the type that their elements have, not a copy."""
+        """View of ``pages`` in the dtype of their elements."""
         return typed(self.pages)
 
     def keys(self, pages: torch.Tensor) -> torch.Tensor:
-        """Keys of whole pages.
+        """Return the keys of pages.
 
         Args:
             pages: [...] int64.
 
         Returns:
-            [..., block_size, D], a copy; float32 of an FP8 cache, else the cache's dtype.
+            [..., block_size, D], a copy; float32 for an FP8 cache, else the cache's dtype.
 
         """
         return self._widened(self.layout.read_keys(self.pages, pages), self.key_scale)
 
     def sequences(self, elements: torch.Tensor) -> torch.Tensor:
-        """Keys or values of pages behind one another.
+        """Concatenate the keys or values of the pages of each head.
 
         Args:
-            elements: [H, P, block_size, D] of :meth:`keys` or :meth:`values`.
+            elements: [H, P, block_size, D] from :meth:`keys` or :meth:`values`.
 
         Returns:
             [H, P * block_size, D]; the smaller of the last two strides stays the smaller.
@@ -76,13 +76,13 @@ class LayerCache:
         return elements.flatten(1, 2)
 
     def key_sequences(self, pages: torch.Tensor) -> torch.Tensor:
-        """Keys of pages behind one another.
+        """Return the keys of the pages of each head, concatenated.
 
         Args:
             pages: [H, P] int64.
 
         Returns:
-            [H, P * block_size, D], a copy: float32 of an FP8 cache, else the cache's dtype.
+            [H, P * block_size, D], a copy: float32 for an FP8 cache, else the cache's dtype.
 
         """
         if not pages.numel():
@@ -100,38 +100,47 @@ class LayerCache:
         network: Network | None = None,
         shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Scores of the keys of pages [H, P] int64: [H, P * block_size, C] float32.
+        """Return the probes' scores of the keys of pages.
 
         Args:
-            pages: The pages.
-            rotation: Of their tokens; None for keys that were not rotated.
-            weights: [H, C, D + 2] float32, of :func:`vllm_kvevict.ops.torch.probe.key_scores`;
+            pages: [H, P] int64.
+            rotation: Inverse rotation of their tokens; None for keys that were not rotated.
+            weights: [H, C, D + 2] float32, for :func:`vllm_kvevict.ops.torch.probe.key_scores`;
                 with ``prose`` [H, 2 * C, D + 2].
-            prose: Of :func:`vllm_kvevict.ops.torch.probe.with_prose`.
-            network: Of :func:`vllm_kvevict.ops.torch.probe.network_scores`, which is added to
-                every score.
-            shares: Of the same.
+            prose: Arguments of :func:`vllm_kvevict.ops.torch.probe.with_prose`.
+            network: Arguments of :func:`vllm_kvevict.ops.torch.probe.network_scores`, which is
+                added to every score.
+            shares: [H, P * block_size] argument of the same function.
+
+        Returns:
+            [H, P * block_size, C] float32.
 
         """
+        keys = self.sequences(self.keys(pages))
         if network is not None:
-            keys = probe.unrotated(self.sequences(self.keys(pages)), rotation)
-            found = probe.key_scores(keys, None, weights)
-            found = found if prose is None else probe.with_prose(found, *prose)
-            return found.add_(probe.network_scores(keys, network, shares)[..., None])
-        found = probe.key_scores(self.sequences(self.keys(pages)), rotation, weights)
-        return found if prose is None else probe.with_prose(found, *prose)
+            keys, rotation = probe.unrotated(keys, rotation), None
+        scores = probe.key_scores(keys, rotation, weights)
+        scores = scores if prose is None else probe.with_prose(scores, *prose)
+        if network is not None:
+            scores.add_(probe.network_scores(keys, network, shares)[..., None])
+        return scores
 
     def value_sequences(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of pages [H, P] int64 behind one another: [H, P * block_size, D] float32."""
+        """Return the values of pages [H, P] int64, concatenated: [H, P * block_size, D] float32."""
         return self.sequences(self.values(pages)).float()
 
     def value_norms(self, pages: torch.Tensor) -> torch.Tensor:
-        """[H, P * block_size] float32 Euclidean norms of the values of pages [H, P] int64."""
+        """Return the Euclidean norms of the values of pages [H, P] int64.
+
+        Returns:
+            [H, P * block_size] float32.
+
+        """
         values = self.sequences(self.values(pages))
         return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
 
     def values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages, as :meth:`keys`."""
+        """Return the values of pages, with the shape and dtype of :meth:`keys`."""
         return self._widened(self.layout.read_values(self.pages, pages), self.value_scale)
 
     def _widened(self, elements: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a CPU kernel packs keys and values inside a head page, and copying tokens through it."""
+"""Layout of keys and values in a head page, with functions that read and copy tokens."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from vllm_kvevict.ops.fp8 import typed
 
 BASE = 16
-"""float8_e4m3fn holds integers up to 16 exactly: elements are numbered digit by digit."""
+"""Base of the digits in which elements are numbered: float8_e4m3fn represents integers up to 16."""
 
 Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -19,7 +19,7 @@ Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class PageLayout:
     """Element offsets of every (token, dimension) in a page of ``2 * block_size * D`` elements.
 
-    Half as many in a latent cache, whose values are a part of its keys.
+    A page of a latent cache has ``block_size * D`` elements, because values are a part of the keys.
 
     vLLM's CPU kernels store keys transposed or in tiles, depending on the instruction set, so
     the layout is measured once: a page is written with numbered elements and read back.
@@ -42,7 +42,7 @@ class PageLayout:
         dtype: torch.dtype,
         cache_dtype: torch.dtype,
     ) -> "PageLayout":
-        """Measure the layout.
+        """Measure the layout that a kernel writes.
 
         Args:
             write: Writes keys [block_size, 1, D] and values [block_size, 1, D] to a zeroed
@@ -58,24 +58,25 @@ class PageLayout:
         """
         count = block_size * head_size
         numbers = torch.arange(2 * count)
-        found = torch.zeros(2 * count, dtype=torch.int64)
+        written = torch.zeros(2 * count, dtype=torch.int64)
         for digit in range(math.ceil(math.log(2 * count, BASE)) or 1):
             values = (numbers // BASE**digit % BASE).to(dtype).view(2, block_size, 1, head_size)
             cache = torch.zeros(1, 1, block_size, 2 * head_size, dtype=cache_dtype)
             write(values[0], values[1], cache)
-            found += typed(cache).flatten().long() * BASE**digit
-        order = found.argsort(stable=True)
-        if not torch.equal(found[order], numbers):
+            written += typed(cache).flatten().long() * BASE**digit
+        order = written.argsort(stable=True)
+        if not torch.equal(written[order], numbers):
             raise ValueError(
-                "KV eviction cannot move tokens in this KV cache: the attention kernel packs "
-                f"{dtype} pages of {block_size} x {head_size} in a way that is not a permutation."
+                "KV eviction cannot move tokens in this KV cache, because the attention kernel "
+                f"packs {dtype} pages of {block_size} x {head_size} in a way that is not a "
+                "permutation: serve this model without --kv-eviction."
             )
         offsets = order.view(2, block_size, head_size)
         return cls(offsets[0].contiguous(), offsets[1].contiguous())
 
     @classmethod
     def latent(cls, block_size: int, head_size: int) -> "PageLayout":
-        """Entries of a latent cache, one after another."""
+        """Return the layout of a latent cache, in which entries are contiguous."""
         entries = torch.arange(block_size * head_size).view(block_size, head_size)
         return cls(entries, entries[:, :0])
 
@@ -88,21 +89,21 @@ class PageLayout:
         return tuple(_View(part) for part in (self.keys, self.values) if part.numel())
 
     def read_keys(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Keys of whole pages.
+        """Return the keys of pages.
 
         Args:
             pages: [num_pages, 2 * block_size * D]: a layer's cache as head pages.
             index: [...] int64 pages.
 
         Returns:
-            [..., block_size, D] in the cache's dtype, a copy. Where a page holds keys dimension by
-            dimension, the copy may, too.
+            [..., block_size, D] in the cache's dtype, a copy. If a page stores keys by dimension,
+            the copy may be stored by dimension as well.
 
         """
         return self._views[0].read(pages, index)
 
     def read_values(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages, as :meth:`read_keys`."""
+        """Return the values of pages, with the arguments and result of :meth:`read_keys`."""
         return self._views[1].read(pages, index)
 
     def copy(
@@ -112,15 +113,15 @@ class PageLayout:
         source_slot: torch.Tensor,
         target_page: torch.Tensor,
     ) -> None:
-        """Copy tokens to whole pages, which they fill in order.
+        """Copy tokens to pages, which they fill in order.
 
-        Every token is read before one is written, so targets may be among the sources.
+        All tokens are read before any is written, so targets may be among the sources.
 
         Args:
             pages: [num_pages, 2 * block_size * D], written in place.
             source_page: [K] int64.
             source_slot: [K] int64, slot of each token in its page.
-            target_page: [K / block_size] int64, each once.
+            target_page: [K / block_size] int64, without duplicates.
 
         """
         for view in self._views:
@@ -128,7 +129,7 @@ class PageLayout:
 
 
 def _split(offsets: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Outer and inner size of a row of offsets, and their strides; None where it has no such."""
+    """Return the outer and inner size of evenly spaced offsets and their strides, else None."""
     count = len(offsets)
     inner = 1
     while inner < count and int(offsets[inner]) == inner * int(offsets[1]):
@@ -142,10 +143,10 @@ def _split(offsets: torch.Tensor) -> tuple[int, int, int, int] | None:
 
 
 class _View:
-    """Offsets [block_size, D], as a strided view of the pages where they are evenly spaced.
+    """Offsets [block_size, D], as a strided view of the pages if they are evenly spaced.
 
-    Tokens and dimensions may each lie in groups, as a kernel for tiles stores them: the view has
-    an outer and an inner dimension for both.
+    Kernels that store tiles group tokens and dimensions, so the view has an outer and an inner
+    dimension for both.
     """
 
     def __init__(self, offsets: torch.Tensor) -> None:
@@ -159,12 +160,16 @@ class _View:
             (outer, self.inner, *token_strides), (groups, size, *dim_strides) = by_token, by_dim
             self.shape = (outer, self.inner, groups, size)
             self.strides = (*token_strides, *dim_strides)
-            # Dimensions of the view from the largest stride to the smallest: pages in memory order.
+            # Dimensions of the view from the largest stride to the smallest, which is memory order.
             self.order = sorted(range(4), key=lambda dim: -self.strides[dim])
 
-    def of(self, pages: torch.Tensor) -> torch.Tensor | None:
-        """[num_pages, tokens, tokens in a group, dims, dims in a group], not a copy; None if not
-        evenly spaced."""
+    def strided(self, pages: torch.Tensor) -> torch.Tensor | None:
+        """Return a view of pages; None if the offsets are not evenly spaced.
+
+        Returns:
+            [num_pages, groups of tokens, tokens in a group, groups of dims, dims in a group].
+
+        """
         if not self.even:
             return None
         strides = (pages.stride(0), *self.strides)
@@ -172,15 +177,15 @@ class _View:
         return pages.as_strided((pages.shape[0], *self.shape), strides, first)
 
     def read(self, pages: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """[..., block_size, D] of pages ``index``, a copy in the order of memory if even."""
-        strided = self.of(pages)
+        """Return a copy [..., block_size, D] of pages ``index``, in memory order if even."""
+        strided = self.strided(pages)
         if strided is None:
             return pages[index][..., self.offsets]
-        read = self._whole(strided, index.flatten())
+        read = self._read_pages(strided, index.flatten())
         return read.reshape(*index.shape, *self.offsets.shape)
 
-    def _whole(self, strided: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Pages ``index`` [P] of :meth:`of`, a copy in the order of memory."""
+    def _read_pages(self, strided: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return a copy of pages ``index`` [P] of :meth:`strided`, in memory order."""
         read = self._ordered(strided).index_select(0, index)
         return read.permute(0, *(1 + self.order.index(dim) for dim in range(4)))
 
@@ -191,8 +196,8 @@ class _View:
         source_slot: torch.Tensor,
         target_page: torch.Tensor,
     ) -> None:
-        """As :meth:`PageLayout.copy`."""
-        strided = self.of(pages)
+        """Copy tokens as :meth:`PageLayout.copy` does."""
+        strided = self.strided(pages)
         if strided is None:
             tokens = pages[source_page[:, None], self.offsets[source_slot]]
             target = target_page[:, None, None].expand(-1, *self.offsets.shape)
@@ -205,17 +210,17 @@ class _View:
     def _tokens(
         self, strided: torch.Tensor, source_page: torch.Tensor, source_slot: torch.Tensor
     ) -> torch.Tensor:
-        """[K, dims, dims in a group] of some tokens, a copy.
+        """Return a copy [K, groups of dims, dims in a group] of some tokens.
 
-        Indexing :meth:`of` itself takes several times as long on a CPU as indexing one dimension
-        of a view in which the tokens overlap, as many as there are numbers to begin at.
+        On a CPU, indexing :meth:`strided` takes several times as long as indexing one dimension of
+        an overlapping view that has one token for every element offset.
         """
         groups, size = self.shape[2:]
         in_one_piece = groups == 1 and self.strides[3] == 1
         if not in_one_piece:
-            # The elements of a token are far apart: pages are read in the order of memory first.
+            # The elements of a token are far apart, so pages are first read in memory order.
             source_page, place = source_page.unique_consecutive(return_inverse=True)
-            strided, source_page = self._whole(strided, source_page), place
+            strided, source_page = self._read_pages(strided, source_page), place
         by_page, by_outer, by_inner, by_group, by_dim = strided.stride()
         outer, inner = source_slot // self.inner, source_slot % self.inner
         begin = source_page * by_page + outer * by_outer + inner * by_inner

@@ -1,4 +1,4 @@
-"""The observation rings: the last queries of requests whose eviction is near."""
+"""Observation rings: the last queries of requests that will evict soon."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ import torch
 
 
 class ObservationRings:
-    """Queries of every evictable layer, at a fixed address.
+    """Recorded queries of every evictable layer, at a fixed address.
 
     Args:
         layer_names: Evictable layers on this rank.
-        slots: Ring slots; the scheduler hands them out.
-        window: Queries a slot holds.
+        slots: Number of ring slots, which the scheduler assigns to requests.
+        window: Queries in a slot.
         num_query_heads: Query heads on this rank.
         head_size: D.
         dtype: The model's dtype.
-        device: Where attention runs.
+        device: Device of attention.
 
     """
 
@@ -38,5 +38,5 @@ class ObservationRings:
         return self._queries.numel() * self._queries.element_size()
 
     def layer(self, layer_name: str) -> torch.Tensor:
-        """[slots * window, query heads, D] of one layer."""
+        """Return the ring of one layer: [slots * window, query heads, D]."""
         return self._queries[self._index[layer_name]]

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvictableAttentionSpec(FullAttentionSpec):
-    """Full attention whose blocks follow an eviction timeline.
+    """Spec of a full-attention layer that follows an eviction rule.
 
-    Layers share a KV-cache group, and so a block table, only where their timelines are equal.
+    Layers share a KV-cache group, and so a block table, only if their rules are equal.
     """
 
     timeline: EvictionRule | None = None
-    """Never None in use; a default only because fields of the base class have one."""
+    """Never None in use. It has a default only because fields of the base class have one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,8 +29,8 @@ class EvictableAttentionSpec(FullAttentionSpec):
             object.__setattr__(self, "timeline", timeline)
 
     @staticmethod
-    def of(spec: FullAttentionSpec, timeline: EvictionRule) -> "EvictableAttentionSpec":
-        """The evictable form of a full-attention spec."""
+    def from_spec(spec: FullAttentionSpec, timeline: EvictionRule) -> "EvictableAttentionSpec":
+        """Return the evictable form of a full-attention spec."""
         latent = isinstance(spec, MLAAttentionSpec)
         kind = EvictableLatentSpec if latent else EvictableAttentionSpec
         return replace_as(spec, kind, timeline=timeline)
@@ -40,7 +40,7 @@ class EvictableAttentionSpec(FullAttentionSpec):
         """Merge the specs of one group.
 
         Raises:
-            AssertionError: The timelines differ; vLLM then splits the layers into groups.
+            AssertionError: The rules differ; vLLM then splits the layers into groups.
 
         """
         assert all(isinstance(spec, cls) for spec in specs), (
@@ -52,15 +52,15 @@ class EvictableAttentionSpec(FullAttentionSpec):
         return replace(super().merge(specs), timeline=specs[0].timeline)
 
     def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
-        """What a request of the longest length needs: less than all of it where prefill evicts."""
-        whole = super().max_memory_usage_bytes(vllm_config)
+        """Return the bytes that a request of maximum length needs at most, with eviction."""
+        without_eviction = super().max_memory_usage_bytes(vllm_config)
         if self.timeline is None:
-            return whole
+            return without_eviction
         blocks = self.timeline.most_blocks(vllm_config.model_config.max_model_len)
-        return min(whole, blocks * self.page_size_bytes)
+        return min(without_eviction, blocks * self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Whether every layer evicts alike, so that one block table serves all of them."""
+        """Return True if all layers follow the same rule and can share one block table."""
         return all(
             isinstance(spec, EvictableAttentionSpec) and spec.timeline == self.timeline
             for spec in kv_cache_specs.values()
@@ -69,13 +69,13 @@ class EvictableAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictableLatentSpec(EvictableAttentionSpec, MLAAttentionSpec):
-    """A latent cache (MLA): one head of keys, whose first part is the values."""
+    """Spec of a latent cache (MLA): one head of keys, in which the values are the first part."""
 
     head_size_v: int = 0
 
 
 def is_evictable(spec: KVCacheSpec) -> bool:
-    """Whether a layer with this spec can evict: plain causal full attention, and nothing else."""
+    """Return True if a layer with this spec can evict, that is, has plain causal full attention."""
     return (
         (type(spec) is FullAttentionSpec or (type(spec) is MLAAttentionSpec and _is_dense(spec)))
         and spec.sliding_window is None
@@ -88,7 +88,7 @@ def is_evictable(spec: KVCacheSpec) -> bool:
 
 
 def _is_dense(spec: MLAAttentionSpec) -> bool:
-    """Whether a layer with a latent cache attends to all of it."""
+    """Return True if a layer with a latent cache attends to all of its tokens."""
     return (
         spec.alignment is None
         and spec.model_version is None

@@ -1,4 +1,4 @@
-"""Per-request device state of one KV-cache group: what attention needs to find the store."""
+"""Eviction state of the requests of one KV-cache group, on the device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,21 +9,22 @@ from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 class GroupState:
-    """Tail start, store and head split of every request of a group, one row a request.
+    """Tail start, store and head split of every request of a group, one row per request.
 
-    Rows are the runner adapter's. ``tail_start`` 0 means not evicted.
+    The runner adapter (``worker/runners.py``) assigns the rows. ``tail_start`` is 0 for a request
+    that is not evicted.
 
     Args:
-        group_id: vLLM's KV-cache group.
+        group_id: Index of vLLM's KV-cache group.
         layer_names: The group's layers, in order.
-        timeline: The group's eviction timeline.
+        timeline: The group's eviction rule.
         num_heads: H, KV heads on this rank.
-        num_rows: Requests the worker may hold at once.
-        max_model_len: Longest sequence in tokens; bounds a store, which a request may choose.
-        device: Where the tables live.
-        num_slots: Published stores whose head split is kept at most.
-        sharing: Layers without a cache of their own, and whose they read. Those whose owner is
-            in this group read its store.
+        num_rows: Maximum number of requests that the worker holds at once.
+        max_model_len: Longest sequence in tokens. It bounds the size of a store.
+        device: Device of the tables.
+        num_slots: Maximum number of published stores for which the head split is kept.
+        sharing: Name of the layer that owns the cache, for layers without a cache of their own.
+            They read the store of an owner in this group.
 
     """
 
@@ -42,38 +43,38 @@ class GroupState:
         self.group_id = group_id
         self.layer_names = list(layer_names)
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
-        """Of a layer's store; layers that share a cache share the index."""
+        """Index of each layer's store. Layers that share a cache share the index."""
         for name, owner in (sharing or {}).items():
             if owner in self.layer_index:
                 self.layer_index[name] = self.layer_index[owner]
         self.timeline = timeline
         self.num_heads = num_heads
-        # A store of more blocks than the tail start can leave behind is never made.
-        widest = max(1, blocks_for(max_model_len, timeline.block_size))
+        # A store never has more blocks than the tokens before the tail start fill.
+        max_blocks = max(1, blocks_for(max_model_len, timeline.block_size))
 
         def table(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tail_start = table(num_rows)
         self.evicted = torch.zeros(num_rows, dtype=torch.bool)
-        """[rows] on the host: whether ``tail_start`` is above 0."""
+        """[rows] on the host: True if ``tail_start`` is above 0."""
         self.shorter = torch.zeros(num_rows, dtype=torch.int64)
-        """[rows] on the host: tokens by which every head is at least shorter than its request."""
+        """[rows] on the host: lower bound of the evicted tokens of every head."""
         self.weighted = torch.zeros(num_rows, dtype=torch.bool)
-        """[rows] on the host: whether page values weigh the store, where there is one."""
-        self._stores = table(num_rows, widest)
+        """[rows] on the host: True if token stats hold log-weights of the store's tokens."""
+        self._stores = table(num_rows, max_blocks)
         self.store = self._stores[:, :1]
         """[rows, S] block ids, as wide as the widest store so far."""
         self.head_indptr = table(len(layer_names), num_rows, num_heads + 1)
         self._kept = table(len(layer_names), num_slots, num_heads + 1)
 
     def owner(self, layer_name: str) -> str:
-        """The layer whose cache a layer reads: itself, unless it shares another's."""
+        """Return the layer that owns the cache of a layer: itself, unless it shares a cache."""
         return self.layer_names[self.layer_index[layer_name]]
 
     @property
     def stores(self) -> torch.Tensor:
-        """[rows, longest store] block ids, at a fixed address."""
+        """[rows, blocks of the longest store] block ids, at a fixed address."""
         return self._stores
 
     @property
@@ -82,7 +83,7 @@ class GroupState:
         return sum(table.numel() * table.element_size() for table in tables)
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget the evictions of these rows, without waiting for the device."""
+        """Reset these rows to not evicted, without waiting for the device."""
         cleared = torch.as_tensor(rows, dtype=torch.int64)
         cleared = cleared[self.evicted[cleared]]
         if len(cleared):
@@ -91,11 +92,11 @@ class GroupState:
             self.tail_start.index_fill_(0, index, 0)
 
     def splits(self, rows: torch.Tensor) -> torch.Tensor:
-        """[L, R, H + 1] int32 head splits of ``rows`` [R]; zeros where one is not evicted."""
+        """Return the head splits [L, R, H + 1] int32 of ``rows`` [R]; zeros if not evicted."""
         return self.head_indptr[:, rows] * (self.tail_start[rows] > 0)[:, None]
 
     def indptr(self, row: int) -> torch.Tensor:
-        """[L, H + 1] int32 head split of a row; zeros if it is not evicted."""
+        """Return the head split [L, H + 1] int32 of a row; zeros if it is not evicted."""
         split = self.head_indptr[:, row]
         return split if bool(self.evicted[row]) else torch.zeros_like(split)
 
@@ -107,14 +108,14 @@ class GroupState:
         pages: torch.Tensor,
         weighted: bool = False,
     ) -> None:
-        """Enter an eviction, without waiting for the device.
+        """Record an eviction, without waiting for the device.
 
         Args:
             row: The request's row.
             tail_start: T in tokens.
-            store: [S] int: block ids.
+            store: [S] int block ids.
             pages: [L, H] int64, each row summing to S * H.
-            weighted: Whether page values hold log-weights of the store's tokens.
+            weighted: True if token stats hold log-weights of the store's tokens.
 
         """
         # The first column is 0 in every row.
@@ -129,13 +130,13 @@ class GroupState:
         stores: torch.Tensor,
         pages: torch.Tensor,
     ) -> None:
-        """Enter the evictions of E requests, in as many launches as that of one.
+        """Record the evictions of E requests, in as many launches as one eviction takes.
 
         Args:
-            evictions: Row, T in tokens and blocks of the store of each; no row twice.
-            rows: [E] int64 the rows, on the device.
+            evictions: Row, T in tokens and number of store blocks of each; rows are distinct.
+            rows: [E] int64 rows, on the device.
             tail_starts: [E] int64 T, on the device.
-            stores: [E, S] int32 block ids; what is behind a shorter store is never read.
+            stores: [E, S] int32 block ids. Entries after a shorter store are never read.
             pages: [E, L, H] int32, each row summing to the pages of its store.
 
         """
@@ -146,21 +147,21 @@ class GroupState:
             self._enter_on_host(row, tail_start, blocks, weighted=False)
 
     def keep(self, row: int, slot: int) -> None:
-        """Keep a row's head split for others, without waiting for the device."""
+        """Keep a row's head split for other requests, without waiting for the device."""
         self._kept[:, slot] = self.head_indptr[:, row]
 
     def split_kept(self, slot: int) -> torch.Tensor:
-        """[L, H + 1] int32: the head split that :meth:`keep` put there, not a copy."""
+        """Return a view of the head split [L, H + 1] int32 that :meth:`keep` wrote to a slot."""
         return self._kept[:, slot]
 
     def take(self, row: int, slot: int, tail_start: int, store: torch.Tensor) -> None:
-        """Enter a store whose head split was kept, without waiting for the device.
+        """Give a request a published store, without waiting for the device.
 
         Args:
-            row: The row of the request that takes it.
-            slot: Where :meth:`keep` put the split.
+            row: Row of the request.
+            slot: Slot to which :meth:`keep` wrote the head split.
             tail_start: T in tokens.
-            store: [S] int: block ids.
+            store: [S] int block ids.
 
         """
         self.head_indptr[:, row] = self._kept[:, slot]
@@ -169,7 +170,7 @@ class GroupState:
     def _enter(self, row: int, tail_start: int, store: torch.Tensor, weighted: bool) -> None:
         blocks = store.shape[0]
         self._stores[row, :blocks] = store
-        # Assigning a number to one element would copy it from pageable memory and wait.
+        # Assigning a number to an element would copy it from pageable memory, which waits.
         self.tail_start[row].fill_(tail_start)
         self._enter_on_host(row, tail_start, blocks, weighted)
 
@@ -178,5 +179,5 @@ class GroupState:
             self.store = self._stores[:, :blocks]
         self.weighted[row] = weighted
         self.evicted[row] = tail_start > 0
-        most = blocks * self.num_heads * self.timeline.block_size
-        self.shorter[row] = max(0, tail_start - most)
+        max_stored = blocks * self.num_heads * self.timeline.block_size
+        self.shorter[row] = max(0, tail_start - max_stored)

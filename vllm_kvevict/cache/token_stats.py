@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class TokenStats:
-    """C float32 numbers for every token of every head page, addressed as the KV cache is.
+    """C float32 numbers for every token of every head page, with the addresses of the KV cache.
 
-    Layers whose caches share memory share their numbers too: vLLM lays KV-cache groups over
-    one another, because a block belongs to one group at a time. Blocks are recycled, so what
-    stands in a slot means nothing until :meth:`reset` or :meth:`move` wrote it.
+    Layers that share cache memory share this memory as well: vLLM's KV-cache groups use the same
+    tensors, because a block belongs to one group at a time. Blocks are reused, so the floats of a
+    slot are undefined until :meth:`reset`, :meth:`move` or :meth:`write` sets them.
 
     Args:
         caches: The caches of all evictable layers on this rank, by name.
@@ -50,15 +50,15 @@ class TokenStats:
         }
 
     def layer(self, layer_name: str) -> torch.Tensor:
-        """[num_blocks * H, block_size, C] float32: the numbers of one layer, not a copy."""
+        """Return a view of the floats of one layer: [num_blocks * H, block_size, C] float32."""
         return self._layers[layer_name]
 
     def reset(self, layer_name: str, slots: torch.Tensor) -> None:
-        """Zero the numbers of tokens that are new in the cache, for every head.
+        """Zero the floats of tokens that are new in the cache, for every head.
 
         Args:
             layer_name: An evictable layer.
-            slots: [T] int64: vLLM's slot mapping of these tokens, ``block * block_size + slot``.
+            slots: [T] int64, vLLM's slot mapping of these tokens, ``block * block_size + slot``.
 
         """
         values = self._layers[layer_name]
@@ -73,13 +73,13 @@ class TokenStats:
         source_slot: torch.Tensor,
         target_page: torch.Tensor,
     ) -> None:
-        """Copy the numbers of tokens to whole pages, along with their keys and values.
+        """Copy the floats of tokens to pages, as their keys and values are copied.
 
         Args:
             layer_name: An evictable layer.
             source_page: [K] int64.
             source_slot: [K] int64, slot of each token in its page.
-            target_page: [K / block_size] int64, each once; they may be among the sources.
+            target_page: [K / block_size] int64, without duplicates; may be among the sources.
 
         """
         values = self._layers[layer_name]
@@ -94,29 +94,29 @@ class TokenStats:
         pages: torch.Tensor,
         target_page: torch.Tensor,
     ) -> None:
-        """Write what was made of the tokens of L layers beside those that an eviction keeps.
+        """Write the floats of the tokens that an eviction keeps, in L layers.
 
         Args:
             layer_names: The layers of a group.
-            made: [H, N, C] numbers of every candidate of each.
-            columns: [L, S * H * block_size] int64: candidates that stay, heads concatenated.
+            made: [H, N, C] floats of every candidate of each layer.
+            columns: [L, S * H * block_size] int64 candidates that stay, heads concatenated.
             pages: [L, H] int64 pages of each head.
-            target_page: [S * H] int64 head pages that they go to.
+            target_page: [S * H] int64 head pages that the tokens move to.
 
         """
         tokens = pages.flatten() * self._layers[layer_names[0]].shape[1]
         rows = torch.arange(len(tokens), device=pages.device)
         rows = rows.repeat_interleave(tokens, output_size=columns.numel())
-        found = torch.stack(list(made)).flatten(0, 1)[rows, columns.flatten()]
-        for name, kept in zip(layer_names, found.unflatten(0, columns.shape), strict=True):
+        floats = torch.stack(list(made)).flatten(0, 1)[rows, columns.flatten()]
+        for name, kept in zip(layer_names, floats.unflatten(0, columns.shape), strict=True):
             self.write(name, kept, target_page)
 
     def write(self, layer_name: str, floats: torch.Tensor, target_page: torch.Tensor) -> None:
-        """Write the first floats of the tokens of whole pages.
+        """Write the first floats of all tokens of pages.
 
         Args:
             layer_name: An evictable layer.
-            floats: [K, C or fewer] float32 of the tokens, in order.
+            floats: [K, at most C] float32 of the tokens, in order.
             target_page: [K / block_size] int64.
 
         """

@@ -1,8 +1,8 @@
-"""What a layer holds of one request at an eviction, as every scorer reads it.
+"""Input of scorers: the cached tokens of one request in one layer at an eviction.
 
 Shapes: H KV heads, G query heads per KV head, w observation window, D head size, N columns
 of the candidate grid. A grid row holds one head's cached tokens in order, right-aligned, so
-that heads with fewer cached tokens are padded on the left (``valid`` is False there).
+that heads with fewer cached tokens are padded on the left (``valid`` is False on the padding).
 """
 
 from collections.abc import Callable
@@ -13,46 +13,48 @@ import torch
 
 @dataclass(frozen=True)
 class Candidates:
-    """One layer of one request, at the moment of an eviction.
+    """One layer of one request at an eviction.
 
     Args:
-        keys: [H, N + w + r, D] in the cache's dtype, float32 of an FP8 cache: keys of all cached
-            tokens, or [H, 0, D] for a policy that does not require keys. The last w
-            columns are the observation window; the first ``num_candidates`` columns may be
-            evicted, the r columns between stay (they fill the last block before the window).
-            Under a policy that protects fewer tokens than w, candidates reach into the window.
+        keys: [H, N + w + r, D] in the cache's dtype, float32 for an FP8 cache: keys of all cached
+            tokens, or [H, 0, D] for a policy that does not require keys. The last w columns are
+            the observation window; the first ``num_candidates`` columns may be evicted; the r
+            columns between them are kept and fill the last block before the window. If a policy
+            protects fewer tokens than w, candidates extend into the window.
         valid: [H, N + w + r] bool: False on the padding at the left.
         queries: [H, G, w, D] float32: queries of the last w tokens, or None if the policy requires
-            none; also None if they are optional for the policy and were not recorded.
+            none, or if they are optional for the policy and were not recorded.
+        window: w, number of queries in the observation window.
         num_candidates: Columns that may be evicted; a multiple of the block size.
         scale: Softmax scale of the model's attention.
         softcap: Logit soft cap of the model's attention, 0 for none.
         mean_of_ranks: Averages a tensor over the tensor-parallel ranks, which hold the other
-            heads of the layer; the same result on each.
-        keep: Tokens that each head keeps of the candidates, where all keep the same number.
-        seed: Numbers that tell this eviction from others, the same on every rank and in every
-            run, for policies that draw.
-        layer: A number of the layer, the same on every rank, for policies that draw.
-        row: A number of the request on this rank, for policies that remember: until
-            :meth:`Scorer.forget` it is this request's.
+            heads of the layer. All ranks get the same result.
+        keep: Tokens that each head keeps of the candidates, if all heads keep the same number.
+        seed: Numbers that identify this eviction, the same on every rank and in every run, for
+            policies that draw random numbers.
+        layer: Number that identifies the layer, the same on every rank, for policies that draw
+            random numbers.
+        row: Number that identifies the request on this rank until :meth:`Scorer.forget`, for
+            policies that keep state.
         layer_name: Name of the layer on this rank.
-        first_head: Number of the first KV head in the layer, where ranks hold some each.
-        accumulated: [H, N + w + r] float32: softmax weight that each cached token got from every
-            query so far, averaged over the query heads of a group; anything where ``valid`` is
+        first_head: Index of this rank's first KV head in the layer.
+        accumulated: [H, N + w + r] float32: softmax weight of each cached token, summed over all
+            queries so far and averaged over the query heads of a group; undefined if ``valid`` is
             False. None for a policy that does not require ``every_query``.
         values: [H, N + w + r, D] float32: values of all cached tokens, or None for a
             policy that does not require them.
         value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values
-            had in all heads of the layer (``ops/reference/value_shares.py``); anything where
-            ``valid`` is False. None for a policy that does not require them.
-        key_scores: [H, num_candidates, C] float32: what probes of the model's profile say of each
-            token's key: alone, and (C = 2) joined with the head's share of the token's value
-            norms; made once for each token (``ops/reference/probe.py``), anything where ``valid``
-            is False. None for a policy that does not require them.
-        window_weights: [H] float32: what the logarithm of the window's attention counts for
-            beside the second of the ``key_scores``; None without a second.
-        protected: The first tokens that are kept whatever the scores.
-        sinks: [H, G] float32: attention sinks of the query heads, None where the layer has none.
+            had in all heads of the layer (``ops/torch/value_shares.py``); undefined if ``valid`` is
+            False. None for a policy that does not require them.
+        key_scores: [H, num_candidates, C] float32: scores of each token's key by the probes of the
+            model's profile: from the key alone, and (C = 2) from the key and the head's share of
+            the token's value norms. They are computed once for each token (``ops/torch/probe.py``)
+            and undefined if ``valid`` is False. None for a policy that does not require them.
+        window_weights: [H] float32: weight of the logarithm of the window's attention that is added
+            to the second of the ``key_scores``; None without a second score.
+        protected: Number of first tokens that are kept regardless of the scores.
+        sinks: [H, G] float32: attention sinks of the query heads, None if the layer has none.
 
     """
 

@@ -1,4 +1,4 @@
-"""Requests whose policy counts the attention of every query, once a step for all layers."""
+"""Accumulated attention of all queries, for requests under a policy that requires it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from vllm_kvevict.papers.column_sums import column_sums
 from vllm_kvevict.timeline.rule import blocks_for
 
 ELEMENTS = 2**22
-"""Most elements of keys that requests of one call may copy together; one may always."""
+"""Maximum number of key elements that one call copies, if it runs more than one request."""
 
 
 class QuerySums(AttentionExtension):
-    """Adds up the attention of every query in the first float of each cached token."""
+    """Accumulates the attention of every query in the first float of each cached token."""
 
     def build(
         self,
@@ -37,7 +37,7 @@ class QuerySums(AttentionExtension):
         batch: "Accumulation",
         output: torch.Tensor,
     ) -> None:
-        # The queries of the layer that owns a cache decide what to keep.
+        # If layers share a cache, only the queries of its owner count.
         if state.owner(layer_name) != layer_name:
             return
         self.token_stats.reset(layer_name, batch.slots)
@@ -47,12 +47,12 @@ class QuerySums(AttentionExtension):
 
 @dataclass
 class Accumulation:
-    """R requests of a step, each with all of its queries in this step.
+    """R requests of a step, with all of their queries in it.
 
     Args:
         heads: The requests as sequences of one KV head each.
         counts: [R] queries of each request in this step.
-        slots: [T'] int64: vLLM's slot mapping of these queries' tokens.
+        slots: [T'] int64: vLLM's slot mapping of the tokens of these queries.
 
     """
 
@@ -74,7 +74,7 @@ class Accumulation:
             common: vLLM's metadata of the whole batch.
             state: The group's state.
             rows: [R] int64 state rows of these requests.
-            requests: [R] int64 their places in the batch.
+            requests: [R] int64 batch indices of these requests.
 
         """
         starts = common.query_start_loc.tolist()
@@ -87,11 +87,11 @@ class Accumulation:
         )
 
     def add(self, values: torch.Tensor, cache: LayerCache, query: torch.Tensor, layer: int) -> None:
-        """Add the attention of this step's queries to every cached token they see.
+        """Add the attention of this step's queries to every cached token that they attend to.
 
         Args:
-            values: [num_pages, block_size] float32 accumulated so far, changed in place. Tokens
-                that are new in this step must be 0.
+            values: [num_pages, block_size] float32 accumulated attention, updated in place. It must
+                be 0 for tokens that are new in this step.
             cache: The layer's cache, this step's keys included.
             query: [T, query heads, D] of the whole batch.
             layer: Index of the layer in its group.
@@ -107,23 +107,23 @@ class Accumulation:
             pages = self.heads.table[layer, sequences]
             pages = pages[:, : blocks_for(int(lengths.max()), bs)].long()
             end = offset + len(pages) * count
-            mine = queries[offset:end].unflatten(0, (len(pages), count)).transpose(1, 2)
+            grouped = queries[offset:end].unflatten(0, (len(pages), count)).transpose(1, 2)
             keys = cache.keys(pages).flatten(1, 2)
             sinks = None
             if cache.sinks is not None:
                 sinks = cache.sinks.float().repeat(last - first, 1)
-            sums = column_sums(mine, keys, lengths, cache.scale, cache.softcap, sinks)
-            # A row's spare entries are all page 0 of vLLM's null block, and add 0 there.
+            sums = column_sums(grouped, keys, lengths, cache.scale, cache.softcap, sinks)
+            # Unused entries of a row are page 0, of vLLM's null block, to which 0 is added.
             values[pages] += sums.view(*pages.shape, bs)
             offset = end
 
     def _runs(self, page_elements: int) -> Iterator[tuple[int, int]]:
-        """[first, last) requests that one call takes: as many queries each, bounded memory."""
+        """Yield ranges of requests with equal query counts, within :data:`ELEMENTS` per call."""
         first = 0
         width = self.heads.table.shape[2] * self.heads.num_heads * page_elements
-        most = max(1, ELEMENTS // max(1, width))
+        max_requests = max(1, ELEMENTS // max(1, width))
         for index, count in enumerate(self.counts):
-            if index > first and (count != self.counts[first] or index - first >= most):
+            if index > first and (count != self.counts[first] or index - first >= max_requests):
                 yield first, index
                 first = index
         yield first, len(self.counts)

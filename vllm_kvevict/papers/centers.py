@@ -1,22 +1,23 @@
-"""centers: points that leave none of the others far away. Reference."""
+"""Greedy k-center selection. Reference implementation."""
 
 import torch
 
 EXACT = "donot_use_mm_for_euclid_dist"
-"""How ``cdist`` makes equal points exactly 0 apart."""
+"""Mode of ``cdist`` in which the distance of equal points is exactly 0."""
 
 
 def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> torch.Tensor:
-    """Greedy k-center (Dyer and Frieze 1985): the next centre is the point farthest from all.
+    """Choose centres by greedy k-center (Dyer and Frieze 1985).
 
-    At most twice as far from the farthest point as the best ``count`` centres are. The first
-    centre is the first valid point; ties go to the lower column. Reads all points once for
-    every centre. A point at a distance that is not a number counts as near.
+    The next centre is the point with the largest distance to all centres so far. The largest
+    distance of any point to its centre is at most twice that of the best ``count`` centres. The
+    first centre is the first valid point; ties go to the lower column. All points are read once for
+    every centre. NaN distances count as 0.
 
     Args:
-        points: [H, N, D] float32; what lies where ``valid`` is False does not matter.
+        points: [H, N, D] float32; ignored if ``valid`` is False.
         valid: [H, N] bool.
-        count: Centres, at most the valid points of every row.
+        count: Number of centres, at most the valid points of every row.
 
     Returns:
         [H, count] int64 columns, in the order of choice.

@@ -1,4 +1,4 @@
-"""clusters: keys of a stream in balls of one radius, with uniform samples of each. Reference."""
+"""Clusters of a stream of keys, with uniform samples of each. Reference implementation."""
 
 import math
 from collections.abc import Callable
@@ -8,31 +8,31 @@ import torch
 from torch.nn import functional
 
 EXACT = "donot_use_mm_for_euclid_dist"
-"""How ``cdist`` makes equal points exactly 0 apart."""
+"""Mode of ``cdist`` in which the distance of equal points is exactly 0."""
 
 GROWTH = 1.1
-"""What the radius is multiplied by, at least, where clusters outgrow their room."""
+"""Minimum factor by which the radius grows when there are too many clusters."""
 
 
 @dataclass
 class Clusters:
     """The softmax normaliser's data structure D of one KV head (SubGen Algorithm 1, lines 11-22).
 
-    A key joins the cluster of the nearest representative, or opens one where that is farther
-    than the radius. Tokens are named by column. Unlike the paper's, the set is bounded: where
-    it would outgrow its room, the radius becomes the larger of :data:`GROWTH` times itself and
-    the smallest distance between two representatives, and clusters whose representatives are
-    that near become one. Samples stay uniform and independent of each other. A key stays within
-    ``1 / (1 - 1 / GROWTH)`` = 11 radii of its representative. The doubling algorithm of
-    Charikar et al. (2004) is the same with a growth of 2, which keeps within 2 radii, but leaves
-    most of the room empty where keys are about equally far from each other.
+    A key joins the cluster of the nearest representative, or opens a cluster if the distance to it
+    is larger than the radius. Tokens are identified by column. Unlike in the paper, the number of
+    clusters is bounded: if it would exceed the bound, the radius becomes the larger of
+    :data:`GROWTH` times itself and the smallest distance between two representatives, and clusters
+    with representatives within that radius are merged. Samples remain uniform and independent of
+    each other. A key stays within ``1 / (1 - 1 / GROWTH)`` = 11 radii of its representative. The
+    doubling algorithm of Charikar et al. (2004) is the same with a growth of 2. It keeps keys
+    within 2 radii, but leaves most clusters unused if all keys have about the same distance.
 
     Args:
         radius: delta, in the units of the keys; 0 gives every distinct key a cluster.
-        centers: [m] int64: the representative of each cluster, its first key.
-        counts: [m] int64: n_i, keys of each cluster.
-        samples: [m, t] int64: S_i, tokens drawn uniformly from each cluster.
-        merges: Merges so far; numbers their draws.
+        centers: [m] int64 representative of each cluster, which is its first key.
+        counts: [m] int64 keys of each cluster, n_i.
+        samples: [m, t] int64 tokens drawn uniformly from each cluster, S_i.
+        merges: Number of merges so far, which seeds their draws.
 
     """
 
@@ -44,7 +44,7 @@ class Clusters:
 
     @classmethod
     def empty(cls, radius: float, samples: int) -> "Clusters":
-        """No clusters yet, ``samples`` (t) draws from each to come."""
+        """Return an empty set of clusters with ``samples`` (t) draws per cluster."""
         nothing = torch.empty(0, dtype=torch.int64)
         return cls(radius, nothing, nothing, nothing.view(0, samples))
 
@@ -56,17 +56,17 @@ class Clusters:
         points: torch.Tensor,
         begin: int,
         coins: torch.Tensor,
-        most: int,
+        max_clusters: int,
         toss: Callable[[int], torch.Tensor],
     ) -> None:
-        """Take in keys, one after another.
+        """Add keys, one after another.
 
         Args:
-            points: [n, D] float64: the key of every column, finite.
-            begin: The first new column; the others follow it.
-            coins: [new keys, t] in [0, 1): their draws.
-            most: Room: clusters at most, at least 1.
-            toss: [t] draws in [0, 1) of the merge of that number.
+            points: [n, D] float64 finite key of every column.
+            begin: First new column; the other new columns follow it.
+            coins: [new keys, t] draws of the new keys in [0, 1).
+            max_clusters: Maximum number of clusters, at least 1.
+            toss: Returns the [t] draws in [0, 1) of the merge with the given number.
 
         """
         end = begin + len(coins)
@@ -81,7 +81,7 @@ class Clusters:
                 return
             self._open(at)
             at += 1
-            if len(self) > most:
+            if len(self) > max_clusters:
                 self._widen(points, toss)
                 distance[at - begin :], nearest[at - begin :] = self._nearest(points, at, end)
             else:
@@ -93,7 +93,7 @@ class Clusters:
     def _nearest(
         self, points: torch.Tensor, begin: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distance to the nearest representative of each column, and which that is."""
+        """Return the distance of each column to its nearest representative, and its cluster."""
         if not len(self) or begin == end:
             count = end - begin
             return torch.full((count,), math.inf, dtype=points.dtype), torch.zeros(count).long()
@@ -102,7 +102,7 @@ class Clusters:
         return best.values, best.indices
 
     def _join(self, cluster: torch.Tensor, coins: torch.Tensor, begin: int) -> None:
-        """Lines 14 to 18: count each key, and let it replace every sample with chance 1 / n."""
+        """Lines 14 to 18: count each key; it replaces every sample with probability 1 / n."""
         if not len(cluster):
             return
         earlier = functional.one_hot(cluster, len(self)).cumsum(0)
@@ -115,16 +115,16 @@ class Clusters:
         self.counts = self.counts + cluster.bincount(minlength=len(self))
 
     def _open(self, column: int) -> None:
-        """Lines 20 and 21: a cluster of one key."""
+        """Lines 20 and 21: open a cluster of one key."""
         new = torch.tensor([column])
         self.centers = torch.cat([self.centers, new])
         self.counts = torch.cat([self.counts, torch.ones_like(new)])
         self.samples = torch.cat([self.samples, new.expand(1, self.samples.shape[1])])
 
     def _widen(self, points: torch.Tensor, toss: Callable[[int], torch.Tensor]) -> None:
-        """Raise the radius, and merge each cluster into the nearest earlier one within it."""
-        own = points[self.centers]
-        gaps = torch.cdist(own, own, compute_mode=EXACT).fill_diagonal_(math.inf)
+        """Increase the radius, and merge each cluster into the nearest earlier one within it."""
+        centers = points[self.centers]
+        gaps = torch.cdist(centers, centers, compute_mode=EXACT).fill_diagonal_(math.inf)
         self.radius = max(GROWTH * self.radius, float(gaps.min()))
         kept: list[int] = []
         for index, row in enumerate(gaps):
@@ -133,8 +133,8 @@ class Clusters:
                 kept.append(index)
                 continue
             into = kept[int(place)]
-            mine, both = self.counts[index], self.counts[index] + self.counts[into]
-            taken = toss(self.merges) * both < mine
+            count, both = self.counts[index], self.counts[index] + self.counts[into]
+            taken = toss(self.merges) * both < count
             self.merges += 1
             self.samples[into] = torch.where(taken, self.samples[index], self.samples[into])
             self.counts[into] = both

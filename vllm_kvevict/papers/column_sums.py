@@ -1,9 +1,9 @@
-"""accumulate: how much attention a step's queries give each cached token, in all. Reference."""
+"""Sum of the attention that the queries of a step give each cached token. Reference."""
 
 import torch
 
 LOGITS = 2**22
-"""Most logits that stand in memory at once: 16 MiB of float32."""
+"""Maximum number of logits in memory at once: 16 MiB of float32."""
 
 
 def column_sums(
@@ -14,25 +14,25 @@ def column_sums(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over the queries of the softmax weight that each gives every token.
+    """Return the softmax weight of every token, summed over the queries.
 
-    NACL (arXiv:2408.03675) Algorithm 2: the column sums of ``exp(q K^T * scale - L)`` with L the
-    log-sum-exp of a query's row, taken over blocks of queries, so that no attention matrix ever
-    stands in memory. vLLM's CPU kernel does not hand out L; it is computed here. The weights are
-    averaged over the query heads of a group, as kvpress's ObservedAttentionPress does: H2O has
-    one query head per KV head, and with a mean each query still gives weights that sum to 1.
+    NACL (arXiv:2408.03675) Algorithm 2: the column sums of ``exp(q K^T * scale - L)``, with L the
+    log-sum-exp of a query's row. Blocks of queries are processed in turn, so the attention matrix
+    is never in memory as a whole. vLLM's CPU kernel does not return L, so it is computed here. The
+    weights are averaged over the query heads of a group, as kvpress's ObservedAttentionPress does:
+    H2O has one query head per KV head, and with a mean the weights of each query still sum to 1.
 
     Args:
-        queries: [B, G, q, D]: the last q tokens of each sequence.
-        keys: [B, N, D]: cached tokens, left-aligned; what lies behind a length does not matter.
-        lengths: [B] int: cached tokens, the q included. Query i sees the first
+        queries: [B, G, q, D] queries of the last q tokens of each sequence.
+        keys: [B, N, D] keys of cached tokens, left-aligned. Keys after a length are ignored.
+        lengths: [B] int cached tokens, the last q included. Query i attends to the first
             ``length - q + i + 1``.
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
         sinks: [B, G] float32 attention sinks, None for none.
 
     Returns:
-        [B, N] float32; 0 behind a length. A sequence's sums add up to q, to less beside sinks.
+        [B, N] float32; 0 after a length. The sums of a sequence add up to q, or to less with sinks.
 
     """
     group, count = queries.shape[1], queries.shape[2]
@@ -49,9 +49,9 @@ def column_sums(
             logits = torch.tanh(logits / softcap) * softcap
         last = lengths[:, None] - count + start + torch.arange(here, device=keys.device)
         logits.masked_fill_((column > last[..., None])[:, None], float("-inf"))
-        whole = logits.logsumexp(-1, keepdim=True)
+        lse = logits.logsumexp(-1, keepdim=True)
         if sinks is not None:
-            whole = torch.logaddexp(whole, sinks[..., None, None])
-        weights = logits.sub_(whole).exp_()
+            lse = torch.logaddexp(lse, sinks[..., None, None])
+        weights = logits.sub_(lse).exp_()
         sums += weights.sum((1, 2))
     return sums / group

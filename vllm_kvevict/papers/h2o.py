@@ -14,22 +14,22 @@ RECENT = 2.0**40
 """Score of the oldest recent token: above every sum of weights, below every protected token."""
 
 STEP = 2.0**17
-"""Distance of two float32 numbers from :data:`RECENT` on."""
+"""Distance between consecutive float32 numbers from :data:`RECENT` on."""
 
 EXACT = 2**23
-"""Recent tokens up to here have different scores."""
+"""Maximum number of recent tokens that have distinct scores."""
 
 
 @dataclass(frozen=True)
 class H2O(Scorer):
     """H2O (arXiv:2306.14048), Algorithm 1 with the accumulation of Algorithm 2 (Remark D.15).
 
-    A token's score is the sum of the softmax weights that it got from all queries so far, in
-    prefill and in decode, averaged over the query heads of its KV head. Of the budget, section
-    5.1 gives half to these heavy hitters and half to the most recent tokens. The observation
-    window and what fills its first block are the most recent of them. A token that left the
-    recent ones competes by its sum. A younger recent token comes before an older one where
-    protected tokens leave no room for all.
+    The score of a token is the sum of its softmax weights over all queries so far, in prefill and
+    in decode, averaged over the query heads of its KV head. Section 5.1 of the paper gives half of
+    the budget to these heavy hitters and half to the most recent tokens. The observation window
+    and the tokens that fill its first block count as recent. A token that is no longer recent
+    competes by its sum. If protected tokens leave no room for all recent tokens, the younger ones
+    are kept.
 
     Args:
         recent_share: Share of the budget, in [0, 1], for recent tokens.
@@ -50,16 +50,16 @@ class H2O(Scorer):
         """As :meth:`Scorer.scores`.
 
         Raises:
-            ValueError: Nothing was accumulated, or there are more recent tokens than float32
-                can tell apart.
+            ValueError: The candidates have no accumulated attention, or there are more recent
+                tokens than float32 can represent as distinct scores.
 
         """
         if candidates.accumulated is None:
             raise ValueError("h2o needs the attention of all queries")
         columns = candidates.num_candidates
         budget = candidates.keep + candidates.window
-        behind = candidates.valid.shape[1] - columns
-        recent = min(max(0, round(self.recent_share * budget) - behind), columns)
+        after = candidates.valid.shape[1] - columns
+        recent = min(max(0, round(self.recent_share * budget) - after), columns)
         if recent > EXACT:
             raise ValueError(f"h2o keeps at most {EXACT} recent tokens, not {recent}")
         scores = candidates.accumulated[:, :columns].clone()
@@ -69,5 +69,5 @@ class H2O(Scorer):
 
 
 def build(config: "EvictionConfig") -> Scorer:
-    """Scorer of the policies ``h2o`` and ``ada-h2o``."""
+    """Return the scorer of the policies ``h2o`` and ``ada-h2o``."""
     return H2O(config.options.recent_share)

@@ -1,4 +1,4 @@
-"""NACL: the best tokens by what proxy tokens attend to, and a random sample of the others."""
+"""NACL: the best tokens by the attention of proxy tokens, and a random sample of the others."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
 
 CHOSEN = 1e6
-"""Above every perturbed score: a Gumbel draw stays below 40, a sum of weights below the window."""
+"""Score above all perturbed scores: Gumbel draws are below 40, sums of weights below the window."""
 
 
 @dataclass(frozen=True)
 class NACL(Scorer):
     """NACL (arXiv:2408.03675), Algorithm 1, lines 7 to 11.
 
-    Proxy tokens are the tokens of the observation window, all of them protected. A token's
-    F_score is the sum of the softmax weights that the proxies give it, averaged over the query
-    heads of a KV head (the paper has one each). Of the K tokens that a head keeps, the best
-    ``K - round(random_share * K)`` are u_score. The rest, u_random, are drawn without
-    replacement from Softmax(F_score) over the tokens outside u_score, for every head apart, so
-    that the two never overlap and the budget is full.
+    Proxy tokens are the tokens of the observation window, all of which are protected. The F_score
+    of a token is the sum of its softmax weights over the proxies, averaged over the query heads of
+    a KV head (the paper has one query head per KV head). Of the K tokens that a head keeps, the
+    best ``K - round(random_share * K)`` are u_score. The others, u_random, are drawn without
+    replacement from Softmax(F_score) over the tokens outside u_score, independently for every
+    head, so the two sets never overlap and the budget is used in full.
 
     Args:
         random_share: C_r / (C_p + C_r), in [0, 1]. Table 4 has 7/9, 12/18 and 18/28.5 at
             budgets of 10, 20 and 30 % of the prompt.
-        seed: Repeats the draws, together with :attr:`Candidates.seed`, layer and head.
+        seed: Seed of the draws, together with :attr:`Candidates.seed`, layer and head.
 
     """
 
@@ -53,15 +53,15 @@ class NACL(Scorer):
         return scores.masked_fill(~valid, float("-inf"))
 
     def _noise(self, candidates: Candidates, valid: torch.Tensor) -> torch.Tensor:
-        """[H, num_candidates] float32: the i-th draw of a head belongs to its i-th token."""
+        """Return draws [H, num_candidates] float32; draw i of a head belongs to its token i."""
         noise = torch.zeros(valid.shape, dtype=torch.float32, device="cpu")
         counts = valid.sum(-1).tolist()
         for head, count in enumerate(counts):
-            where = (*candidates.seed, candidates.layer, candidates.first_head + head)
-            noise[head, valid.shape[1] - count :] = gumbel(digest((self.seed, *where)), count)
+            seed = (self.seed, *candidates.seed, candidates.layer, candidates.first_head + head)
+            noise[head, valid.shape[1] - count :] = gumbel(digest(seed), count)
         return async_tensor_h2d(noise, device=valid.device)
 
 
 def build(config: "EvictionConfig") -> Scorer:
-    """Scorer of the policy ``nacl``."""
+    """Return the scorer of the policy ``nacl``."""
     return NACL(config.options.random_share, config.options.seed)

@@ -1,4 +1,4 @@
-"""Scissorhands: how often attention on a token fell under the mean."""
+"""Scissorhands: the number of queries with attention to a token below the mean."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scissorhands(Scorer):
-    """Tokens with the fewest low scores in the history window are kept.
+    """Tokens with the fewest low weights in the history window are kept.
 
     Scissorhands (arXiv:2305.17118), NACL section 6.1. The history window is the observation
-    window, which is the recent window as well. A weight is low when it is under ``1 / t`` of
-    the t tokens that its query sees. Low scores are counted over the query heads of a KV head.
-    The paper leaves equal counts open, and of a long prompt most tokens are always low: among
-    them the sum of weights decides.
+    window, which is also the recent window. A weight is low if it is below ``1 / t``, with t the
+    number of tokens that its query attends to. Low weights are counted over the query heads of a
+    KV head. The paper does not define the order of equal counts, and most tokens of a long prompt
+    always have low weights; tokens with equal counts are ordered by the sum of their weights.
     """
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
@@ -31,13 +31,13 @@ class Scissorhands(Scorer):
         rows = []
         for head in range(candidates.num_heads):
             weights = head_attention(candidates, head, window)[..., :columns]
-            # Not low, counted: the complement of the paper's counter. The mean weight of a token
-            # that is low even once is too far below 1 to reach the next count.
+            # Weights that are not low are counted, the complement of the paper's counter. The mean
+            # weight of a token with at least one low weight is below 1, so counts decide first.
             high = (weights * seen[head] >= 1).sum((0, 1))
             rows.append(high + weights.mean((0, 1)))
         return torch.stack(rows).masked_fill(~valid[:, :columns], float("-inf"))
 
 
 def build(config: "EvictionConfig") -> Scorer:
-    """Scorer of the policy ``scissorhands``."""
+    """Return the scorer of the policy ``scissorhands``."""
     return Scissorhands()

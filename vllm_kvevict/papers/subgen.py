@@ -1,4 +1,4 @@
-"""SubGen's cache of section 3.2: recent tokens, and centres of the other keys."""
+"""The cache of SubGen section 3.2: recent tokens, and centres of the other keys."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SubGen(Scorer):
-    """The k tokens of a head that greedy k-center chooses by their keys; earlier is higher.
+    """The k tokens of a head that greedy k-center selects by their keys, in the order of selection.
 
     SubGen (arXiv:2402.06082), section 3.2: "the most recent r token embeddings, in addition to
-    k centers selected from the remaining tokens". r is the window and what fills its first
-    block. Keys are compared as they are cached, rotated. The paper names no first centre: it is
-    the oldest token of the head. Algorithm 1's streaming estimator is another method.
+    k centers selected from the remaining tokens". r is the window and the tokens that fill its
+    first block. Keys are compared as cached, with their rotation. The paper does not define the
+    first centre; it is the oldest token of the head here. The streaming estimator of Algorithm 1 is
+    the policy ``subgen-stream``.
     """
 
     requirements: ClassVar[Requirements] = Requirements(window="none")
@@ -35,5 +36,5 @@ class SubGen(Scorer):
 
 
 def build(config: "EvictionConfig") -> Scorer:
-    """Scorer of the policy ``subgen``."""
+    """Return the scorer of the policy ``subgen``."""
     return SubGen()

@@ -1,4 +1,4 @@
-"""Requests whose kept tokens stand for evicted ones: attention with log-weights."""
+"""Attention with log-weights, for requests in which kept tokens represent evicted ones."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ from vllm_kvevict.timeline.rule import blocks_for
 
 
 class WeightedAttention(AttentionExtension):
-    """Attention of evicted requests with the log-weights in their tokens' floats."""
+    """Attention of evicted requests with the log-weights in the floats of their tokens."""
 
     replaces: ClassVar[bool] = True
 
@@ -43,13 +43,13 @@ class WeightedAttention(AttentionExtension):
 
 @dataclass
 class WeightedBatch:
-    """R evicted requests of a step under a policy that weighs what it keeps.
+    """R evicted requests of a step under a policy that weighs the tokens it keeps.
 
     Args:
         heads: The requests as sequences of one KV head each.
         counts: [R] queries of each request in this step.
-        in_store: [L, R * H] int64: cached tokens of each sequence that lie in its store; those
-            behind them count for themselves.
+        in_store: [L, R * H] int64 cached tokens of each sequence that are in its store. The tokens
+            after them have weight 1.
 
     """
 
@@ -71,7 +71,7 @@ class WeightedBatch:
             common: vLLM's metadata of the whole batch.
             state: The group's state.
             rows: [R] int64 state rows of these requests.
-            requests: [R] int64 their places in the batch.
+            requests: [R] int64 batch indices of these requests.
 
         """
         heads = PerHeadBatch.build(common, state, rows, requests)
@@ -88,14 +88,14 @@ class WeightedBatch:
         layer: int,
         output: torch.Tensor,
     ) -> None:
-        """Attention of this step's queries, in float32, one request after another.
+        """Compute the attention of this step's queries, in float32, one request after another.
 
         Args:
             cache: The layer's cache, this step's tokens included.
-            token_stats: [num_pages, block_size, 2 or more] float32: log-weights of the store.
+            token_stats: [num_pages, block_size, at least 2] float32 log-weights of the store.
             query: [T, query heads, D] of the whole batch.
             layer: Index of the layer in its group.
-            output: [T, query heads, D], written in place at these requests' tokens.
+            output: [T, query heads, D], written in place at the tokens of these requests.
 
         """
         num_heads, num_tokens = self.heads.num_heads, self.heads.num_tokens
@@ -105,8 +105,8 @@ class WeightedBatch:
         for request, count in enumerate(self.counts):
             sequences = slice(request * num_heads, (request + 1) * num_heads)
             end = begin + count * num_heads
-            mine = queries[begin:end].unflatten(0, (num_heads, count)).float()
-            attended = self._request(cache, token_stats, mine, layer, sequences)
+            by_head = queries[begin:end].unflatten(0, (num_heads, count)).float()
+            attended = self._request(cache, token_stats, by_head, layer, sequences)
             result[begin:end] = attended.flatten(0, 1).to(result.dtype)
             begin = end
         self.heads.put(output[:num_tokens], result)
@@ -119,14 +119,14 @@ class WeightedBatch:
         layer: int,
         sequences: slice,
     ) -> torch.Tensor:
-        """[H, q, G, D] float32 attention of ``queries`` [H, q, G, D] of one request."""
+        """Return the attention [H, q, G, D] float32 of ``queries`` [H, q, G, D] of a request."""
         count, bs = queries.shape[1], token_stats.shape[1]
         lengths = self.heads.seq_lens[layer, sequences].long()[:, None]
         pages = self.heads.table[layer, sequences, : blocks_for(int(lengths.max()), bs)].long()
         column = torch.arange(pages.shape[1] * bs)
         keys = cache.keys(pages).flatten(1, 2).float()
         values = cache.values(pages).flatten(1, 2).float()
-        # Behind the last token lies what former requests left, which may be no number.
+        # Slots after the last token hold values of former requests, which may be NaN.
         values = values.masked_fill((column >= lengths)[..., None], 0.0)
         log_weights = token_stats[pages][..., :2].flatten(1, 2)
         tail = column >= self.in_store[layer, sequences, None]

@@ -1,4 +1,4 @@
-"""How the pages of a layer are shared between its KV heads."""
+"""Allocators, which divide the pages of a layer between its KV heads."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from vllm_kvevict.policies.base import Allocator
 
 @dataclass(frozen=True)
 class Uniform(Allocator):
-    """The same S pages for every head, or fixed shares of them."""
+    """S pages for every head, or pages in proportion to measured shares of the heads."""
 
     follows_shares: ClassVar[bool] = True
 
@@ -30,13 +30,13 @@ class Uniform(Allocator):
 
 @dataclass(frozen=True)
 class Adaptive(Allocator):
-    """The best pages of a layer, whichever head they are in (Ada-KV Algorithm 2).
+    """The pages of a layer with the highest scores, in any head (Ada-KV Algorithm 2).
 
-    What heads need is found in the scores, not in measured shares.
+    Measured shares of the heads are not used.
 
     Args:
         floor: Share of S in [0, 1] that every head keeps. 0.2 is the safeguard of the paper's
-            released code and of kvpress; 0.8 keeps at least what the paper prints with a = 0.2.
+            released code and of kvpress; 0.8 keeps at least as much as the paper's a = 0.2.
 
     """
 

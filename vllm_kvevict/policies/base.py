@@ -1,4 +1,4 @@
-"""The contract of a policy: scores, and an allocation of whole pages. Pure tensor math.
+"""Interfaces of a policy: a scorer of tokens and an allocator of pages, on tensors alone.
 
 Shapes are those of :class:`Candidates`: H KV heads, N columns of the candidate grid.
 """
@@ -13,11 +13,11 @@ import torch
 from vllm_kvevict.ops.candidates import Candidates as Candidates
 
 PROTECTED = 1e30
-"""Score of a protected token: above every real one, and finite when a page is summed up."""
+"""Score of a protected token: above all other scores, with a finite sum over a page."""
 
 
 def protect(scores: torch.Tensor, valid: torch.Tensor, first: int) -> torch.Tensor:
-    """Put the first ``first`` cached tokens of every head above all others.
+    """Return the scores, with those of the first cached tokens of every head above all others.
 
     Survivors keep their order, so the first tokens of the prompt are the first columns at
     every later eviction as well.
@@ -25,7 +25,7 @@ def protect(scores: torch.Tensor, valid: torch.Tensor, first: int) -> torch.Tens
     Args:
         scores: [..., N] float32, below :data:`PROTECTED`.
         valid: [..., N or more] bool: False on the padding at the left.
-        first: Protected tokens; 0 for none.
+        first: Number of protected tokens; 0 for none.
 
     Returns:
         [..., N] float32.
@@ -39,34 +39,34 @@ def protect(scores: torch.Tensor, valid: torch.Tensor, first: int) -> torch.Tens
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a policy reads in addition to lengths, and what the engine must do for it.
+    """The inputs that a policy requires in addition to lengths.
 
     Args:
-        window: "required": no eviction without the queries of the observation window. "optional":
-            they are read if they were recorded. "none": they are never read.
-        keys: Scores read the keys. They are read with a recorded window in any case.
+        window: "required": there is no eviction without the queries of the observation window.
+            "optional": they are read if they were recorded. "none": they are never read.
+        keys: Scores read the keys. Keys are read with a recorded window in any case.
         values: Scores read the values.
-        value_shares: Scores read each head's share of the norms of a token's values. It is
+        value_shares: Scores read each head's share of the norms of a token's values. The share is
             computed once for each token and kept in the token's first float.
-        key_scores: Scores read what the probes of the model's profile say of each key. It is
-            computed once for each token and kept in the token's first floats.
-        every_query: The attention of every query, in prefill and in decode, is added up in the
+        key_scores: Scores read the scores that the probes of the model's profile give each key.
+            They are computed once for each token and kept in the token's first floats.
+        every_query: The attention of every query, in prefill and in decode, is accumulated in the
             token's first float, which scores read.
         floats_per_token: float32 numbers that are kept for each cached token and KV head, outside
             the KV cache. They move with the token.
-        random: Scores draw numbers, from :attr:`Candidates.seed`.
+        random: Scores draw random numbers, seeded by :attr:`Candidates.seed`.
         crosses_ranks: Scores call :attr:`Candidates.mean_of_ranks`, which all ranks must call. All
-            heads then keep the same tokens: measured shares of the heads do not count.
-        weighs: Kept tokens stand for evicted ones: :meth:`Scorer.kept` returns two log-weights of
-            each, for the numerator and the denominator of attention, and they are its floats.
+            heads then keep the same tokens, so measured shares of the heads are not used.
+        weighs: Kept tokens represent evicted ones: :meth:`Scorer.kept` returns two log-weights of
+            each, for the numerator and the denominator of attention, which are its floats.
             Every head keeps the same number of tokens.
-        attention: Class of the attention extension, as ``module:Class``, that adds up the attention
-            of every query or weighs tokens (``attention/extension.py``). Only the CPU backend runs
-            extensions. "" names none.
+        attention: Class of the attention extension, as ``module:Class``, that accumulates the
+            attention of every query or weighs tokens (``attention/extension.py``). Only the CPU
+            backend runs extensions. "" names none.
 
     Raises:
-        ValueError: Something is kept for each token, and there are too few floats for it; or an
-            extension is named for nothing, or not named.
+        ValueError: ``floats_per_token`` is below the number of floats that are kept for each
+            token, or an extension is named although none is needed, or the reverse.
 
     """
 
@@ -83,18 +83,18 @@ class Requirements:
     attention: str = ""
 
     def __post_init__(self) -> None:
-        least = 2 if self.weighs else self.value_shares or self.key_scores or self.every_query
-        if self.floats_per_token < least:
-            raise ValueError(f"{self} keeps {int(least)} floats of each token at least")
+        kept = 2 if self.weighs else self.value_shares or self.key_scores or self.every_query
+        if self.floats_per_token < kept:
+            raise ValueError(f"{self} needs floats_per_token of at least {int(kept)}")
         if bool(self.attention) != (self.every_query or self.weighs):
-            raise ValueError(f"{self} names an extension for every_query and for weighs alone")
+            raise ValueError(f"{self} must name an attention extension for every_query or weighs")
 
     @property
     def shares_stores(self) -> bool:
-        """True if what an eviction keeps depends on the tokens before it alone, and is final.
+        """True if the result of an eviction is final and depends only on the tokens before it.
 
-        Draws are seeded by the whole prompt, sums of attention go on, and log-weights come with a
-        memory of the request.
+        Draws are seeded by the entire prompt, sums of attention continue to grow, and log-weights
+        belong to a state of the request.
         """
         return not (self.random or self.every_query or self.weighs)
 
@@ -105,7 +105,7 @@ class Requirements:
 
 
 class Scorer(ABC):
-    """How much each cached token matters to each KV head."""
+    """Scores the importance of each cached token to each KV head."""
 
     requirements: ClassVar[Requirements] = Requirements()
 
@@ -114,41 +114,41 @@ class Scorer(ABC):
         """Score the candidates.
 
         Returns:
-            [H, num_candidates] float32, higher is kept, below :data:`PROTECTED`; -inf where
-            ``valid`` is False.
+            [H, num_candidates] float32, below :data:`PROTECTED`, -inf if ``valid`` is False. Higher
+            scores are kept.
 
         """
 
     def per_head(self) -> Self:
-        """The scorer with an adaptive allocator, under which heads keep different tokens.
+        """Return the scorer for an adaptive allocator, under which heads keep different tokens.
 
-        A scorer that mixes the heads of a layer overrides it.
+        A scorer that combines the heads of a layer overrides it.
         """
         return self
 
     def kept(self, row: int, layer_name: str, columns: torch.Tensor) -> torch.Tensor:
-        """Log-weights of the tokens that an eviction keeps, for scorers that weigh.
+        """Return the log-weights of the tokens that an eviction keeps, for scorers that weigh.
 
         Args:
             row: :attr:`Candidates.row` of the last call of :meth:`scores` for this request.
-            layer_name: :attr:`Candidates.layer_name` of it.
-            columns: [H, keep] int64 ascending: the candidate that went to each slot of the store.
+            layer_name: :attr:`Candidates.layer_name` of that call.
+            columns: [H, keep] int64, ascending: the candidate that moved to each slot of the store.
 
         Returns:
-            [H, keep, 2] float32; -inf for no part in the sum, 0 for itself alone.
+            [H, keep, 2] float32; -inf excludes a token from the sum, 0 counts it once.
 
         """
         raise NotImplementedError
 
     def forget(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Drop what is remembered of requests: their rows begin anew."""
+        """Drop the state of the requests of these rows."""
 
 
 class Allocator(ABC):
-    """How many whole pages each KV head keeps."""
+    """Chooses the number of pages that each KV head keeps."""
 
     follows_shares: ClassVar[bool] = False
-    """Whether measured shares of the heads count."""
+    """True if the allocation uses measured shares of the heads."""
 
     @abstractmethod
     def pages(
@@ -159,14 +159,14 @@ class Allocator(ABC):
         block_size: int,
         shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Share ``store_blocks * H`` pages between the heads of each layer.
+        """Divide ``store_blocks * H`` pages between the heads of each layer.
 
         Args:
             scores: [L, H, N] float32, -inf on padding.
-            caps: [L, H] int64: pages of candidates each head has.
+            caps: [L, H] int64 candidate pages of each head.
             store_blocks: S.
             block_size: Tokens in a page.
-            shares: [L, H] float of mean 1 in a layer: measured needs of the heads; None for none.
+            shares: [L, H] float measured shares of the heads, of mean 1 in a layer; None for none.
 
         Returns:
             [L, H] int64, each row summing to ``S * H``, each entry in [1, cap].

@@ -1,4 +1,4 @@
-"""Defensive: the most that any query attends to a token, and the head's share of its values."""
+"""Defensive: the highest attention of any query to a token, times the head's value share."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,17 +14,17 @@ from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 class Defensive(Scorer):
     """Highest attention in the window, times the head's share of the token's value norms.
 
-    Feng et al., DefensiveKV (arXiv:2510.13334): a token is worth what it is worth to the one
-    query of the window that needs it most, and never less than the mean of its head. Values
-    count as in CriticalKV (arXiv:2502.03805), from which this departs: the norm is that of the
-    value itself, not of its product with the output projection, and is taken as a share of the
-    norms that the token has in all heads of the layer; one stage, where theirs has two.
+    DefensiveKV (Feng et al., arXiv:2510.13334): the score of a token is the highest attention that
+    any query of the window gives it, and at least the mean of its head. Value norms are used as in
+    CriticalKV (arXiv:2502.03805), with these differences: the norm is that of the value itself, not
+    of its product with the output projection; it is divided by the sum of the token's norms in all
+    heads of the layer; and there is one stage instead of two.
 
-    The share of a token of the store is the one it had when all heads still held it.
+    The share of a token of the store is the one it had when all heads still held the token.
 
     Args:
         kernel: Neighbours along the sequence over which each query's weights are averaged.
-        reach: Neighbours whose highest average a token has. Theirs has none.
+        reach: Neighbours over which the maximum of these averages is taken. DefensiveKV has none.
 
     """
 
@@ -37,7 +37,7 @@ class Defensive(Scorer):
         """As :meth:`Scorer.scores`.
 
         Raises:
-            ValueError: The candidates carry no queries of the window, or no shares.
+            ValueError: The candidates have no queries of the window, or no value shares.
 
         """
         if candidates.value_shares is None:
@@ -49,5 +49,5 @@ class Defensive(Scorer):
 
 
 def build(config: EvictionConfig) -> Scorer:
-    """Scorer of the policies ``defensive`` and ``ada-defensive``."""
+    """Return the scorer of the policies ``defensive`` and ``ada-defensive``."""
     return Defensive()

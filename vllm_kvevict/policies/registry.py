@@ -1,4 +1,4 @@
-"""Policies built from a configuration, which names them."""
+"""Construction of the policies that a configuration names."""
 
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -11,10 +11,11 @@ from vllm_kvevict.policies.base import Policy, Scorer
 
 
 def build_policy(config: EvictionConfig) -> Policy:
-    """The policy that ``config`` names, with its parameters filled in.
+    """Return the policy that ``config`` names, with its parameters.
 
     Raises:
-        ValueError: The policy is another package's, which does not import or makes no scorer.
+        ValueError: The policy is of another package, and its module does not import or its builder
+            returns no scorer.
 
     """
     name = config.policy
@@ -30,7 +31,7 @@ def build_policy(config: EvictionConfig) -> Policy:
 
 
 def build_policies(config: EvictionConfig) -> dict[str, Policy]:
-    """Every policy that a request of this server may run under, by name."""
+    """Return every policy that a request of this server may select, by name."""
     return {
         name: build_policy(config.model_copy(update={"policy": name})) for name in config.policies
     }
@@ -43,7 +44,7 @@ def _load(name: str, plugin: PluginPolicy, config: EvictionConfig) -> Scorer:
     except Exception as error:
         raise ValueError(f"{where} does not load: {error!r}") from error
     if not isinstance(scorer, Scorer):
-        raise ValueError(f"{where} makes {scorer!r}, which is no vllm_kvevict Scorer")
+        raise ValueError(f"{where} returns {scorer!r}, which is not a vllm_kvevict Scorer")
     if scorer.requirements.weighs:
-        raise ValueError(f"{where} weighs tokens, which only built-in policies may")
+        raise ValueError(f"{where} weighs tokens, which is supported for built-in policies only")
     return scorer

@@ -1,4 +1,4 @@
-"""What the policies of a server require together. Engine and workers agree through it."""
+"""Combined requirements of the policies of a server, for the engine and the workers."""
 
 from typing import TYPE_CHECKING
 
@@ -17,15 +17,15 @@ NOTHING = Requirements(window="none", keys=False)
 
 
 def policy_requirements(config: EvictionConfig) -> dict[str, Requirements]:
-    """The requirements of every policy that a request of this server may run under, by name."""
+    """Return the requirements of every policy that a request may select, by name."""
     return {name: policy.requirements for name, policy in build_policies(config).items()}
 
 
 def ring_slots(vllm_config: "VllmConfig", config: EvictionConfig) -> int:
-    """Ring slots of one rank; 0 where no policy that a request may choose reads queries.
+    """Return the number of ring slots of one rank; 0 if no policy reads queries.
 
-    One for every sequence where that fits into :data:`RING_BYTES`, else as many as do. With
-    fewer slots than sequences an eviction may wait for one: it is postponed and counted.
+    There is one slot for every sequence, but at most as many as fit into :data:`RING_BYTES`. With
+    fewer slots than sequences, an eviction without a slot is postponed and counted.
     """
     if all(needs.window == "none" for needs in policy_requirements(config).values()):
         return 0
@@ -34,17 +34,18 @@ def ring_slots(vllm_config: "VllmConfig", config: EvictionConfig) -> int:
 
 
 def sustained(slots: int, rule: "EvictionRule") -> int | None:
-    """Sequences that evict as often as the interval says with so many ring slots.
+    """Return the number of sequences for which the ring slots suffice to evict at every interval.
 
-    Each needs one for the window of every interval; with more of them, evictions come less often.
+    Each sequence needs a slot for one window in every interval. With more sequences, evictions are
+    less frequent.
 
     Returns:
-        None where nothing evicts after prefill, or no slot is needed: no bound.
+        None if there is no bound: there are no evictions after prefill, or no slot is needed.
 
     """
     return slots * rule.stride // min(rule.window, rule.stride) if slots and rule.stride else None
 
 
 def floats_per_token(config: EvictionConfig) -> int:
-    """Floats of each cached token that the policies of this server require, at most."""
+    """Return the maximum number of floats per cached token that a policy of this server needs."""
     return max(needs.floats_per_token for needs in policy_requirements(config).values())

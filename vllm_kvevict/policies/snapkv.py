@@ -1,4 +1,4 @@
-"""SnapKV: attention of the last queries."""
+"""SnapKV: attention of the observation window."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SnapKV(Scorer):
-    """Attention of the observation window, averaged over it and over the GQA group, pooled.
+    """Attention of the observation window, averaged over it and over the GQA group, then pooled.
 
-    SnapKV (arXiv:2404.14469) as Ada-KV section 3.4 uses it. Defaults are Ada-KV's; kvpress's
+    SnapKV (arXiv:2404.14469) as in Ada-KV section 3.4. The defaults are those of Ada-KV; kvpress's
     SnapKVPress averages over 5 tokens.
 
     Args:
@@ -36,5 +36,5 @@ class SnapKV(Scorer):
 
 
 def build(config: "EvictionConfig") -> Scorer:
-    """Scorer of the policy ``snapkv``."""
+    """Return the scorer of the policies ``snapkv``, ``pyramidkv`` and their adaptive forms."""
     return SnapKV(config.options.pool_kernel, config.options.pool)

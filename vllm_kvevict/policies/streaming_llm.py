@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
 
 EXACT = 2**24
-"""Columns up to here are different float32 numbers."""
+"""Integers up to this number are distinct in float32."""
 
 
 @dataclass(frozen=True)
 class StreamingLLM(Scorer):
-    """A token's score is its column; sinks score above all others.
+    """The score of a token is its column; the scores of sinks are above all others.
 
-    StreamingLLM (arXiv:2309.17453), Ada-KV section 4.1. Sinks are the first cached tokens of
-    each head: they survive every eviction and so stay the first. Keys keep their positions.
+    StreamingLLM (arXiv:2309.17453), Ada-KV section 4.1. Sinks are the first cached tokens of each
+    head. They survive every eviction and so remain the first. Keys keep their positions.
 
     Args:
-        sinks: First tokens that are kept, part of the budget.
+        sinks: Number of first tokens that are kept; they count towards the budget.
 
     """
 
@@ -34,7 +34,7 @@ class StreamingLLM(Scorer):
         """As :meth:`Scorer.scores`.
 
         Raises:
-            ValueError: More columns than float32 can tell apart.
+            ValueError: There are more columns than float32 can represent exactly.
 
         """
         columns = candidates.num_candidates
@@ -48,5 +48,5 @@ class StreamingLLM(Scorer):
 
 
 def build(config: "EvictionConfig") -> Scorer:
-    """Scorer of the policy ``streaming-llm``."""
+    """Return the scorer of the policy ``streaming-llm``."""
     return StreamingLLM(config.options.sinks)

@@ -1,4 +1,4 @@
-"""TOVA: attention of the last query alone."""
+"""TOVA: attention of the last query."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TOVA(Scorer):
-    """Attention that the last query gives each token, averaged over query heads.
+    """Attention of the last query to each token, averaged over query heads.
 
-    TOVA or MSRNN (arXiv:2401.06104); NACL section 5.1 has it as proxy tokens that are only the
-    current token. All heads of a layer score alike, also those of other ranks, and so keep the
-    same tokens at every eviction, which makes a column the same token in each of them.
+    TOVA or MSRNN (arXiv:2401.06104). NACL section 5.1 describes it as using the current token as
+    the only proxy token. All heads of a layer, on all ranks, have the same scores and keep the same
+    tokens at every eviction, so a column is the same token in each of them.
 
     Args:
         heads: "layer" averages over all query heads of the layer, as the paper and kvpress do;
-            "group" over those of a KV head, for heads that keep different tokens.
+            "group" averages over the query heads of a KV head, for heads that keep different
+            tokens.
 
     """
 
@@ -46,5 +47,5 @@ class TOVA(Scorer):
 
 
 def build(config: "EvictionConfig") -> Scorer:
-    """Scorer of the policy ``tova``."""
+    """Return the scorer of the policies ``tova`` and ``ada-tova``."""
     return TOVA()

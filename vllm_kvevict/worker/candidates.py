@@ -1,4 +1,4 @@
-"""What a request holds at an eviction, read for the policy that scores it."""
+"""The cached tokens of a request at an eviction, read for the policy that scores them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ class Holdings:
 
     Args:
         eviction: The eviction.
-        group: Its part in the group.
-        state: The group.
+        group: The eviction in this group.
+        state: Device state of the group.
         row: State row of the request.
-        grid: [L, H, P] int64 pages of the candidates and of what follows them.
+        grid: [L, H, P] int64 pages of the candidates and of the tokens after them.
         padding: [L, H] int64 padding pages at the left of each row.
         candidate_pages: Pages of a row that may be evicted, padding included.
-        store: [S] int64: blocks that the survivors move to.
+        store: [S] int64 blocks that the survivors move to.
 
     """
 
@@ -54,12 +54,12 @@ class Holdings:
 
     @property
     def store_pages(self) -> int:
-        """Pages at the left of a row that hold the former store, padding included."""
+        """Number of pages at the left of a row that hold the former store, padding included."""
         return self.grid.shape[-1] - len(self.group.positional)
 
     @cached_property
     def columns(self) -> torch.Tensor:
-        """[N] int64 numbers of the candidates."""
+        """[N] int64 columns of the candidates."""
         return torch.arange(self.candidate_pages * self.block_size, device=self.grid.device)
 
     @cached_property
@@ -69,20 +69,20 @@ class Holdings:
 
     @property
     def caps(self) -> torch.Tensor:
-        """[L, H] int64: pages of candidates of each head."""
+        """[L, H] int64 candidate pages of each head."""
         return self.candidate_pages - self.padding
 
 
 @dataclass(frozen=True)
 class CandidateReader:
-    """Reads what a policy requires from the cache, the rings and the page values.
+    """Reads the inputs that a policy requires from the cache, the rings and the token stats.
 
     Args:
         caches: The caches of evictable layers by name.
         rings: Observation rings, or None if no policy reads them.
         token_stats: Floats of the cached tokens, or None if no policy keeps any.
-        prompts: Digests of the prompts, or None if no policy draws by chance.
-        probes: Score the keys, or None if no policy requires key scores.
+        prompts: Digests of the prompts, or None if no policy draws random numbers.
+        probes: Probes that score the keys, or None if no policy requires key scores.
         rows: Adapter of the model runner.
 
     """
@@ -97,8 +97,8 @@ class CandidateReader:
     def holdings(
         self, eviction: Eviction, group: GroupEviction, state: GroupState, row: int
     ) -> Holdings:
-        """The pages of a request in the layers of a group."""
-        # Pinned and asynchronous: a plain copy would wait for the forward pass.
+        """Return the pages of a request in the layers of a group."""
+        # The copy is pinned and asynchronous; a plain copy would wait for the forward pass.
         upload = partial(async_tensor_h2d, device=state.head_indptr.device, dtype=torch.int64)
         grid, padding = candidate_grid(
             state.indptr(row), upload(group.old_store), upload(group.positional)
@@ -108,11 +108,10 @@ class CandidateReader:
         return Holdings(eviction, group, state, row, grid, padding, pages, upload(group.store))
 
     def made(self, needs: Requirements, holdings: Holdings) -> Sequence[torch.Tensor]:
-        """What is computed once for each token, then kept as its floats.
+        """Compute the floats that are computed once for each token and then kept with it.
 
         Returns:
-            [H, N or more, C] float32 of each layer; nothing for policies that require nothing of
-            the kind.
+            [H, N or more, C] float32 of each layer; empty for policies that require none.
 
         """
         if needs.value_shares:
@@ -126,13 +125,13 @@ class CandidateReader:
         index: int,
         made: Sequence[torch.Tensor],
     ) -> Candidates:
-        """One layer of the request, with what its policy requires.
+        """Return the candidates of one layer, with the inputs that the policy requires.
 
         Args:
             needs: The policy's requirements.
             holdings: The pages of the request.
             index: Index of the layer in its group.
-            made: Of :meth:`made`.
+            made: The result of :meth:`made`.
 
         """
         state, eviction, group = holdings.state, holdings.eviction, holdings.group
@@ -175,12 +174,12 @@ class CandidateReader:
         )
 
     def _floats(self, layer_name: str, pages: torch.Tensor) -> torch.Tensor:
-        """[H, P * block_size] first floats of the tokens of pages [H, P]."""
+        """Return the first float of each token of pages [H, P], as [H, P * block_size]."""
         assert self.token_stats is not None
         return self.token_stats.layer(layer_name)[pages, :, 0].flatten(1)
 
     def _queries(self, holdings: Holdings, layer_name: str) -> torch.Tensor:
-        """[H, G, w, D] float32 queries of the observation window."""
+        """Return the queries [H, G, w, D] float32 of the observation window."""
         eviction, state = holdings.eviction, holdings.state
         assert self.rings is not None and eviction.ring is not None
         recorded = window_queries(
@@ -192,22 +191,27 @@ class CandidateReader:
     def _seed(self, eviction: Eviction) -> tuple[int, ...]:
         if self.prompts is None:
             return ()
-        return self.prompts.of(eviction.request_id), eviction.num_tokens
+        return self.prompts.digest(eviction.request_id), eviction.num_tokens
 
     def _value_shares(self, holdings: Holdings) -> torch.Tensor:
-        """Share of each head in the value norms of the grid's tokens [L, H, P * block_size].
+        """Return each head's share of the value norms of the grid's tokens.
 
-        Of a token of the store it is what :meth:`TokenStats.keep` wrote; all heads hold the others.
+        The share of a token of the store is the one that :meth:`TokenStats.keep` wrote. All other
+        tokens are held by all heads, and their shares are computed here.
+
+        Returns:
+            [L, H, P * block_size] float32.
+
         """
         stored, norms, first = [], [], holdings.store_pages
         for name, pages in zip(holdings.state.layer_names, holdings.grid, strict=True):
             stored.append(self._floats(name, pages[:, :first]))
             norms.append(self.caches[name].value_norms(pages[:, first:]))
-        found = value_shares(torch.stack(norms), sum_of_ranks)
-        return torch.cat([torch.stack(stored), found], dim=-1)
+        shares = value_shares(torch.stack(norms), sum_of_ranks)
+        return torch.cat([torch.stack(stored), shares], dim=-1)
 
     def _key_scores(self, holdings: Holdings) -> list[torch.Tensor]:
-        """What the probes say of every candidate of each layer [H, N, C]."""
+        """Return the probes' scores [H, N, C] of the candidates of each layer."""
         assert self.probes is not None
         eviction, group, state = holdings.eviction, holdings.group, holdings.state
         grid = holdings.grid[..., : holdings.candidate_pages]

@@ -18,11 +18,11 @@ from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
 
 class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
-    """One CPU rank. The MRO is ours, vLLM's CPU worker, vLLM's base worker."""
+    """The worker of one CPU rank: the eviction mixin comes before vLLM's CPU worker in the MRO."""
 
     def _register_backend(self) -> None:
         register_backend(
-            AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.attention.cpu.EvictingCPUBackend"
+            AttentionBackendEnum.CPU_ATTN, "vllm_kvevict.attention.cpu_backend.EvictingCPUBackend"
         )
         register_backend(
             AttentionBackendEnum.CPU_MLA, "vllm_kvevict.attention.latent.EvictingLatentBackend"
@@ -34,9 +34,9 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
         cache: torch.Tensor = layer.kv_cache
         if not cache.is_contiguous():
             raise ValueError(
-                "KV eviction needs head pages that lie behind one another, and vLLM pads this "
-                "model's KV cache, whose layers have pages of sizes that do not divide one "
-                "another; serve this model without --kv-eviction."
+                "KV eviction needs contiguous head pages, but vLLM pads this model's KV cache "
+                "because its layers have page sizes that do not divide one another; serve this "
+                "model without --kv-eviction."
             )
         size = spec.block_size * (spec.head_size + spec.head_size_v)
         if isinstance(spec, EvictableLatentSpec):
@@ -76,7 +76,10 @@ def measure_layout(
     isa: str,
     name: str = "auto",
 ) -> PageLayout:
-    """How vLLM's CPU kernel for ``isa`` packs a head page, with ``--kv-cache-dtype name``."""
+    """Return the layout of a head page in vLLM's CPU kernel for ``isa``.
+
+    ``name`` is the value of ``--kv-cache-dtype``.
+    """
 
     def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
         halves = cache.view(1, 1, 2 * block_size, head_size).chunk(2, dim=2)

@@ -1,4 +1,4 @@
-"""vLLM's offload on its CPU platform, for which vLLM has no copies of its own."""
+"""KV-cache offload for vLLM's CPU platform, for which vLLM has no offloading worker."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies blocks of a cache in main memory to other main memory, in a thread, in order.
+    """Copies blocks of a KV cache in main memory to other main memory, in order, in one thread.
 
     Args:
         caches: The KV caches, each [num_blocks, page bytes] int8.
@@ -28,11 +28,11 @@ class CopyingWorker(OffloadingWorker):
 
     def __init__(self, caches: CanonicalKVCaches, blocks_per_chunk: int, num_chunks: int) -> None:
         self._groups = [sorted({ref.tensor_idx for ref in refs}) for refs in caches.group_data_refs]
-        self._caches = [one.tensor for one in caches.tensors]
+        self._caches = [cache.tensor for cache in caches.tensors]
         self._blocks_per_chunk = blocks_per_chunk
         blocks = num_chunks * blocks_per_chunk
         self._memory = [
-            torch.zeros(blocks, one.page_size_bytes, dtype=torch.int8) for one in caches.tensors
+            torch.zeros(blocks, cache.page_size_bytes, dtype=torch.int8) for cache in caches.tensors
         ]
         self._thread = ThreadPoolExecutor(1, "kv-offload")
         self._running: dict[int, Future[TransferResult]] = {}
@@ -49,7 +49,7 @@ class CopyingWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        # vLLM 0.33 waits for expedited loads within the step; all are made in order.
+        # vLLM 0.33 waits for expedited loads within the step. One thread runs all jobs in order.
         return self._submit(job_id, dst_spec, src_spec, store=False)
 
     def _submit(
@@ -63,10 +63,10 @@ class CopyingWorker(OffloadingWorker):
     def _pairs(
         self, inside: GPULoadStoreSpec, outside: BlockIDsLoadStoreSpec
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(tensor, blocks of the KV cache, blocks of the memory) of every copy.
+        """Yield (tensor, blocks of the KV cache, blocks of the memory) of every copy.
 
-        A group's blocks follow one another in its request, and its chunks do; the first block may
-        lie inside its chunk.
+        The blocks of a group are consecutive in its request, and so are its chunks. The first
+        block may lie inside its chunk.
         """
         blocks = torch.from_numpy(inside.block_ids).long()
         chunks = torch.from_numpy(outside.block_ids).long()
@@ -111,7 +111,7 @@ class CopyingWorker(OffloadingWorker):
 
 
 class MainMemorySpec(CPUOffloadingSpec):
-    """vLLM's offload to host memory, with our copies in the place of CUDA's."""
+    """vLLM's offload to host memory, with :class:`CopyingWorker` instead of CUDA copies."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         return CopyingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)

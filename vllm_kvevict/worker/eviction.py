@@ -1,4 +1,4 @@
-"""The worker's side of eviction: follows the scheduler's plan and moves the survivors."""
+"""Eviction on a worker: follows the scheduler's plan and moves the surviving tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,15 +77,14 @@ class WorkerEviction:
         policies: Scorer and allocator of every policy that an eviction may name.
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
-        rings: Observation rings, or None where no policy needs them.
-        token_stats: Numbers beside the cached tokens, or None where no policy needs them.
+        rings: Observation rings, or None if no policy needs them.
+        token_stats: Floats of the cached tokens, or None if no policy needs them.
         rows: Adapter of the model runner.
-        fused: What runs the evictions of some policies in the place of the PyTorch operations;
-            not while somebody listens.
+        fused: Runs the evictions of some policies with CUDA kernels instead of PyTorch operations,
+            unless there are listeners.
         head_shares: [L, H] float64 measured shares of the heads of every group, by group id; None
-            where heads have none. Policies follow them whose scores compare and whose heads do
-            not share a layer's budget by score.
-        probes: Score the keys for policies that require it; None if there is none.
+            if no shares were measured. :meth:`_shares_of` says which policies follow them.
+        probes: Probes that score the keys, or None if no policy requires key scores.
 
     """
 
@@ -115,9 +114,9 @@ class WorkerEviction:
         self._rows = rows
         self._fused = fused
         self._head_shares = head_shares
-        self.stores = SharedStores(states, lambda one: int(self._rows.rows([one])[0]))
+        self.stores = SharedStores(states, lambda request: int(self._rows.rows([request])[0]))
         self.comparison: Comparison | None = None
-        """Where evictions are audited."""
+        """None unless evictions are audited."""
         self._plan: StepPlan | None = None
         self._due: Sequence[Eviction] = ()
         self._unsettled: set[int] = set()
@@ -128,13 +127,13 @@ class WorkerEviction:
         self._reader = CandidateReader(caches, rings, token_stats, self._prompts, probes, rows)
 
     def warm_up(self) -> None:
-        """Load what evictions run, before there is a request."""
+        """Load the kernels of evictions, before there is a request."""
         if self._fused is not None:
             self._fused.warm_up(self._shares_of)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
-        # A rank that was not asked to sample.
+        # A rank that does not sample still has the last step's evictions to run.
         self.evict()
         cleared = self._rows.begin_step(scheduler_output)
         for state in self.states.values():
@@ -153,11 +152,11 @@ class WorkerEviction:
         self._batch = None
 
     def end_step(self, scheduler_output: SchedulerOutput, run: bool = True) -> None:
-        """The forward pass is over: its evictions are due, if it was run to its end."""
+        """Make the step's evictions due after the forward pass, if ``run`` says that it ended."""
         if run and self.comparison is not None:
-            self.comparison.hear(scheduler_output)
+            self.comparison.keep_hidden_states(scheduler_output)
         if run and self._plan is not None:
-            # A drafter reads the plan too, until evictions run.
+            # The plan is kept until evictions run, because a drafter reads it as well.
             plan = self._plan
             self._due, self._unsettled, self._done = plan.evictions, plan.settle, True
         else:
@@ -175,7 +174,7 @@ class WorkerEviction:
             if self._takes_fused(eviction.policy):
                 fused.setdefault(eviction.policy, []).append(eviction)
                 continue
-            # The PyTorch operations ask the device for sizes.
+            # The PyTorch operations read sizes from the device.
             with self.meter.evictions(1), gpu_sync_allowed():
                 self._evict(eviction)
         for policy, evictions in fused.items():
@@ -186,18 +185,18 @@ class WorkerEviction:
                 self.comparison.end_step()
 
     def _takes_fused(self, policy: str) -> bool:
-        """Whether the kernels run evictions under a policy."""
+        """Return True if the CUDA kernels run evictions under a policy."""
         return self._fused is not None and not self.listeners and self._fused.takes(policy)
 
     def _shares_of(self, policy: str) -> Mapping[int, torch.Tensor] | None:
-        """Measured shares of the heads, where a policy follows them."""
-        one = self.policies[policy]
-        # What crosses ranks needs every head of the layer to keep the same tokens.
-        follows = one.allocator.follows_shares and not one.requirements.crosses_ranks
+        """Return the measured shares of the heads if a policy follows them, else None."""
+        allocator, needs = self.policies[policy].allocator, self.policies[policy].requirements
+        # Policies that cross ranks need every head of the layer to keep the same tokens.
+        follows = allocator.follows_shares and not needs.crosses_ranks
         return self._head_shares if follows and keeps_by_layer(policy, measured=True) else None
 
     def batch_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """[R] int64 rows of the batch under way; None outside a scheduled step."""
+        """Return the rows [R] int64 of the current batch; None outside a scheduled step."""
         if self._plan is None:
             return None
         if self._batch is None:
@@ -206,28 +205,28 @@ class WorkerEviction:
         return self._batch
 
     def batch_rings(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """[R] int64 ring slot of each request of the batch, -1 for none; None if all have none."""
+        """Return the ring slots [R] int64 of the batch, -1 for none; None if all have none."""
         if self._plan is None or not self._plan.rings or self.rings is None:
             return None
         batch = self.batch_rows(common)
         assert batch is not None
         rows = torch.from_numpy(self._rows.rows(self._plan.rings))
-        most = int(max(batch.max(), rows.max())) + 1
-        slots = torch.full((most,), -1, dtype=torch.int64, device="cpu")
+        num_rows = int(max(batch.max(), rows.max())) + 1
+        slots = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
         slots[rows] = torch.tensor(list(self._plan.rings.values()), device="cpu")
         return slots[batch]
 
     def batch_accumulating(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """[K] int64 places in the batch of requests whose attention is added up, or None."""
+        """Return the batch indices [K] int64 of requests with accumulated attention, or None."""
         if self._plan is None or not self._plan.accumulating:
             return None
         batch = self.batch_rows(common)
         assert batch is not None
-        mine = torch.from_numpy(self._rows.rows(self._plan.accumulating))
-        return torch.isin(batch, mine).nonzero().flatten()
+        rows = torch.from_numpy(self._rows.rows(self._plan.accumulating))
+        return torch.isin(batch, rows).nonzero().flatten()
 
     def cache(self, layer_name: str) -> LayerCache:
-        """The cache of an evictable layer."""
+        """Return the cache of an evictable layer."""
         return self._caches[layer_name]
 
     def _evict_fused(self, policy: str, evictions: Sequence[Eviction]) -> None:
@@ -245,7 +244,7 @@ class WorkerEviction:
         self.evictions += 1
 
     def _evict_group(self, eviction: Eviction, group: GroupEviction, row: int) -> None:
-        """Read, score, allocate, move."""
+        """Read the candidates, score them, allocate pages to heads and move the survivors."""
         policy = self.policies[eviction.policy]
         holdings = self._reader.holdings(eviction, group, self.states[group.group_id], row)
         made = self._reader.made(policy.requirements, holdings)
@@ -262,35 +261,35 @@ class WorkerEviction:
     def _score(
         self, policy: Policy, holdings: Holdings, made: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """[L, H, N] float32 scores of the candidates.
+        """Return the scores [L, H, N] float32 of the candidates.
 
         Raises:
-            ValueError: A scorer returns another shape.
+            ValueError: A scorer returns scores of another shape.
 
         """
-        found, valid = [], holdings.valid
+        by_layer, valid = [], holdings.valid
         for index in range(len(holdings.state.layer_names)):
             candidates = self._reader.candidates(policy.requirements, holdings, index, made)
             scores = policy.scorer.scores(candidates)
             if scores.shape != valid.shape[1:]:
                 want, got = tuple(valid.shape[1:]), tuple(scores.shape)
                 raise ValueError(f"scores must be of shape {want}, not {got}")
-            found.append(scores)
-        return torch.stack(found)
+            by_layer.append(scores)
+        return torch.stack(by_layer)
 
     def _allocate(self, policy: Policy, holdings: Holdings, scores: torch.Tensor) -> Survivors:
-        """Share the store between the heads, and take the best tokens of each."""
+        """Share the store's pages between the heads, and select the best tokens of each head."""
         eviction, group, bs = holdings.eviction, holdings.group, holdings.block_size
         scores = protect(scores, holdings.valid, eviction.protect_first)
         by_group = self._shares_of(eviction.policy)
         shares = None if by_group is None else by_group[group.group_id]
-        # Measured shares divide what is left when every head has its protected pages.
+        # Measured shares divide the pages that remain after every head has its protected pages.
         first = 0 if shares is None else blocks_for(eviction.protect_first, bs)
         blocks = len(group.store) - first
         pages = first + policy.allocator.pages(scores, holdings.caps - first, blocks, bs, shares)
         columns = select_tokens(scores, pages, bs)
-        places = compact_index(holdings.grid, columns, pages, holdings.store, bs)
-        return Survivors(scores, pages, columns, *places)
+        moves = compact_index(holdings.grid, columns, pages, holdings.store, bs)
+        return Survivors(scores, pages, columns, *moves)
 
     def _move(
         self,
@@ -299,7 +298,7 @@ class WorkerEviction:
         survivors: Survivors,
         made: Sequence[torch.Tensor],
     ) -> None:
-        """Copy the survivors and their floats to the new store, and enter it."""
+        """Copy the survivors and their floats to the new store, and record it in the state."""
         state, group, needs = holdings.state, holdings.group, policy.requirements
         target_page, log_weights = survivors.target_page, None
         for index, name in enumerate(state.layer_names):
@@ -333,7 +332,7 @@ class WorkerEviction:
             )
 
     def _weigh(self, scorer: Scorer, holdings: Holdings, survivors: Survivors) -> torch.Tensor:
-        """Write the log-weights [L, S * H * block_size, 2] of what was kept."""
+        """Write the log-weights of the kept tokens, and return them: [L, S * H * block_size, 2]."""
         assert self.token_stats is not None
         state, layers = holdings.state, []
         for name, columns in zip(state.layer_names, survivors.columns, strict=True):
@@ -349,7 +348,7 @@ class WorkerEviction:
         if policy not in self._failed:
             self._failed.add(policy)
             logger.exception(
-                "KV eviction: policy %s failed; its evictions keep the most recent tokens "
-                "whenever it fails, and this is logged once",
+                "KV eviction: policy %s failed. Whenever it fails, the eviction keeps the most "
+                "recent tokens. This is logged once.",
                 policy,
             )

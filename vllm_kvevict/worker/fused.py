@@ -1,4 +1,7 @@
-"""The due evictions of a step in a few launches of the CUDA operations: the host never waits."""
+"""The due evictions of a step, run in a few launches of the CUDA operations.
+
+The host never waits for the device.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from vllm_kvevict.ops.cuda.limits import (
     CHUNK,
     DTYPES,
     HEAD_SIZES,
-    MOST_LAYERS,
+    MAX_LAYERS,
     rows_at_once,
 )
 from vllm_kvevict.ops.cuda.pages import STAGING_BYTES, compact
@@ -56,27 +59,28 @@ class _Group:
     softcap: float
     kept: list[torch.Tensor]
     probes: dict[float, GroupProbes]
-    """By what prose counts in them."""
+    """Probes by the weight of the prose features."""
 
 
 class FusedEvictions:
     """Evictions of policies that score by the window's attention, or by probes of the keys.
 
     Scores, allocation, selection and compaction take one launch each for all layers of a group
-    and as many due requests as fit its workspace.
+    and for as many due requests as fit its workspace.
 
     Args:
         policies: Scorer and allocator of every policy that an eviction may name.
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
-        rings: Observation rings, or None where no policy reads queries.
-        token_stats: Numbers beside the cached tokens, or None where no policy needs them.
-        longest: Longest sequence in tokens. Requests share a launch while each, counted as long
-            as the longest of them, adds up to no more.
-        probes: The model's, or None where no policy reads them.
+        rings: Observation rings, or None if no policy reads queries.
+        token_stats: Floats of the cached tokens, or None if no policy needs them.
+        longest: Longest sequence in tokens. Requests share a launch as long as their number times
+            the longest of them does not exceed it.
+        probes: The model's probes, or None if no policy reads them.
 
     Raises:
-        ValueError: What :func:`obstacle` says.
+        ValueError: The kernels cannot serve these layers; the message is that of
+            :func:`obstacle`.
 
     """
 
@@ -102,14 +106,14 @@ class FusedEvictions:
         }
 
     def takes(self, policy: str) -> bool:
-        """Whether the kernels know a policy's scores."""
+        """Return True if the kernels compute a policy's scores."""
         scorer, groups = self._policies[policy].scorer, self._groups.values()
         if isinstance(scorer, Defensive | Probe):
-            known = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
+            compiled = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
             if isinstance(scorer, Probe) and self._probes is not None:
-                known = known and not self._probes.has_networks
-            needed = [one.probes if isinstance(scorer, Probe) else one.kept for one in groups]
-            return known and all(needed)
+                compiled = compiled and not self._probes.has_networks
+            inputs = [group.probes if isinstance(scorer, Probe) else group.kept for group in groups]
+            return compiled and all(inputs)
         return isinstance(scorer, SnapKV)
 
     def run(
@@ -119,16 +123,16 @@ class FusedEvictions:
         rows: Iterable[int],
         shares: HeadShares | None = None,
     ) -> list[torch.Tensor]:
-        """Run evictions under one policy, each of another request, in the row given for it.
+        """Run evictions of different requests under one policy.
 
         Args:
-            policy: One that it takes.
-            evictions: Due ones.
-            rows: Of the state tables.
-            shares: What heads keep, where the policy follows measured shares.
+            policy: A policy for which :meth:`takes` returns True.
+            evictions: The due evictions.
+            rows: State row of each eviction's request.
+            shares: Measured shares of the heads, if the policy follows them.
 
         Returns:
-            [L, H] int32 pages that every head kept of one of the requests, of each group.
+            [L, H] int32 pages that every head kept of one of the requests, for each group.
 
         """
         by_group: dict[tuple[int, bool, float], list[Due]] = {}
@@ -139,22 +143,29 @@ class FusedEvictions:
                 by_group.setdefault(key, []).append(_due(eviction, group, int(row)))
         kept: dict[int, torch.Tensor] = {}
         for (group_id, recorded, prose), due in by_group.items():
-            due.sort(key=lambda one: one.in_place)
-            scored, where = self._policies[policy], self._groups[group_id]
-            of_heads = None if shares is None else shares[group_id]
+            due.sort(key=lambda eviction: eviction.in_place)
+            group_shares = None if shares is None else shares[group_id]
             for part in launches(due, self._longest):
-                pages = self._launch(scored, where, part, of_heads, recorded, prose)
+                pages = self._launch(
+                    self._policies[policy],
+                    self._groups[group_id],
+                    part,
+                    group_shares,
+                    recorded,
+                    prose,
+                )
                 kept.setdefault(group_id, pages[0])
         return list(kept.values())
 
     def warm_up(self, shares_of: Callable[[str], HeadShares | None]) -> None:
-        """Load every kernel that serves a policy, and its memory; nothing of it stays.
+        """Load every kernel that serves a policy, with evictions that leave no state.
 
         CUDA loads a kernel at its first launch, which may wait for the device. Blocks 1 to 3 of the
-        pool are used, so there must be no request; nothing is loaded where it has fewer.
+        pool are overwritten, so there must be no request. Nothing is loaded if the pool has fewer
+        blocks.
 
         Args:
-            shares_of: The shares that :meth:`run` gets for a policy.
+            shares_of: Returns the shares that :meth:`run` gets for a policy.
 
         """
         for name, policy in self._policies.items():
@@ -162,18 +173,18 @@ class FusedEvictions:
                 continue
             shares = shares_of(name)
             for group_id, group in self._groups.items():
-                of_heads = None if shares is None else shares[group_id]
+                group_shares = None if shares is None else shares[group_id]
                 if len(group.caches[0]) < 4:
                     continue
                 timeline = group.state.timeline
                 tokens = 2 * timeline.block_size
                 end = tokens + timeline.window
                 blocks = [1 + index % 2 for index in range(blocks_for(end, timeline.block_size))]
-                # Probes with prose have kernels of their own.
+                # Probes with prose features have separate kernels.
                 weights = {0.0, max(group.probes, default=0.0)}
                 for (store, in_place), prose in product((([3], False), ([1], True)), weights):
-                    one = Due(0, 0, end, 0, tokens, 0, blocks, store, in_place=in_place)
-                    self._launch(policy, group, [one], of_heads, bool(group.rings), prose)
+                    due = Due(0, 0, end, 0, tokens, 0, blocks, store, in_place=in_place)
+                    self._launch(policy, group, [due], group_shares, bool(group.rings), prose)
                 group.state.clear([0])
 
     def _launch(
@@ -181,11 +192,11 @@ class FusedEvictions:
         policy: Policy,
         group: _Group,
         due: Sequence[Due],
-        of_heads: torch.Tensor | None,
+        shares: torch.Tensor | None,
         recorded: bool,
         prose: float = 0.0,
     ) -> torch.Tensor:
-        """[E, L, H] int32 pages that every head kept."""
+        """Run evictions of E requests, and return the pages [E, L, H] int32 that heads kept."""
         state, scorer = group.state, policy.scorer
         bs, split = state.timeline.block_size, state.head_indptr
         layers = WindowLayers(
@@ -194,24 +205,24 @@ class FusedEvictions:
         batch = EvictionBatch.build(
             due, len(group.caches), state.num_heads, bs, state.timeline.window, split.device
         )
-        # What is kept of each candidate beside the cache [C, candidates].
+        # [C, candidates] floats that are kept with each token.
         made = None
         if isinstance(scorer, Probe):
             probes = group.probes[prose].layers(group.caches, group.kept, split, state.stores)
             window = layers if recorded and scorer.requirements.window != "none" else None
             scores, made = probe_scores(batch, probes, window, sum_of_ranks)
         elif isinstance(scorer, Defensive):
-            scores, shares = defensive_scores(batch, layers, group.kept, sum_of_ranks)
-            made = shares[None]
+            scores, value_shares = defensive_scores(batch, layers, group.kept, sum_of_ranks)
+            made = value_shares[None]
         else:
             assert isinstance(scorer, SnapKV)
             scores = window_scores(batch, layers, scorer.kernel, scorer.kind)
         rows = candidate_rows(batch, split)
-        # One head takes all pages of its layer.
+        # A single head gets all pages of its layer.
         if isinstance(policy.allocator, Adaptive) and state.num_heads > 1:
             pages = batch_pages(batch, scores, rows, policy.allocator.floor)
-        elif of_heads is not None and state.num_heads > 1:
-            pages = batch_shared_pages(batch, of_heads, rows)
+        elif shares is not None and state.num_heads > 1:
+            pages = batch_shared_pages(batch, shares, rows)
         else:
             equal = rows.store_blocks.view(len(due), -1, 1)
             pages = equal.expand(-1, -1, state.num_heads).contiguous()
@@ -220,7 +231,7 @@ class FusedEvictions:
         compact(group.caches, columns, pages, batch, split, state.stores)
         if made is not None:
             keep_page_values(group.kept, made, columns, pages, batch, split, state.stores)
-        entered = [(one.row, one.tail_start, len(one.store)) for one in due]
+        entered = [(eviction.row, eviction.tail_start, len(eviction.store)) for eviction in due]
         state.record_all(entered, batch.rows, batch.tail_starts, batch.store, pages)
         return pages
 
@@ -230,25 +241,23 @@ def obstacle(
     caches: "Mapping[str, LayerCache]",
     rings: ObservationRings | None,
 ) -> str | None:
-    """Why the kernels cannot serve these layers, in one sentence; None where they can."""
+    """Return the reason why the kernels cannot serve these layers; None if they can."""
     for state in states.values():
         names = state.layer_names
         stored = {caches[name].stored.dtype for name in names}
         sizes = {caches[name].layout.keys.shape[-1] for name in names}
         dtype = next(iter(stored)) if rings is None else rings.layer(names[0]).dtype
-        found = {
-            f"{len(names)} layers in a group, and not up to {MOST_LAYERS}": (
-                len(names) > MOST_LAYERS
-            ),
-            f"blocks of {state.timeline.block_size} tokens, and not {BLOCK_SIZES}": (
+        problems = {
+            f"{len(names)} layers in a group, but at most {MAX_LAYERS}": (len(names) > MAX_LAYERS),
+            f"blocks of {state.timeline.block_size} tokens, but {BLOCK_SIZES}": (
                 state.timeline.block_size not in BLOCK_SIZES
             ),
-            f"head size {min(sizes)}, and not {HEAD_SIZES}": min(sizes) not in HEAD_SIZES,
-            f"{dtype}, and not float16, bfloat16 or float32": dtype not in {*DTYPES, FP8},
-            "a KV cache neither FP8 nor of the model's dtype in every layer": (
+            f"head size {min(sizes)}, but {HEAD_SIZES}": min(sizes) not in HEAD_SIZES,
+            f"{dtype}, but float16, bfloat16 and float32": dtype not in {*DTYPES, FP8},
+            "a KV cache that is neither FP8 nor of the model's dtype in every layer": (
                 len(stored) > 1 or not stored <= {dtype, FP8}
             ),
-            "values of another size than keys": (
+            "values of another size than their keys": (
                 sizes != {caches[name].layout.values.shape[-1] for name in names}
             ),
             "attention sinks": any(caches[name].sinks is not None for name in names),
@@ -256,8 +265,8 @@ def obstacle(
                 len({caches[name].softcap for name in names}) > 1
             ),
         }
-        for problem, here in found.items():
-            if here:
+        for problem, applies in problems.items():
+            if applies:
                 return f"the CUDA kernels do not serve {problem}"
     return None
 
@@ -271,25 +280,26 @@ def workspace_bytes(
     slot_bytes: int,
     made: int = 0,
 ) -> int:
-    """Most bytes that a launch works in.
+    """Return the maximum number of bytes of workspace of a launch.
 
-    What survivors pass through in place takes the room of the scores, which are dead by then.
+    The staging buffer of survivors reuses the memory of the scores, which are no longer needed
+    when tokens move.
 
     Args:
         layers: Evictable layers on this rank.
         heads: KV heads on this rank.
-        query_rows: Query heads of a KV head, times the window; 0 where no policy reads queries.
+        query_rows: Query heads of a KV head, times the window; 0 if no policy reads queries.
         block_size: Tokens in a page.
         longest: Longest sequence in tokens.
         slot_bytes: Bytes of a cached token of a head: key, value, and scales if any.
-        made: Numbers that a policy makes of each token, to keep them beside the cache.
+        made: Floats that a policy computes once for each token and keeps with it.
 
     """
     groups = blocks_for(query_rows, min(map(rows_at_once, HEAD_SIZES)))
     scores_and_sort = 4 * groups + 4 + 2 * 4 + blocks_for(8, block_size)
     kept_columns = 4
     lse = 4 * query_rows * (1 + 2 * blocks_for(longest, CHUNK))
-    # A norm for each candidate, a sum for each token, a mean for each head; then what is kept.
+    # A norm for each candidate, a sum for each token and a mean for each head.
     norms = (made > 0) * 4 * layers * (longest * (heads + 1) + heads)
     scoring = layers * heads * (longest * scores_and_sort + lse) + norms
     moving = max(STAGING_BYTES, heads * longest * slot_bytes)
@@ -298,14 +308,14 @@ def workspace_bytes(
 
 
 def launches(due: Sequence[Due], longest: int) -> Iterator[list[Due]]:
-    """Split evictions into launches with no more workspace than one of ``longest`` tokens has."""
+    """Split evictions into launches that need no more workspace than one of ``longest`` tokens."""
     launch: list[Due] = []
-    for one in due:
-        most = max(other.num_tokens for other in [*launch, one])
-        if launch and most * (len(launch) + 1) > longest:
+    for eviction in due:
+        max_tokens = max(other.num_tokens for other in [*launch, eviction])
+        if launch and max_tokens * (len(launch) + 1) > longest:
             yield launch
             launch = []
-        launch.append(one)
+        launch.append(eviction)
     if launch:
         yield launch
 
@@ -340,12 +350,12 @@ def _group(
 def _by_weight(
     probes: Probes, caches: "Mapping[str, LayerCache]", names: Sequence[str], longest: int
 ) -> dict[float, GroupProbes]:
-    """The probes of a group by what prose counts in them; empty where the kernels cannot."""
-    found = {
+    """Return the probes of a group by the weight of prose, except those no kernel can serve."""
+    by_weight = {
         weight: GroupProbes.of(layers, caches, names, longest)
         for weight, layers in probes.by_weight.items()
     }
-    return {weight: one for weight, one in found.items() if one is not None}
+    return {weight: group for weight, group in by_weight.items() if group is not None}
 
 
 def _due(eviction: Eviction, group: GroupEviction, row: int) -> Due:

@@ -10,8 +10,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import FLAG, choose
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.kernels import optional_kernel
-from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.attention.warm_up import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
@@ -38,7 +38,7 @@ BACKENDS = {
 
 
 class EvictingWorker(EvictionWorkerMixin):
-    """One CUDA rank."""
+    """The worker of one CUDA rank."""
 
     _scratch: Scratch | None = None
 
@@ -52,13 +52,13 @@ class EvictingWorker(EvictionWorkerMixin):
         return choose(self.vllm_config, self.eviction_config)[0]
 
     def determine_available_memory(self) -> int:
-        """Reserve attention's buffers too, so that vLLM sizes its cache around them.
+        """Return the bytes for the KV cache, with attention's buffers already allocated.
 
-        What kernels allocate themselves, and the tables that are made once the cache has its size,
-        are left free, unless ``--kv-cache-memory-bytes`` says how large the cache is.
+        Memory that kernels allocate themselves, and the tables that are allocated after the cache,
+        stay free, unless ``--kv-cache-memory-bytes`` sets the size of the cache.
         """
         self._allocate_scratch()
-        # vLLM may set it in there, from a start before.
+        # The call below may set it to a value that an earlier start measured.
         given = self.cache_config.kv_cache_memory_bytes
         available = super().determine_available_memory()
         if given:
@@ -95,16 +95,16 @@ class EvictingWorker(EvictionWorkerMixin):
             return None
         problem = extension.obstacle() or obstacle(states, caches, self._rings)
         if problem is not None:
-            # One line a machine, not one a rank.
+            # One line per machine, not per rank.
             logger.warning_once(
-                "KV eviction runs its PyTorch operations, which are slower: %s", problem
+                "KV eviction runs its PyTorch operations, which are slower, because %s", problem
             )
             return None
         longest = self.model_config.max_model_len
         policies = build_policies(self.eviction_config)
         fused = FusedEvictions(policies, states, caches, self._rings, values, longest, probes)
         logger.info(
-            "KV eviction runs CUDA kernels for %s; at most %d bytes of workspace on this rank",
+            "KV eviction runs CUDA kernels for %s, with at most %d bytes of workspace on this rank",
             ", ".join(filter(fused.takes, policies)) or "none of the policies",
             self._workspace_bytes(),
         )
@@ -122,7 +122,7 @@ class EvictingWorker(EvictionWorkerMixin):
                 raise ValueError(
                     "KV eviction on CUDA needs the same KV heads, query heads, head size and block "
                     f"size in every full-attention layer, and this model has {sorted(shapes)} with "
-                    f"blocks of {sorted(sizes)} tokens."
+                    f"blocks of {sorted(sizes)} tokens: serve it without --kv-eviction."
                 )
             if (optional := optional_kernel(self._kernel())) is not None:
                 caps = any(impl.logits_soft_cap for impl in impls)
@@ -162,12 +162,12 @@ class EvictingWorker(EvictionWorkerMixin):
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's, and before it, as its watch over compilation begins at its end, ours."""
+        """Warm up eviction and then vLLM, which starts to watch for compilation at its end."""
         assert self.kv_eviction is not None
         for buffers in self._buffers:
             state = buffers.state
             layers = [self._layer(name) for name in state.layer_names]
-            # Optional kernels compile by batch: they cannot be warm.
+            # Optional kernels compile for each batch, so a warm-up would not help.
             if buffers.scratch.optional is None:
                 binding = GroupBinding(self.kv_eviction, state)
                 warm_up(layers, binding, buffers, self.model_config.dtype)
@@ -178,9 +178,9 @@ class EvictingWorker(EvictionWorkerMixin):
         cache: torch.Tensor = layer.kv_cache
         if not cache.is_contiguous():
             raise ValueError(
-                "KV eviction needs head pages that lie behind one another, and vLLM pads this "
-                "model's KV cache, whose layers have pages of sizes that do not divide one "
-                "another; serve this model without --kv-eviction."
+                "KV eviction needs contiguous head pages, but vLLM pads this model's KV cache "
+                "because its layers have page sizes that do not divide one another; serve this "
+                "model without --kv-eviction."
             )
         size = spec.block_size * (spec.head_size + spec.head_size_v)
         return LayerCache(
@@ -196,7 +196,7 @@ class EvictingWorker(EvictionWorkerMixin):
 
 
 def interleaved(block_size: int, head_size: int) -> PageLayout:
-    """A token's key, then its value, token after token: what vLLM's GPU kernels write."""
+    """Return the page layout of vLLM's GPU kernels: each token's key, then its value."""
     tokens = torch.arange(block_size)[:, None] * 2 * head_size
     keys = tokens + torch.arange(head_size)
     return PageLayout(keys, keys + head_size)

@@ -1,4 +1,4 @@
-"""Measured shares of this rank's KV heads, layer by layer."""
+"""Measured shares of this rank's KV heads, by layer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,18 +8,18 @@ from vllm_kvevict.cache.state import GroupState
 
 
 def rank_shares(row: Sequence[float], first: int, heads: int, copies: int) -> list[float]:
-    """Shares of the KV heads of one rank, of mean 1.
+    """Return the shares of the KV heads of one rank, scaled to mean 1.
 
     Args:
         row: Shares of all KV heads of the layer.
-        first: Number of the rank's first head, copies counted.
+        first: Index of the rank's first head among all copies.
         heads: KV heads on the rank.
-        copies: KV heads on all ranks, copies counted.
+        copies: KV heads on all ranks, copies included.
 
     """
     each = copies // len(row)
-    mine = [row[(first + head) // each] for head in range(heads)]
-    return [share * heads / sum(mine) for share in mine]
+    shares = [row[(first + head) // each] for head in range(heads)]
+    return [share * heads / sum(shares) for share in shares]
 
 
 def by_group(
@@ -29,14 +29,14 @@ def by_group(
     first: int,
     ranks: int,
 ) -> dict[int, torch.Tensor]:
-    """[L, H] float64 shares of each group's layers and this rank's heads.
+    """Return the shares [L, H] float64 of each group's layers and this rank's heads, by group id.
 
     Args:
-        shares: Of every layer that evicts, by depth, and every KV head of it.
-        depths: Place of each layer of this rank among all that evict.
+        shares: Shares of every KV head of every layer that evicts, by depth.
+        depths: Index of each layer of this rank among all layers that evict.
         states: Device state of every group that evicts, by group id.
-        first: Number of the rank's first head in its layer, copies counted.
-        ranks: Tensor-parallel ranks.
+        first: Index of the rank's first head in its layer among all copies.
+        ranks: Number of tensor-parallel ranks.
 
     """
     return {

@@ -1,4 +1,4 @@
-"""What a worker measures of its evictions, without ever waiting for the device."""
+"""Measurements of a worker's evictions, taken without waiting for the device."""
 
 import time
 from collections import deque
@@ -14,19 +14,19 @@ from vllm_kvevict.metrics.report import MEASURED, Audited
 from vllm_kvevict.timeline.step_plan import Replay
 
 SAMPLE_EVERY = 16
-"""Of this many evictions in a row the head budgets of the first are looked at."""
+"""The head budgets of one in this many evictions are sampled."""
 
 Measured = dict[str, list[Any]]
 
 
 def head_spread(pages: torch.Tensor) -> torch.Tensor:
-    """How uneven the heads are: the largest head's pages over the mean, averaged over layers.
+    """Return the pages of the largest head divided by the mean, averaged over layers.
 
     Args:
         pages: [L, H] int pages of every KV head of this rank.
 
     Returns:
-        Scalar float64: 1 for equal heads, H where one head has nearly everything.
+        Scalar float64: 1 for equal heads, H if one head has all pages.
 
     """
     pages = pages.double()
@@ -34,10 +34,10 @@ def head_spread(pages: torch.Tensor) -> torch.Tensor:
 
 
 class EvictionMeter:
-    """Seconds of every eviction of one rank, and the head spread of some.
+    """Seconds of every eviction of one rank, and the head spread of a sample of them.
 
-    On CUDA both are read from events and pinned memory once the device is past them, so a value
-    may be reported with a later step.
+    On CUDA, both are read from events and pinned memory once the device has passed them, so a
+    value may be reported with a later step.
 
     Args:
         device: Where evictions run.
@@ -54,7 +54,7 @@ class EvictionMeter:
 
     @contextmanager
     def evictions(self, count: int) -> Iterator[None]:
-        """Time evictions of ``count`` requests, all groups and layers; each has an equal share."""
+        """Time the evictions of ``count`` requests in all groups; each gets an equal share."""
         self._sampled = [] if -self._evictions % SAMPLE_EVERY < count else None
         self._evictions += count
         stop = _device_watch() if self._cuda else _host_watch()
@@ -63,13 +63,13 @@ class EvictionMeter:
 
     @contextmanager
     def restore(self, tier: str) -> Iterator[None]:
-        """Time the copy of a store into the KV cache, which comes from ``tier``."""
+        """Time the copy of a store from ``tier`` into the KV cache."""
         stop = _device_watch() if self._cuda else _host_watch()
         yield
         self._restores.append((tier, stop()))
 
     def compared(self, replay: Replay, values: torch.Tensor) -> None:
-        """Take what was lost by an eviction: [2] float32 nats and share of equal first choices."""
+        """Record the loss of an eviction: [2] float32, nats and share of equal likeliest tokens."""
         event = None
         if self._cuda:
             host = torch.empty(2, dtype=values.dtype, pin_memory=True)
@@ -82,7 +82,7 @@ class EvictionMeter:
         self._failed += 1
 
     def pages(self, pages: torch.Tensor) -> None:
-        """Look at the split of one group's eviction, [L, H] int, if it is one of the sample."""
+        """Record the pages [L, H] int of each head in one group if the eviction is sampled."""
         if self._sampled is None:
             return
         spread = head_spread(pages)
@@ -92,13 +92,13 @@ class EvictionMeter:
         self._sampled.append(spread)
 
     def take(self) -> Measured | None:
-        """What is known by now and was not taken yet; None for nothing."""
+        """Return the measurements that are complete and not yet taken; None if there are none."""
         seconds: list[float] = []
         spreads: list[float] = []
         while self._pending and (taken := self._pending[0][0]()) is not None:
             _, count, sampled = self._pending.popleft()
             seconds += [taken / count] * count
-            # Groups of one eviction, and evictions of one launch, count as one: their mean.
+            # The groups of one eviction, and the evictions of one launch, are averaged.
             if sampled:
                 spreads.append(sum(map(float, sampled)) / len(sampled))
         audits, restores = self._arrived(), []
@@ -111,16 +111,16 @@ class EvictionMeter:
         return {"seconds": seconds, "head_spread": spreads} | {k: v for k, v in more.items() if v}
 
     def _arrived(self) -> list[Audited]:
-        """Comparisons that the host can read by now."""
-        found: list[Audited] = []
+        """Return the comparisons that have reached the host."""
+        audits: list[Audited] = []
         while self._compared:
             replay, values, event = self._compared[0]
             if event is not None and not event.query():
                 break
             self._compared.popleft()
             nats, agreed = values.tolist()
-            found.append((replay.of, replay.policy, replay.kept, nats, agreed))
-        return found
+            audits.append((replay.of, replay.policy, replay.kept, nats, agreed))
+        return audits
 
 
 def _host_watch() -> Callable[[], Callable[[], float | None]]:
@@ -145,10 +145,10 @@ def _device_watch() -> Callable[[], Callable[[], float | None]]:
 
 
 def attach(measured: Measured | None, output: Any) -> Any:
-    """Send values with a model runner's output; an output of another kind carries none.
+    """Attach measurements to a model runner's output; outputs of other types carry none.
 
     Returns:
-        The output, or one in its place that carries the values.
+        The output, or a copy or wrapper of it that carries the measurements.
 
     """
     if measured is None:
@@ -163,7 +163,7 @@ def attach(measured: Measured | None, output: Any) -> Any:
 
 
 class _MeasuredOutput(AsyncModelRunnerOutput):
-    """An output that is still on the device, and values for when it has arrived."""
+    """An output that is still on the device, with measurements to attach when it arrives."""
 
     def __init__(self, output: AsyncModelRunnerOutput, measured: Measured) -> None:
         self._output = output
@@ -173,5 +173,5 @@ class _MeasuredOutput(AsyncModelRunnerOutput):
         return attach(self._measured, self._output.get_output())
 
     def get_kv_connector_output(self) -> Any:
-        """What vLLM 0.33 asks for where :meth:`get_output` fails."""
+        """Return the connector's output, which vLLM 0.33 reads if :meth:`get_output` fails."""
         return self._output.get_kv_connector_output()

@@ -47,9 +47,9 @@ logger = init_logger("vllm.kv_eviction.worker")
 
 
 class EvictionWorkerMixin(Worker, ABC):
-    """Gives evictable layers their spec, binds the backend, runs the eviction pass.
+    """Makes full-attention layers evictable, binds the backend and runs the evictions.
 
-    A subclass names its platform's attention backend and says how its cache is laid out.
+    A subclass registers its platform's attention backend and returns the layout of its cache.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,17 +64,17 @@ class EvictionWorkerMixin(Worker, ABC):
 
     @abstractmethod
     def _register_backend(self) -> None:
-        """Put our attention backend in the place of the platform's."""
+        """Register the evicting attention backend instead of the platform's."""
 
     @abstractmethod
     def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
-        """The cache of an attention layer as head pages."""
+        """Return the cache of an attention layer as head pages."""
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """vLLM's specs, with full-attention layers made evictable.
+        """Return vLLM's specs, with those of full-attention layers replaced by evictable ones.
 
         Raises:
-            ValueError: No layer can evict, or one is of a kind that must not.
+            ValueError: No layer can evict, or a layer is of an unsupported kind.
 
         """
         specs = super().get_kv_cache_spec()
@@ -93,10 +93,10 @@ class EvictionWorkerMixin(Worker, ABC):
         return specs
 
     def _give_timelines(self, specs: dict[str, Any], evictable: list[str]) -> None:
-        """Make the specs of the named layers evictable, in place, and note how deep each is.
+        """Make the specs of the named layers evictable, in place, and store each layer's depth.
 
         Raises:
-            ValueError: Budgets differ by layer, and the model's configuration has other layers.
+            ValueError: Budgets differ by layer, and the model's configuration counts other layers.
 
         """
         stages: tuple[int, ...] = (len(evictable),)
@@ -106,22 +106,22 @@ class EvictionWorkerMixin(Worker, ABC):
             stages, stage = evictable_stages(self.vllm_config), get_pp_group().rank_in_group
             if len(evictable) != stages[stage]:
                 raise ValueError(
-                    "KV eviction cannot give this model's layers budgets of their own, because "
-                    f"{len(evictable)} of them evict and its configuration counts "
-                    f"{stages[stage]}; serve it without --kv-eviction-profile, pyramidkv and "
-                    "ada-pyramid."
+                    "KV eviction cannot set a budget for each layer of this model, because "
+                    f"{len(evictable)} of its layers evict and its configuration counts "
+                    f"{stages[stage]}; serve it without --kv-eviction-profile and without the "
+                    "policies pyramidkv and ada-pyramid."
                 )
         first = sum(stages[:stage])
         self._depths = {name: first + index for index, name in enumerate(by_depth)}
         block_size = specs[by_depth[0]].block_size
         timelines = self.eviction_config.timelines(block_size, *stages)
         for name, depth in self._depths.items():
-            specs[name] = EvictableAttentionSpec.of(specs[name], timelines[depth])
+            specs[name] = EvictableAttentionSpec.from_spec(specs[name], timelines[depth])
 
     def determine_available_memory(self) -> int:
-        """Reserve the rings first, and a share for page values, so that vLLM sizes around them.
+        """Return the bytes for the KV cache, without those of the rings and of the token stats.
 
-        The share comes out of ``--kv-cache-memory-bytes`` as well.
+        The bytes of the token stats are taken from ``--kv-cache-memory-bytes`` as well.
         """
         self._allocate_rings()
         available = super().determine_available_memory()
@@ -172,7 +172,7 @@ class EvictionWorkerMixin(Worker, ABC):
                 self.scheduler_config.max_num_seqs,
                 self.model_config.max_model_len,
                 self.device,
-                # A store is known by one of its blocks.
+                # A published store is identified by its first block.
                 kv_cache_config.num_blocks if self.cache_config.enable_prefix_caching else 0,
                 sharing,
             )
@@ -195,7 +195,7 @@ class EvictionWorkerMixin(Worker, ABC):
             probes,
         )
         self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
-        # Only the last pipeline stage has the hidden states that logits are made of.
+        # Only the last pipeline stage has the hidden states from which logits are computed.
         if self.eviction_config.audits and get_pp_group().is_last_rank:
             self.kv_eviction.comparison = Comparison(
                 rows,
@@ -206,7 +206,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self._bind(self.kv_eviction)
         logger.info(
             "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
-            "%d bytes beside the KV cache",
+            "%d bytes of floats of cached tokens",
             self._rings.num_bytes if self._rings is not None else 0,
             sum(state.num_bytes for state in states.values()),
             values.num_bytes if values is not None else 0,
@@ -219,7 +219,7 @@ class EvictionWorkerMixin(Worker, ABC):
         values: TokenStats | None,
         kv_cache_config: KVCacheConfig,
     ) -> HostStores | None:
-        """What keeps stores outside the KV cache, where the flags ask for it."""
+        """Return the stores outside the KV cache; None if no flag asks for them."""
         config = self.eviction_config
         if not config.has_tiers:
             return None
@@ -229,11 +229,11 @@ class EvictionWorkerMixin(Worker, ABC):
         return HostStores(content, files, self.rank, meter.restore, self._weights)
 
     def _weights(self) -> str:
-        """Checksum of the weights of all ranks, which all compute it at once."""
+        """Return the checksum of the weights of all ranks; every rank must call it."""
         with gpu_sync_allowed():
-            mine = bytearray.fromhex(weights_in_memory(self.model_runner.get_model()))
-            every = of_ranks(torch.frombuffer(mine, dtype=torch.uint8).to(self.device))
-            return sha256(every.cpu().numpy().tobytes()).hexdigest()
+            digest = bytearray.fromhex(weights_in_memory(self.model_runner.get_model()))
+            digests = of_ranks(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
+            return sha256(digests.cpu().numpy().tobytes()).hexdigest()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self._weights_change()
@@ -244,12 +244,12 @@ class EvictionWorkerMixin(Worker, ABC):
         super().update_weights(*args, **kwargs)
 
     def _weights_change(self) -> None:
-        """Keep stores of other weights out of the files that other servers read."""
+        """Keep stores computed with other weights out of the files that other servers read."""
         if self.kv_eviction is not None and self.kv_eviction.stores.tiers is not None:
             self.kv_eviction.stores.tiers.weights_change()
 
     def shutdown(self) -> None:
-        """Write the stores that wait to be written, and end."""
+        """Write the pending stores to files, and shut down."""
         if self.kv_eviction is not None and self.kv_eviction.stores.tiers is not None:
             self.kv_eviction.stores.tiers.flush()
         super().shutdown()
@@ -261,17 +261,17 @@ class EvictionWorkerMixin(Worker, ABC):
         values: TokenStats | None,
         probes: Probes | None,
     ) -> FusedEvictions | None:
-        """What runs evictions in the place of the PyTorch operations, where there is something."""
+        """Return the CUDA evictions that replace the PyTorch operations; None without them."""
         return None
 
     def _head_shares(self, states: dict[int, GroupState]) -> dict[int, torch.Tensor] | None:
-        """Measured shares of this rank's heads, where there are any."""
-        shares = self.eviction_config.profile
-        if not isinstance(shares, Profile) or shares.heads is None:
+        """Return the measured shares of this rank's heads; None if the profile has none."""
+        profile = self.eviction_config.profile
+        if not isinstance(profile, Profile) or profile.heads is None:
             return None
         first = first_head(next(iter(states.values())).num_heads)
         ranks = self.parallel_config.tensor_parallel_size
-        return by_group(shares.heads, self._depths, states, first, ranks)
+        return by_group(profile.heads, self._depths, states, first, ranks)
 
     def _probes(
         self,
@@ -279,20 +279,20 @@ class EvictionWorkerMixin(Worker, ABC):
         caches: dict[str, LayerCache],
         values: TokenStats | None,
     ) -> Probes | None:
-        """The probes of the model's profile, where a policy reads them.
+        """Return the probes of the model's profile; None if no policy reads them.
 
         Raises:
-            ValueError: In one sentence, why this rank cannot.
+            ValueError: This rank cannot use the probes. The message gives the reason.
 
         """
-        needs = policy_requirements(self.eviction_config).values()
-        channels = [one.floats_per_token for one in needs if one.key_scores]
+        requirements = policy_requirements(self.eviction_config).values()
+        channels = [needs.floats_per_token for needs in requirements if needs.key_scores]
         if not channels:
             return None
         if self.use_v2_model_runner and self.model_config.uses_mrope:
             raise ValueError(
                 "KV eviction: the policy probe does not know the positions of images (M-RoPE) "
-                "under vLLM's model runner V2: serve this model under ada-defensive."
+                "under vLLM's model runner V2: serve this model under the policy ada-defensive."
             )
         profile = self.eviction_config.profile
         assert isinstance(profile, Profile) and profile.probe is not None and values is not None
@@ -300,32 +300,34 @@ class EvictionWorkerMixin(Worker, ABC):
         heads = next(iter(states.values())).num_heads
         copies = self.parallel_config.tensor_parallel_size * heads // profile.model.kv_heads
         first = first_head(heads)
-        mine = [(first + head) // copies for head in range(heads)]
-        found = {}
+        own_heads = [(first + head) // copies for head in range(heads)]
+        probes = {}
         for name, depth in self._depths.items():
             size = self._layer(name).head_size
             if weights.head_size != size:
                 raise ValueError(
-                    f"KV eviction: --kv-eviction-profile: its probes are for keys of "
+                    f"KV eviction: the probes of --kv-eviction-profile are for keys of "
                     f"{weights.head_size} dimensions, and those of layer {name} have {size}."
                 )
             rotated = weights.rotated is None or weights.rotated[depth]
             rotary = self._rotary(name) if rotated else None
-            found[name] = LayerProbe.of(weights, depth, mine, max(channels), rotary, self.device)
-        return Probes(found, caches, values)
+            probes[name] = LayerProbe.of(
+                weights, depth, own_heads, max(channels), rotary, self.device
+            )
+        return Probes(probes, caches, values)
 
     def _rotary(self, name: str) -> Rotary | None:
-        """What rotates a layer's keys; None for nothing."""
+        """Return the rotation of a layer's keys; None if keys are not rotated."""
         try:
             rotary = find(self.model_runner.get_model(), self._layer(name))
             if rotary is None or rotary.is_exact(self.model_config.max_model_len, self.device):
                 return rotary
-            problem = f"{type(rotary.module).__name__} does not turn pairs of dimensions"
+            problem = f"{type(rotary.module).__name__} does not rotate pairs of dimensions"
         except ValueError as error:
             problem = str(error)
         raise ValueError(
-            f"KV eviction: the policy probe cannot take the rotation out of the keys of layer "
-            f"{name}, because {problem}: serve this model under ada-defensive."
+            f"KV eviction: the policy probe cannot invert the rotation of the keys of layer "
+            f"{name}, because {problem}: serve this model under the policy ada-defensive."
         )
 
     def _rows(self, states: dict[int, GroupState]) -> RunnerRows:
@@ -339,18 +341,20 @@ class EvictionWorkerMixin(Worker, ABC):
 
     def _bind(self, worker: WorkerEviction) -> None:
         drafter = getattr(self.model_runner, "drafter", None)
-        # A draft model computes the sampled token with those of the step.
-        more = getattr(drafter, "net_num_new_slots_per_request", 0)
-        drafting = [(one, more) for one in getattr(drafter, "draft_attn_groups", ())]
+        # A draft model computes the sampled token together with the tokens of the step.
+        new_slots = getattr(drafter, "net_num_new_slots_per_request", 0)
+        drafting = getattr(drafter, "draft_attn_groups", ())
         for group_id, state in worker.states.items():
-            mine = [(group, 0) for group in self.model_runner.attn_groups[group_id]]
-            mine += [(one, more) for one, more in drafting if one.kv_cache_group_id == group_id]
-            for attn_group, beyond in mine:
+            attn_groups = [(group, 0) for group in self.model_runner.attn_groups[group_id]]
+            attn_groups += [
+                (group, new_slots) for group in drafting if group.kv_cache_group_id == group_id
+            ]
+            for attn_group, beyond in attn_groups:
                 for builder in attn_group.metadata_builders:
                     if not hasattr(builder, "binding"):
                         raise ValueError(
                             "KV eviction needs its own attention backend in layers "
-                            f"{attn_group.layer_names}, and vLLM chose {attn_group.backend}."
+                            f"{attn_group.layer_names}, but vLLM chose {attn_group.backend}."
                         )
                     if builder.kv_cache_spec.block_size != state.timeline.block_size:
                         raise ValueError(
@@ -368,9 +372,10 @@ class EvictionWorkerMixin(Worker, ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """vLLM's step. Its evictions follow in stream order, where it samples behind the sampling.
+        """Run vLLM's step and then its evictions, which follow sampling if the step samples.
 
-        So no token waits for them, and a drafter reads the blocks that it was given.
+        No token waits for evictions in this order, and a drafter reads the blocks that the step
+        was planned with.
         """
         assert self.kv_eviction is not None
         self.kv_eviction.begin_step(scheduler_output)
@@ -395,7 +400,7 @@ class EvictionWorkerMixin(Worker, ABC):
         return self._measured(output)
 
     def _measured(self, output: Any) -> Any:
-        """The step's output, with what was measured of evictions on board."""
+        """Return the step's output with the measurements of evictions attached."""
         assert self.kv_eviction is not None
         if output is None:
             return output
@@ -406,6 +411,6 @@ class EvictionWorkerMixin(Worker, ABC):
 
 
 def sinks_of(impl: Any) -> torch.Tensor | None:
-    """[H, G] attention sinks of a layer's attention, a view of its weights; None without them."""
+    """Return the attention sinks [H, G] of a layer, a view of its weights; None without sinks."""
     sinks: torch.Tensor | None = getattr(impl, "sinks", None)
     return None if sinks is None else sinks.detach().view(impl.num_kv_heads, -1)

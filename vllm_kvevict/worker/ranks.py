@@ -14,26 +14,26 @@ from vllm.distributed import (
 
 
 def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over the tensor-parallel ranks, the same on each; every rank must call it."""
+    """Return the sum over the tensor-parallel ranks; every rank must call it and gets the sum."""
     size = get_tensor_model_parallel_world_size()
     return tensor if size == 1 else tensor_model_parallel_all_reduce(tensor)
 
 
 def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Average over the tensor-parallel ranks, as :func:`sum_of_ranks`."""
+    """Return the average over the tensor-parallel ranks; every rank must call it."""
     return sum_of_ranks(tensor) / get_tensor_model_parallel_world_size()
 
 
 def of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """[ranks, ...] of all tensor-parallel ranks, the same on each; every rank must call it."""
+    """Return the tensors of all tensor-parallel ranks, [ranks, ...]; every rank must call it."""
     size = get_tensor_model_parallel_world_size()
     return tensor[None] if size == 1 else tensor_model_parallel_all_gather(tensor[None], dim=0)
 
 
 def first_head(num_heads: int) -> int:
-    """Number of this rank's first KV head in its layer, for ``num_heads`` KV heads a rank.
+    """Return the index of this rank's first KV head in its layer, for ``num_heads`` heads per rank.
 
-    Where ranks share a KV head, its copies count as heads of their own: each rank evicts by
-    its own query heads.
+    If ranks share a KV head, its copies count as separate heads, because each rank evicts by its
+    own query heads.
     """
     return get_tensor_model_parallel_rank() * num_heads

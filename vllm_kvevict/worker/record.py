@@ -1,4 +1,4 @@
-"""What an eviction tells whoever listens."""
+"""The record of one eviction that listeners receive."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
 
 @dataclass(frozen=True)
 class EvictionRecord:
-    """What one eviction kept, for tests and pictures.
+    """The tokens that one eviction kept in one group, for tests and plots.
 
-    ``columns`` [L, S * H * block_size] index each head's candidates, heads concatenated;
-    candidates are the head's former store and then the tail, behind ``padding`` [L, H]
-    padding columns. ``pages`` [L, H] are the pages each head kept. ``scores`` [L, H, N] are those
-    of the candidates, -inf on padding. ``log_weights``
-    [L, S * H * block_size, 2] are what each kept token counts for in the numerator and the
-    denominator of attention, None where it counts for itself.
+    ``columns`` [L, S * H * block_size] index each head's candidates, heads concatenated. The
+    candidates are the head's former store and then the tail, after ``padding`` [L, H] padding
+    columns. ``pages`` [L, H] are the pages that each head kept. ``scores`` [L, H, N] are the scores
+    of the candidates, -inf on padding. ``log_weights`` [L, S * H * block_size, 2] are the
+    log-weights of each kept token in the numerator and the denominator of attention, None if
+    tokens have no weights.
     """
 
     eviction: Eviction

@@ -1,4 +1,4 @@
-"""The rotation of a layer's keys, found beside its attention and taken out by the module itself."""
+"""The rotary module of a layer's keys, and the inverse of its rotation."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,22 +9,22 @@ from torch import nn
 from vllm_kvevict.ops.torch.probe import Rotation, unrotated
 
 NAME = "rotary_emb"
-"""What vLLM's models call a rotary module; where it is None, keys are not rotated."""
+"""Attribute of a rotary module in vLLM's models. If it is None, keys are not rotated."""
 
 SWITCHES = ("use_rope", "_use_rope")
-"""Attributes of an attention that say whether it calls its rotary module."""
+"""Attributes of an attention module that are False if it does not call its rotary module."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotary module of vLLM, which turns pairs of a key's dimensions by the token's position.
+    """A rotary module of vLLM, which rotates pairs of a key's dimensions by the token's position.
 
-    Its own code says by how much: whatever the base, the scaling and the sections are.
+    The angles are read from the module's own output, so any base, scaling and sections work.
 
     Args:
         module: The module.
-        first: Dimensions of a cached key before those that the module gets, as an entry of a
-            latent cache has them.
+        first: Dimensions of a cached key before those that the module rotates; above 0 for the
+            entries of a latent cache.
 
     """
 
@@ -36,99 +36,101 @@ class Rotary:
         return not getattr(self.module, "is_neox_style", True)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        """What takes the rotation out at some positions.
+        """Return the inverse rotation at some positions.
 
         Args:
-            positions: [N] int64, or [3, N] where the module has sections (M-RoPE).
+            positions: [N] int64, or [3, N] if the module has sections (M-RoPE).
 
         """
         return replace(self._rotation(positions), first=self.first)
 
     def _rotation(self, positions: torch.Tensor) -> Rotation:
-        """What takes it out of the dimensions that the module gets."""
+        """Return the inverse rotation of the dimensions that the module gets."""
         pairs = self.module.rotary_dim // 2
         first, second = (0, 1) if self.interleaved else (0, pairs)
         step = 2 if self.interleaved else 1
-        # The first dimension of every pair turns into its cosine, the second into its sine.
+        # Rotating (1, 0) gives the cosine in a pair's first dimension and the sine in its second.
         upright = torch.zeros(
             positions.shape[-1], self.module.head_size, dtype=self.dtype, device=positions.device
         )
         upright[:, first : first + step * pairs : step] = 1
-        turned = self._apply(positions, upright).float()
-        cos = turned[:, first : first + step * pairs : step]
-        sin = turned[:, second : second + step * pairs : step]
+        rotated = self._apply(positions, upright).float()
+        cos = rotated[:, first : first + step * pairs : step]
+        sin = rotated[:, second : second + step * pairs : step]
         lengths = cos.square() + sin.square()
         return Rotation(cos / lengths, sin / lengths, self.interleaved)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the module's table: another one would make the module convert it in place."""
+        """Dtype of the module's table. For any other dtype the module converts its table."""
         tables = (table.dtype for table in self.module.buffers() if table.is_floating_point())
         return next(tables, torch.float32)
 
     def table(self, longest: int) -> torch.Tensor | None:
-        """Cosines, then sines, by position [positions, rotated dimensions], as the module has them.
+        """Return the module's table of cosines, then sines: [positions, rotated dimensions].
 
         Args:
             longest: Longest sequence in tokens.
 
         Returns:
-            None where the module has no such table, turns a part of keys behind another, or turns
-            keys by more than their token's number (M-RoPE): only its own code says what it does.
+            None if the module has no such table, rotates keys that begin after other dimensions, or
+            rotates by more than the token's index (M-RoPE).
 
         """
-        found = getattr(self.module, "cos_sin_cache", None)
+        table = getattr(self.module, "cos_sin_cache", None)
         sections = (getattr(self.module, f"{name}_section", None) for name in ("mrope", "xdrope"))
-        turned = self.first or any(one is not None for one in sections)
-        if not isinstance(found, torch.Tensor) or turned:
+        if self.first or any(section is not None for section in sections):
             return None
-        if found.shape[1:] != (self.module.rotary_dim,) or len(found) < longest:
+        if not isinstance(table, torch.Tensor):
             return None
-        positions = torch.tensor([0, 1, longest // 3, longest - 1], device=found.device)
-        rotation, mine = self.rotation(positions), found[positions].float()
-        cos, sin = mine.chunk(2, dim=-1)
+        if table.shape[1:] != (self.module.rotary_dim,) or len(table) < longest:
+            return None
+        positions = torch.tensor([0, 1, longest // 3, longest - 1], device=table.device)
+        rotation, entries = self.rotation(positions), table[positions].float()
+        cos, sin = entries.chunk(2, dim=-1)
         lengths = cos.square() + sin.square()
-        known = torch.equal(cos / lengths, rotation.cos) and torch.equal(
+        matches = torch.equal(cos / lengths, rotation.cos) and torch.equal(
             sin / lengths, rotation.sin
         )
-        return found.contiguous() if known else None
+        return table.contiguous() if matches else None
 
     def is_exact(self, longest: int, device: torch.device) -> bool:
-        """Whether :meth:`rotation` takes out what the module does, up to rounding.
+        """Return True if :meth:`rotation` inverts the module, up to rounding.
 
         Args:
             longest: Longest sequence in tokens.
-            device: The module's.
+            device: Device of the module.
 
         """
         positions = torch.tensor([0, 1, longest // 3, longest - 1], device=device)
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(4, self.module.head_size, generator=generator).to(device, self.dtype)
-        turned = self._apply(positions, keys.clone())
-        found = unrotated(turned[None], self._rotation(positions))[0]
+        rotated = self._apply(positions, keys.clone())
+        inverted = unrotated(rotated[None], self._rotation(positions))[0]
         tolerance = 16 * torch.finfo(self.dtype).eps
-        return torch.allclose(found, keys.float(), rtol=tolerance, atol=tolerance)
+        return torch.allclose(inverted, keys.float(), rtol=tolerance, atol=tolerance)
 
     def _apply(self, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        # In PyTorch on every platform: a kernel may want more than one row, or a query head.
+        # PyTorch on every platform, because a kernel may need more than one row, or a query head.
         apply = getattr(self.module, "forward_native", self.module.forward)
-        # Latent attention gives its modules a dimension of heads, and some need it.
+        # Latent attention passes a dimension of heads to its modules, and some need it.
         given = keys[:, None] if self.first else keys
         return apply(positions, given.clone(), given.clone())[1].view(keys.shape)
 
 
 def find(model: nn.Module, layer: nn.Module) -> Rotary | None:
-    """The rotary module of an attention layer: the nearest one beside it or above it.
+    """Return the rotary module of an attention layer: the child of its nearest ancestor.
 
     Args:
-        model: The whole model.
+        model: The model.
         layer: One of its attention layers.
 
     Returns:
-        None where keys are not rotated (NoPE).
+        None if keys are not rotated (NoPE).
 
     Raises:
-        ValueError: The model has rotary embeddings somewhere, and none is near this layer.
+        ValueError: The model has rotary embeddings, but none among the children of this layer's
+            ancestors.
 
     """
     path = next(name for name, module in model.named_modules() if module is layer)
@@ -145,7 +147,7 @@ def find(model: nn.Module, layer: nn.Module) -> Rotary | None:
             if _is_rotary(child):
                 return Rotary(child, getattr(layer, "kv_lora_rank", 0))
     if any("Rotary" in type(module).__name__ for module in model.modules()):
-        raise ValueError("its rotary embedding is not near its attention")
+        raise ValueError("its rotary embedding is in no module that contains its attention")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Which state row belongs to which request: one adapter for each of vLLM's model runners."""
+"""State rows of requests: one adapter for each of vLLM's model runners."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -12,44 +12,47 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def released_requests(scheduler_output: SchedulerOutput) -> list[str]:
-    """Requests whose blocks the scheduler has freed since the last step."""
+    """Return the ids of requests that ended or were preempted since the last step."""
     preempted = scheduler_output.preempted_req_ids or ()
     return [*scheduler_output.finished_req_ids, *preempted]
 
 
 class RunnerRows(Protocol):
-    """A state row for every request that the worker holds."""
+    """The state row of every request that the worker holds."""
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
-        """Follow the scheduler; returns rows to clear before the step runs."""
+        """Follow the scheduler, and return the rows to clear before the step runs."""
 
     def rows(self, request_ids: Iterable[str]) -> np.ndarray:
-        """[K] int64 rows of scheduled requests."""
+        """Return the rows [K] int64 of scheduled requests."""
 
     def batch_rows(self, common: CommonAttentionMetadata) -> np.ndarray:
-        """[R] int64 rows of the batch under way, in batch order."""
+        """Return the rows [R] int64 of the current batch, in batch order."""
 
     def hidden_states(
         self, scheduler_output: SchedulerOutput
     ) -> tuple[torch.Tensor, dict[str, int]]:
-        """[N, D] last hidden states of the step, before it is sampled, and each request's first."""
+        """Return the last hidden states [N, D] of the step and each request's first index.
+
+        They are available between the forward pass and sampling.
+        """
 
     def positions(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """[N] or [3, N] int64: what the model's rotary module is given for tokens of a request."""
+        """Return the positions, [N] or [3, N] int64, that the rotary module gets for tokens."""
 
 
 class RowsV1:
-    """Model Runner V1 moves requests between batch positions, so rows are handed out here.
+    """Rows under Model Runner V1, which moves requests between batch positions.
 
-    Read in vLLM 0.32.0: ``GPUModelRunner.input_batch.req_ids`` names the batch in order from
-    ``_update_states`` on. Sessions of streaming input that wait for their turn are released by no
-    step, and vLLM may run as many requests as there are rows besides them. They are never evicted,
-    so their rows hold nothing, and others may have them.
+    This class assigns the rows. In vLLM 0.32.0, ``GPUModelRunner.input_batch.req_ids`` lists the
+    batch in order from ``_update_states`` on. No step releases sessions of streaming input that
+    wait for their next input, and vLLM may run ``num_rows`` requests in addition to them. Such
+    sessions are never evicted, so their rows hold no state and other requests may use them.
 
     Args:
         runner: vLLM's model runner.
-        num_rows: Requests that run at once.
-        evicted: Whether the request of a row was evicted.
+        num_rows: Maximum number of requests that run at once.
+        evicted: Returns True if the request of a row was evicted.
 
     """
 
@@ -59,7 +62,7 @@ class RowsV1:
         self._free = list(range(num_rows - 1, -1, -1))
         self._row: dict[str, int] = {}
         self._without: set[str] = set()
-        """Requests whose row another one has."""
+        """Requests that hold no row, because it was lent to another request."""
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
         for request_id in released_requests(scheduler_output):
@@ -82,7 +85,7 @@ class RowsV1:
         return cleared
 
     def _lent(self, scheduled: Mapping[str, int]) -> int:
-        """The row of a request that the step does not run and that was never evicted."""
+        """Take the row of a request that the step does not run and that was never evicted."""
         idle = next(
             request_id
             for request_id, row in self._row.items()
@@ -100,9 +103,9 @@ class RowsV1:
         if request.mrope_positions is None:
             return index
         prompt = request.mrope_positions.shape[1]
-        told = request.mrope_positions[:, start : min(stop, prompt)].cpu()
+        in_prompt = request.mrope_positions[:, start : min(stop, prompt)].cpu()
         later = index[max(0, prompt - start) :] + (request.mrope_position_delta or 0)
-        return torch.cat([told, later.expand(len(told), -1)], dim=1)
+        return torch.cat([in_prompt, later.expand(len(in_prompt), -1)], dim=1)
 
     def hidden_states(
         self, scheduler_output: SchedulerOutput
@@ -118,11 +121,11 @@ class RowsV1:
 
 
 class RowsV2:
-    """Model Runner V2 gives every request a fixed index, which serves as its row.
+    """Rows under Model Runner V2, which assigns every request a fixed index.
 
-    Read in vLLM 0.32.0: ``req_states.req_id_to_index``; ``model_state.prepare_attn``, which builds
-    a step's metadata, is given the batch. The metadata themselves name the requests only in models
-    without recurrent layers.
+    In vLLM 0.32.0, the indices are in ``req_states.req_id_to_index``, and the batch is an argument
+    of ``model_state.prepare_attn``, which builds a step's metadata. The metadata themselves name
+    the requests only in models without recurrent layers.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -132,11 +135,11 @@ class RowsV2:
         prepare = runner.model_state.prepare_attn
 
         @wraps(prepare)
-        def noted(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._batch = input_batch.idx_mapping_np
             return prepare(input_batch, *args, **kwargs)
 
-        runner.model_state.prepare_attn = noted
+        runner.model_state.prepare_attn = prepare_attn
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> list[int]:
         released = map(self._index.get, released_requests(scheduler_output))
@@ -160,7 +163,7 @@ class RowsV2:
 
 
 def _starts(request_ids: Iterable[str], scheduler_output: SchedulerOutput) -> dict[str, int]:
-    """Where each request's tokens begin in a batch of this order."""
+    """Return the index of each request's first token in a batch of this order."""
     starts, start = {}, 0
     for request_id in request_ids:
         starts[request_id] = start

@@ -1,4 +1,4 @@
-"""Finishes copies of vLLM's offload before we write to what they read."""
+"""Completion of vLLM's offload copies before an eviction overwrites the blocks they read."""
 
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def settle(jobs: set[int], coming: "SchedulerOutput | None" = None) -> None:
-    """Wait until these copies are made; those of the step that was run are begun first.
+    """Wait until these copies are complete. Copies of the step that has run are started first.
 
     Args:
-        jobs: Numbers of the copies, as the scheduler's half gave them out; those that are made
-            already cost nothing.
-        coming: The step that is about to run, where it may have brought some of them: vLLM names
-            what requests that ended leave one step late.
+        jobs: Job ids of the copies, assigned by the connector's scheduler side. Waiting for a
+            complete copy costs nothing.
+        coming: The step that is about to run, if it may have submitted some of the copies: vLLM
+            submits the stores of requests that ended one step late.
 
     """
     metadata = coming.kv_connector_metadata if coming is not None else None

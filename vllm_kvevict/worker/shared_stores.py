@@ -1,4 +1,4 @@
-"""What a worker does with stores that requests share: keep, enter, copy out and back."""
+"""Stores that requests share, on a worker: published, entered, saved to tiers and loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,20 +15,20 @@ class SharedStores:
 
     Args:
         states: Device state of every group that evicts, by group id.
-        row_of: The state row of a request of the step.
+        row_of: Returns the state row of a request of the step.
 
     """
 
     def __init__(self, states: Mapping[int, GroupState], row_of: Callable[[str], int]) -> None:
         self.tiers: HostStores | None = None
-        """Where stores are kept outside the KV cache, where the flags ask for it."""
+        """Stores outside the KV cache, None if no flag asks for them."""
         self._states = states
         self._row_of = row_of
         self._plan = StepPlan()
         self._reused: dict[str, list[ReusedStore]] = {}
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before the forward pass: bring back stores that the step reads."""
+        """Load the stores that the step reads, before the forward pass."""
         self._plan, self._reused = plan, plan.reused
         if self.tiers is not None:
             if plan.weigh:
@@ -38,7 +38,7 @@ class SharedStores:
     def enter(self) -> None:
         """Enter the stores of requests that begin with this step.
 
-        Model Runner V2 gives them their rows within the step, so not before its batch is known.
+        Model Runner V2 assigns their rows within the step, so this runs once the batch is known.
         """
         reused, self._reused = self._reused, {}
         for request_id, groups in reused.items():
@@ -51,7 +51,7 @@ class SharedStores:
                 state.take(row, group.store[0], group.tail_start, store)
 
     def end_step(self, evictions: Sequence[Eviction]) -> None:
-        """After these evictions: keep how heads share what others may take, and copy it out."""
+        """Keep the head splits of published stores after these evictions, and save stores."""
         for eviction in evictions:
             published = [group for group in eviction.groups if group.published]
             if published:

@@ -1,11 +1,11 @@
-"""Bytes of the tables that are made once vLLM has sized its cache."""
+"""Bytes of the tables that are allocated after vLLM has sized its KV cache."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.timeline.rule import EvictionRule
 
@@ -22,13 +22,15 @@ def table_bytes(
     scratch: "Scratch",
     available: int,
 ) -> int:
-    """Eviction state and decode buffers of one rank on CUDA, were ``available`` all KV cache.
+    """Return the bytes of eviction state and decode buffers of one rank on CUDA.
+
+    The number of blocks is bounded as if ``available`` were all KV cache.
 
     Args:
-        vllm_config: Its requests, lengths and prefix caching.
-        specs: Evictable layers; those of one timeline count as one group.
-        scratch: The rank's.
-        available: Bytes for the cache and for them.
+        vllm_config: vLLM's configuration: number of requests, lengths and prefix caching.
+        specs: Evictable layers. Layers with equal eviction rules count as one group.
+        scratch: The scratch buffers of the rank.
+        available: Bytes for the KV cache and these tables.
 
     """
     meta = torch.device("meta")
@@ -38,7 +40,7 @@ def table_bytes(
         groups.setdefault(spec.timeline, []).append(name)
     slots = 0
     if vllm_config.cache_config.enable_prefix_caching:
-        # Groups lie over one another, so the largest one says how many blocks there are.
+        # Groups share one block pool, so the largest block bounds the number of blocks.
         largest = max(
             sum(specs[name].page_size_bytes for name in names) for names in groups.values()
         )

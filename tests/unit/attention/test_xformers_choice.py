@@ -100,7 +100,9 @@ def test_a_layer_that_caps_logits_unannounced():
 
 
 def test_a_layer_with_attention_sinks():
-    with pytest.raises(ValueError, match=r"xformers has no attention sinks.*remove the flag"):
+    with pytest.raises(
+        ValueError, match=r"xformers does not support attention sinks.*remove the flag"
+    ):
         worker(soft_cap=0.0, sinks=torch.zeros(2))._allocate_scratch()
 
 

@@ -118,8 +118,8 @@ def test_built_in_names_stay(installed: None) -> None:
         ("broken", "does not load: ModuleNotFoundError.*a_module_that_is_not_there"),
         ("absent", "does not load: ModuleNotFoundError.*bad_too"),
         ("nothing", "does not load: AttributeError.*missing"),
-        ("odd", "makes 7, which is no vllm_kvevict Scorer"),
-        ("weighing", "weighs tokens, which only built-in policies may"),
+        ("odd", "returns 7, which is not a vllm_kvevict Scorer"),
+        ("weighing", "weighs tokens, which is supported for built-in policies only"),
     ],
 )
 def test_a_policy_that_does_not_load(installed: None, name: str, says: str) -> None:

@@ -46,12 +46,12 @@ def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[in
 )
 def test_window_peaks(case, kernel, reach, memory):
     """However few heads and rows stand in memory at once."""
-    limits = score.LOGITS, score.FEWEST
-    score.LOGITS, score.FEWEST = memory
+    limits = score.LOGITS, score.MIN_ROWS
+    score.LOGITS, score.MIN_ROWS = memory
     try:
         peaks = window_peaks(case.candidates, kernel, reach)
     finally:
-        score.LOGITS, score.FEWEST = limits
+        score.LOGITS, score.MIN_ROWS = limits
     assert peaks.dtype == torch.float32
     assert peaks.shape[1] == case.candidates.valid.shape[1] - case.candidates.window
     for mine, expected in zip(peaks, spelled_out(case.candidates, kernel, reach), strict=True):

@@ -23,9 +23,9 @@ def requirements(name: str) -> Requirements:
         (dict(key_scores=True), "1 floats"),
         (dict(every_query=True, attention="a:B"), "1 floats"),
         (dict(weighs=True, floats_per_token=1, attention="a:B"), "2 floats"),
-        (dict(every_query=True, floats_per_token=1), "names an extension"),
-        (dict(weighs=True, floats_per_token=2), "names an extension"),
-        (dict(attention="a:B"), "names an extension"),
+        (dict(every_query=True, floats_per_token=1), "must name an attention extension"),
+        (dict(weighs=True, floats_per_token=2), "must name an attention extension"),
+        (dict(attention="a:B"), "must name an attention extension"),
     ],
 )
 def test_contradictions(contradiction, says):

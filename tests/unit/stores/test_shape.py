@@ -21,7 +21,9 @@ def sizes(channels: int = 2) -> StoreSizes:
     full = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
     )
-    return StoreSizes({0: EvictableAttentionSpec.of(full, TIMELINE)}, {0: len(NAMES)}, channels)
+    return StoreSizes(
+        {0: EvictableAttentionSpec.from_spec(full, TIMELINE)}, {0: len(NAMES)}, channels
+    )
 
 
 def store(channels: bool = True):

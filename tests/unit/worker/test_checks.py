@@ -51,7 +51,7 @@ def test_latent_caches_beside_other_layers_are_refused():
     latent = MLAAttentionSpec(**LATENT)
     check_specs({"a": latent, "b": latent})
     for other in (FullAttentionSpec(**FULL), SlidingWindowMLASpec(**LATENT, sliding_window=64)):
-        with pytest.raises(ValueError, match="beside other layers"):
+        with pytest.raises(ValueError, match="together with other layers"):
             check_specs({"a": latent, "b": other})
 
 
@@ -75,7 +75,7 @@ def test_scales_of_each_head_are_refused():
     impl = SimpleNamespace(alibi_slopes=None)
     layer = dict(impl=impl, head_size=64, head_size_v=64, _q_scale=torch.ones(()))
     check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(1)))
-    with pytest.raises(ValueError, match="FP8 scales of each KV head"):
+    with pytest.raises(ValueError, match="needs one FP8 scale per layer"):
         check_layer("a", SimpleNamespace(**layer, _k_scale=torch.ones(2)))
 
 

@@ -67,7 +67,7 @@ def test_the_positions_of_both_are_the_same(end, late, cuts):
         rows.owner, rows.first, rows.last = owner, first, last
         heard = {str(owner): HiddenStateSpan(first, max(first, last - WINDOW), last)}
         one.begin_step(output, StepPlan(heard=heard, **plan))
-        one.hear(output)
+        one.keep_hidden_states(output)
         one.end_step()
 
     for owner, begin in ((0, 0), (1, start)):
@@ -85,14 +85,14 @@ def test_the_positions_of_both_are_the_same(end, late, cuts):
         found = torch.cat([half[owner] for half in halves]).tolist()
         assert found == [[owner, p] for p in range(start, end)]
     assert compared == [replay]
-    assert not one._heard and not one._full
+    assert not one._hidden and not one._full
 
 
 def test_requests_that_are_gone_leave_nothing():
     rows = Rows()
     one = Comparison(rows, WINDOW, lambda hidden: hidden, lambda *_: None)
-    one._heard["a"] = one._full["b"] = torch.zeros(WINDOW, 2)
+    one._hidden["a"] = one._full["b"] = torch.zeros(WINDOW, 2)
     output = SimpleNamespace(finished_req_ids={"a"}, preempted_req_ids={"b"})
     one.begin_step(output, StepPlan(compared=[Replay("b", "a", "snapkv", 1.0, 0, 1)]))
-    assert not one._heard and not one._full
+    assert not one._hidden and not one._full
     one.end_step()

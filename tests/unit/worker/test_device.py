@@ -56,7 +56,7 @@ def worker(policy: str) -> WorkerEviction:
         probes=Probes(dict.fromkeys(NAMES, probe), caches, values),
     )  # fmt: skip
     if made._prompts is not None:
-        made._prompts.of = lambda request_id: 5
+        made._prompts.digest = lambda request_id: 5
     return made
 
 

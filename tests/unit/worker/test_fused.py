@@ -266,5 +266,5 @@ def test_what_the_kernels_do_not_serve_is_named(monkeypatch):
     assert "soft caps" in obstacle(good.states, capped, good.rings)
     sinks = {n: replace(c, sinks=torch.zeros(2, 2)) for n, c in good._caches.items()}
     assert "attention sinks" in obstacle(good.states, sinks, good.rings)
-    monkeypatch.setattr(fused_pass, "MOST_LAYERS", 1)
+    monkeypatch.setattr(fused_pass, "MAX_LAYERS", 1)
     assert "2 layers" in obstacle(good.states, good._caches, good.rings)

@@ -20,20 +20,20 @@ def step(new=None, finished=()):
 def test_numbers_follow_the_tokens():
     digests = PromptDigests()
     digests.begin_step(step(dict(a=[1, 2, 3], b=[1, 2, 3], c=[3, 2, 1], d=[1, 2], e=None)))
-    assert digests.of("a") == digests.of("b")
-    assert len({digests.of(name) for name in "acde"}) == 4
-    assert all(-(2**63) <= digests.of(name) < 2**63 for name in "abcde")
+    assert digests.digest("a") == digests.digest("b")
+    assert len({digests.digest(name) for name in "acde"}) == 4
+    assert all(-(2**63) <= digests.digest(name) < 2**63 for name in "abcde")
     other = PromptDigests()
     other.begin_step(step(dict(renamed=[1, 2, 3])))
-    assert other.of("renamed") == digests.of("a")
+    assert other.digest("renamed") == digests.digest("a")
 
 
 def test_finished_requests_are_forgotten_and_ids_may_return():
     digests = PromptDigests()
     digests.begin_step(step(dict(a=[1], b=[2])))
-    first = digests.of("a")
+    first = digests.digest("a")
     digests.begin_step(step(finished=["a", "unknown"]))
     with pytest.raises(KeyError):
-        digests.of("a")
+        digests.digest("a")
     digests.begin_step(step(dict(a=[2]), finished=["b"]))
-    assert digests.of("a") != first
+    assert digests.digest("a") != first

@@ -19,7 +19,7 @@ from tests.pretend_launches import stub_launches
 from tests.ragged import Ragged, random_ragged
 from tests.unit.worker.test_runners import step
 from vllm_kvevict.attention.binding import GroupBinding
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.timeline.step_plan import PLAN, ReusedStore, StepPlan

@@ -7,7 +7,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
@@ -29,7 +29,7 @@ def layers() -> dict[str, EvictableAttentionSpec]:
     small, large = (EvictionRule(BLOCK, 8, 64, budget_tokens=tokens) for tokens in (72, 136))
     timelines = [small, large, small, small]
     return {
-        f"layer.{index}": EvictableAttentionSpec.of(PLAIN, timeline)
+        f"layer.{index}": EvictableAttentionSpec.from_spec(PLAIN, timeline)
         for index, timeline in enumerate(timelines)
     }
 

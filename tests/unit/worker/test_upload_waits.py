@@ -17,7 +17,7 @@ def uploads(policy, monkeypatch, fp8=False, shares=False):
     with pretended(monkeypatch) as watch:
         made = worker(policy, fused=False, device="cuda", fp8=fp8, shares=shares)
         if made._prompts is not None:
-            made._prompts.of = lambda name: 5
+            made._prompts.digest = lambda name: 5
             made._prompts.begin_step = lambda output: None
         watch.waits.clear()
         run(made, steps(policy))

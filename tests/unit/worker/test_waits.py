@@ -12,8 +12,8 @@ import torch
 
 from tests.kernels.evict import FUSED, NAMES, ROWS, assert_same, run, steps, worker
 from tests.pretend_gpu import pretended
-from vllm_kvevict.attention import ragged
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention import gpu_buffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.timeline.step_plan import PLAN, ReusedStore, StepPlan
@@ -155,7 +155,7 @@ def test_evictions_wait_for_nothing(policy, shares, monkeypatch):
 def test_the_layout_of_a_step_waits_for_nothing(kernel, monkeypatch):
     plans = steps("ada-snapkv")
     for name in ("head_lengths", "plan_splits"):
-        monkeypatch.setattr(ragged, name, lambda *arguments: None)
+        monkeypatch.setattr(gpu_buffers, name, lambda *arguments: None)
     made = worker("ada-snapkv", fused=False)
     run(made, plans)
     with pretended(monkeypatch) as watch:

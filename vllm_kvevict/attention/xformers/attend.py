@@ -1,7 +1,8 @@
 """xformers' memory-efficient attention of evicted requests, one sequence per (request, KV head).
 
-xformers' biases hold lengths twice. Its ops read the tensors, which are the GPU's own; the Python
-numbers beside them only bound launches, so they hold upper bounds, and nothing waits for the GPU.
+xformers' biases hold lengths twice: as tensors, which its ops read on the GPU, and as Python
+numbers, which only bound launches. The Python numbers are set to upper bounds here, so the host
+does not wait for the GPU.
 """
 
 import math
@@ -23,8 +24,8 @@ from vllm_kvevict.attention.sequences import Extend
 from vllm_kvevict.attention.xformers.parts import SPLITS, Part
 from vllm_kvevict.ops.triton.gather import gather_pages
 
-SMALLEST_SPLIT = 256
-"""Fewest keys in a split of the paged op."""
+MIN_SPLIT = 256
+"""Minimum number of keys in a split of the paged op."""
 
 
 def attend(
@@ -37,17 +38,18 @@ def attend(
     table: torch.Tensor,
     dense: torch.Tensor | None,
 ) -> None:
-    """As :meth:`OptionalKernel.attend`.
+    """Compute attention as :meth:`OptionalKernel.attend`.
 
     Args:
-        query: [queries, G, D], sequence by sequence.
+        query: [queries, G, D], ordered by sequence.
         kv_cache: [num_blocks, H, block_size, 2 * D], contiguous.
         out: [queries, G, D], written in place.
         step: The sequences.
         lengths: [N] int32 cached tokens.
-        scale: Factor on query-key products.
-        table: The buffer that the page table of the step begins.
-        dense: Buffer of gathered pages; None if the sequences, of one query each, run on pages.
+        scale: Factor of query-key products.
+        table: Buffer that begins with the page table of the step.
+        dense: Buffer of gathered pages; None if the sequences have one query each and the paged op
+            runs them.
 
     Raises:
         ValueError: Queries and cache differ in dtype or device.
@@ -71,7 +73,7 @@ def _on_pages(
     table: torch.Tensor,
 ) -> None:
     sequences, group, _ = query.shape
-    # The op is compiled anew for every number of sequences: empty ones make it a power of two.
+    # The op is compiled for every number of sequences, so empty ones pad it to a power of two.
     padded = power_of_two(sequences)
     page, width = pages.shape[1], step.table.shape[1] * pages.shape[1]
     bias = PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(
@@ -111,10 +113,11 @@ def _gathered(
 
 
 def _run(op: type[AttentionFwOpBase], inputs: Inputs) -> torch.Tensor:
-    """The op's result, in the queries' shape.
+    """Return the op's result, in the shape of the queries.
 
-    ``memory_efficient_attention_forward`` would refuse every op where xformers' C++ library does
-    not load, as beside a PyTorch of another CUDA; but these two are Triton's and PyTorch's code.
+    ``memory_efficient_attention_forward`` refuses every op if xformers' C++ library does not load,
+    for example with a PyTorch for another CUDA version. These two ops do not need it, because their
+    code is in Triton and in PyTorch.
     """
     inputs.validate_inputs()
     result: torch.Tensor = op.apply(inputs, needs_gradient=False)[0]
@@ -122,20 +125,20 @@ def _run(op: type[AttentionFwOpBase], inputs: Inputs) -> torch.Tensor:
 
 
 def splits_of(sequences: int, width: int) -> int:
-    """Splits of each sequence's ``width`` keys: as many as fill a GPU and leave them worth it."""
-    most = min(SPLITS // sequences, width // SMALLEST_SPLIT, 64)
-    return power_of_two(most + 1) // 2 if most > 1 else 1
+    """Return the splits of each sequence's ``width`` keys: enough for a GPU, and not too small."""
+    max_splits = min(SPLITS // sequences, width // MIN_SPLIT, 64)
+    return power_of_two(max_splits + 1) // 2 if max_splits > 1 else 1
 
 
 def _heads(tokens: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [1, tokens, G, D], the same for all G, of ``tokens`` [tokens, 2 * D]."""
+    """Return keys and values [1, tokens, G, D], expanded over G, of ``tokens`` [tokens, 2 * D]."""
     expanded = tokens[None, :, None].expand(1, -1, group, -1)
     keys, values = expanded.chunk(2, dim=-1)
     return keys, values
 
 
 def _keys(lengths: torch.Tensor, width: int) -> _PaddedSeqLenInfo:
-    """N sequences of ``lengths`` [N] int32 keys, ``width`` apart."""
+    """Return the key lengths of N sequences of ``lengths`` [N] int32, at a stride of ``width``."""
     starts, on_host = _starts(len(lengths), width, lengths.device)
     return _PaddedSeqLenInfo(
         seqstart=starts,

@@ -1,7 +1,8 @@
-"""What xformers' two ops serve, known without importing it: an import would start CUDA.
+"""The xformers kernel, and the cases that its two ops support.
 
-The paged bias is taken by xformers' split-K op, from compute capability 8.0 on and for single
-query tokens. All else runs through its CUTLASS op, over keys gathered from the pages.
+They are checked without importing xformers, because an import initializes CUDA. The split-K op
+supports paged biases, for compute capability 8.0 and newer and single query tokens. The CUTLASS op
+runs all other cases, over keys gathered from the pages.
 """
 
 import importlib.util
@@ -23,13 +24,13 @@ PAGED_SIZES = (16, 32, 64, 128, 256, 512)
 GATHERED = ((5, 0), (9, 0))
 DTYPES = ("float16", "bfloat16", "float32")
 MEASURE = 8
-"""Head sizes are multiples of it in both ops."""
+"""Both ops need head sizes that are multiples of it."""
 GATHERED_BYTES = 2**27
-"""Keys and values that the CUTLASS op reads at once; one sequence may always."""
+"""Bytes of keys and values that one call of the CUTLASS op reads, unless one sequence has more."""
 
 
 def takes_pages(capability: tuple[int, int], itemsize: int, head_size: int) -> bool:
-    """Whether single query tokens run on the pages themselves.
+    """Return True if single query tokens run on pages, without gathering.
 
     Args:
         capability: The GPU's compute capability.
@@ -43,7 +44,8 @@ def takes_pages(capability: tuple[int, int], itemsize: int, head_size: int) -> b
 class Xformers(OptionalKernel):
     """xformers' memory-efficient attention.
 
-    ``dense`` [bytes] holds gathered pages. ``paged``: single query tokens run on the pages.
+    ``dense`` [bytes] is the buffer of gathered pages. ``paged`` is True if single query tokens run
+    on pages.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -88,7 +90,9 @@ class Xformers(OptionalKernel):
         if soft_caps:
             return "xformers does not cap attention logits, which this model needs"
         if sinks:
-            return "xformers has no attention sinks, which this model needs; remove the flag"
+            return (
+                "xformers does not support attention sinks, which this model needs; remove the flag"
+            )
         return None
 
     @property
@@ -97,13 +101,13 @@ class Xformers(OptionalKernel):
 
     @property
     def op_bytes(self) -> int:
-        """Partial sums of the paged op, in float32 for 32 rows or more."""
+        """Bytes of the partial sums of the paged op, in float32 for a multiple of 32 rows."""
         rows = -(-self.shape.group // 32) * 32
         split = rows * self.shape.head_size * 4 + self.shape.group * 8
         return SPLITS * split if self.paged else 0
 
     def load(self) -> None:
-        # Optional, and a second to import.
+        # Imported here because xformers is optional and takes about a second to import.
         from vllm_kvevict.attention.xformers import attend as loaded
 
         self._attend = loaded.attend
@@ -127,7 +131,7 @@ class Xformers(OptionalKernel):
         self._attend(query, kv_cache, out, step, lengths, scale, table, dense)
 
     def gathered(self, columns: int) -> int:
-        """Sequences of ``columns`` pages each that the buffer of gathered pages holds."""
+        """Return the number of sequences of ``columns`` pages that the buffer holds."""
         return min(LAUNCH, self.dense.numel() // (columns * self._page_bytes))
 
     @property

@@ -1,4 +1,4 @@
-"""allocate on CUDA: the pages of a layer's store, shared between its KV heads."""
+"""Allocation on CUDA: the pages of a layer's store, divided between its KV heads."""
 
 import torch
 
@@ -10,13 +10,13 @@ from vllm_kvevict.ops.cuda.rows import Rows
 def batch_pages(
     batch: EvictionBatch, scores: torch.Tensor, rows: Rows, floor: float
 ) -> torch.Tensor:
-    """Pages of every head of due evictions (Ada-KV Algorithm 2 in whole pages).
+    """Return the pages of every head in due evictions (Ada-KV Algorithm 2 with whole pages).
 
     Args:
         batch: The due evictions.
         scores: [batch.columns] float32.
-        rows: Of the batch, before this eviction.
-        floor: Share of each S, in [0, 1], that every head keeps; never less than one page.
+        rows: Candidate rows of the batch, before this eviction.
+        floor: Share of each S, in [0, 1], that every head keeps; at least one page.
 
     Returns:
         [E, L, H] int32; the pages of a layer sum to ``S * H`` of its request.
@@ -26,7 +26,7 @@ def batch_pages(
 
     """
     pages = torch.empty_like(rows.caps)
-    # Workspaces of the sort: eight bytes a score, and eight a page of scores.
+    # Workspaces of the sort: eight bytes per score, and eight per page of scores.
     keys, other = (torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
     gains = torch.empty(len(scores) // batch.block_size, dtype=torch.int64, device=scores.device)
     operations(scores).allocate(
@@ -46,15 +46,15 @@ def batch_pages(
 
 
 def batch_shared_pages(batch: EvictionBatch, shares: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Pages of every head of due evictions, by fixed shares: the reference's ``shared_pages``.
+    """Return the pages of every head in due evictions, by fixed shares.
 
-    Equal bit by bit: both divide in float64. Only the caps are on the device alone. Every head has
-    the pages of its protected tokens first, and shares divide the others.
+    The result is bit-identical to ``shared_pages`` of ``ops/torch``, because both divide in
+    float64. Every head gets the pages of its protected tokens first, and shares divide the others.
 
     Args:
         batch: The due evictions.
         shares: [L, H] float64, above 0, contiguous.
-        rows: Of the batch, before this eviction.
+        rows: Candidate rows of the batch, before this eviction.
 
     Returns:
         [E, L, H] int32; the pages of a layer sum to ``S * H`` of its request.
@@ -66,13 +66,13 @@ def batch_shared_pages(batch: EvictionBatch, shares: torch.Tensor, rows: Rows) -
     pages, caps, store_blocks = torch.empty_like(rows.caps), rows.caps, rows.store_blocks
     gains = torch.empty(batch.columns // batch.block_size, dtype=torch.int64, device=shares.device)
     first = None
-    if any(one.protect_first for one in batch.due):
-        held = [
-            [-(-one.protect_first // batch.block_size)]
-            for one in batch.due
+    if any(due.protect_first for due in batch.due):
+        protected = [
+            [-(-due.protect_first // batch.block_size)]
+            for due in batch.due
             for _ in range(batch.num_layers)
         ]
-        first = to_device(held, torch.int32, shares.device)
+        first = to_device(protected, torch.int32, shares.device)
         caps, store_blocks = caps - first, store_blocks - first.flatten()
     operations(shares).allocate_shares(
         pages, gains, shares, rows.start, caps, store_blocks, batch.block_size

@@ -1,4 +1,4 @@
-"""defensive on CUDA: peaks of the window's attention, times shares of the value norms."""
+"""Defensive scores on CUDA: peaks of the window's attention, times shares of the value norms."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,24 +9,25 @@ from vllm_kvevict.ops.cuda.extension import operations
 from vllm_kvevict.ops.cuda.score import WindowLayers, launch_arguments, window_lse
 
 NEIGHBOURS = 5
-"""Columns that a query's weights are averaged over."""
+"""Number of columns over which a query's weights are averaged."""
 
 REACH = 17
-"""Columns whose highest average a token has."""
+"""Number of columns over which the maximum of the averages is taken."""
 
 
 def window_peaks(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -> torch.Tensor:
-    """Highest weight that a query of the window gives a token and its neighbours, summed.
+    """Return the highest sum over neighbours of the weights of any query of the window.
 
     Reads each key once.
 
     Args:
         batch: The due evictions.
         layers: Caches, rings and tables.
-        lse: [E, L, H, G * w] float32, of :func:`.score.window_lse`.
+        lse: [E, L, H, G * w] float32, from :func:`.score.window_lse`.
 
     Returns:
-        [groups, batch.sums] float32: of groups of queries, as :func:`.score.column_sums`.
+        [groups, batch.sums] float32: maxima over groups of queries, as in
+        :func:`.score.column_sums`.
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.
@@ -38,22 +39,24 @@ def window_peaks(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) 
 
 
 def value_norms(batch: EvictionBatch, layers: WindowLayers) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms of the values of the tail's tokens, and their sums over the heads. Reads them once.
+    """Return the norms of the values of the tail's tokens, and their sums over the heads.
+
+    Reads each value once.
 
     Args:
         batch: The due evictions.
-        layers: Caches, whose slots are a key and a value of the same size, and tables.
+        layers: Caches, in which a slot is a key and a value of the same size, and tables.
 
     Returns:
-        [batch.columns] float32, not written where a store's tokens lie; [E, L, longest tail]
-        float32, 0 behind a shorter one.
+        [batch.columns] float32 norms, undefined for the tokens of a store; [E, L, longest tail]
+        float32 sums, 0 after a shorter tail.
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as :class:`WindowLayers` says.
 
     """
     device = batch.requests.device
-    longest = max(one.tail_start - one.old_tail_start for one in batch.due)
+    longest = max(due.tail_start - due.old_tail_start for due in batch.due)
     norms = torch.empty(batch.columns, device=device)
     totals = torch.empty(len(batch.due), batch.num_layers, longest, device=device)
     tables = (batch.requests, layers.head_indptr, layers.old_store, batch.positional)
@@ -67,13 +70,15 @@ def defensive_scores(
     kept: Sequence[torch.Tensor],
     sum_of_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of ``policies/defensive.py`` for due evictions. Reads keys twice and values once.
+    """Return the scores of ``policies/defensive.py`` for due evictions.
+
+    Reads each key twice and each value once.
 
     Args:
         batch: The due evictions.
         layers: Caches, rings and tables.
-        kept: [pages, block_size, C] float32 each, contiguous: shares of the stores' tokens lie in
-            channel 0.
+        kept: [pages, block_size, C] float32 each, contiguous. Channel 0 holds the shares of the
+            tokens of stores.
         sum_of_ranks: Sums a tensor over the tensor-parallel ranks.
 
     Returns:

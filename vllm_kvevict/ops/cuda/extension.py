@@ -1,4 +1,4 @@
-"""The compiled extension: is it there, does it load, and which one serves a device."""
+"""The compiled CUDA extension: its availability and its operations by device type."""
 
 from functools import cache
 from pathlib import Path
@@ -15,16 +15,16 @@ _namespaces: dict[str, str] = {}
 
 
 def is_built() -> bool:
-    """Whether this installation has the extension."""
+    """Return True if this installation has the extension."""
     return LIBRARY.is_file()
 
 
 def obstacle() -> str | None:
-    """Why the extension does not serve this machine, in one sentence; None where it does."""
+    """Return the reason why the extension does not run on this machine; None if it does."""
     if not is_built():
         return (
-            "this installation has no CUDA kernels; install the wheel that make wheel builds where "
-            "nvcc 13 is (deploy/README.md, CUDA kernels)"
+            "this installation has no CUDA kernels; install the wheel that make wheel builds on a "
+            "machine with nvcc 13 (deploy/README.md, CUDA kernels)"
         )
     try:
         _load_installed()
@@ -41,32 +41,33 @@ def obstacle() -> str | None:
 
 
 def driver_obstacle(built: int, driver: int) -> str | None:
-    """What is missing where a driver is older than the CUDA runtime in the extension.
+    """Return the reason why the driver does not run the extension; None if it does.
 
     Args:
-        built: 1000 * major + 10 * minor.
-        driver: The newest version that the driver serves, likewise; 0 for no driver.
+        built: CUDA version of the extension, 1000 * major + 10 * minor.
+        driver: Newest CUDA version that the driver supports, in the same form; 0 for no driver.
 
     """
     if driver // 1000 >= built // 1000:
         return None
-    found = f"{driver // 1000}.{driver % 1000 // 10}" if driver else "none"
+    version = f"{driver // 1000}.{driver % 1000 // 10}"
+    found = f"this one supports up to CUDA {version}" if driver else "there is none"
     return (
-        f"the CUDA extension needs a driver for CUDA {built // 1000}.0 or newer, and this one "
-        f"serves up to CUDA {found}; a newer driver, or a build with an older nvcc, runs it"
+        f"the CUDA extension needs a driver for CUDA {built // 1000}.0 or newer, but {found}; "
+        "install a newer driver, or build with an older nvcc"
     )
 
 
 def load(path: Path, namespace: str, device: str) -> None:
-    """Register a library's operations and let it serve a device type.
+    """Load a library and register its operations for a device type.
 
     Args:
         path: The shared library.
-        namespace: Below ``torch.ops``.
-        device: "cuda"; tests serve "cpu" with the emulation.
+        namespace: Namespace in ``torch.ops``.
+        device: "cuda"; tests register the emulation for "cpu".
 
     Raises:
-        OSError: The library does not load, for example beside a torch older than 2.11.
+        OSError: The library does not load, for example with a torch older than 2.11.
 
     """
     if _namespaces.get(device) == namespace:
@@ -77,10 +78,10 @@ def load(path: Path, namespace: str, device: str) -> None:
 
 
 def operations(tensor: torch.Tensor) -> Any:
-    """The operations that serve the tensor's device.
+    """Return the operations for the tensor's device.
 
     Raises:
-        RuntimeError: There is no extension for it.
+        RuntimeError: No extension is loaded for the device.
 
     """
     device = tensor.device.type

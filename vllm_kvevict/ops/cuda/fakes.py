@@ -1,4 +1,4 @@
-"""What the operations do to tensors without data, for torch.compile and opcheck."""
+"""Fake implementations of the operations, for torch.compile and opcheck."""
 
 import torch
 
@@ -21,7 +21,7 @@ OPERATIONS = (
 
 
 def register_fakes(namespace: str) -> None:
-    """Every operation writes to tensors that it is given, and returns nothing."""
+    """Register a fake for every operation. Operations write to their arguments and return None."""
     for name in OPERATIONS:
         torch.library.register_fake(f"{namespace}::{name}", _writes_in_place)
 

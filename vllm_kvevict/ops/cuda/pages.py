@@ -1,4 +1,4 @@
-"""compact on CUDA: survivors to their stores."""
+"""Compaction on CUDA: copies survivors to their stores."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.extension import operations
 
 STAGING_BYTES = 2**26
-"""What survivors pass through on their way within a request, unless a layer of one needs more."""
+"""Bytes of the staging buffer of evictions in place, unless one layer of a request needs more."""
 
 
 def compact(
@@ -22,38 +22,38 @@ def compact(
     """Copy the survivors of due evictions to their stores, all layers in one launch.
 
     Evictions in place, which come last in the batch, take two launches for as many layers and
-    requests as :data:`STAGING_BYTES` hold: all are read before one is written.
+    requests as :data:`STAGING_BYTES` hold: all tokens are read before any is written.
 
     Args:
         caches: [blocks, H, block_size, slot] contiguous each, any dtype, written in place. A slot
             holds everything that belongs to a (token, head): key, value, and scales if any.
         columns: [batch.kept_columns] int32: kept columns of each head, ascending, counted
-            from the head's first candidate; requests, then layers, then heads in order.
-        pages: [E, L, H] int32: pages each head keeps.
+            from the head's first candidate, in the order of requests, layers and heads.
+        pages: [E, L, H] int32 pages that each head keeps.
         batch: The due evictions.
-        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
-        old_store: [rows, S] int32: the store before this eviction; rows may lie apart.
+        head_indptr: [L, rows, H + 1] int32 head split before this eviction.
+        old_store: [rows, S] int32 store before this eviction; rows may be strided.
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.
-        ValueError: An eviction in place comes before one that is not.
+        ValueError: An eviction in place precedes one that is not.
 
     """
-    in_place = [one.in_place for one in batch.due]
+    in_place = [due.in_place for due in batch.due]
     if in_place != sorted(in_place):
         raise ValueError("evictions in place must come last in a batch")
 
     def move(start: int, stop: int, staging: torch.Tensor) -> None:
-        some = slice(start, stop)
+        part = slice(start, stop)
         operations(columns).compact(
             list(caches),
             columns,
-            pages[some],
-            batch.store[some],
-            batch.requests[some],
+            pages[part],
+            batch.store[part],
+            batch.requests[part],
             head_indptr,
             old_store,
-            batch.positional[some],
+            batch.positional[part],
             staging,
         )
 

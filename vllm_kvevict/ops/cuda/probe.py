@@ -1,4 +1,4 @@
-"""probe on CUDA: what a model's probes say of its keys, with the window or without."""
+"""Probe scores on CUDA: scores of keys by a model's probes, with or without the window."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,24 +14,26 @@ from vllm_kvevict.ops.torch.probe import logged_ages
 
 @dataclass(frozen=True)
 class ProbeLayers:
-    """What probes read in every layer of a group. C is 1 for keys alone, 2 with a window.
+    """Inputs of probes in every layer of a group. C is 1 for keys alone, 2 with a window.
 
     Args:
         caches: [blocks, H, block_size, 2 * D] contiguous each, float16, bfloat16, float32,
             float8_e4m3fn or float8_e5m2; D is 64, 80, 96, 128 or 256.
         channels: C.
-        weights: [L, H, C, D + 4] float32: of an unrotated key's dimensions as they are stored, of
-            its norm, of 1, and two that are not read. [L, H, 2 * C, D + 4] where prose counts: the
-            second half is its, and the last two are of the token's
-            :func:`~vllm_kvevict.ops.torch.probe.age_features`.
-        window_weights: [L, H] float32: of the logarithms that the second of two probes counts.
-        rotary: [positions, R] contiguous each, float32, float16 or bfloat16, R the rotated
-            dimensions: cosines, then sines, by position; empty where keys are not rotated. R is a
+        weights: [L, H, C, D + 4] float32 weights of an unrotated key's dimensions in the order in
+            which they are stored, of its norm, of 1, and two that are not read. With prose
+            [L, H, 2 * C, D + 4]: the second half are the probes of prose, and the last two weights
+            are those of the token's :func:`~vllm_kvevict.ops.torch.probe.age_features`.
+        window_weights: [L, H] float32 weights of the logarithms of the window's attention in the
+            second of two probes.
+        rotary: [positions, R] contiguous each, float32, float16 or bfloat16, with R rotated
+            dimensions: cosines, then sines, by position; empty if keys are not rotated. R is a
             multiple of 2 numbers of the cache for each 4 bytes of them.
-        interleaved: Whether dimensions (2i, 2i + 1) are turned together, else (i, i + R / 2).
-        kept: [pages, block_size, C or more] float32 each, contiguous: parts of the stores' tokens.
-        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
-        old_store: [rows, S] int32: the stores before this eviction; rows may lie apart.
+        interleaved: True if dimensions (2i, 2i + 1) are rotated together, else (i, i + R / 2).
+        kept: [pages, block_size, at least C] float32 each, contiguous: floats of the tokens of
+            stores.
+        head_indptr: [L, rows, H + 1] int32 head split before this eviction.
+        old_store: [rows, S] int32 stores before this eviction; rows may be strided.
 
     """
 
@@ -47,7 +49,7 @@ class ProbeLayers:
 
 
 def mean_ages(due: Due) -> list[float]:
-    """Means of the logarithms of the ages of what an eviction scores, and of their squares."""
+    """Return the means of the logarithms of the scored tokens' ages and of their squares."""
     first, last = due.num_tokens - due.old_tail_start, due.num_tokens - due.tail_start
     if first == last:
         return [0.0, 0.0]
@@ -61,20 +63,20 @@ def probe_scores(
     window: WindowLayers | None,
     sum_of_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of ``policies/probe.py`` for due evictions.
+    """Return the scores of ``policies/probe.py`` for due evictions.
 
-    Reads each key of the tail once, with two probes each value of it; for a window all keys twice
-    more. A token's position is its number in the request.
+    Reads each key of the tail once and, with two probes, each value of the tail once. A window
+    reads all keys twice more. A token's position is its index in the request.
 
     Args:
         batch: The due evictions.
         layers: Caches, probes and tables.
-        window: What the window's attention reads, of the same caches; None for keys alone.
-        sum_of_ranks: Sums a tensor over the tensor-parallel ranks; called with two probes.
+        window: Inputs of the window's attention, with the same caches; None for keys alone.
+        sum_of_ranks: Sums a tensor over the tensor-parallel ranks; called only with two probes.
 
     Returns:
-        [batch.columns] float32 scores, protected tokens at 1e30, and [C, batch.columns] float32:
-        what :func:`.token_stats.keep_page_values` is to keep of each.
+        [batch.columns] float32 scores, protected tokens at 1e30, and [C, batch.columns] float32
+        floats of each candidate for :func:`.token_stats.keep_page_values`.
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.
@@ -88,14 +90,14 @@ def probe_scores(
     peaks = empty(0, 0)
     if window is not None:
         peaks = window_peaks(batch, window, window_lse(batch, window))
-    longest = max(one.tail_start - one.old_tail_start for one in batch.due)
+    longest = max(due.tail_start - due.old_tail_start for due in batch.due)
     parts, scores = empty(channels, batch.columns), empty(batch.columns)
     by_value = channels > 1
     norms = empty(batch.columns * by_value)
     totals = empty(len(batch.due), batch.num_layers, longest * by_value)
     ages = empty(len(batch.due), 2)
     if layers.weights.shape[2] > channels:
-        ages = to_device([mean_ages(one) for one in batch.due], torch.float32, device)
+        ages = to_device([mean_ages(due) for due in batch.due], torch.float32, device)
     tables = (batch.requests, layers.head_indptr, layers.old_store, batch.positional)
     operations(parts).probe_keys(
         parts,

@@ -1,4 +1,4 @@
-"""rows on CUDA: where each head's candidates lie in the flat scores, and where survivors go."""
+"""Candidate rows on CUDA: offsets of candidates in the flat scores and of survivors."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from vllm_kvevict.ops.cuda.extension import operations
 
 @dataclass(frozen=True)
 class Rows:
-    """What allocate and select read of due evictions.
+    """Candidate rows of due evictions, the input of allocation and selection.
 
     Args:
-        start: [E * L, H] int64 first score of a head.
-        length: [E * L, H] int32 its scores.
-        caps: [E * L, H] int32 pages of them.
-        first_kept: [E * L] int64 first kept column of a layer.
+        start: [E * L, H] int64 index of each head's first score.
+        length: [E * L, H] int32 number of each head's scores.
+        caps: [E * L, H] int32 candidate pages of each head.
+        first_kept: [E * L] int64 index of a layer's first kept column.
         store_blocks: [E * L] int32: S.
 
     """
@@ -29,11 +29,11 @@ class Rows:
 
 
 def candidate_rows(batch: EvictionBatch, head_indptr: torch.Tensor) -> Rows:
-    """The rows of a batch, in one launch.
+    """Return the candidate rows of a batch, computed in one launch.
 
     Args:
         batch: The due evictions.
-        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
+        head_indptr: [L, rows, H + 1] int32 head split before this eviction.
 
     Raises:
         RuntimeError: A shape, dtype or device is not as above.
@@ -45,7 +45,7 @@ def candidate_rows(batch: EvictionBatch, head_indptr: torch.Tensor) -> Rows:
         return torch.empty(shape, dtype=dtype, device=device)
 
     heads = (groups, batch.num_heads)
-    made = Rows(
+    rows = Rows(
         start=empty(*heads, dtype=torch.int64),
         length=empty(*heads),
         caps=empty(*heads),
@@ -53,5 +53,5 @@ def candidate_rows(batch: EvictionBatch, head_indptr: torch.Tensor) -> Rows:
         store_blocks=empty(groups),
     )
     tables = (batch.requests, head_indptr, batch.block_size)
-    operations(head_indptr).rows(*vars(made).values(), *tables)
-    return made
+    operations(head_indptr).rows(*vars(rows).values(), *tables)
+    return rows

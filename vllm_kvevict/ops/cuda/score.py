@@ -1,4 +1,4 @@
-"""score on CUDA: attention of the observation window over the cached tokens."""
+"""Window scores on CUDA: attention of the observation window over the cached tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from vllm_kvevict.ops.cuda.limits import CHUNK, rows_at_once
 
 @dataclass(frozen=True)
 class WindowLayers:
-    """What the window's attention reads in every layer of a group.
+    """Inputs of the window's attention in every layer of a group.
 
     Args:
         caches: [blocks, H, block_size, slot] contiguous each; a slot begins with the key. The
@@ -21,8 +21,8 @@ class WindowLayers:
         rings: [slots * w, query heads, D] contiguous each, float16, bfloat16 or float32; D is 64,
             80, 96, 128 or 256.
         scales: Softmax scale of each layer, times the key scale of a quantised cache.
-        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
-        old_store: [rows, S] int32: the stores before this eviction; rows may lie apart.
+        head_indptr: [L, rows, H + 1] int32 head split before this eviction.
+        old_store: [rows, S] int32 stores before this eviction; rows may be strided.
         softcap: Logit soft cap, 0 for none.
 
     """
@@ -35,16 +35,18 @@ class WindowLayers:
     softcap: float = 0.0
 
     def query_rows(self, batch: EvictionBatch) -> int:
-        """G * w rows of a KV head: row r is query head ``r // w`` of its group, query ``r % w``."""
+        """Return G * w; row r is query head ``r // w`` of the group and query ``r % w``."""
         return self.rings[0].shape[1] // batch.num_heads * batch.window
 
     def query_groups(self, batch: EvictionBatch) -> int:
-        """Groups of query rows that see a key at once."""
+        """Return the number of groups of query rows; the keys are read once for each group."""
         return -(-self.query_rows(batch) // rows_at_once(self.rings[0].shape[2]))
 
 
 def window_lse(batch: EvictionBatch, layers: WindowLayers) -> torch.Tensor:
-    """Log-sum-exp of every window query over what it sees. Reads each key once.
+    """Return the log-sum-exp of every window query over the tokens up to it.
+
+    Reads each key once.
 
     Returns:
         [E, L, H, G * w] float32, natural logarithm.
@@ -64,19 +66,19 @@ def window_lse(batch: EvictionBatch, layers: WindowLayers) -> torch.Tensor:
 
 
 def column_sums(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -> torch.Tensor:
-    """Sum over the window's queries of the weight that each gives a token. Reads each key once.
+    """Return the weight of each token before the window, summed over the window's queries.
 
-    NACL's Algorithm 2: ``sum_r exp(q_r . k * scale - lse_r)``. For tokens before the window.
+    NACL Algorithm 2: ``sum_r exp(q_r . k * scale - lse_r)``. Reads each key once.
 
     Args:
         batch: The due evictions.
         layers: Caches, rings and tables.
         lse: [E, L, H, G * w] float32, natural logarithm, in the row order of
-            :meth:`WindowLayers.query_rows`: of :func:`window_lse`, or of an attention kernel.
+            :meth:`WindowLayers.query_rows`: from :func:`window_lse` or from an attention kernel.
 
     Returns:
-        [groups, batch.sums] float32: partial sums of groups of queries, one unless a KV head has
-        more than 256 query rows (128 with a head size of 256).
+        [groups, batch.sums] float32 partial sums over groups of queries. There is one group unless
+        a KV head has more than 256 query rows (128 with a head size of 256).
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.
@@ -95,18 +97,18 @@ def pool(
     kernel: int,
     kind: Literal["max", "avg"],
 ) -> torch.Tensor:
-    """The reference's ``pool``, on column sums; protects the first tokens of who asks for it.
+    """Pool column sums as ``pool`` of ``ops/torch``, and set the scores of protected tokens.
 
     Args:
         batch: The due evictions.
-        sums: [groups, batch.sums] float32, of :func:`column_sums`.
-        head_indptr: [L, rows, H + 1] int32: the split before this eviction.
-        factor: Multiplies every sum; ``1 / (G * w)`` for the mean.
+        sums: [groups, batch.sums] float32, from :func:`column_sums`.
+        head_indptr: [L, rows, H + 1] int32 head split before this eviction.
+        factor: Factor of every sum; ``1 / (G * w)`` for the mean.
         kernel: Width in tokens, odd; 1 for none.
         kind: "max" or "avg".
 
     Returns:
-        [batch.columns] float32: scores of the candidates.
+        [batch.columns] float32 scores of the candidates.
 
     Raises:
         ValueError: The kind is unknown.
@@ -134,7 +136,7 @@ def pool(
 def window_scores(
     batch: EvictionBatch, layers: WindowLayers, kernel: int = 7, kind: Literal["max", "avg"] = "max"
 ) -> torch.Tensor:
-    """SnapKV's scores of due evictions: the reference's ``pool`` of ``window_attention``.
+    """Return SnapKV's scores of due evictions: ``pool`` of ``window_attention`` of ``ops/torch``.
 
     Ada-KV sections 3.4 and 3.5. Reads each key twice.
 
@@ -153,7 +155,7 @@ def window_scores(
 
 
 def launch_arguments(batch: EvictionBatch, layers: WindowLayers) -> tuple[object, ...]:
-    """What the passes over the keys take, behind their results."""
+    """Return the arguments of the passes over the keys that follow their results."""
     return (
         list(layers.caches),
         list(layers.rings),

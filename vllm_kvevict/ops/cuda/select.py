@@ -1,4 +1,4 @@
-"""select on CUDA: the tokens each KV head keeps, once its pages are known."""
+"""Selection on CUDA: the tokens that each KV head keeps, for given pages per head."""
 
 import torch
 
@@ -10,17 +10,17 @@ from vllm_kvevict.ops.cuda.rows import Rows
 def batch_columns(
     batch: EvictionBatch, scores: torch.Tensor, pages: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
-    """Kept columns of due evictions, as ``compact`` takes them.
+    """Return the kept columns of due evictions, the input of ``compact``.
 
     Args:
         batch: The due evictions.
         scores: [batch.columns] float32.
-        pages: [E, L, H] int32: pages each head keeps.
-        rows: Of the batch, before this eviction.
+        pages: [E, L, H] int32 pages that each head keeps.
+        rows: Candidate rows of the batch, before this eviction.
 
     Returns:
-        [batch.kept_columns] int32: columns counted from each head's first candidate, ascending;
-        requests, then layers, then heads in order.
+        [batch.kept_columns] int32 columns, ascending, counted from each head's first candidate, in
+        the order of requests, layers and heads.
 
     Raises:
         RuntimeError: A shape, dtype or device is not as above.

@@ -1,4 +1,4 @@
-"""keep on CUDA: numbers beside the survivors of due evictions."""
+"""Token stats on CUDA: writes the floats of the survivors of due evictions."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,16 @@ def keep_page_values(
     head_indptr: torch.Tensor,
     old_store: torch.Tensor,
 ) -> None:
-    """Write the numbers of survivors beside where :func:`.pages.compact` puts them.
+    """Write the floats of survivors to the slots to which :func:`.pages.compact` moves them.
 
     Args:
         kept: [pages, block_size, C] float32 each, contiguous; the first c channels are written.
-        made: [c, batch.columns] float32: numbers of every candidate.
-        columns: As ``compact`` takes them; ``pages``, ``head_indptr``, ``old_store`` likewise.
-        pages: As said.
+        made: [c, batch.columns] float32 floats of every candidate.
+        columns: As in :func:`.pages.compact`.
+        pages: As in :func:`.pages.compact`.
         batch: The due evictions.
-        head_indptr: As said.
-        old_store: As said.
+        head_indptr: As in :func:`.pages.compact`.
+        old_store: As in :func:`.pages.compact`.
 
     Raises:
         RuntimeError: A shape, dtype or device is not as above.

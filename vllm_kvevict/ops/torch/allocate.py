@@ -1,4 +1,4 @@
-"""allocate: share the pages of a layer's store between its KV heads. Reference."""
+"""Allocation: divide the pages of a layer's store between its KV heads. Reference."""
 
 import torch
 
@@ -6,10 +6,10 @@ from vllm_kvevict.ops.torch.select import descending
 
 
 def uniform_pages(caps: torch.Tensor, store_blocks: int) -> torch.Tensor:
-    """S pages for every head.
+    """Return S pages for every head.
 
     Args:
-        caps: [L, H] int64: pages of candidates each head has.
+        caps: [L, H] int64 candidate pages of each head.
         store_blocks: S.
 
     Returns:
@@ -25,14 +25,15 @@ def uniform_pages(caps: torch.Tensor, store_blocks: int) -> torch.Tensor:
 
 
 def shared_pages(shares: torch.Tensor, caps: torch.Tensor, store_blocks: int) -> torch.Tensor:
-    """S * H pages by fixed shares: each next page goes to the head that is furthest behind.
+    """Divide S * H pages by fixed shares with Webster's method.
 
-    The whole numbers nearest to ``S * shares`` (Webster's method: page k of a head is worth its
-    share over k + 1/2), where no bound is in the way. Ties go to the lower head.
+    Page k of a head has the priority ``share / (k + 1/2)``, and the pages with the highest
+    priorities are allocated. If no bound applies, the result is ``S * shares`` rounded to integers.
+    Ties go to the lower head.
 
     Args:
         shares: [L, H] float, above 0.
-        caps: [L, H] int64: pages of candidates each head has.
+        caps: [L, H] int64 candidate pages of each head.
         store_blocks: S.
 
     Returns:
@@ -43,7 +44,7 @@ def shared_pages(shares: torch.Tensor, caps: torch.Tensor, store_blocks: int) ->
 
     """
     num_heads = shares.shape[1]
-    # No head can have more: each of the others keeps a page.
+    # An upper bound of the pages of a head; the priorities of further pages are not needed.
     page = torch.arange(store_blocks * num_heads, device=shares.device)
     gains = shares.double()[..., None] / (page + 0.5)
     return _best_pages(gains, torch.ones_like(caps), caps, store_blocks * num_heads)
@@ -52,20 +53,20 @@ def shared_pages(shares: torch.Tensor, caps: torch.Tensor, store_blocks: int) ->
 def adaptive_pages(
     scores: torch.Tensor, caps: torch.Tensor, store_blocks: int, block_size: int, floor: float
 ) -> torch.Tensor:
-    """The S * H pages of each layer that hold the highest scores (Ada-KV Theorem 3.3).
+    """Return the S * H pages of each layer that hold the highest scores (Ada-KV Theorem 3.3).
 
-    Each head's scores, sorted, are cut into pages; the gain of a page is the sum of its
-    scores, which falls along a head. So the best S * H pages of all heads are the optimum
-    among all splits into whole pages. With ``block_size`` 1 this is the paper's Algorithm 1.
-    Ties go to the lower head, then the lower page. A head whose scores are NaN ranks last.
+    The sorted scores of each head are divided into pages. The gain of a page is the sum of its
+    scores, and gains decrease along a head, so the S * H pages with the highest gains are the
+    optimum among all allocations of whole pages. With ``block_size`` 1 this is Algorithm 1 of the
+    paper. Ties go to the lower head, then to the lower page. A head with NaN scores ranks last.
 
     Args:
         scores: [L, H, N] float32, N a multiple of ``block_size``, -inf on padding.
-        caps: [L, H] int64: pages of candidates each head has, at most ``N // block_size``.
+        caps: [L, H] int64 candidate pages of each head, at most ``N // block_size``.
         store_blocks: S.
         block_size: Tokens in a page.
-        floor: Share of S, in [0, 1], that every head keeps; never less than one page, and
-            never more than the head's cap.
+        floor: Share of S, in [0, 1], that every head keeps; at least one page, and at most the
+            head's cap.
 
     Returns:
         [L, H] int64, each row summing to ``S * H``.
@@ -79,7 +80,7 @@ def adaptive_pages(
     if store_blocks < 1 or columns % block_size or not 0 <= floor <= 1:
         raise ValueError("store_blocks must be at least 1, N whole pages, and floor in [0, 1]")
     if bool((caps > num_pages).any()):
-        raise ValueError(f"caps {caps.tolist()} are above {num_pages} pages a head")
+        raise ValueError(f"caps {caps.tolist()} are above {num_pages} pages per head")
 
     ordered = descending(scores)
     gains = ordered.unflatten(-1, (num_pages, block_size)).double().sum(-1)
@@ -92,14 +93,17 @@ def adaptive_pages(
 def _best_pages(
     gains: torch.Tensor, guaranteed: torch.Tensor, caps: torch.Tensor, total: int
 ) -> torch.Tensor:
-    """[L, H] pages: what is guaranteed, then the best of ``gains`` [L, H, P], ``total`` a layer."""
+    """Return [L, H] pages, ``total`` per layer: guaranteed ones, then those of highest gain.
+
+    ``gains`` is [L, H, P].
+    """
     if bool((caps.sum(-1) < total).any()):
         raise ValueError(f"caps {caps.tolist()} cannot hold {total} pages")
     num_pages = gains.shape[2]
     page = torch.arange(num_pages, device=gains.device)
     gains = gains.masked_fill(page < guaranteed[..., None], float("inf"))
     gains = gains.masked_fill(page >= caps[..., None], float("-inf"))
-    # Only the number of chosen pages counts: a head keeps its first pages however sums round.
+    # Only the number of chosen pages is used, so rounding of the sums cannot reorder pages.
     best = gains.flatten(1).argsort(dim=-1, descending=True, stable=True)[:, :total]
     chosen = torch.zeros_like(gains, dtype=torch.int64).flatten(1)
     return chosen.scatter_(1, best, 1).view(gains.shape).sum(-1)

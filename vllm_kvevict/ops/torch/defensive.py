@@ -1,4 +1,4 @@
-"""defensive: the most attention that any query of the window gives a cached token. Reference."""
+"""Defensive aggregation: the highest attention of any query of the window. Reference."""
 
 import torch
 from torch.nn import functional
@@ -8,16 +8,18 @@ from vllm_kvevict.ops.torch.score import window_weights
 
 
 def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tensor:
-    """Highest attention that a query of the window gives each candidate, or each token before it.
+    """Return the highest attention of any query of the window to each token.
 
-    Defensive aggregation (DefensiveKV, arXiv:2510.13334) in the place of a mean. Each row of
-    weights, one per query head and window query, is averaged over ``kernel`` neighbours along
-    the sequence; neighbours in the padding, in the window and beyond the ends count as zeros.
-    Candidates in the window, where there are such, are no neighbours in the window: queries that
-    come before one give it nothing.
-    Then the maximum over the rows of a KV head, and over ``reach`` neighbours, so that what is
-    looked at stays whole: a query looks at the first words of a fact, and at the next when it has
-    said those. No token of a head is below the mean of that head's tokens.
+    The tokens are the candidates or all tokens before the window, whichever are more. Defensive
+    aggregation (DefensiveKV, arXiv:2510.13334) replaces the mean over queries. Each row of weights,
+    one per query head and window query, is averaged over ``kernel`` neighbours along the sequence;
+    neighbours in the padding, in the window and beyond the ends count as zeros. Candidates in the
+    window, if there are any, do not count as being in the window, and queries before them give them
+    no attention.
+
+    Then the maximum is taken over the rows of a KV head, and over ``reach`` neighbours, which keeps
+    consecutive tokens together: a query attends to the first words of a fact, and to the next ones
+    only after those were generated. No token of a head is below the mean of that head's tokens.
 
     Args:
         candidates: One layer of one request.
@@ -25,11 +27,11 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
         reach: Width of the maximum in tokens, odd; 1 for none.
 
     Returns:
-        [H, max(num_candidates, columns before the window)] float32; means nothing where ``valid``
-        is False.
+        [H, max(num_candidates, columns before the window)] float32; undefined if ``valid`` is
+        False.
 
     Raises:
-        ValueError: The candidates carry no queries, or not ``window`` of them.
+        ValueError: The candidates do not have ``window`` queries.
 
     """
     before_window = candidates.valid.shape[1] - candidates.window
@@ -46,14 +48,14 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
 
 
 def _highest_sums(weights: torch.Tensor, kernel: int) -> torch.Tensor:
-    """[h, N] highest sum over ``kernel`` neighbours in any of the rows [h, rows, N].
+    """Return the highest sum [h, N] over ``kernel`` neighbours in any of the rows [h, rows, N].
 
     Neighbours beyond the ends count as zeros.
     """
     half = kernel // 2
     if weights.shape[-1] < kernel:
         return _sums(functional.pad(weights, (half, half)), kernel).amax(1)
-    # Only the ends are padded: a padded copy of all takes as long as the sums.
+    # Only the ends are padded, because a padded copy of all columns takes as long as the sums.
     left = functional.pad(weights[..., : 2 * half], (half, 0))
     right = functional.pad(weights[..., weights.shape[-1] - 2 * half :], (0, half))
     parts = (left, weights, right) if half else (weights,)
@@ -61,19 +63,19 @@ def _highest_sums(weights: torch.Tensor, kernel: int) -> torch.Tensor:
 
 
 def _sums(rows: torch.Tensor, kernel: int) -> torch.Tensor:
-    """[..., N - kernel + 1] sums over ``kernel`` neighbours. Faster than torch's pooling.
+    """Return sums [..., N - kernel + 1] over ``kernel`` neighbours, faster than torch's pooling.
 
-    Sums of 2, 4, 8, ... neighbours are made of each other; those that add up to ``kernel`` follow
-    one another.
+    Sums of 2, 4, 8, ... neighbours are computed from each other, and adjacent sums that add up to
+    ``kernel`` neighbours are combined.
     """
     count = rows.shape[-1] - kernel + 1
-    width, done, whole = 1, 0, None
+    width, done, total = 1, 0, None
     while 2 * width <= kernel:
         if kernel & width:
             part = rows[..., done : done + count]
-            whole = part if whole is None else whole + part
+            total = part if total is None else total + part
             done += width
         rows = rows[..., :-width] + rows[..., width:]
         width *= 2
     last = rows[..., done : done + count]
-    return last if whole is None else last.add_(whole)
+    return last if total is None else last.add_(total)

@@ -1,4 +1,4 @@
-"""observe: write the queries of a step's last tokens to the observation rings. Reference."""
+"""Observation: write the queries of a step's last tokens to the observation rings. Reference."""
 
 import torch
 
@@ -10,17 +10,17 @@ def observe_index(
     window: int,
     beyond: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens of a batch are recorded, and where.
+    """Return the tokens of a batch to record and their ring entries.
 
     A request with a ring slot records its last ``min(window, query length)`` queries; the
-    query of position p goes to entry ``p % window`` of its slot.
+    query of position p is written to entry ``p % window`` of its slot.
 
     Args:
-        query_start_loc: [R + 1] int: first token of each request in the batch.
-        seq_lens: [R] int: length of each request, this step's tokens included.
-        ring: [R] int: ring slot of each request, -1 for none.
+        query_start_loc: [R + 1] int first token of each request in the batch.
+        seq_lens: [R] int length of each request, this step's tokens included.
+        ring: [R] int ring slot of each request, -1 for none.
         window: Queries in a slot.
-        beyond: Tokens at the end of each request in the batch that are not recorded.
+        beyond: Number of tokens at the end of each request in the batch that are not recorded.
 
     Returns:
         Token indices [K] and ring entries ``slot * window + p % window`` [K], both int64.
@@ -43,16 +43,16 @@ def observe(
 
     Args:
         rings: [slots * window, query heads, D], written in place.
-        query: [T, query heads, D], rotated as attention sees it.
+        query: [T, query heads, D], rotated as in attention.
         tokens: [K] int64.
-        entries: [K] int64, no two alike.
+        entries: [K] int64, without duplicates.
 
     """
     rings.index_copy_(0, entries, query.index_select(0, tokens))
 
 
 def window_queries(rings: torch.Tensor, slot: int, num_tokens: int, window: int) -> torch.Tensor:
-    """The last ``window`` queries of a request of ``num_tokens`` tokens, oldest first.
+    """Return the last ``window`` queries of a request of ``num_tokens`` tokens, oldest first.
 
     Returns:
         [window, query heads, D], a copy.
@@ -63,6 +63,6 @@ def window_queries(rings: torch.Tensor, slot: int, num_tokens: int, window: int)
 
 
 def _ranges(counts: torch.Tensor) -> torch.Tensor:
-    """0 .. c - 1 for each c of ``counts``, concatenated."""
+    """Return 0 .. c - 1 for each c of ``counts``, concatenated."""
     starts = counts.cumsum(0) - counts
     return torch.arange(int(counts.sum()), device=counts.device) - starts.repeat_interleave(counts)

@@ -1,15 +1,15 @@
-"""Pages of evicted requests: where each head's tokens lie. Reference.
+"""Head pages of evicted requests. Reference.
 
 Page ``b * H + i`` is the i-th head page of block b. A store of S blocks is a flat list of
 S * H pages; head h of a layer owns flat pages ``head_indptr[h] .. head_indptr[h + 1] - 1``.
-Behind its store pages a head has one page of every tail block (DESIGN section 1).
+After its store pages, a head has one page of every tail block.
 """
 
 import torch
 
 
 def store_page(flat: torch.Tensor, store: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Physical page of flat store pages.
+    """Return the physical pages of flat store pages.
 
     Args:
         flat: [..., K] int64 flat pages.
@@ -32,13 +32,13 @@ def head_page_table(
     block_table: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rectangular table attention wants: one sequence per (request, KV head).
+    """Return the page table of attention, with one sequence per (request, KV head).
 
     Args:
         head_indptr: [L, R, H + 1] int.
-        store: [R, S] int: block ids of each request's store.
+        store: [R, S] int block ids of each request's store.
         tail_start: [R] int, a multiple of ``block_size``.
-        seq_lens: [R] int: logical lengths.
+        seq_lens: [R] int logical lengths.
         block_table: [R, W] int: vLLM's positional block table.
         block_size: Tokens in a page.
 
@@ -77,27 +77,27 @@ def head_page_table(
 def candidate_grid(
     head_indptr: torch.Tensor, store: torch.Tensor, positional: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of one request in order, right-aligned so that the positional blocks line up.
+    """Return the pages of one request in order, right-aligned so that positional blocks line up.
 
     Args:
         head_indptr: [L, H + 1] int; all zero for a request without a store.
-        store: [S] int: block ids of the store, empty for none.
-        positional: [P] int: block ids from the tail start on.
+        store: [S] int block ids of the store, empty for none.
+        positional: [P] int block ids from the tail start on.
 
     Returns:
-        Pages [L, H, M + P] int64 with M the most store pages of any head, and the number of
-        padding pages [L, H] int64 at the left of each row (their entries are 0).
+        Pages [L, H, M + P] int64, with M the maximum number of store pages of any head, and the
+        number of padding pages [L, H] int64 at the left of each row (their entries are 0).
 
     """
     num_layers, num_heads = head_indptr.shape[0], head_indptr.shape[1] - 1
     device = head_indptr.device
     pages = head_indptr.diff(dim=-1).long()
-    most = int(pages.max())
-    padding = most - pages
-    column = torch.arange(most, device=device)
+    max_pages = int(pages.max())
+    padding = max_pages - pages
+    column = torch.arange(max_pages, device=device)
     used = column >= padding[..., None]
-    flat = torch.where(used, head_indptr[..., 1:, None].long() - most + column, 0)
-    if most:
+    flat = torch.where(used, head_indptr[..., 1:, None].long() - max_pages + column, 0)
+    if max_pages:
         from_store = store_page(flat.flatten(1), store, num_heads).view(*flat.shape)
         from_store = torch.where(used, from_store, 0)
     else:
@@ -115,13 +115,13 @@ def compact_index(
     store: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the survivors of an eviction come from, and where they go.
+    """Return the source and target slots of the survivors of an eviction.
 
     Args:
-        grid: [L, H, P] int64: pages of the candidates.
-        columns: [L, S * H * block_size] int64: kept columns, heads concatenated.
-        pages: [L, H] int64: pages each head keeps.
-        store: [S] int: block ids of the new store.
+        grid: [L, H, P] int64 pages of the candidates.
+        columns: [L, S * H * block_size] int64 kept columns, heads concatenated.
+        pages: [L, H] int64 pages that each head keeps.
+        store: [S] int block ids of the new store.
         block_size: Tokens in a page.
 
     Returns:
@@ -131,7 +131,7 @@ def compact_index(
     """
     num_layers, num_heads, _ = grid.shape
     heads = torch.arange(num_heads, device=grid.device).expand(num_layers, -1)
-    # Without the output size repeat_interleave asks the device for it, and waits.
+    # Without output_size, repeat_interleave reads the size from the device and waits for it.
     owner = heads.flatten().repeat_interleave(
         (pages * block_size).flatten(), output_size=columns.numel()
     )

@@ -1,4 +1,4 @@
-"""score: attention of the observation window over the cached tokens, and its pooling. Reference."""
+"""Window scores: attention of the observation window over the cached tokens. Reference."""
 
 from collections.abc import Iterator
 
@@ -9,22 +9,22 @@ from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.torch.sinks import attention_weights
 
 LOGITS = 2**20
-"""Most logits that stand in memory at once, unless :data:`FEWEST` rows have more: 4 MiB."""
+"""Maximum number of logits in memory at once, 4 MiB, unless :data:`MIN_ROWS` rows have more."""
 
-FEWEST = 16
-"""Rows of a block at least: with fewer a product would wait for the keys."""
+MIN_ROWS = 16
+"""Minimum number of rows of a block. With fewer, a product is bound by reading the keys."""
 
 
 def window_attention(candidates: Candidates) -> torch.Tensor:
-    """Mean attention weight that the window's queries give each token before the window.
+    """Return the mean attention weight of the window's queries to each token before the window.
 
-    Ada-KV section 3.4 (SnapKV), and 3.5 for the mean over the query heads of a group.
+    Ada-KV section 3.4 (SnapKV), and section 3.5 for the mean over the query heads of a group.
 
     Returns:
-        [H, num_candidates + r] float32; 0 where ``valid`` is False.
+        [H, num_candidates + r] float32; 0 if ``valid`` is False.
 
     Raises:
-        ValueError: The candidates carry no queries, or not ``window`` of them.
+        ValueError: The candidates do not have ``window`` queries.
 
     """
     columns = candidates.valid.shape[1] - candidates.window
@@ -36,19 +36,19 @@ def window_attention(candidates: Candidates) -> torch.Tensor:
 
 
 def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Attention weights of the window's queries on what the KV heads hold, block by block.
+    """Yield the attention weights of the window's queries to the cached tokens, in blocks of rows.
 
     Row ``g * w + i`` belongs to query head g of the group and query i of the window. It is 0 if
-    the head holds no token as old as the query. A block has the rows of as many heads as have at
-    most :data:`LOGITS` logits, or some rows of one head, :data:`FEWEST` at least: the memory grows
-    with the columns only.
+    the head holds no token up to the query's position. A block has all rows of several heads, with
+    at most :data:`LOGITS` logits, or at least :data:`MIN_ROWS` rows of one head, so memory grows
+    with the number of columns only.
 
     Yields:
-        Heads, and [h, b, columns] float32 weights of some of their rows, each row summing to 1, or
-        less with a sink; as :func:`head_attention`. G * w rows of each head in all.
+        Heads, and [h, b, columns] float32 weights of some of their rows, in which each row sums to
+        1, or to less with a sink, as in :func:`head_attention`. Each head has G * w rows in total.
 
     Raises:
-        ValueError: The candidates carry no queries, or not ``window`` of them.
+        ValueError: The candidates do not have ``window`` queries.
 
     """
     queries, window, valid = candidates.queries, candidates.window, candidates.valid
@@ -63,7 +63,7 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor
     if sinks is not None:
         sinks = sinks.repeat_interleave(window, dim=1)
     heads_at_once = max(1, LOGITS // (rows.shape[1] * columns))
-    rows_at_once = rows.shape[1] if heads_at_once > 1 else max(FEWEST, LOGITS // columns)
+    rows_at_once = rows.shape[1] if heads_at_once > 1 else max(MIN_ROWS, LOGITS // columns)
     for head in range(0, len(rows), heads_at_once):
         heads = slice(head, head + heads_at_once)
         keys = candidates.keys[heads].float().mT
@@ -83,19 +83,19 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor
 
 
 def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:
-    """Attention weights of the last ``rows`` queries on everything that one KV head holds.
+    """Return the attention weights of the last ``rows`` queries to all cached tokens of a KV head.
 
     Args:
         candidates: One layer of one request.
         head: KV head.
-        rows: Queries, at most ``window``.
+        rows: Number of queries, at most ``window``.
 
     Returns:
-        [G, rows, columns] float32, each row summing to 1, or less beside a sink; 0 where
-        ``valid`` is False, and on the columns after the query's own.
+        [G, rows, columns] float32, each row summing to 1, or to less with a sink; 0 if ``valid`` is
+        False, and in the columns after the query's own.
 
     Raises:
-        ValueError: The candidates carry no queries, or not ``window`` of them.
+        ValueError: The candidates do not have ``window`` queries.
 
     """
     queries, keys, window = candidates.queries, candidates.keys[head], candidates.window
@@ -113,7 +113,7 @@ def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor
 
 
 def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """Smooth scores along the sequence, each row as if it had no padding columns.
+    """Pool scores along the sequence, ignoring the padding columns of each row.
 
     The average counts missing neighbours at both ends as zeros, as kvpress's SnapKVPress does.
 
@@ -124,7 +124,7 @@ def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> t
         kind: "max" or "avg".
 
     Returns:
-        [H, N] float32, -inf where ``valid`` is False.
+        [H, N] float32, -inf if ``valid`` is False.
 
     Raises:
         ValueError: The kernel is even or below 1, or the kind is unknown.

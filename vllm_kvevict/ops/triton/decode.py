@@ -1,10 +1,10 @@
-"""Decode attention straight from ``head_indptr``, store and tail blocks, in one launch. Triton.
+"""Decode attention that reads ``head_indptr``, store and tail blocks, in one launch. Triton.
 
-One query token per request; every (request, KV head) pair is a sequence of its own, and its keys
-are read where they lie: no page table is made. As many programs as run at once take splits of the
-sequences from a queue (:mod:`.splits`). Whoever ends the last split of a sequence merges them, so
-nobody waits: split-KV with a fixed grid, as Flash-Decoding (Dao et al., 2023) has it with two
-launches.
+Each request has one query token, and every (request, KV head) pair is a sequence. Keys are read at
+the addresses that these tables give, without a page table. The launch has as many programs as run
+at once, and they take splits of the sequences from a queue (:mod:`.splits`). The program that ends
+the last split of a sequence merges its splits, so no program waits. This is the split-KV method of
+Flash-Decoding (Dao et al., 2023), with a fixed grid and one launch instead of two.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Ring:
-    """Where the queries of a step go, for the scores of a later eviction.
+    """Ring entries to which the queries of a step are written, for a later eviction.
 
     Args:
         entries: [ring slots * window, H * G, D] contiguous, of one layer, written at entry
@@ -39,8 +39,8 @@ class Ring:
     window: int
 
 
-# Slices of tables lie at any address, a row apart that depends on the batch: a kernel for each
-# alignment would compile while serving.
+# Slices of tables have any address and a row stride that depends on the batch. With specialization,
+# a kernel for each alignment would be compiled while serving.
 @triton.jit(
     do_not_specialize=["num_sequences", "stores_row", "table_row"],
     do_not_specialize_on_alignment=[
@@ -125,7 +125,7 @@ def _attend_kernel(
         query_at = token * query_token + own_head[:, None] * query_head + dim[None, :]
         q = tl.load(query + query_at, mask=queries_used, other=0.0)
         if FP8:
-            # Exact: float16 and bfloat16 hold every number of float8_e4m3fn.
+            # Exact, because float16 and bfloat16 represent every number of float8_e4m3fn.
             q = q.to(out.dtype.element_ty)
         if RECORD:
             slot = tl.load(slots + request)
@@ -164,7 +164,7 @@ def _attend_kernel(
             keys = tl.load(cache + at, mask=read, other=0.0).to(q.dtype)
             logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
             if SOFTCAP:
-                # tanh through the sigmoid: Triton has no tanh of its own.
+                # tanh by the sigmoid, because Triton has no tanh.
                 logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
             logits = tl.where(used[None, :], logits * LOG2E, float("-inf"))
             new_best = tl.maximum(best, tl.max(logits, 1))
@@ -176,11 +176,11 @@ def _attend_kernel(
                 share.to(values.dtype), values, input_precision="ieee"
             )
             best = new_best
-        # All threads wait for the answer; asked now, it is not behind the results that are written.
+        # All threads wait for the result of this atomic, so it is issued before the stores below.
         item = tl.num_programs(0) + tl.atomic_add(taken, 1, sem="relaxed")
         out_at = token * out_token
         if alone:
-            # A sequence without keys is padding: its result is 0, as FlashAttention's is.
+            # A sequence without keys is padding. Its result is 0, as in FlashAttention.
             result = sums * (value_scale / tl.where(weight > 0, weight, 1.0))[:, None]
             at_out = out_at + own_head[:, None] * out_head + dim[None, :]
             tl.store(out + at_out, result.to(out.dtype.element_ty), mask=queries_used)
@@ -189,7 +189,7 @@ def _attend_kernel(
             tl.store(weights + at_split * 2, best, mask=group < GROUP)
             tl.store(weights + at_split * 2 + 1, weight, mask=group < GROUP)
             tl.store(partial + at_split[:, None] * DIM + dim[None, :], sums, mask=queries_used)
-            # All threads have written before one of them says so to the whole GPU.
+            # All threads must have written before one of them signals it to the GPU.
             tl.debug_barrier()
             before = tl.atomic_add(arrived + sequence, 1, sem="acq_rel")
             tl.debug_barrier()
@@ -214,7 +214,7 @@ def _attend_kernel(
                     SINKS,
                     LOG2E,
                 )
-    # The last program leaves the counters as it found them: a graph runs every layer with them.
+    # The last program resets the counters, because a graph runs every layer with them.
     if tl.atomic_add(taken + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(taken, 0)
         tl.store(taken + 1, 0)
@@ -243,31 +243,31 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> None:
-    """Attention of one query token per request, one layer.
+    """Compute attention of one query token per request, in one layer.
 
     Args:
-        query: [T, H * G, D], dimensions contiguous; over an FP8 cache of any type.
-        cache: [num_blocks, H, block_size, 2 * D] contiguous: layout LBHNC, keys then values. The
-            type of the queries, or float8_e4m3fn.
+        query: [T, H * G, D], dimensions contiguous; of any type with an FP8 cache.
+        cache: [num_blocks, H, block_size, 2 * D] contiguous: layout LBHNC, keys then values. Its
+            type is that of the queries, or float8_e4m3fn.
         out: [T, H * G, D] of any float type, dimensions contiguous; written at ``tokens``.
         rows: [R] int32 state rows, -1 for none.
-        places: [R] int32 places in the batch: rows of ``block_table``.
-        tokens: [R] int32 each request's token in ``query`` and ``out``.
+        places: [R] int32 batch indices, which are rows of ``block_table``.
+        tokens: [R] int32 index of each request's token in ``query`` and ``out``.
         tail_start: [rows] int32.
         stores: [rows, S] int32 store blocks.
         head_indptr: [rows, H + 1] int32 of this layer, contiguous.
         block_table: [batch, W] int32 positional blocks.
         lengths: [>= R * H] int32 of this layer (:func:`.splits.head_lengths`).
         splits: The plan of all layers (:func:`.splits.plan_splits`) for R * H sequences.
-        layer: The layer in it.
-        partials: Scratch, no launch may use it at the same time.
-        scale: Factor on query-key products, scales of an FP8 cache's keys and queries included.
-        softcap: 0 for none.
-        programs: Programs of the launch; what the GPU runs at once (:mod:`.residency`).
+        layer: Index of the layer in the plan.
+        partials: Scratch buffers, which no other launch may use at the same time.
+        scale: Factor of query-key products, scales of an FP8 cache's keys and queries included.
+        softcap: Logit soft cap, 0 for none.
+        programs: Programs of the launch: as many as the GPU runs at once (:mod:`.residency`).
         stages: The kernel's ``num_stages``.
-        value_scale: Of an FP8 cache's values.
+        value_scale: Scale of an FP8 cache's values.
         sinks: [H * G] float32 attention sinks, contiguous; None for none.
-        ring: Where to record the queries too; None for nowhere.
+        ring: Ring entries to which the queries are written as well; None for none.
 
     Raises:
         ValueError: The cache is not contiguous, its type is not the query's, or shapes differ.
@@ -277,7 +277,7 @@ def decode_attention(
     query_heads, dim = query.shape[1], query.shape[2]
     if not cache.is_contiguous() or cache.shape[3] != 2 * dim:
         raise ValueError(
-            f"decode attention wants a contiguous cache [blocks, heads, block size, {2 * dim}], "
+            f"decode attention needs a contiguous cache [blocks, heads, block size, {2 * dim}], "
             f"not {tuple(cache.shape)} with strides {cache.stride()}"
         )
     quantised = cache.dtype == FP8
@@ -326,7 +326,7 @@ def decode_attention(
         block_table.stride(0),
         HEADS=heads,
         GROUP=group,
-        # The tensor cores' smallest tile is 16 rows.
+        # The smallest tile of the tensor cores has 16 rows.
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM=dim,
         DIM_PAD=dim_pad,

@@ -1,4 +1,4 @@
-"""Head pages behind one another, sequence by sequence, for kernels that follow no table. Triton."""
+"""Gathering of head pages into contiguous memory, for kernels without page tables. Triton."""
 
 import torch
 import triton
@@ -36,12 +36,12 @@ def _gather_kernel(
 def gather_pages(
     cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, dense: torch.Tensor
 ) -> None:
-    """Copy the pages of N sequences, as far as each length reaches.
+    """Copy the pages of N sequences, up to the length of each.
 
     Args:
         cache: [pages, block_size, 2 * D], contiguous.
         table: [N, >= V] int32 head pages.
-        lengths: [N] int32 cached tokens, at most V * block_size.
+        lengths: [N] int32 cached tokens, at most V * block_size each.
         dense: [N, V, block_size, 2 * D] in the cache's dtype, contiguous, written in place.
 
     """

@@ -1,4 +1,4 @@
-"""Splits of a sequence merged by the program that ends its last one. Triton."""
+"""Merging of the splits of a sequence by the program that ends its last split. Triton."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ import triton
 import triton.language as tl
 
 MERGED = 4096
-"""Partial sums that a merge holds at once: 32 registers a thread."""
+"""Number of partial sums that a merge holds at once: 32 registers per thread."""
 
 
 @dataclass(frozen=True)
 class Partials:
-    """What programs tell each other in; shared by all layers, which run one after the other.
+    """Buffers through which programs communicate, shared by all layers, which run in sequence.
 
     Args:
-        sums: [splits, G, D] float32 values of each split, weighted.
-        weights: [splits, G, 2] float32 highest logit, in powers of two, and sum of the weights.
-        arrived: [sequences] int32 splits that have ended; 0 between launches.
-        taken: [2] int32 splits taken from the queue, and programs that have ended; 0 between
-            launches.
+        sums: [splits, G, D] float32 weighted sums of the values of each split.
+        weights: [splits, G, 2] float32 highest logit to base 2, and sum of the weights.
+        arrived: [sequences] int32 number of splits that have ended; 0 between launches.
+        taken: [2] int32 number of splits taken from the queue, and of programs that have ended; 0
+            between launches.
 
     """
 
@@ -32,7 +32,7 @@ class Partials:
     def room(
         cls, splits: int, sequences: int, group: int, head_size: int, device: torch.device
     ) -> "Partials":
-        """Buffers for at most so many splits and sequences."""
+        """Allocate buffers for at most the given numbers of splits and sequences."""
         return cls(
             sums=torch.zeros(splits, group, head_size, device=device),
             weights=torch.zeros(splits, group, 2, device=device),
@@ -65,7 +65,7 @@ def merge_splits(
     SINKS: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
-    """Splits ``first .. last - 1`` of one sequence, some at once, always in the same order."""
+    """Merge splits ``first .. last - 1`` of one sequence, ``AT_ONCE`` at a time, in order."""
     group = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
     in_group = group < GROUP
@@ -80,7 +80,7 @@ def merge_splits(
         split = base + tl.arange(0, AT_ONCE)
         used = (split < last)[:, None] & in_group[None, :]
         at = split.to(tl.int64)[:, None] * GROUP + group[None, :]
-        # Not from the first cache, which may hold what lay there before.
+        # Not from the L1 cache, which may hold stale data.
         own_best = tl.load(weights + at * 2, mask=used, other=-1e30, cache_modifier=".cg")
         own_weight = tl.load(weights + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
         own = tl.load(

@@ -1,4 +1,4 @@
-"""observe: write queries to the observation rings, at fixed addresses. Triton."""
+"""Observation: write queries to the observation rings, at fixed addresses. Triton."""
 
 import torch
 import triton
@@ -54,12 +54,12 @@ def observe_tokens(
 
     Args:
         rings: [ring slots * window, query heads, D] contiguous, written.
-        query: [T, query heads, D], dimensions contiguous, rotated as attention sees it; FP8 is
-            widened to the rings' type, without its scale.
+        query: [T, query heads, D], dimensions contiguous, rotated as in attention; FP8 is widened
+            to the rings' type, without its scale.
         seq_lens: [batch] int32 lengths, this step's tokens included.
-        tokens: [K] int32 tokens of ``query``.
-        places: [K] int32 place in the batch of each token's request.
-        back: [K] int32: tokens from this one to the end of its request, itself included.
+        tokens: [K] int32 token indices in ``query``.
+        places: [K] int32 batch index of each token's request.
+        back: [K] int32 number of tokens from this one to the end of its request, inclusive.
         slots: [K] int32 ring slot, -1 for tokens that are not recorded.
         window: Queries in a slot.
 

@@ -1,4 +1,4 @@
-"""The rectangular page table of one layer, written on the device at a fixed address. Triton."""
+"""Page table of one layer, written on the device at a fixed address. Triton."""
 
 import torch
 import triton
@@ -64,17 +64,17 @@ def write_page_table(
     table: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Physical head pages of every (request, KV head) of one layer, store pages then tail pages.
+    """Write the physical head pages of every (request, KV head): store pages, then tail pages.
 
     Args:
         rows: [R] int32 state rows, -1 for none.
-        places: [R] int32 places in the batch.
+        places: [R] int32 batch indices.
         tail_start: [rows] int32.
         stores: [rows, S] int32 store blocks.
         head_indptr: [rows, H + 1] int32 of this layer, contiguous.
         block_table: [batch, W] int32 positional blocks.
         lengths: [>= R * H] int32 of this layer.
-        table: [>= R * H, V] int32, written as far as each length reaches.
+        table: [>= R * H, V] int32, written up to the length of each sequence.
         block_size: Tokens in a page.
 
     """

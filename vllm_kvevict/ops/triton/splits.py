@@ -1,9 +1,9 @@
-"""Lengths of (request, KV head) sequences, and a step's plan of work for decode attention. Triton.
+"""Lengths of (request, KV head) sequences, and the splits of decode attention. Triton.
 
 A launch of decode attention has as many programs as the GPU runs at once, and heads differ in
-length. All keys of a layer are therefore cut into splits of one size, the smallest for which
+length. Therefore all keys of a layer are cut into splits of one size, the smallest for which
 they fit into the buffers, and programs take them from a queue, the longest first. The plans of all
-layers are made once a step, on the device, at fixed addresses.
+layers are computed once per step, on the device, at fixed addresses.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ TILE = 64
 """Keys that one program reads at a time."""
 
 STEP = 16
-"""Keys of the smallest page; a split is a multiple of it."""
+"""Keys of the smallest page. The size of a split is a multiple of it."""
 
 CLASSES = 64
-"""Lengths that the queue tells apart."""
+"""Number of length classes by which the queue is ordered."""
 
 _BLOCK = 256
 _WIDE_BLOCK = 1024
@@ -28,17 +28,17 @@ _QUEUE_BLOCK = 64
 
 @dataclass(frozen=True)
 class Splits:
-    """The plan of work of L layers, at most N sequences and M splits each; all int32.
+    """The splits of L layers, with at most N sequences and M splits each; all int32.
 
-    Sequence s of layer l has splits ``starts[l, s] .. starts[l, s + 1] - 1``, one at least. Each
-    has ``size[l]`` keys but the last of its sequence, which has the rest.
+    Sequence s of layer l has splits ``starts[l, s] .. starts[l, s + 1] - 1``, at least one. Each
+    has ``size[l]`` keys, except the last split of a sequence, which has the remaining keys.
 
     Args:
         size: [L] keys in a split.
-        starts: [L, N + 1] number of the first split of each sequence, then of all.
-        queue: [L, M, 2] sequence, and number of the split in it, in the order in which they are
+        starts: [L, N + 1] index of the first split of each sequence, then the number of splits.
+        queue: [L, M, 2] sequence and index of the split in it, in the order in which they are
             taken.
-        classes: [L, CLASSES] where the last splits of each length go in the queue; scratch.
+        classes: [L, CLASSES] offset in the queue of the last splits of each length class; scratch.
 
     """
 
@@ -49,7 +49,7 @@ class Splits:
 
     @classmethod
     def room(cls, layers: int, sequences: int, splits: int, device: torch.device) -> "Splits":
-        """Buffers for plans with at most so many sequences and splits a layer."""
+        """Allocate buffers for at most the given numbers of sequences and splits per layer."""
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(layers, *shape, dtype=torch.int32, device=device)
@@ -97,7 +97,7 @@ def _lengths_kernel(
 
 @triton.jit
 def _last_split(length, split, CLASSES: tl.constexpr):
-    """Splits of a sequence, and the place of its last one's length among all: 0 is the longest."""
+    """Return the splits of a sequence, and the length class of its last split, 0 the longest."""
     count = tl.maximum((length + split - 1) // split, 1)
     rest = length - (count - 1) * split
     return count, CLASSES - 1 - rest * (CLASSES - 1) // split
@@ -145,7 +145,7 @@ def _starts_kernel(
         tl.store(starts + layer * starts_layer + sequence + 1, end, mask=mask)
         before += tl.sum(count, 0)
         of_class += tl.histogram(place, CLASSES, mask=mask)
-    # Behind all that are not the last of their sequence, the longest ones.
+    # The last splits of sequences follow all other splits, which are the longest.
     first = before - num_sequences + tl.cumsum(of_class, 0) - of_class
     tl.store(classes + layer * CLASSES + tl.arange(0, CLASSES), first)
 
@@ -173,15 +173,15 @@ def _queue_kernel(
     length = tl.load(lengths + layer * lengths_layer + sequence, mask=mask, other=0)
     count, place = _last_split(length, tl.load(size + layer), CLASSES)
     count = tl.where(mask, count, 1)
-    mine = queue + layer * queue_layer
+    entries = queue + layer * queue_layer
     at = tl.atomic_add(classes + layer * CLASSES + place, 1, mask=mask, sem="relaxed")
-    tl.store(mine + at * 2, sequence, mask=mask)
-    tl.store(mine + at * 2 + 1, count - 1, mask=mask)
-    whole = tl.load(starts + layer * starts_layer + sequence, mask=mask, other=0) - sequence
+    tl.store(entries + at * 2, sequence, mask=mask)
+    tl.store(entries + at * 2 + 1, count - 1, mask=mask)
+    first = tl.load(starts + layer * starts_layer + sequence, mask=mask, other=0) - sequence
     for split in range(tl.max(count, 0) - 1):
         used = mask & (split < count - 1)
-        tl.store(mine + (whole + split) * 2, sequence, mask=used)
-        tl.store(mine + (whole + split) * 2 + 1, split, mask=used)
+        tl.store(entries + (first + split) * 2, sequence, mask=used)
+        tl.store(entries + (first + split) * 2 + 1, split, mask=used)
 
 
 def head_lengths(
@@ -193,14 +193,14 @@ def head_lengths(
     lengths: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Cached tokens of every (request, KV head), for all layers in one launch.
+    """Compute the cached tokens of every (request, KV head), for all layers in one launch.
 
     Args:
-        rows: [R] int32 state row of each request, -1 for one that has none (never evicted).
-        places: [R] int32 place of each request in the batch.
+        rows: [R] int32 state row of each request, -1 for requests without one (never evicted).
+        places: [R] int32 batch index of each request.
         seq_lens: [batch] int32 logical lengths; 0 for padding.
         tail_start: [rows] int32; 0 for a request that is not evicted.
-        head_indptr: [L, rows, H + 1] int32, read only where the tail start is above 0.
+        head_indptr: [L, rows, H + 1] int32, read only if the tail start is above 0.
         lengths: [L, >= R * H] int32, written.
         block_size: Tokens in a page.
 
@@ -228,19 +228,19 @@ def plan_splits(
 ) -> None:
     """Cut the keys of every layer into splits of one size and queue them, in two launches.
 
-    There are at most ``target + num_sequences`` splits in a layer. Those that are not the last of
-    their sequence come first, then the last ones by length, the longest first; equal lengths, in
-    :data:`CLASSES` steps of a split, come in any order.
+    There are at most ``target + num_sequences`` splits in a layer. Splits that are not the last of
+    their sequence come first. The last splits follow in descending order of length, in
+    :data:`CLASSES` classes; the order within a class is undefined.
 
     Args:
         lengths: [L, >= num_sequences] int32.
         num_sequences: R * H.
-        target: Splits that are aimed at: enough to fill the GPU.
-        smallest: Fewest keys in a split, a multiple of :data:`STEP`.
-        splits: Written.
+        target: Number of splits that fill the GPU.
+        smallest: Minimum number of keys in a split, a multiple of :data:`STEP`.
+        splits: Plan to write.
 
     Raises:
-        ValueError: ``smallest`` is no multiple of a page, or the queue is too short.
+        ValueError: ``smallest`` is not a multiple of :data:`STEP`, or the queue is too short.
 
     """
     if smallest % STEP:

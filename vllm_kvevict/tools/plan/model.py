@@ -48,7 +48,7 @@ def rank_specs(
     for kind in kinds:
         spec = _spec(vllm_config, kind)
         evicts = config is not None and isinstance(spec, FullAttentionSpec)
-        specs.append(EvictableAttentionSpec.of(spec, next(timelines)) if evicts else spec)
+        specs.append(EvictableAttentionSpec.from_spec(spec, next(timelines)) if evicts else spec)
     named = [(f"layers.{index}", spec) for index, spec in enumerate(specs)]
     return [dict(named[part]) for part in parts]
 

@@ -25,7 +25,7 @@ def test_limits():
     assert float(re.search(r"kLeastShare = (\S+)f;", HEADER)[1]) == LEAST
     assert listed("KVEVICT_HEAD_SIZES") == limits.HEAD_SIZES
     assert listed("KVEVICT_BLOCK_SIZES") == limits.BLOCK_SIZES
-    assert constant("kMaxLayers") == limits.MOST_LAYERS
+    assert constant("kMaxLayers") == limits.MAX_LAYERS
     assert constant("kChunk") == limits.CHUNK
     assert constant("kNeighbours") == NEIGHBOURS and constant("kReach") == REACH
     for size in limits.HEAD_SIZES:

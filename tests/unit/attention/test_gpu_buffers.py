@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.evict import BLOCK, HEADS, ROWS, SIZE, worker
 from tests.pretend_gpu import pretended
-from vllm_kvevict.attention import ragged
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention import gpu_buffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 
 LONGEST = 512
@@ -16,7 +16,7 @@ LONGEST = 512
 
 @pytest.mark.parametrize("kernel", ["flash", "triton", "xformers"])
 def test_the_page_table_of_a_mixed_step_is_the_reserved_one(kernel, monkeypatch):
-    monkeypatch.setattr(ragged, "head_lengths", lambda *arguments: None)
+    monkeypatch.setattr(gpu_buffers, "head_lengths", lambda *arguments: None)
     with pretended(monkeypatch):
         state = worker("snapkv", fused=False, device="cuda").states[0]
         scratch = Scratch(kernel, Shape(HEADS, 2, SIZE, BLOCK, ROWS, LONGEST), torch.device("cpu"))

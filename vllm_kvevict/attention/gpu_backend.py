@@ -1,4 +1,4 @@
-"""A GPU backend with eviction: what the derived backends share, whatever their stock kernel is."""
+"""Common parts of the GPU attention backends with eviction."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvevict.attention.layouts import EvictingMetadata
-from vllm_kvevict.attention.ragged import GroupBuffers
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.attention.triton_decode import decode
 from vllm_kvevict.ops.fp8 import FP8
@@ -17,21 +17,21 @@ from vllm_kvevict.ops.triton.page_table import write_page_table
 
 
 class EvictingBackendMixin:
-    """What vLLM asks of the backend's class."""
+    """Capabilities that vLLM reads from the backend class."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """A head page is one run of tokens only in ``LBHNC``."""
+        """Return ``LBHNC``, the only layout in which the tokens of a head page are contiguous."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Keys are split by the lengths of a batch."""
+        """Return False, because keys are split by the lengths of a batch."""
         return False
 
 
 class EvictingImplMixin:
-    """Stock attention for some requests, per-head attention for the others."""
+    """vLLM's attention for requests that are not evicted, per-head attention for the others."""
 
     num_queries_per_kv: int
     num_kv_heads: int
@@ -40,7 +40,7 @@ class EvictingImplMixin:
     sinks: torch.Tensor | None
 
     serves_all_sinks: ClassVar[bool] = True
-    """Whether :meth:`attend_pages` takes the sinks of every query, or those of one KV head."""
+    """True if :meth:`attend_pages` takes the sinks of every query, False for one KV head's."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -61,23 +61,22 @@ class EvictingImplMixin:
         num_splits: int,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Causal attention of N sequences with G query heads and one KV head.
+        """Compute causal attention of N sequences with G query heads and one KV head.
 
         Args:
             layer: The attention layer.
-            query: [queries, G, D]; FP8 where vLLM quantises queries for an FP8 cache.
-            keys: [pages, block_size, 1, D], a view of the cache; ``values`` likewise. uint8 holds
-                FP8.
-            values: As said.
+            query: [queries, G, D]; FP8 if vLLM quantises queries for an FP8 cache.
+            keys: [pages, block_size, 1, D], a view of the cache; uint8 holds FP8.
+            values: [pages, block_size, 1, D], a view of the cache; uint8 holds FP8.
             out: [queries, G, D], written in place.
             query_start_loc: [N + 1] int32.
             lengths: [N] int32 cached tokens.
             table: [N, V] int32 head pages.
-            max_query_len: Longest query.
-            max_seq_len: At least the longest sequence.
-            num_splits: As :meth:`~vllm_kvevict.attention.layouts.EvictingBuilderMixin.num_splits`.
-            sinks: [queries, G] float32 attention sinks, or [G], where the class serves one KV
-                head at a time; None for none.
+            max_query_len: Length of the longest query.
+            max_seq_len: Upper bound of the longest sequence.
+            num_splits: From :meth:`.EvictingBuilderMixin.num_splits`.
+            sinks: [queries, G] float32 attention sinks, or [G] if the class runs one KV head at a
+                time; None for none.
 
         """
 
@@ -93,7 +92,7 @@ class EvictingImplMixin:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: The attention layer.
@@ -101,16 +100,16 @@ class EvictingImplMixin:
             key: [T, KV heads, D], already in the cache.
             value: [T, KV heads, D], already in the cache.
             kv_cache: [num_blocks, KV heads, block_size, 2 * D].
-            attn_metadata: vLLM's, or ours.
+            attn_metadata: vLLM's metadata, or :class:`EvictingMetadata`.
             output: [T, query heads, D], written in place.
-            output_scale: Not supported with ours.
-            output_block_scale: Not supported with ours.
+            output_scale: Not supported with :class:`EvictingMetadata`.
+            output_block_scale: Not supported with :class:`EvictingMetadata`.
 
         Returns:
             ``output``.
 
         Raises:
-            NotImplementedError: Fused output quantisation is asked for.
+            NotImplementedError: An output scale is given with :class:`EvictingMetadata`.
 
         """
         scales = (output_scale, output_block_scale)
@@ -118,11 +117,13 @@ class EvictingImplMixin:
         if not isinstance(attn_metadata, EvictingMetadata):
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("KV eviction has no attention with quantised output")
+            raise NotImplementedError(
+                "KV eviction does not support attention with fused output quantisation"
+            )
         metadata, name = attn_metadata, layer.layer_name
         state = metadata.buffers.state
         seen = metadata.recording if metadata.binding.scores(name) else None
-        # Our kernel records what it reads, in steps that are nothing but decode.
+        # In decode-only steps, the Triton decode kernel also records the queries.
         fused = (step := metadata.decode) is not None and step.in_order and step.splits is not None
         if seen is not None and not fused:
             observe_tokens(
@@ -156,7 +157,7 @@ class EvictingImplMixin:
         recording: Recording | None,
         output: torch.Tensor,
     ) -> None:
-        """One query token each; our kernel records them too, where ``recording`` says so."""
+        """Run requests with one query token each; ``recording`` names the queries to record."""
         buffers = metadata.buffers
         index = buffers.state.layer_index[layer.layer_name]
         if step.splits is not None:
@@ -236,17 +237,17 @@ class EvictingImplMixin:
         result: torch.Tensor,
         sinks: torch.Tensor,
     ) -> None:
-        """A launch for each KV head: its sequences, and its query heads' sinks."""
+        """Launch each KV head separately, with its sequences and the sinks of its query heads."""
         heads, index = self.num_kv_heads, metadata.buffers.state.layer_index[layer.layer_name]
-        # Every KV head of a request has as many queries.
+        # All KV heads of a request have the same number of queries.
         rows_of = (step.order % heads).argsort(stable=True).view(heads, -1)
         query_start_loc = step.query_start_loc[::heads] // heads
         for head, rows in enumerate(rows_of):
-            mine = queries.index_select(0, rows)
-            out = torch.empty_like(mine, dtype=result.dtype)
+            head_queries = queries.index_select(0, rows)
+            out = torch.empty_like(head_queries, dtype=result.dtype)
             self.attend_pages(
                 layer,
-                mine,
+                head_queries,
                 *head_pages(kv_cache),
                 out,
                 query_start_loc,
@@ -260,7 +261,7 @@ class EvictingImplMixin:
             result.index_copy_(0, rows, out)
 
     def _sinks(self) -> torch.Tensor | None:
-        """[KV heads, G] float32 attention sinks; None where the layer has none."""
+        """Return the attention sinks [KV heads, G] float32; None if the layer has none."""
         if self.sinks is None:
             return None
         return self.sinks.float().view(self.num_kv_heads, -1)
@@ -283,9 +284,13 @@ class EvictingImplMixin:
 
 
 def head_pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [num_blocks * H, block_size, 1, D], views of [num_blocks, H, bs, 2 * D].
+    """Return views of a cache [num_blocks, H, block_size, 2 * D] as pages of keys and values.
 
-    Strides of the dimension of size 1 are those of one head, as TMA asks for.
+    The stride of the dimension of size 1 is that of one head, as TMA requires.
+
+    Returns:
+        Keys and values, [num_blocks * H, block_size, 1, D] each.
+
     """
     blocks, heads, page, content = kv_cache.shape
     size = content // 2

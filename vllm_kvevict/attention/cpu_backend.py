@@ -1,4 +1,4 @@
-"""The CPU attention backend: vLLM's CPU kernel, per KV head for requests that were evicted."""
+"""The CPU attention backend: vLLM's CPU kernel, run per KV head for evicted requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -22,11 +22,11 @@ from vllm_kvevict.ops.torch.observe import observe
 
 @dataclass
 class EvictingCPUMetadata(CPUAttentionMetadata):
-    """A step with evicted or observed requests, or some that an extension serves.
+    """Metadata of a step with evicted or recorded requests, or with requests of an extension.
 
-    ``stock`` is vLLM's metadata of the requests that are not evicted, ``stock_tokens`` their
-    tokens in the batch (None where those are all tokens). ``heads`` are the evicted requests
-    that no extension serves.
+    ``stock`` is vLLM's metadata of the requests that are not evicted, and ``stock_tokens`` are the
+    indices of their tokens in the batch (None if those are all tokens). ``heads`` are the evicted
+    requests without an extension.
     """
 
     binding: GroupBinding | None = None
@@ -38,7 +38,7 @@ class EvictingCPUMetadata(CPUAttentionMetadata):
 
 
 class EvictingCPUBackend(CPUAttentionBackend):
-    """Registered over ``CPU_ATTN``: ``platforms/cpu.py`` admits no other name."""
+    """Registered as ``CPU_ATTN``, the only name that ``platforms/cpu.py`` accepts."""
 
     @staticmethod
     def get_impl_cls() -> type["EvictingCPUImpl"]:
@@ -50,9 +50,9 @@ class EvictingCPUBackend(CPUAttentionBackend):
 
 
 class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Splits a batch into evicted and other requests, once a step for all layers.
+    """Splits a batch into evicted and other requests, once per step for all layers.
 
-    The worker binds the builders of groups that evict; others are vLLM's own.
+    The worker sets ``binding`` for groups that evict; without it the builder is vLLM's.
     """
 
     binding: GroupBinding | None = None
@@ -87,9 +87,9 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 stock = super().build(common_prefix_len, subset, fast_build)
         else:
             stock = super().build(common_prefix_len, common, fast_build)
-        whole = stock if stock is not None and stock_tokens is None else _whole(common)
+        batch = stock if stock is not None and stock_tokens is None else _batch_metadata(common)
         return EvictingCPUMetadata(
-            **{field.name: getattr(whole, field.name) for field in fields(CPUAttentionMetadata)},
+            **{field.name: getattr(batch, field.name) for field in fields(CPUAttentionMetadata)},
             binding=self.binding,
             observation=observation,
             extended=extended,
@@ -101,7 +101,10 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> CPUAttentionMetadata:
-        """A drafter's pass: the first is over the step's tokens, later ones are over guesses."""
+        """Build the metadata of a drafter's pass.
+
+        The first pass is over the step's tokens, later passes are over draft tokens.
+        """
         if self.binding is not None:
             self.binding.guesses = draft_index > 0
         return super().build_for_drafting(common_attn_metadata, draft_index)
@@ -122,7 +125,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: The attention layer.
@@ -130,7 +133,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             key: [T, KV heads, D], already in the cache.
             value: [T, KV heads, D], already in the cache.
             kv_cache: [num_blocks, KV heads, block_size, 2 * D].
-            attn_metadata: vLLM's, or ours: :class:`EvictingCPUMetadata`.
+            attn_metadata: vLLM's metadata, or :class:`EvictingCPUMetadata`.
             output: [T, query heads, D], written in place.
             output_scale: Not supported by the CPU kernel.
             output_block_scale: Not supported by the CPU kernel.
@@ -188,7 +191,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         index: int,
         output: torch.Tensor,
     ) -> None:
-        """All KV heads at once; one after another where their query heads have sinks.
+        """Run all KV heads at once, or one after another if the layer has sinks.
 
         The kernel takes one sink for each query head of a launch.
         """
@@ -196,8 +199,8 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             self._launch(layer, query, kv_cache, heads, index, output, None)
             return
         sinks = self.sinks.float().view(heads.num_heads, -1)
-        for one, mine in zip(heads.by_head, sinks, strict=True):
-            self._launch(layer, query, kv_cache, one, index, output, mine)
+        for head, head_sinks in zip(heads.by_head, sinks, strict=True):
+            self._launch(layer, query, kv_cache, head, index, output, head_sinks)
 
     def _launch(
         self,
@@ -253,7 +256,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
 def _subset(
     common: CommonAttentionMetadata, requests: torch.Tensor
 ) -> tuple[CommonAttentionMetadata, torch.Tensor]:
-    """vLLM's metadata of some requests of a batch, and their tokens [T'] in it."""
+    """Return vLLM's metadata of some requests of a batch, and the indices [T'] of their tokens."""
     starts = common.query_start_loc[:-1][requests]
     counts = common.query_start_loc[1:][requests] - starts
     query_start_loc = torch.zeros(len(requests) + 1, dtype=torch.int32)
@@ -274,8 +277,8 @@ def _subset(
     return subset, tokens
 
 
-def _whole(common: CommonAttentionMetadata) -> CPUAttentionMetadata:
-    """The batch's own fields, for readers of vLLM's metadata; no kernel runs on them."""
+def _batch_metadata(common: CommonAttentionMetadata) -> CPUAttentionMetadata:
+    """Return the fields of the batch, for readers of vLLM's metadata; no kernel runs on them."""
     return CPUAttentionMetadata(
         num_actual_tokens=common.num_actual_tokens,
         max_query_len=common.max_query_len,

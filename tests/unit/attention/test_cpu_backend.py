@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from tests.hardware import FP8_CACHE
-from vllm_kvevict.attention.cpu import EvictingCPUImpl
+from vllm_kvevict.attention.cpu_backend import EvictingCPUImpl
 from vllm_kvevict.attention.per_head import PerHeadBatch
 
 BLOCK, HEADS, GROUP, SIZE = 32, 3, 4, 64

@@ -1,8 +1,8 @@
-"""A step's requests on a GPU as (request, KV head) sequences, whose layout never leaves it.
+"""Buffers of a step on a GPU: its requests as (request, KV head) sequences.
 
-Which requests are evicted is known on the host; how long each head is, is not. So lengths,
-splits and page tables are made by kernels, and a decode step writes them to buffers that a
-captured graph reads again: a replay runs no Python.
+The host knows which requests are evicted, but not the length of each head. Kernels therefore
+compute lengths, splits and page tables on the device. A decode step writes them to buffers that a
+captured graph reads again, because a replay runs no Python.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.scratch import SMALLEST_SPLIT, Scratch
+from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
@@ -26,8 +26,8 @@ class GroupBuffers:
 
     Args:
         state: The group's eviction state.
-        scratch: The worker's scratch.
-        device: Where attention runs.
+        scratch: The worker's scratch buffers.
+        device: Device of attention.
 
     """
 
@@ -62,16 +62,16 @@ class GroupBuffers:
         slots: torch.Tensor | None,
         by_splits: bool,
     ) -> tuple[Decode, Recording]:
-        """A step in which every request has one query token.
+        """Lay out a step in which every request has one query token.
 
         Args:
-            common: vLLM's metadata, perhaps padded to the requests of a graph.
+            common: vLLM's metadata, which may be padded to the requests of a graph.
             rows: [<= R] int64 state rows on the host; None outside a scheduled step.
-            slots: [<= R] int64 ring slots on the host, -1 for none; None where all have none.
-            by_splits: Whether our kernel runs it, or FlashAttention.
+            slots: [<= R] int64 ring slots on the host, -1 for none; None if all have none.
+            by_splits: True for the Triton decode kernel, False for FlashAttention.
 
         Returns:
-            Views of the buffers, the same ones for the same number of requests.
+            Views of the buffers, which are the same for the same number of requests.
 
         """
         requests = common.num_reqs
@@ -100,7 +100,14 @@ class GroupBuffers:
     def some_decode(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
     ) -> Decode:
-        """The requests at ``places`` [R] of a mixed batch, one query token each; host tensors."""
+        """Lay out requests of a mixed batch with one query token each.
+
+        Args:
+            common: vLLM's metadata.
+            rows: [R] int64 state rows, on the host.
+            places: [R] int64 batch indices, on the host.
+
+        """
         tokens = common.query_start_loc_cpu[places]
         on_device = self._upload(rows, places, tokens)
         sequences = len(rows) * self.state.num_heads
@@ -121,7 +128,14 @@ class GroupBuffers:
     def extend(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
     ) -> Extend:
-        """The evicted requests at ``places`` [R] of a mixed batch; host tensors."""
+        """Lay out evicted requests of a mixed batch with any number of query tokens.
+
+        Args:
+            common: vLLM's metadata.
+            rows: [R] int64 state rows, on the host.
+            places: [R] int64 batch indices, on the host.
+
+        """
         heads, layers = self.state.num_heads, len(self.state.layer_names)
         starts = common.query_start_loc_cpu[places].long()
         counts = common.query_start_loc_cpu[places + 1].long() - starts
@@ -131,8 +145,8 @@ class GroupBuffers:
         token = within + starts.repeat_interleave(heads).repeat_interleave(per_sequence)
         head = torch.arange(heads).repeat(len(rows)).repeat_interleave(per_sequence)
         query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        # First, and lengths in whole lines: vLLM's Triton attention is compiled anew for addresses
-        # that are no multiples of 16.
+        # query_start_loc is uploaded first, and rows of lengths are padded, to align addresses to
+        # 16 elements: vLLM's Triton attention is compiled again for other addresses.
         starts_on_device, *on_device = self._upload(query_start_loc, rows, places)
         sequences = len(rows) * heads
         padded = blocks_for(sequences, _LINE) * _LINE
@@ -171,7 +185,7 @@ class GroupBuffers:
     def _longest(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
     ) -> int:
-        """At least the cached tokens of each head of some evicted requests; all on the host."""
+        """Return an upper bound of the cached tokens of each head, computed on the host."""
         shorter = self.state.shorter[rows]
         bounds = common.seq_lens_cpu_upper_bound
         if bounds is None:
@@ -179,7 +193,7 @@ class GroupBuffers:
         return int((bounds[places].long() - shorter).max())
 
     def measure(self, decode: Decode, seq_lens: torch.Tensor) -> None:
-        """Lengths of all layers and, where our kernel reads them, the plan of work."""
+        """Compute the lengths of all layers and, for the Triton decode kernel, their splits."""
         head_lengths(
             decode.rows,
             decode.places,
@@ -192,16 +206,16 @@ class GroupBuffers:
         if decode.splits is not None:
             sequences = len(decode.rows) * self.state.num_heads
             target = self.scratch.target
-            plan_splits(self.lengths, sequences, target, SMALLEST_SPLIT, decode.splits)
+            plan_splits(self.lengths, sequences, target, MIN_SPLIT, decode.splits)
 
     def hide(self, seq_lens: torch.Tensor, evicted: torch.Tensor) -> torch.Tensor:
-        """``seq_lens`` [R] with 0 where ``evicted`` [R] (on the host) is set."""
+        """Return ``seq_lens`` [R] with 0 for requests that ``evicted`` [R], on the host, marks."""
         return seq_lens * async_tensor_h2d((~evicted).to(torch.int32), device=self.device)
 
     def recording(
         self, common: CommonAttentionMetadata, slots: torch.Tensor, window: int
     ) -> Recording:
-        """The last ``window`` tokens, at most, of requests of a mixed batch with a ring slot.
+        """Return the tokens to record: up to ``window`` last tokens of requests with a ring slot.
 
         Args:
             common: vLLM's metadata.
@@ -226,7 +240,7 @@ class GroupBuffers:
         )
 
     def _upload(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """int32 copies on the device, in one transfer."""
+        """Copy tensors to the device as int32, in one transfer."""
         joined = torch.cat([part.to(torch.int32) for part in parts])
         moved = async_tensor_h2d(joined, device=self.device)
         return moved.split([len(part) for part in parts])

@@ -1,4 +1,4 @@
-"""How a step is laid out on a GPU, once for all layers of a group."""
+"""Attention metadata of a step on a GPU, built once for all layers of a group."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,19 +9,19 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import kernel_asked
+from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.kernels import OPTIONAL
-from vllm_kvevict.attention.ragged import GroupBuffers
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 
 
 @dataclass
 class EvictingMetadata:
-    """A step of a group that evicts.
+    """Metadata of a step of a group that evicts.
 
-    ``stock`` is vLLM's metadata, in which evicted requests have length 0; what it computes for
-    their tokens is overwritten. A decode step has only ``decode``, for all its requests alike, so
-    that one graph serves them whether they are evicted or not. xformers, which runs in no FULL
-    graph, has evicted requests with one query token in ``single`` instead.
+    ``stock`` is vLLM's metadata, in which evicted requests have length 0; its results for their
+    tokens are overwritten. A decode step has only ``decode``, for all requests, so that one graph
+    runs them whether or not they are evicted. Optional kernels, which do not run in FULL graphs,
+    use ``single`` instead for evicted requests with one query token.
     """
 
     binding: GroupBinding
@@ -38,27 +38,30 @@ class EvictingMetadata:
 class EvictingBuilderMixin:
     """Lays out a step, once for all layers, without waiting for the device.
 
-    One of five layouts, told apart by what is set in :class:`EvictingMetadata`:
+    There are five layouts, which differ in the fields that are set in :class:`EvictingMetadata`:
 
     - *stock*: vLLM's own metadata, for groups that do not evict and outside a scheduled step;
-    - *recorded*: the same in ``stock``, and queries that go to the rings: nobody is evicted;
-    - *decode only*: one query token each, evicted or not, all in ``decode``;
-    - *evicted alone*: ``decode`` or ``single`` for one query token, ``extend`` for several;
-    - *mixed*: the same, and ``stock`` for all others.
+    - *recorded*: ``stock`` and ``recording``, if no request is evicted and queries are recorded;
+    - *decode only*: ``decode`` for all requests, evicted or not, with one query token each;
+    - *evicted only*: ``decode`` or ``single`` for one query token, ``extend`` for several;
+    - *mixed*: the fields of *evicted only*, and ``stock`` for all other requests.
 
-    The worker binds the builders of groups that evict; others are vLLM's own.
+    The worker sets ``binding`` and ``buffers`` for groups that evict; without them the builder is
+    vLLM's.
     """
 
     binding: GroupBinding | None = None
     buffers: GroupBuffers | None = None
     supports_update_block_table = False
-    """Groups of equal specs evict other heads: Model Runner V1 may not build once for both."""
+    """False, because groups with equal specs keep different tokens, so Model Runner V1 must build
+    the metadata of each."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """FULL graphs for decode steps; mixed batches are split on the host, so PIECEWISE.
+        """Return the support for CUDA graphs.
 
-        Optional kernels allocate and compile by batch: PIECEWISE for all.
+        Decode steps run in FULL graphs. Mixed batches are split on the host, so they run PIECEWISE.
+        Optional kernels allocate and compile by batch, so all of their steps run PIECEWISE.
         """
         if kernel_asked(vllm_config) in OPTIONAL:
             return AttentionCGSupport.NEVER
@@ -109,7 +112,7 @@ class EvictingBuilderMixin:
         rows: torch.Tensor | None,
         slots: torch.Tensor | None,
     ) -> EvictingMetadata:
-        """All requests alike, on buffers that a captured graph reads again."""
+        """Lay out a decode step for all requests, in buffers that a captured graph reads again."""
         by_splits = step.buffers.scratch.by_splits(common.num_reqs)
         step.decode, recording = step.buffers.decode(common, rows, slots, by_splits)
         step.recording = recording if step.binding.records else None
@@ -122,7 +125,7 @@ class EvictingBuilderMixin:
         rows: torch.Tensor,
         evicted: torch.Tensor,
     ) -> None:
-        """Evicted requests of a mixed batch: those with one query token, and the others."""
+        """Lay out the evicted requests of a mixed batch, by whether they have one query token."""
         buffers = step.buffers
         counts = common.query_start_loc_cpu.diff()[: len(rows)]
         single = evicted & (counts == 1)
@@ -138,7 +141,7 @@ class EvictingBuilderMixin:
     def _without(
         self, common: CommonAttentionMetadata, evicted: torch.Tensor, buffers: GroupBuffers
     ) -> CommonAttentionMetadata:
-        """The batch in which evicted requests have no keys, for vLLM's own metadata."""
+        """Return the batch with evicted requests of length 0, for vLLM's own metadata."""
         hidden = buffers.hide(common.seq_lens, evicted)
         if common.max_query_len == 1:
             # vLLM's Triton attention divides by the length of a single query's keys.
@@ -146,5 +149,5 @@ class EvictingBuilderMixin:
         return common.replace(seq_lens=hidden)
 
     def num_splits(self, common: CommonAttentionMetadata) -> int:
-        """Splits that FlashAttention may make of one sequence; 0 leaves it to the kernel."""
+        """Return FlashAttention's maximum splits per sequence; 0 if the kernel decides."""
         return 0
