@@ -196,7 +196,7 @@ class Invariants:
             group = manager.kv_cache_group_id
             if (timeline := entry.timelines.get(group)) is None:
                 continue
-            first = timeline.due if life.took else timeline.point
+            first = timeline.next_eviction if life.took else timeline.next_prefill_eviction
             request = self.scheduler.requests[request_id]
             if self.expected.asked(request).prefill_interval:
                 before = life.tails.get(group, 0) if life.took else 0
@@ -207,7 +207,7 @@ class Invariants:
             if first is None and not timeline.evicted:
                 first = self.expected.joins(group, request)
             due = life.due.get(group, first)
-            life.due[group] = timeline.due
+            life.due[group] = timeline.next_eviction
             if (part := parts.get(group)) is not None:
                 replaced = (part.tail_start - part.old_tail_start) // bs
                 mine = {*part.old_store, *part.positional[:replaced]}
@@ -218,7 +218,9 @@ class Invariants:
                 assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
-            elif due is not None and (timeline.due is None or timeline.due > due):
+            elif due is not None and (
+                timeline.next_eviction is None or timeline.next_eviction > due
+            ):
                 assert self.setup.shared == "keep", f"{request_id} was put off"
                 wrongly = self.put_off.wrongly(entry, group, max(end, due))
                 assert not wrongly, f"{request_id} was put off, and gives blocks back"

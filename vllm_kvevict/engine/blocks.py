@@ -159,7 +159,7 @@ class EvictableAttentionManager(FullAttentionManager):
 
         """
         timeline = state.timelines[self.kv_cache_group_id]
-        end = max(end, timeline.due or 0)
+        end = max(end, timeline.next_eviction or 0)
         first = timeline.tail_start // self.block_size
         last = timeline.timeline.tail_start(end) // self.block_size
         # References to a block that are the request's own.

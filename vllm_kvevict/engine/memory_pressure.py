@@ -98,11 +98,11 @@ class Forecast:
         found: dict[tuple[int, int], list[int]] = {}
         in_prefill = state.request.num_computed_tokens < length
         for group, timeline in state.timelines.items():
-            if timeline.due is None or (in_prefill and timeline.timeline.prefill_stride):
+            if timeline.next_eviction is None or (in_prefill and timeline.timeline.prefill_stride):
                 # A prompt that evicts as it streams in holds little more than it does already.
                 continue
             manager = self._core.managers[group]
-            due = max(timeline.due, length)
+            due = max(timeline.next_eviction, length)
             # Before the first eviction others may share what it would give back.
             gain = timeline.gain(due) if timeline.evicted else manager.quote(state, due).gain
             if gain > 0:
@@ -236,9 +236,11 @@ class MemoryPressure:
             dues, gain = {}, 0
             for group, timeline in state.timelines.items():
                 # Short of a preemption no request is evicted again before an interval has passed.
-                if start < timeline.not_before and not (urgent and timeline.waits):
+                if start < timeline.no_eviction_before and not (
+                    urgent and timeline.can_evict_on_demand
+                ):
                     continue
-                due = timeline.turn(start, start + tokens, window)
+                due = timeline.on_demand_length(start, start + tokens, window)
                 if due is not None:
                     dues[group] = due
                     gain += timeline.gain(due)

@@ -71,7 +71,7 @@ class StepPlanner:
         for state in self._turns.waiting.values():
             if (num_tokens := num_scheduled_tokens.get(state.request_id)) is not None:
                 end = state.request.num_computed_tokens + num_tokens
-                self._counters.postponed_ring += end >= state.due
+                self._counters.postponed_ring += end >= state.next_eviction
         # Not before: a slot given back within the step would have two writers.
         for state, end in observed:
             if state.in_prefill(end):

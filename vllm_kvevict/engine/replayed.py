@@ -36,7 +36,7 @@ class Replayed(PublishedStore):
         """Let the timelines of the replay stand behind the eviction, with none to come."""
         for group, timeline in timelines.items():
             one = self.groups[group]
-            timeline.due = timeline.point = None
-            timeline.not_before = sys.maxsize
+            timeline.next_eviction = timeline.next_prefill_eviction = None
+            timeline.no_eviction_before = sys.maxsize
             timeline.tail_start, timeline.store_blocks = one.tail_start, len(one.store)
             timeline.computed_valid = self.key.point

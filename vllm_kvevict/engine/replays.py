@@ -297,7 +297,7 @@ class Replays(Part):
         in flight.
         """
         steps = 4 * (1 + self._scheduler.num_spec_tokens)
-        return state.due <= max(start + steps, state.prefill_end)
+        return state.next_eviction <= max(start + steps, state.prefill_end)
 
     def _release(self, waiting: Waiting) -> None:
         self._pool.free_blocks(waiting.held)

@@ -122,7 +122,7 @@ class RequestState:
     """Whether a prefix-cache hit of it was shortened."""
     prefill_end: int = 0
     """Tokens of the prefill; 0 for a request that never evicts."""
-    due: int = sys.maxsize
+    next_eviction: int = sys.maxsize
     """Length at which the next eviction of any group is due."""
     quiet_until: int = sys.maxsize
     """Steps that end here or before neither evict nor compute a query that is needed."""
@@ -198,8 +198,12 @@ class RequestState:
         self.version += 1
         timelines = self.timelines.values()
         self.prefill_end = max((t.prefill_end for t in timelines), default=0)
-        dues = [(t.due, t.due - t.timeline.window) for t in timelines if t.due is not None]
-        self.due = min((due for due, _ in dues), default=sys.maxsize)
+        dues = [
+            (t.next_eviction, t.next_eviction - t.timeline.window)
+            for t in timelines
+            if t.next_eviction is not None
+        ]
+        self.next_eviction = min((due for due, _ in dues), default=sys.maxsize)
         self.quiet_until = min((near for _, near in dues), default=sys.maxsize)
         valid = [t.computed_valid for t in timelines if t.computed_valid is not None]
         self.computed_valid = min(valid, default=None)
@@ -211,7 +215,7 @@ class RequestState:
     def request_eviction(self, dues: Mapping[int, int]) -> None:
         """Let groups of a request that evicts on demand do so, each at its length."""
         for group, due in dues.items():
-            self.timelines[group].call(due)
+            self.timelines[group].schedule_on_demand(due)
         self.refresh()
 
     def defer(self, group: int, end: int) -> None:
@@ -251,20 +255,22 @@ class RequestState:
         """Whether the attention of the coming queries is added up: an eviction will read it."""
         if not self.needs.every_query:
             return False
-        return self.quiet_until < sys.maxsize or any(t.waits for t in self.timelines.values())
+        return self.quiet_until < sys.maxsize or any(
+            t.can_evict_on_demand for t in self.timelines.values()
+        )
 
     @property
-    def stops(self) -> bool:
+    def has_eviction_points(self) -> bool:
         """Whether chunks of prefill end at eviction points."""
-        return any(t.stops for t in self.timelines.values())
+        return any(t.has_eviction_points for t in self.timelines.values())
 
-    def stop(self, start: int) -> int | None:
+    def next_chunk_end(self, start: int) -> int | None:
         """The first eviction point after ``start`` where a chunk must end; None for none.
 
         An eviction that was postponed has its chance at every later one. A request's own point is
         one, whether its eviction was put off or not: who waits for its store then knows.
         """
-        points = [t.stop(start) for t in self.timelines.values()]
+        points = [t.next_chunk_end(start) for t in self.timelines.values()]
         return min((point for point in points if point is not None), default=None)
 
     def clip_chunk(self, start: int, end: int) -> int:
@@ -273,16 +279,16 @@ class RequestState:
         The blocks of an eviction are free once its step was processed; a request that cannot go on
         without them would be preempted and come back to the same point without end, so it waits.
         """
-        if not self.stops:
+        if not self.has_eviction_points:
             return end
         if self.in_prefill(end) and any(held.retiring for held in self.holdings.values()):
             return start
-        point = self.stop(start)
+        point = self.next_chunk_end(start)
         return end if point is None else min(end, point)
 
     def evicts_inside(self, end: int) -> bool:
         """Whether a chunk that ends there evicts inside a prompt that evicts in intervals."""
-        inside = end < self.prefill_end and end >= self.due
+        inside = end < self.prefill_end and end >= self.next_eviction
         return inside and any(t.timeline.prefill_stride for t in self.timelines.values())
 
     def most_drafts(self, num_tokens: int) -> int:
@@ -296,14 +302,14 @@ class RequestState:
             num_tokens: Tokens of the request, the one that the step computes included.
 
         """
-        if self.due == sys.maxsize:
+        if self.next_eviction == sys.maxsize:
             return sys.maxsize
         if self.needs.every_query:
             return 0
         if num_tokens <= self.quiet_until:
             return self.quiet_until - num_tokens
         window = min(t.timeline.window for t in self.timelines.values())
-        return max(0, min(self.due - 1 - num_tokens, window - 1))
+        return max(0, min(self.next_eviction - 1 - num_tokens, window - 1))
 
     def cacheable(self, num_tokens: int) -> int:
         """How many of the first ``num_tokens`` tokens may be published by hash."""
@@ -323,7 +329,9 @@ class RequestState:
         caps = [
             t.hit_cap
             for t in self.timelines.values()
-            if (t.stops and t.point is not None) or self.needs.window != "none" or self.audited
+            if (t.has_eviction_points and t.next_prefill_eviction is not None)
+            or self.needs.window != "none"
+            or self.audited
         ]
         return min([self.request.num_tokens, *caps])
 

@@ -56,7 +56,7 @@ class PublishedStores:
 
     def read_key(self, state: RequestState) -> None:
         """Find what the store of a request that arrives depends on."""
-        if not self.enabled or not state.needs.shares_stores or not state.stops:
+        if not self.enabled or not state.needs.shares_stores or not state.has_eviction_points:
             return
         state.key = share_key(
             state.request,

@@ -163,8 +163,10 @@ def test_the_shallowest_layers_are_not_given_more_than_there_is():
     assert (first.store_blocks(2000), last.store_blocks(2000)) == (39, 1)
     assert (first.store_blocks(432), last.store_blocks(432)) == (400 // BLOCK, 240 // BLOCK)
     early, late = (EvictionProgress(rule, 432, 432) for rule in (first, last))
-    assert (early.point, late.point) == (None, 432), "all of it fits the shallowest"
-    assert early.due == 432 + 64, "which joins once it has outgrown its budget"
+    assert (early.next_prefill_eviction, late.next_prefill_eviction) == (None, 432), (
+        "all of it fits the shallowest"
+    )
+    assert early.next_eviction == 432 + 64, "which joins once it has outgrown its budget"
 
 
 def test_groups_of_one_share_are_different_rules():
