@@ -293,7 +293,7 @@ class Invariants:
                 reserved = {b.block_id: (b.block_id,) for b in holding.reserved}
                 assert stores.keys().isdisjoint(reserved), "a reserved block has another owner"
                 stores |= reserved
-                references.update(b.block_id for _, old in holding.retiring for b in old)
+                references.update(b.block_id for _, old in holding.replaced_in_flight for b in old)
         for block_id in stores:
             assert block_id not in positional, f"store block {block_id} has another owner"
             marked = self.pool.blocks[block_id].block_hash

@@ -137,7 +137,7 @@ def test_what_was_read_is_dropped_when_nobody_waits_for_it(setup):
     assert len(stores._reading) == MOST_READ
     for request in asked[:-1]:
         core.abort(request)
-    name = name_of(core.scheduler._table.states[asked[-1].request_id].key)
+    name = name_of(core.scheduler._table.states[asked[-1].request_id].store_key)
     assert stores._reading.keys() == {name}, "somebody waits for it"
     whole = core.add(tokens(130), 4, asked=ONCE)
     whole.skip_reading_prefix_cache = True

@@ -96,18 +96,18 @@ def test_drafts_reach_up_to_where_queries_are_needed_and_never_into_an_eviction(
     state = Book(Stub("a", 100, 100)).admit("a")
     state.evict(0, 100)
     assert (state.timelines[0].next_eviction, state.quiet_until) == (116, 108)
-    assert [state.most_drafts(n) for n in (101, 107, 108)] == [7, 1, 0]
+    assert [state.max_drafts(n) for n in (101, 107, 108)] == [7, 1, 0]
     # The step that evicts ends at 116; later ones come where an eviction is put off.
-    assert [state.most_drafts(n) for n in (109, 114, 115, 116, 120)] == [6, 1, 0, 0, 0]
+    assert [state.max_drafts(n) for n in (109, 114, 115, 116, 120)] == [6, 1, 0, 0, 0]
 
 
 def test_no_draft_where_attention_is_added_up_and_any_where_nothing_is_due():
     options = RequestOptions("h2o")
     state = Book(Stub("a", 100, 100, options=options)).admit("a")
     state.evict(0, 100)
-    assert state.most_drafts(101) == 0
+    assert state.max_drafts(101) == 0
     never = Book(Stub("a", 20, 20, max_tokens=5)).admit("a")
-    assert never.most_drafts(21) > 1000
+    assert never.max_drafts(21) > 1000
 
 
 def test_a_preempted_request_starts_anew_at_all_its_tokens():

@@ -105,9 +105,9 @@ class EvictableAttentionManager(FullAttentionManager):
 
     def _reused(self, state: RequestState) -> tuple[KVCacheBlock, ...]:
         """Blocks of a published store that the request is about to hold."""
-        if state.reuse is None or self.kv_cache_group_id in state.holdings:
+        if state.pending_store is None or self.kv_cache_group_id in state.holdings:
             return ()
-        return state.reuse.groups[self.kv_cache_group_id].store
+        return state.pending_store.groups[self.kv_cache_group_id].store
 
     def _reservation(
         self, state: RequestState, end: int, computed: Sequence[KVCacheBlock] | None = None
@@ -165,7 +165,7 @@ class EvictableAttentionManager(FullAttentionManager):
         # References to a block that are the request's own.
         mine = 0 if computed is not None else 1
         table = self.req_to_blocks.get(state.request_id, ()) if computed is None else computed
-        replayed = state.replayed if after_replay else frozenset()
+        replayed = state.replay_block_ids if after_replay else frozenset()
 
         def others(block: KVCacheBlock) -> int:
             more = block.ref_cnt - mine
@@ -183,7 +183,9 @@ class EvictableAttentionManager(FullAttentionManager):
         holding = state.holdings.get(self.kv_cache_group_id)
         if holding is None:
             return 0
-        return sum(block.ref_cnt == 1 for _, blocks in holding.retiring for block in blocks)
+        return sum(
+            block.ref_cnt == 1 for _, blocks in holding.replaced_in_flight for block in blocks
+        )
 
     def _reserve(self, state: RequestState, blocks: int) -> None:
         """Take fresh blocks for the request's next eviction; the pool must have them."""
@@ -229,7 +231,7 @@ class EvictableAttentionManager(FullAttentionManager):
         )
         kept = {block.block_id for block in reused}
         gone = [block for block in own if block.block_id not in kept]
-        holding.retiring.append((eviction, gone))
+        holding.replaced_in_flight.append((eviction, gone))
         return eviction
 
     def _reuse(self, blocks: list[KVCacheBlock], count: int) -> list[KVCacheBlock]:
@@ -253,14 +255,14 @@ class EvictableAttentionManager(FullAttentionManager):
         holding = state.holdings.get(self.kv_cache_group_id) if state is not None else None
         if holding is None:
             return 0
-        replaced = holding.pop_retiring(eviction)
+        replaced = holding.pop_replaced(eviction)
         freed = sum(block.ref_cnt == 1 for block in replaced)
         self.block_pool.free_blocks(replaced)
         self._save(holding, freed)
         return freed
 
     def _save(self, holding: Holding, blocks: int) -> None:
-        holding.saved += blocks
+        holding.net_blocks_freed += blocks
         self.blocks_saved += blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -271,7 +273,7 @@ class EvictableAttentionManager(FullAttentionManager):
             core.release(state)
             holding = state.holdings.pop(self.kv_cache_group_id, None)
             if holding is not None:
-                self._save(holding, -holding.saved)
+                self._save(holding, -holding.net_blocks_freed)
                 blocks = blocks + holding.blocks
         return blocks
 

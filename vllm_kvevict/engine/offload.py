@@ -59,7 +59,7 @@ class OffloadGuard(Part):
         state = self._table.states.get(request.request_id)
         if state is None or not state.evicts:
             return None
-        if state.reuse is not None:
+        if state.pending_store is not None:
             return 0
         cap = min(state.hit_cap, request.num_tokens - 1)
         return max(0, cap // self._chunk * self._chunk - num_computed_tokens)
@@ -68,7 +68,7 @@ class OffloadGuard(Part):
         """Bound what is stored of a request that may be admitted next, over a store or not."""
         status = self._status(state.request_id)
         if status is not None:
-            status.max_offload_tokens = 0 if state.reuse is not None else _asked(status)
+            status.max_offload_tokens = 0 if state.pending_store is not None else _asked(status)
 
     def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Name the copies that must be finished before the step's evictions and loads."""

@@ -85,10 +85,10 @@ class StepPlanner:
         """Tell the workers which stores newly admitted requests reuse."""
         for state in self._table.admitted:
             state.admitted_at = None
-            if state.reuse is not None:
+            if state.pending_store is not None:
                 plan.reused[state.request_id] = self._stores.plan(state)
-                state.reuse = None
-                if state.given is None:
+                state.pending_store = None
+                if state.replay_store is None:
                     self._counters.stores_reused += 1
                     self._counters.tokens_reused += state.request.num_computed_tokens
         self._table.admitted.clear()

@@ -48,14 +48,14 @@ class PrefixCaps:
                 return
             if state is not None and state.phase is waiting:
                 core.admit(state, num_computed_tokens)
-            if state is not None and state.given is not None:
+            if state is not None and state.replay_store is not None:
                 return
             if state is None or not state.timelines:
                 publish(request, num_computed_tokens)
                 return
             tokens = state.cacheable(num_computed_tokens)
             publish(request, tokens)
-            if state.store is not None:
+            if state.base_store is not None:
                 stores.suffixes.note(state, num_computed_tokens)
             elif tokens < num_computed_tokens:
                 state.publish_at = sys.maxsize
@@ -90,9 +90,9 @@ class PrefixCaps:
         state = self._table.states.get(request.request_id)
         if state is None:
             return look_up(request)
-        state.begin(state.given or self._stores.find(state))
+        state.begin(state.replay_store or self._stores.find(state))
         self._core.consider(state)
-        if state.reuse is not None:
+        if state.pending_store is not None:
             return (*self._stores.hit(state), 0, False)
         self._cap = cap = state.hit_cap
         try:

@@ -164,7 +164,12 @@ class Replays(Part):
         start = max(end - self._core.table.window, *tails)
         since, until = self._heard.get(state.request_id, (end, 0))
         unheard = until != end or since > start
-        if unheard or len(self._waiting) >= MOST or state.replayed or self._soon(state, end):
+        if (
+            unheard
+            or len(self._waiting) >= MOST
+            or state.replay_block_ids
+            or self._soon(state, end)
+        ):
             self._counters.audits_dropped += 1
             return
         self._made += 1
@@ -173,7 +178,7 @@ class Replays(Part):
         replay = Replay(name, state.request_id, eviction.policy, share, start, end)
         store = Replayed.at(start, self._groups(state, start))
         self._pool.touch(store.blocks)
-        state.replayed = frozenset(block.block_id for block in store.blocks)
+        state.replay_block_ids = frozenset(block.block_id for block in store.blocks)
         self._waiting[name] = Waiting(replay, state, store, store.blocks)
         plan.replays.append(replay)
         # What was heard so far is the replay's; the next eviction's begins behind this one.
@@ -220,7 +225,7 @@ class Replays(Part):
         options = replace(
             waiting.of.options, at=None, interval=0, when="always", prefill_interval=0
         )  # fmt: skip
-        self._core.table.add(request, options).given = waiting.store
+        self._core.table.add(request, options).replay_store = waiting.store
         self._scheduler.add_request(request)
         queue = self._scheduler.waiting
         if request in queue:
@@ -314,7 +319,7 @@ class Replays(Part):
 
     def _forget(self, waiting: Waiting) -> None:
         self._release(waiting)
-        waiting.of.replayed = frozenset()
+        waiting.of.replay_block_ids = frozenset()
         del self._waiting[waiting.replay.request_id]
 
 

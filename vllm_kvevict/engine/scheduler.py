@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-MOST_INSIDE = 16
+MAX_PROMPT_EVICTIONS_PER_STEP = 16
 """Evictions inside prompts that a step carries at most; other chunks that end with one wait for the
 next step, so that decoding requests do not wait for all of them."""
 
@@ -163,11 +163,11 @@ class EvictingScheduler(Scheduler):
         )
         if request.status != RequestStatus.RUNNING and start + num_new_tokens > request.num_tokens:
             drafts = start + num_new_tokens - request.num_tokens
-            if drafts > state.most_drafts(request.num_tokens):
+            if drafts > state.max_drafts(request.num_tokens):
                 return request.num_tokens - start
         end = state.clip_chunk(start, start + num_new_tokens)
         if state.evicts_inside(end):
-            if self._inside == MOST_INSIDE:
+            if self._inside == MAX_PROMPT_EVICTIONS_PER_STEP:
                 return 0
             self._inside += 1
         return end - start
@@ -178,7 +178,7 @@ class EvictingScheduler(Scheduler):
         for request_id in draft_token_ids.req_ids:
             request, state = self.requests.get(request_id), self._table.states.get(request_id)
             if request is not None and state is not None and state.holds_blocks:
-                del request.spec_token_ids[state.most_drafts(request.num_tokens) :]
+                del request.spec_token_ids[state.max_drafts(request.num_tokens) :]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         tokens = scheduler_output.num_scheduled_tokens
@@ -228,7 +228,7 @@ class EvictingScheduler(Scheduler):
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state = self._table.states[request.request_id]
-        of_client = state.given is None
+        of_client = state.replay_store is None
         if request.num_computed_tokens and of_client:
             self.eviction_counters.ended(state.evicted)
         # The last sampled token was never fed back, so it is not in the cache.
@@ -236,7 +236,7 @@ class EvictingScheduler(Scheduler):
         if self._reporter is not None and tokens > 0 and of_client:
             timelines = state.timelines if state.holds_blocks else {}
             self._reporter.kept(kept_share(timelines, self._layers, tokens))
-        store, handed = state.store, self._stores.ended(state)
+        store, handed = state.base_store, self._stores.ended(state)
         params, other = super()._free_request(request, *args, **kwargs)
         if store is not None:
             self._stores.renew(store)

@@ -58,7 +58,7 @@ class PublishedStores:
         """Find what the store of a request that arrives depends on."""
         if not self.enabled or not state.needs.shares_stores or not state.has_eviction_points:
             return
-        state.key = share_key(
+        state.store_key = share_key(
             state.request,
             state.timelines,
             self._manager.block_pool.hash_block_size,
@@ -69,13 +69,13 @@ class PublishedStores:
 
     def waits(self, state: RequestState) -> bool:
         """Whether a running request is about to make the store that a waiting one lacks."""
-        key = state.key
+        key = state.store_key
         if key is None or key in self._given_up or not self._may_reuse(state):
             return False
         return any(
-            other.key is not None
-            and other.key.point > other.request.num_computed_tokens
-            and other.key == key
+            other.store_key is not None
+            and other.store_key.point > other.request.num_computed_tokens
+            and other.store_key == key
             for other in self._table.prefilling.values()
         ) and not self.has(key)
 
@@ -116,14 +116,14 @@ class PublishedStores:
 
     def find(self, state: RequestState) -> PublishedStore | None:
         """The store that a waiting request may begin with; None for none."""
-        key = state.key
+        key = state.store_key
         if key is None or not self._in_pool(key):
             return None
         return self._published[key] if self._may_reuse(state) else None
 
     def hit(self, state: RequestState) -> "tuple[KVCacheBlocks, int]":
         """Blocks and tokens of the store that a request reuses, and of what continues it."""
-        store = state.reuse
+        store = state.pending_store
         assert store is not None
         after, num_tokens = self.suffixes.find(state, store, state.reuse_cap)
         null = self._manager.block_pool.null_block
@@ -149,7 +149,7 @@ class PublishedStores:
             The store; the worker must then keep how heads share it. None where none is published.
 
         """
-        key = state.key
+        key = state.store_key
         made = {eviction.group_id: eviction for eviction in evictions}
         if (
             key is None
@@ -184,7 +184,7 @@ class PublishedStores:
 
     def passed(self, state: RequestState, end: int) -> None:
         """Note that a step ends at ``end``: at the point without a store, none is waited for."""
-        key = state.key
+        key = state.store_key
         if key is not None and key.point == end and key not in self._published:
             if len(self._given_up) == MOST_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
@@ -192,10 +192,10 @@ class PublishedStores:
 
     def plan(self, state: RequestState) -> list[ReusedStore]:
         """What the workers must know of the store that an admitted request reuses."""
-        assert state.reuse is not None
+        assert state.pending_store is not None
         return [
             ReusedStore(group, one.tail_start, [block.block_id for block in one.store])
-            for group, one in state.reuse.groups.items()
+            for group, one in state.pending_store.groups.items()
             if one.store
         ]
 
@@ -280,14 +280,14 @@ class SuffixCache:
 
     def note(self, state: RequestState, num_tokens: int) -> None:
         """Note that a request's first ``num_tokens`` tokens are computed, or are about to be."""
-        if state.store and num_tokens // self._size > state.suffix_published // self._size:
-            self._filled.append((state, state.store, num_tokens))
+        if state.base_store and num_tokens // self._size > state.suffix_published // self._size:
+            self._filled.append((state, state.base_store, num_tokens))
 
     def publish(self) -> None:
         """Let others reuse what was noted of requests that still compute over the same store."""
         filled, self._filled = self._filled, []
         for state, store, num_tokens in filled:
-            if state.holds_blocks and state.store is store and store.whole:
+            if state.holds_blocks and state.base_store is store and store.whole:
                 full = min(num_tokens // self._size, len(state.request.block_hashes))
                 for index in range(state.suffix_published // self._size, full):
                     self._enter(store, state, index)

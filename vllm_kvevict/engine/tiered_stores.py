@@ -162,7 +162,7 @@ class TieredStores(PublishedStores):
 
     def coming(self, state: RequestState) -> bool:
         """Whether a request's store is looked for in files; begins with it."""
-        key = state.key
+        key = state.store_key
         assert key is not None
         name, now = name_of(key), monotonic()
         if (reading := self._reading.get(name)) is not None:
@@ -193,7 +193,7 @@ class TieredStores(PublishedStores):
         return True
 
     def find(self, state: RequestState) -> PublishedStore | None:
-        found, key = super().find(state), state.key
+        found, key = super().find(state), state.store_key
         if found is None and key is not None and self._may_take(state):
             return self._restore(state, key)
         if found is not None:
@@ -204,7 +204,7 @@ class TieredStores(PublishedStores):
         return found
 
     def waits(self, state: RequestState) -> bool:
-        if state.key is not None and self._may_take(state) and self.coming(state):
+        if state.store_key is not None and self._may_take(state) and self.coming(state):
             return True
         return super().waits(state)
 
@@ -218,11 +218,11 @@ class TieredStores(PublishedStores):
 
     def blocks_for(self, state: RequestState) -> int:
         """Blocks that a request takes which begins with its store, where nobody holds that."""
-        assert state.key is not None
-        rest = state.request.num_tokens + 1 - state.key.point
+        assert state.store_key is not None
+        rest = state.request.num_tokens + 1 - state.store_key.point
         return sum(
             shape.blocks + blocks_for(rest, self._managers[group].block_size)
-            for group, shape in group_shapes(state.key, state.rules).items()
+            for group, shape in group_shapes(state.store_key, state.rules).items()
         )
 
     def ended(self, state: RequestState) -> bool:
@@ -232,13 +232,14 @@ class TieredStores(PublishedStores):
         takes too long.
         """
         self._taking_over.pop(state.request_id, None)
-        name = name_of(state.key) if state.key is not None else ""
+        name = name_of(state.store_key) if state.store_key is not None else ""
         if (name in self._reading or name in self._queued) and not any(
-            other.key == state.key and not (other.holds_blocks or other.request.is_finished())
+            other.store_key == state.store_key
+            and not (other.holds_blocks or other.request.is_finished())
             for other in self._table.states.values()
         ):
             self._drop_read(name)
-        store = state.store
+        store = state.base_store
         if store is None or not store.written or not hands_over(state.request.kv_transfer_params):
             return False
         _, since = self._writing.get(name_of(store.key), (None, None))
