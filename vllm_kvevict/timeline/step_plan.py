@@ -138,7 +138,7 @@ class StepPlan:
     saves: list[StoreCopy] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     weigh: int = 0
-    heard: dict[str, HiddenStateSpan] = field(default_factory=dict)
+    hidden_states: dict[str, HiddenStateSpan] = field(default_factory=dict)
     replays: list[Replay] = field(default_factory=list)
     compared: list[Replay] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)

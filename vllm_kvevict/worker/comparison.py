@@ -69,10 +69,10 @@ class Comparison:
 
     def hear(self, scheduler_output: SchedulerOutput) -> None:
         """After the forward pass, and before the runner lets go of it: keep hidden states."""
-        if not self._plan.heard:
+        if not self._plan.hidden_states:
             return
         hidden, starts = self._rows.hidden_states(scheduler_output)
-        for request_id, heard in self._plan.heard.items():
+        for request_id, heard in self._plan.hidden_states.items():
             first = starts[request_id] + heard.first - heard.start
             self._keep(request_id, heard, hidden[first : first + heard.end - heard.first])
 
