@@ -346,7 +346,7 @@ class Invariants:
                 held = sum(not b.is_null for b in manager.req_to_blocks[request_id])
                 held += len(holding.blocks) if holding else 0
                 reach = request.num_computed_tokens + 1 + self.scheduler.num_lookahead_tokens
-                bound = self.expected.most_blocks(group, request, reach)
+                bound = self.expected.max_blocks(group, request, reach)
                 assert held <= bound, f"{request_id} holds {held} blocks, bound {bound}"
 
     def check_idle(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.test_offload import lose
 from tests.engine.test_scheduler import BOTH, SYNC, counters, engine, hit, tokens
-from vllm_kvevict.engine.tiered_stores import MOST_READ, Lookup, name_of
+from vllm_kvevict.engine.tiered_stores import MAX_STORES_READ, Lookup, name_of
 from vllm_kvevict.stores.region import Region
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
@@ -132,9 +132,9 @@ def test_what_was_read_is_dropped_when_nobody_waits_for_it(setup):
     core = engine(replace(setup, blocks=90, memory=10**9, max_batched=512))
     stores: Any = core.scheduler._stores
     stores._files, stores._reader = object(), Mock(submit=lambda *_: Future())
-    asked = [core.add(tokens(130, seed), 4, asked=ONCE) for seed in (*range(MOST_READ), 0)]
+    asked = [core.add(tokens(130, seed), 4, asked=ONCE) for seed in (*range(MAX_STORES_READ), 0)]
     core.step()
-    assert len(stores._reading) == MOST_READ
+    assert len(stores._reading) == MAX_STORES_READ
     for request in asked[:-1]:
         core.abort(request)
     name = name_of(core.scheduler._table.states[asked[-1].request_id].store_key)

@@ -28,7 +28,7 @@ def check_limits(options: RequestOptions, drafts: bool) -> None:
         )
 
 
-def most_for(options: RequestOptions, rule: EvictionRule, prompt_len: int, ends: int) -> int:
+def max_blocks_for(options: RequestOptions, rule: EvictionRule, prompt_len: int, ends: int) -> int:
     """Most blocks that a request can ever hold in one group.
 
     Args:

@@ -108,7 +108,7 @@ class EvictableAttentionManager(FullAttentionManager):
         if not (timeline := state.timelines[self.kv_cache_group_id]).timeline.prefill_stride:
             return num_tokens
         gone = timeline.tail_start - timeline.store_blocks * self.block_size
-        return gone + timeline.least_blocks(num_tokens) * self.block_size
+        return gone + timeline.sufficient_blocks(num_tokens) * self.block_size
 
     def _reused(self, state: RequestState) -> tuple[KVCacheBlock, ...]:
         """Return the blocks of a published store that the request will hold."""

@@ -93,7 +93,7 @@ class SubGenStream(Scorer):
         self.memories.clear(rows)
 
     @property
-    def least_slots(self) -> int:
+    def min_slots(self) -> int:
         """A draw by value, and one cluster."""
         return self.cluster_samples + 2
 
@@ -158,9 +158,9 @@ class SubGenStream(Scorer):
         ]
 
     def _start(self, room: int, seed: tuple[int, ...]) -> Estimator:
-        if room < self.least_slots:
+        if room < self.min_slots:
             raise ValueError(
-                f"subgen-stream needs {self.least_slots} slots beside protected tokens, not {room}"
+                f"subgen-stream needs {self.min_slots} slots beside protected tokens, not {room}"
             )
         return Estimator.empty(self.radius, self.cluster_samples, self._by_value(room), seed)
 

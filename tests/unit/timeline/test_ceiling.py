@@ -49,7 +49,7 @@ def test_no_replay_holds_more(rule, shares, prompt_len, answer, share):
 def test_a_replay_holds_the_answer_as_well():
     """15,000 tokens of prompt would fit into 1,000 blocks of 16, and 16,200 to replay do not."""
     rule = EvictionRule(16, 32, 128, budget_tokens=1024)
-    assert EvictionProgress(rule, 15_000, 15_000).least_blocks(18_000) == 939
+    assert EvictionProgress(rule, 15_000, 15_000).sufficient_blocks(18_000) == 939
     assert max_blocks_ever(rule, 15_000, 18_000) == 1125
     assert max_blocks_ever(replace(rule, prefill_interval=512), 15_000, 18_000) == 62 + 34 + 2
     # A point of its own lets go of the context in every replay, but of nothing behind it.

@@ -89,12 +89,12 @@ def test_a_prompt_holds_its_budget_and_one_interval(rule, prompt_len, replayed, 
     walk = Streaming(rule, prompt_len, prompt_len + replayed, 0)
     request = EvictionProgress(rule, prompt_len, walk.prefill_end)
     walk.prefill(chunk)
-    assert walk.held == request.least_blocks(walk.n)
+    assert walk.held == request.sufficient_blocks(walk.n)
     store = rule.store_blocks(prompt_len)
     assert walk.held <= store + blocks_for(rule.window, bs) + rule.prefill_stride // bs + 1
     for _ in range(3 * rule.stride + 2 * bs):
         walk.step(1)
-        assert walk.held <= request.least_blocks(walk.n)
+        assert walk.held <= request.sufficient_blocks(walk.n)
 
 
 @PROFILE
@@ -116,7 +116,7 @@ def test_one_request_never_needs_more_than_start_up_asks_for(
         walk.prefill(chunk)
         for _ in range(answer):
             walk.step(1)
-        bound = mine.most_blocks(prompt_len + answer)
+        bound = mine.max_blocks(prompt_len + answer)
         assert walk.held <= bound <= blocks_for(walk.n, rule.block_size)
 
 
@@ -142,10 +142,10 @@ def test_an_eviction_that_is_put_off_runs_at_the_next_point():
 
 def test_without_evictions_in_decode_an_answer_may_be_everything():
     rule = EvictionRule(16, 32, 0, 352, prefill_interval=160)
-    assert rule.most_blocks(4000) == 250
-    assert replace(rule, interval=64).most_blocks(4000) == 20 + 12 + 2
-    assert replace(rule, interval=64, prefill_interval=0).most_blocks(4000) == 250
-    assert EvictionProgress(rule, 3900, 3900).least_blocks(4000) == 20 + 2 + 10
+    assert rule.max_blocks(4000) == 250
+    assert replace(rule, interval=64).max_blocks(4000) == 20 + 12 + 2
+    assert replace(rule, interval=64, prefill_interval=0).max_blocks(4000) == 250
+    assert EvictionProgress(rule, 3900, 3900).sufficient_blocks(4000) == 20 + 2 + 10
 
 
 def test_a_share_is_refused():

@@ -32,7 +32,7 @@ def timelines(draw, share: bool = True, recent: bool = False) -> EvictionRule:
         interval=draw(st.sampled_from([0, 1, 7, 16, 50, 128])),
         budget_tokens=tokens,
         budget_share=portion,
-        least=least,
+        min_tokens=least,
         recent=draw(st.none() | st.integers(1, window)) if recent else None,
     )
 
@@ -245,7 +245,7 @@ def shares() -> st.SearchStrategy[EvictionRule]:
 
 
 def blocks_of_share(rule: EvictionRule, n: int) -> int:
-    return max(1, (max(rule.least, int(round(n * rule.budget_share, 6))) - rule.window)
+    return max(1, (max(rule.min_tokens, int(round(n * rule.budget_share, 6))) - rule.window)
                // rule.block_size)  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def test_a_share_of_a_short_prompt_grows_with_the_answer():
 
 
 def test_a_share_has_a_least_and_a_most():
-    rule = EvictionRule(32, 32, 128, budget_share=0.25, least=256, most=512)
+    rule = EvictionRule(32, 32, 128, budget_share=0.25, min_tokens=256, max_tokens=512)
     assert [rule.budget(n) for n in (100, 1024, 1600, 9000)] == [256, 256, 400, 512]
     request = EvictionProgress(rule, prompt_len=200, prefill_end=200)
     assert (request.next_prefill_eviction, request.next_eviction) == (None, 256 + 128), (
