@@ -121,15 +121,17 @@ class AtOnce:
 
 def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_path, monkeypatch):
     """However slow steps are: every look is done by the next one, here as it begins."""
-    monkeypatch.setattr(stores, "LOOK_AGAIN_S", 0)
-    monkeypatch.setattr(stores, "HANDOVER_S", 3)
+    monkeypatch.setattr(stores, "SEARCH_INTERVAL_S", 0)
+    monkeypatch.setattr(stores, "HANDOVER_TIMEOUT_S", 3)
     settings = SETTINGS | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as run:
         ((given,), _) = hand_over(run, PROMPTS[:1])
         lose(run)
         # Else it depends on the interpreter how far threads get beside a busy step.
         monkeypatch.setattr(run.scheduler._stores, "_reader", AtOnce())
-        never = [random_prompt(200, seed=100 + number) for number in range(8 * stores.MOST_READ)]
+        never = [
+            random_prompt(200, seed=100 + number) for number in range(8 * stores.MAX_STORES_READ)
+        ]
         waited, held, schedule = [], [], run.scheduler.schedule
 
         def slow(*args, **kwargs):
@@ -147,7 +149,7 @@ def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_pat
 
 
 def test_a_file_that_is_missing_or_damaged_leads_to_a_prefill(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "HANDOVER_S", 0.3)
+    monkeypatch.setattr(stores, "HANDOVER_TIMEOUT_S", 0.3)
     settings = SETTINGS | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as run:
         ((given,), _) = hand_over(run, PROMPTS[:1])

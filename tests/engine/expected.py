@@ -102,7 +102,7 @@ class Expected:
         due = max(outgrown, end + 1)
         return due if due + 1 < last else None
 
-    def most_blocks(self, group: int, request: Any, n: int) -> int:
+    def max_blocks(self, group: int, request: Any, n: int) -> int:
         """Most blocks a group may hold up to ``n`` scheduled tokens if no eviction is postponed.
 
         An eviction holds both stores, and with a step in flight one block more. Exact for budgets

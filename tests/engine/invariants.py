@@ -196,7 +196,7 @@ class Invariants:
             group = manager.kv_cache_group_id
             if (timeline := entry.timelines.get(group)) is None:
                 continue
-            first = timeline.due if life.took else timeline.point
+            first = timeline.next_eviction if life.took else timeline.next_prefill_eviction
             request = self.scheduler.requests[request_id]
             if self.expected.asked(request).prefill_interval:
                 before = life.tails.get(group, 0) if life.took else 0
@@ -207,7 +207,7 @@ class Invariants:
             if first is None and not timeline.evicted:
                 first = self.expected.joins(group, request)
             due = life.due.get(group, first)
-            life.due[group] = timeline.due
+            life.due[group] = timeline.next_eviction
             if (part := parts.get(group)) is not None:
                 replaced = (part.tail_start - part.old_tail_start) // bs
                 mine = {*part.old_store, *part.positional[:replaced]}
@@ -218,7 +218,9 @@ class Invariants:
                 assert gains or must, f"{request_id} evicts at a loss"
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
-            elif due is not None and (timeline.due is None or timeline.due > due):
+            elif due is not None and (
+                timeline.next_eviction is None or timeline.next_eviction > due
+            ):
                 assert self.setup.shared == "keep", f"{request_id} was put off"
                 wrongly = self.put_off.wrongly(entry, group, max(end, due))
                 assert not wrongly, f"{request_id} was put off, and gives blocks back"
@@ -291,7 +293,7 @@ class Invariants:
                 reserved = {b.block_id: (b.block_id,) for b in holding.reserved}
                 assert stores.keys().isdisjoint(reserved), "a reserved block has another owner"
                 stores |= reserved
-                references.update(b.block_id for _, old in holding.retiring for b in old)
+                references.update(b.block_id for _, old in holding.replaced_in_flight for b in old)
         for block_id in stores:
             assert block_id not in positional, f"store block {block_id} has another owner"
             marked = self.pool.blocks[block_id].block_hash
@@ -344,7 +346,7 @@ class Invariants:
                 held = sum(not b.is_null for b in manager.req_to_blocks[request_id])
                 held += len(holding.blocks) if holding else 0
                 reach = request.num_computed_tokens + 1 + self.scheduler.num_lookahead_tokens
-                bound = self.expected.most_blocks(group, request, reach)
+                bound = self.expected.max_blocks(group, request, reach)
                 assert held <= bound, f"{request_id} holds {held} blocks, bound {bound}"
 
     def check_idle(self) -> None:

@@ -28,7 +28,7 @@ class PutOff:
             defer = state.defer
 
             def deferred(group: int, end: int) -> None:
-                due = max(end, state.timelines[group].due or 0)
+                due = max(end, state.timelines[group].next_eviction or 0)
                 key = state.request_id, group
                 self._judged[key] = self.worth(state, group, due) or self._judged.get(key, False)
                 defer(group, end)

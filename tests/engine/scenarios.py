@@ -126,7 +126,7 @@ def streaming_in(scenario: Scenario) -> Scenario:
     budget = 40 if isinstance(setup.budget, str) else setup.budget
     interval, shared = (1, 20, 64, 200)[seed % 4], ("keep", "evict")[seed // 4 % 2]
     setup = replace(setup, budget=budget, prefill_interval=interval, shared=shared)
-    least = eviction_config(setup).least_prefill_interval
+    least = eviction_config(setup).min_prefill_interval
     config = kv_cache_config(setup)
     wanted = vllm_config(replace(setup, longest=700))
     needed = sum(

@@ -220,7 +220,7 @@ class ShadowWorker:
     def _hear(self, plan: StepPlan, spans: dict[str, tuple[int, int]]) -> None:
         """Keep hidden states; a replay finds those of the positions that it computes."""
         window = self.setup.window
-        for request_id, heard in plan.heard.items():
+        for request_id, heard in plan.hidden_states.items():
             start, end = spans[request_id]
             assert heard.start == start and heard.end == end and start <= heard.first < end
             assert end - heard.first <= window

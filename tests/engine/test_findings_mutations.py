@@ -64,7 +64,7 @@ def test_a_slot_is_held_to_the_end(monkeypatch):
 
 
 def test_padded_drafts_are_not_counted(monkeypatch):
-    monkeypatch.setattr(RequestState, "most_drafts", lambda *_: 100)
+    monkeypatch.setattr(RequestState, "max_drafts", lambda *_: 100)
     with pytest.raises(AssertionError, match=r"\(112, 119\)"):
         turns.test_padded_drafts_do_not_reach_across_the_next_eviction("snapkv", 113, monkeypatch)
 

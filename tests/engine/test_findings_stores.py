@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.engine.cases import BOTH, SYNC, counters, engine, hit, lose, tokens
-from vllm_kvevict.engine.tiered_stores import MOST_READ, Lookup, name_of
+from vllm_kvevict.engine.tiered_stores import MAX_STORES_READ, Lookup, name_of
 from vllm_kvevict.stores.region import Region
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
@@ -131,12 +131,12 @@ def test_what_was_read_is_dropped_when_nobody_waits_for_it(setup):
     core = engine(replace(setup, blocks=90, memory=10**9, max_batched=512))
     stores: Any = core.scheduler._stores
     stores._files, stores._reader = object(), Mock(submit=lambda *_: Future())
-    asked = [core.add(tokens(130, seed), 4, asked=ONCE) for seed in (*range(MOST_READ), 0)]
+    asked = [core.add(tokens(130, seed), 4, asked=ONCE) for seed in (*range(MAX_STORES_READ), 0)]
     core.step()
-    assert len(stores._reading) == MOST_READ
+    assert len(stores._reading) == MAX_STORES_READ
     for request in asked[:-1]:
         core.abort(request)
-    name = name_of(core.scheduler._table.states[asked[-1].request_id].key)
+    name = name_of(core.scheduler._table.states[asked[-1].request_id].store_key)
     assert stores._reading.keys() == {name}, "somebody waits for it"
     whole = core.add(tokens(130), 4, asked=ONCE)
     whole.skip_reading_prefix_cache = True

@@ -24,7 +24,7 @@ def headroom(core) -> int:
 @BOTH
 @pytest.mark.parametrize("second_budget", [None, 72])
 def test_the_highest_point_is_forecast(setup, second_budget, monkeypatch):
-    monkeypatch.setattr(memory_pressure, "REFRESH", 1)
+    monkeypatch.setattr(memory_pressure, "FORECAST_STEPS", 1)
     # Survivors go into own blocks, as they do where the pool is short.
     monkeypatch.setattr(EvictionCore, "free_after_step", 0)
     setup = replace(setup, second_budget=second_budget)

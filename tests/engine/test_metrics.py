@@ -84,7 +84,7 @@ class Metered(Engine):
         for manager in self.evicting:
             nulls = sum(b.is_null for b in manager.req_to_blocks.get(request.request_id, ()))
             holding = holdings(manager).get(request.request_id)
-            if holding is not None and holding.retiring:
+            if holding is not None and holding.replaced_in_flight:
                 return None
             stored = len(holding.store) if holding is not None else 0
             held += tokens + (stored - nulls) * self.setup.block_size

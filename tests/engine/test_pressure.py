@@ -269,7 +269,7 @@ def test_a_long_queue_is_promised_what_its_first_prompts_need(setup, monkeypatch
         core.add(tokens(120, n), 10)
     demand, room = core.scheduler._memory, core.scheduler.max_num_active_reqs
     assert demand.promised() == room * 15, "prompts of 15 blocks, as many as the batch has room for"
-    monkeypatch.setattr("vllm_kvevict.engine.memory_pressure.LOOK_AHEAD", 2)
+    monkeypatch.setattr("vllm_kvevict.engine.memory_pressure.MAX_COUNTED_PROMPTS", 2)
     assert demand.promised() == room * 15
     core.finish()
 

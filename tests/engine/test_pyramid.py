@@ -16,7 +16,7 @@ from tests.engine.views import holdings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.engine.blocks import register_spec
-from vllm_kvevict.timeline.layers import alike, padding, pyramid
+from vllm_kvevict.timeline.layers import group_layers, padding, pyramid
 from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import PLAN
 
@@ -162,7 +162,7 @@ def vllms_groups(config: EvictionConfig, layers: int) -> list[tuple[list[int], E
 def test_groups_and_their_padding_are_vllms(layers, most):
     groups = vllms_groups(eviction_config(replace(PYRAMID, pyramid=most)), layers)
     size = max(len(mine) for mine, _ in groups)
-    expected = alike(pyramid(layers, PYRAMID.beta), most)
+    expected = group_layers(pyramid(layers, PYRAMID.beta), most)
     sizes = [len(part) for part in expected]
     assert len(groups) * size - layers == padding(sizes)
     if padding(sizes) == 0 and len(set(sizes)) == 1:

@@ -72,7 +72,7 @@ class Book:
 def decoding(book: Book, name: str) -> RequestState:
     """A request whose prefill is over and whose coming step observes."""
     state = book.admit(name)
-    state.timelines[0].due = 116
+    state.timelines[0].next_eviction = 116
     state.refresh()
     state.request.num_computed_tokens = 110
     book.turns.finish_step(state, 110)
@@ -95,19 +95,19 @@ def test_a_state_lives_until_it_is_removed_and_begins_anew_when_released():
 def test_drafts_reach_up_to_where_queries_are_needed_and_never_into_an_eviction():
     state = Book(Stub("a", 100, 100)).admit("a")
     state.evict(0, 100)
-    assert (state.timelines[0].due, state.quiet_until) == (116, 108)
-    assert [state.most_drafts(n) for n in (101, 107, 108)] == [7, 1, 0]
+    assert (state.timelines[0].next_eviction, state.quiet_until) == (116, 108)
+    assert [state.max_drafts(n) for n in (101, 107, 108)] == [7, 1, 0]
     # The step that evicts ends at 116; later ones come where an eviction is put off.
-    assert [state.most_drafts(n) for n in (109, 114, 115, 116, 120)] == [6, 1, 0, 0, 0]
+    assert [state.max_drafts(n) for n in (109, 114, 115, 116, 120)] == [6, 1, 0, 0, 0]
 
 
 def test_no_draft_where_attention_is_added_up_and_any_where_nothing_is_due():
     options = RequestOptions("h2o")
     state = Book(Stub("a", 100, 100, options=options)).admit("a")
     state.evict(0, 100)
-    assert state.most_drafts(101) == 0
+    assert state.max_drafts(101) == 0
     never = Book(Stub("a", 20, 20, max_tokens=5)).admit("a")
-    assert never.most_drafts(21) > 1000
+    assert never.max_drafts(21) > 1000
 
 
 def test_a_preempted_request_starts_anew_at_all_its_tokens():
@@ -123,7 +123,7 @@ def test_a_preempted_request_starts_anew_at_all_its_tokens():
 @pytest.mark.parametrize("never", [dict(resumable=True), dict(pooling_params=object())])
 def test_requests_without_a_foreseeable_end_of_prefill_never_evict(never):
     state = Book(Stub("a", 100, 100, **never)).admit("a")
-    assert not state.evicts and state.hit_cap == 100 and state.stop(0) is None
+    assert not state.evicts and state.hit_cap == 100 and state.next_chunk_end(0) is None
 
 
 def test_last_step_is_the_one_that_samples_the_last_token():

@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.engine.cases import ASYNC, BOTH, SYNC, counters, engine, lose, tokens
 from vllm_kvevict.engine import tiered_stores as stores_module
-from vllm_kvevict.engine.tiered_stores import PATIENCE, READERS, name_of
+from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S, READERS, name_of
 from vllm_kvevict.stores import files as files_module
 from vllm_kvevict.stores.files import StoreFiles
 
@@ -160,7 +160,7 @@ def test_a_read_that_fails_costs_a_prefill(tmp_path, monkeypatch, clock, fault, 
     assert file.exists(), "it stayed, or was written again"
     monkeypatch.setattr(files_module.os, "preadv", READ)
     lose(core)
-    clock.now += PATIENCE + 1
+    clock.now += READ_TIMEOUT_S + 1
     answer(core, DOCUMENT)
     assert counters(core).stores_restored_file == 1, "it is looked for again"
     assert_nothing_is_held(core)
@@ -228,7 +228,7 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
 ):
     core = serve(tmp_path, setup)
     stores: Any = core.scheduler._stores
-    documents = [tokens(130, seed) for seed in range(stores_module.MOST_READ + 4)]
+    documents = [tokens(130, seed) for seed in range(stores_module.MAX_STORES_READ + 4)]
     for document in documents:
         saved(core, document)
     hanging = Hanging()
@@ -240,14 +240,14 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
     assert all(request.num_computed_tokens == 0 for request in asked), "they wait"
     other = answer(core, tokens(40, 99))
     assert other.num_output_tokens == 4, "who needs no file does not wait"
-    clock.now += PATIENCE + 0.1
+    clock.now += READ_TIMEOUT_S + 0.1
     core.finish()
     assert not stores._reading and not stores._queued
     assert counters(core).stores_restored_file == 0
     assert len(stores._hanging) == READERS, "the others were never begun"
     published = counters(core).stores_published
     lose(core)
-    clock.now += PATIENCE + 0.1
+    clock.now += READ_TIMEOUT_S + 0.1
     core.add(documents[0], 4, asked=ONCE)
     core.step()
     core.settle()
@@ -259,7 +259,7 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
         time.sleep(0.001)
     monkeypatch.setattr(files_module.os, "preadv", READ)
     lose(core)
-    clock.now += PATIENCE + 0.1
+    clock.now += READ_TIMEOUT_S + 0.1
     answer(core, documents[1])
     assert counters(core).stores_restored_file == 1, "the file system is back"
     assert_nothing_is_held(core)
@@ -282,7 +282,7 @@ def test_what_is_read_is_bounded_by_bytes(tmp_path, monkeypatch):
     documents = [tokens(130, seed) for seed in range(3)]
     for document in documents:
         saved(core, document)
-    monkeypatch.setattr(stores_module, "MOST_READ_BYTES", 1)
+    monkeypatch.setattr(stores_module, "MAX_READ_BYTES", 1)
     asked = [core.add(document, 4, asked=ONCE) for document in documents]
     most = 0
     for _ in range(2000):

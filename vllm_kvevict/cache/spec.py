@@ -56,7 +56,7 @@ class EvictableAttentionSpec(FullAttentionSpec):
         without_eviction = super().max_memory_usage_bytes(vllm_config)
         if self.timeline is None:
             return without_eviction
-        blocks = self.timeline.most_blocks(vllm_config.model_config.max_model_len)
+        blocks = self.timeline.max_blocks(vllm_config.model_config.max_model_len)
         return min(without_eviction, blocks * self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:

@@ -299,7 +299,7 @@ class EvictionConfig(BaseModel):
         return self.profile is not None or any(name in PYRAMIDS for name in self.policies)
 
     @property
-    def least_prefill_interval(self) -> int:
+    def min_prefill_interval(self) -> int:
         """Fewest prompt tokens between evictions inside the prompt that a request may ask for.
 
         An eviction reads the window's queries once more, so that four windows bound what clients
@@ -312,7 +312,7 @@ class EvictionConfig(BaseModel):
         """The last tokens that ``policy`` never evicts."""
         return self.options.probe_recent if policy in LEARNED else self.window
 
-    def least_slots(self, policy: str) -> int:
+    def min_slots(self, policy: str) -> int:
         """Tokens that a head must keep beside protected ones under ``policy``."""
         return self.options.cluster_samples + 2 if policy == "subgen-stream" else 0
 
@@ -329,7 +329,7 @@ class EvictionConfig(BaseModel):
             interval=self.interval,
             budget_tokens=self.budget_tokens,
             budget_share=self.budget_share,
-            least=budget_least(self.budget),
+            min_tokens=budget_least(self.budget),
             prefill_interval=self.prefill_interval,
             recent=None if recent == self.window else recent,
         )

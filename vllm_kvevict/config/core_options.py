@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.limits import check_limits, most_for
+from vllm_kvevict.config.limits import check_limits, max_blocks_for
 from vllm_kvevict.config.names import NONE
 from vllm_kvevict.config.requests import BEAM_SEARCH, RequestOptions, asks, parse_options
 from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
@@ -47,7 +47,7 @@ def read_options(
         if asks(extra) and any(rule.prefill_stride for rule in rules):
             # Else start-up has promised that the longest sequence fits.
             ends = min(prompt + request.max_tokens, max_model_len)
-            needed = sum(most_for(options, rule, prompt, ends) for rule in rules)
+            needed = sum(max_blocks_for(options, rule, prompt, ends) for rule in rules)
             if needed > blocks:
                 raise ValueError(f"it may need {needed} blocks of {blocks}")
     except ValueError as error:

@@ -5,7 +5,7 @@ end that runs no plugin, as vLLM's Rust one, refuses nothing.
 """
 
 from vllm_kvevict.config.requests import WHEN, WHENS, RequestOptions
-from vllm_kvevict.timeline.ceiling import most_ever
+from vllm_kvevict.timeline.ceiling import max_blocks_ever
 from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
@@ -28,7 +28,7 @@ def check_limits(options: RequestOptions, drafts: bool) -> None:
         )
 
 
-def most_for(options: RequestOptions, rule: EvictionRule, prompt_len: int, ends: int) -> int:
+def max_blocks_for(options: RequestOptions, rule: EvictionRule, prompt_len: int, ends: int) -> int:
     """Most blocks that a request can ever hold in one group.
 
     Args:
@@ -41,4 +41,4 @@ def most_for(options: RequestOptions, rule: EvictionRule, prompt_len: int, ends:
     if not options.evicts:
         return blocks_for(ends, rule.block_size)
     on_demand = options.when == "pressure"
-    return most_ever(options.timeline(rule), prompt_len, ends, options.at, on_demand)
+    return max_blocks_ever(options.timeline(rule), prompt_len, ends, options.at, on_demand)

@@ -73,7 +73,7 @@ class RequestOptions:
         if self.budget is not None:
             asked["budget_tokens"] = budget_tokens(self.budget)
             asked["budget_share"] = budget_share(self.budget)
-            asked["most"] = self.cap if isinstance(self.cap, int) else None
+            asked["max_tokens"] = self.cap if isinstance(self.cap, int) else None
         if self.interval is not None:
             asked["interval"] = self.interval
         if self.prefill_interval is not None:
@@ -184,7 +184,7 @@ def _interval(
     if key not in given:
         return None
     interval = _number(given, key, least=0, what=what)
-    least = config.least_prefill_interval if key == PREFILL_INTERVAL else 1
+    least = config.min_prefill_interval if key == PREFILL_INTERVAL else 1
     capped = config.max_budget is not None and longest > 0
     if capped and not least <= interval <= longest:
         raise ValueError(
@@ -340,7 +340,7 @@ def _check_store(
                 f"prompt on a server that evicts once, the {prompt_len - length} behind the point "
                 f"included, and this server allows at most {most} tokens"
             )
-    least = config.least_slots(options.policy)
+    least = config.min_slots(options.policy)
     timelines = {options.timeline(one) for one in rules}
     room = min(one.store_blocks(length) - one.first_blocks for one in timelines) * rule.block_size
     if room < least:

@@ -39,16 +39,17 @@ if TYPE_CHECKING:
 
 
 class EvictableAttentionManager(FullAttentionManager):
-    """Full attention whose old positional blocks give way to a store of S blocks.
+    """Block manager of full attention in which a store of S blocks replaces old positional blocks.
 
-    The block table stays positional: a block that an eviction replaces leaves a null block there,
-    so vLLM's slot mapping and its prefix caching need no change. The scheduler binds the core
-    before the first request; without one (vLLM builds managers for its own sizing too) this is
-    vLLM's full-attention manager.
+    The block table stays positional: a block that an eviction replaces is followed by a null block
+    at its index, so vLLM's slot mapping and prefix caching need no change. The scheduler sets the
+    core before the first request. Without a core (vLLM also creates managers for its own sizing)
+    this class behaves like vLLM's full-attention manager.
 
-    A store is S fresh blocks where the pool has enough: the prompt stays in the prefix cache. Else
-    the survivors go into blocks that no other request holds: *own* blocks, those of the old store
-    and the positional ones it covers. None of them is reachable by hash then.
+    A store consists of S fresh blocks if the pool has enough, and the prompt then stays in the
+    prefix cache. Otherwise the survivors are written to *own* blocks, which no other request holds:
+    blocks of the old store, and the positional blocks that the new store covers. These blocks are
+    no longer reachable by hash.
     """
 
     core: "EvictionCore | None" = None
@@ -57,16 +58,18 @@ class EvictableAttentionManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.timeline = kv_cache_spec.timeline
         self.blocks_saved = 0
-        """Blocks that evictions of running requests gave back to the pool, less those they took.
-        A block that requests share counts once, for the eviction that gave it up last."""
+        """Blocks that evictions of running requests returned to the pool, less the blocks that they
+        took. A shared block counts once, for the eviction that released it last."""
 
     def _holding(self, state: RequestState) -> Holding:
         return state.holdings.setdefault(self.kv_cache_group_id, Holding())
 
     def consider(self, state: RequestState | None) -> None:
-        """Count the blocks of a waiting request's admission; vLLM's count alone for None.
+        """Count the blocks for the admission of a waiting request; for None, only vLLM's count
+        applies.
 
-        vLLM asks about running ones in every step and group: not even an override is in its way.
+        vLLM asks for every running request in every step and group, so the override is only present
+        while a request waits to be admitted.
         """
         self.__dict__.pop("get_num_blocks_to_allocate", None)
         if state is not None and self.kv_cache_group_id in state.timelines:
@@ -85,10 +88,11 @@ class EvictableAttentionManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Blocks the step needs: vLLM's count, those of a store it reuses, those of its eviction.
+        """Return the blocks that the step needs: vLLM's count, the blocks of a reused store, and
+        those of the eviction.
 
-        With ``apply_admission_cap`` vLLM asks what the whole prompt needs: no more than it holds
-        at once where it evicts as it streams in.
+        With ``apply_admission_cap``, vLLM asks for the blocks of the whole prompt. If the prompt
+        evicts during prefill, this is at most what it holds at once.
         """
         more = 0
         if state.request_id == request_id:
@@ -99,9 +103,10 @@ class EvictableAttentionManager(FullAttentionManager):
                 more = sum(block.ref_cnt == 0 for block in self._reused(state))
                 computed = list(new_computed_blocks)
                 if self._has_partial_local_hit(computed, num_local_computed_tokens):
-                    # The request gets a copy of this block, which vLLM holds too until it is made.
+                    # The request gets a copy of this block, which vLLM also holds until the copy is
+                    # made.
                     computed[-1] = KVCacheBlock(-1, ref_cnt=1)
-                # Without the slots of drafts that are still to come.
+                # Slots for future drafts are not included.
                 end = min(num_tokens, num_tokens_main_model)
                 more += self._reservation(state, end, computed)
         return more + super().get_num_blocks_to_allocate(
@@ -110,25 +115,28 @@ class EvictableAttentionManager(FullAttentionManager):
         )  # fmt: skip
 
     def _at_once(self, state: RequestState, num_tokens: int) -> int:
-        """Tokens that fill as many blocks as a prompt of ``num_tokens`` holds at once."""
+        """Return the tokens that fill as many blocks as a prompt of ``num_tokens`` holds at
+        once."""
         if not (timeline := state.timelines[self.kv_cache_group_id]).timeline.prefill_stride:
             return num_tokens
         gone = timeline.tail_start - timeline.store_blocks * self.block_size
-        return gone + timeline.least_blocks(num_tokens) * self.block_size
+        return gone + timeline.sufficient_blocks(num_tokens) * self.block_size
 
     def _reused(self, state: RequestState) -> tuple[KVCacheBlock, ...]:
-        """Blocks of a published store that the request is about to hold."""
-        if state.reuse is None or self.kv_cache_group_id in state.holdings:
+        """Return the blocks of a published store that the request will hold."""
+        if state.pending_store is None or self.kv_cache_group_id in state.holdings:
             return ()
-        return state.reuse.groups[self.kv_cache_group_id].store
+        return state.pending_store.groups[self.kv_cache_group_id].store
 
     def _reservation(
         self, state: RequestState, end: int, computed: Sequence[KVCacheBlock] | None = None
     ) -> int:
-        """Fresh blocks that the eviction of a request's first step, which ends at ``end``, takes.
+        """Return the fresh blocks for the eviction of a request's first step, which ends at
+        ``end``.
 
-        Only where it must run whatever is shared: own blocks are enough for all others, and a
-        request that runs is given none: vLLM would preempt others for it, where it can wait.
+        Only evictions that must run even if blocks are shared get a reservation. All others can use
+        their own blocks. Running requests get none: vLLM would preempt other requests for an
+        eviction that can wait.
         """
         timeline, start = state.timelines[self.kv_cache_group_id], state.admitted_at
         assert self.core is not None and start is not None
@@ -143,7 +151,7 @@ class EvictableAttentionManager(FullAttentionManager):
         return self.quote(state, end, computed).fresh if evicts else 0
 
     def add_local_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
-        """Hold what a prefix hit found, and the store that the request reuses with it."""
+        """Hold the blocks of a prefix-cache hit, and the store that the request reuses with it."""
         super().add_local_computed_blocks(request_id, *args, **kwargs)
         state = self.core.table.states.get(request_id) if self.core is not None else None
         if state is not None and (store := self._reused(state)):
@@ -151,7 +159,7 @@ class EvictableAttentionManager(FullAttentionManager):
             self._holding(state).store = list(store)
 
     def reserve(self, state: RequestState, end: int) -> None:
-        """Take what the eviction of an admitted request's step, which ends at ``end``, needs."""
+        """Take the blocks for the eviction of an admitted request's step, which ends at ``end``."""
         self._reserve(state, self._reservation(state, end))
 
     def quote(
@@ -161,27 +169,27 @@ class EvictableAttentionManager(FullAttentionManager):
         computed: Sequence[KVCacheBlock] | None = None,
         after_replay: bool = False,
     ) -> GroupQuote:
-        """What the group's eviction at ``end`` or after takes and gives.
+        """Return the blocks that the group's eviction at ``end`` or later takes and frees.
 
         Args:
             state: The request.
-            end: Tokens in the cache.
-            computed: Blocks of a prefix hit that a waiting request is about to hold; None for a
-                request that holds its blocks.
-            after_replay: Count blocks that a replay of the request holds as if it were over.
+            end: Number of tokens in the cache.
+            computed: Blocks of a prefix-cache hit that a waiting request will hold; None for a
+                request that already holds its blocks.
+            after_replay: Count blocks as if a replay of the request had already ended.
 
         """
         timeline = state.timelines[self.kv_cache_group_id]
-        end = max(end, timeline.due or 0)
+        end = max(end, timeline.next_eviction or 0)
         first = timeline.tail_start // self.block_size
         last = timeline.timeline.tail_start(end) // self.block_size
-        # References to a block that are the request's own.
-        mine = 0 if computed is not None else 1
+        # Number of references to a block that belong to the request.
+        own_references = 0 if computed is not None else 1
         table = self.req_to_blocks.get(state.request_id, ()) if computed is None else computed
-        replayed = state.replayed if after_replay else frozenset()
+        replayed = state.replay_block_ids if after_replay else frozenset()
 
         def others(block: KVCacheBlock) -> int:
-            more = block.ref_cnt - mine
+            more = block.ref_cnt - own_references
             return more - 1 if more > 0 and block.block_id in replayed else more
 
         shared = sum(others(block) > 0 for block in table[first:last])
@@ -192,14 +200,16 @@ class EvictableAttentionManager(FullAttentionManager):
         return GroupQuote(self.kv_cache_group_id, timeline.wanted(end), own, reserved)
 
     def leaving(self, state: RequestState) -> int:
-        """Blocks that evictions of the request give back when their steps are processed."""
+        """Return the blocks that evictions in flight will return to the pool."""
         holding = state.holdings.get(self.kv_cache_group_id)
         if holding is None:
             return 0
-        return sum(block.ref_cnt == 1 for _, blocks in holding.retiring for block in blocks)
+        return sum(
+            block.ref_cnt == 1 for _, blocks in holding.replaced_in_flight for block in blocks
+        )
 
     def _reserve(self, state: RequestState, blocks: int) -> None:
-        """Take fresh blocks for the request's next eviction; the pool must have them."""
+        """Take fresh blocks for the request's next eviction; the pool must have enough."""
         if blocks:
             holding = self._holding(state)
             holding.reserved += self.block_pool.get_new_blocks(blocks)
@@ -208,14 +218,15 @@ class EvictableAttentionManager(FullAttentionManager):
     def evict(self, state: RequestState, end: int, fresh: int) -> GroupEviction:
         """Choose the blocks of the eviction that follows the step which ends at ``end``.
 
-        Called when the step is scheduled as a whole, so it is known who shares blocks with whom.
-        What the eviction replaces stays until :meth:`retire`: the step, and with async scheduling
-        the one before it, still read it. Own blocks that survivors go to are written after that.
+        Called when the whole step is scheduled, so that it is known which requests share blocks.
+        The replaced blocks are kept until :meth:`retire`, because this step and, with async
+        scheduling, the previous one still read them. Own blocks that receive survivors are written
+        after that.
 
         Args:
-            state: The request, whose timeline is advanced.
-            end: Tokens in the cache after the step.
-            fresh: Blocks to take from the pool; own ones are the rest of the store.
+            state: The request; its progress is advanced.
+            end: Number of tokens in the cache after the step.
+            fresh: Blocks to take from the pool; the rest of the store is own blocks.
 
         """
         holding = self._holding(state)
@@ -227,7 +238,7 @@ class EvictableAttentionManager(FullAttentionManager):
         positional[first:last] = [self._null_block] * (last - first)
         self._reserve(state, fresh)
         wanted = state.timelines[self.kv_cache_group_id].store_blocks - len(holding.reserved)
-        # Tail first: it leaves the prefix cache first.
+        # The tail comes first, because it leaves the prefix cache first.
         own, old_store = [*holding.store, *reversed(replaced)], holding.store
         reused = self._reuse(own, wanted)
         holding.store, holding.reserved = reused + holding.reserved, []
@@ -242,13 +253,13 @@ class EvictableAttentionManager(FullAttentionManager):
         )
         kept = {block.block_id for block in reused}
         gone = [block for block in own if block.block_id not in kept]
-        holding.retiring.append((eviction, gone))
+        holding.replaced_in_flight.append((eviction, gone))
         return eviction
 
     def _reuse(self, blocks: list[KVCacheBlock], count: int) -> list[KVCacheBlock]:
-        """So many of ``blocks`` that no other request holds, reachable by hash no more."""
+        """Return ``count`` of ``blocks`` that no other request holds, and remove their hashes."""
         own = [block for block in blocks if block.ref_cnt == 1] if count else []
-        # Stable: those that no hash leads to come first.
+        # The sort is stable; blocks without a hash come first.
         own.sort(key=lambda block: block.block_hash is not None)
         reused = own[:count]
         assert len(reused) == count, f"{count} own blocks were quoted, {len(reused)} are there"
@@ -256,49 +267,49 @@ class EvictableAttentionManager(FullAttentionManager):
         return reused
 
     def retire(self, state: RequestState | None, eviction: GroupEviction) -> int:
-        """Free what an eviction replaced, once the step that carried it was processed.
+        """Free the blocks that an eviction replaced, after its step was processed.
 
         Returns:
-            Blocks given back to the pool, without those that others still hold; 0 where the
-            request was preempted, aborted or finished since.
+            Number of blocks returned to the pool, excluding those that other requests hold; 0 if
+            the request was preempted, aborted or finished in the meantime.
 
         """
         holding = state.holdings.get(self.kv_cache_group_id) if state is not None else None
         if holding is None:
             return 0
-        replaced = holding.pop_retiring(eviction)
+        replaced = holding.pop_replaced(eviction)
         freed = sum(block.ref_cnt == 1 for block in replaced)
         self.block_pool.free_blocks(replaced)
         self._save(holding, freed)
         return freed
 
     def _save(self, holding: Holding, blocks: int) -> None:
-        holding.saved += blocks
+        holding.net_blocks_freed += blocks
         self.blocks_saved += blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Hand over every block of the request: positional, store, reserved and retiring."""
+        """Return every block of the request: positional, store, reserved and replaced in flight."""
         blocks = super().pop_blocks_for_free(request_id)
         core = self.core
         if core is not None and (state := core.table.states.get(request_id)) is not None:
             core.release(state)
             holding = state.holdings.pop(self.kv_cache_group_id, None)
             if holding is not None:
-                self._save(holding, -holding.saved)
+                self._save(holding, -holding.net_blocks_freed)
                 blocks = blocks + holding.blocks
         return blocks
 
 
 @dataclass(eq=False)
 class EvictionCore:
-    """The objects that the whole engine works on, and operations on all groups of a request.
+    """The objects that the whole engine uses, and operations on all groups of a request.
 
     Args:
-        scheduler: vLLM's.
-        table: All requests.
-        turns: Ring slots, and the requests that are looked at in a step.
+        scheduler: vLLM's scheduler.
+        table: The table of all requests.
+        turns: The queue of the ring slots.
         managers: The block managers that evict, by KV-cache group.
-        counters: Totals.
+        counters: Totals of the metrics.
 
     """
 
@@ -319,7 +330,7 @@ class EvictionCore:
 
     @property
     def free_after_step(self) -> int:
-        """Free blocks, less what running requests may take in the next step."""
+        """Free blocks, less the blocks that running requests may take in the next step."""
         scheduler = self.scheduler
         chunk = scheduler.max_num_scheduled_tokens if scheduler._inflight_prefills else 0
         next_step = sum(
@@ -329,19 +340,19 @@ class EvictionCore:
         return self.free - next_step
 
     def consider(self, state: RequestState | None) -> None:
-        """Note the waiting request that may be admitted next; None while none may."""
+        """Set the waiting request that may be admitted next; None if there is none."""
         if state is not self._candidate:
             self._candidate = state
             for manager in self.managers.values():
                 manager.consider(state)
 
     def begin(self, state: RequestState) -> None:
-        """Note that a waiting request gets its first blocks."""
+        """Record that a waiting request gets its first blocks."""
         self.consider(None)
         self.table.admit(state)
 
     def admit(self, state: RequestState, end: int) -> None:
-        """A waiting request has the blocks of its first step, which ends at ``end``."""
+        """Admit a waiting request that has the blocks of its first step, which ends at ``end``."""
         self.begin(state)
         for group in state.timelines:
             self.managers[group].reserve(state, end)
@@ -353,23 +364,24 @@ class EvictionCore:
             self.table.release(state.request_id)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request whose blocks are freed."""
+        """Remove a request after its blocks are freed."""
         if self._candidate is not None and self._candidate.request_id == request_id:
             self.consider(None)
         self.table.remove(request_id)
 
-    def own_blocks(self, state: RequestState, most: int) -> int:
-        """Blocks that the pool gets when a request ends, as far as it takes to count ``most``.
+    def own_blocks(self, state: RequestState, limit: int) -> int:
+        """Return the blocks that the pool gets when a request ends, counted up to ``limit``.
 
-        From the end of its table on, up to a block that others hold, and its stores.
+        Counts the blocks from the end of the block table back to the first block that another
+        request holds, and the blocks of the stores.
         """
         found = 0
         for group, manager in self.managers.items():
             holding = state.holdings.get(group)
             if holding is not None:
-                found += sum(block.ref_cnt == 1 for block in islice(holding.blocks, most))
+                found += sum(block.ref_cnt == 1 for block in islice(holding.blocks, limit))
             for block in reversed(manager.req_to_blocks.get(state.request_id, ())):
-                if found >= most or block.ref_cnt != 1 or block.is_null:
+                if found >= limit or block.ref_cnt != 1 or block.is_null:
                     break
                 found += 1
         return found
@@ -377,15 +389,16 @@ class EvictionCore:
     def quote(
         self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False
     ) -> Quote:
-        """What an eviction of ``groups`` at ``end``, or when it is due, takes and gives."""
+        """Return the blocks that an eviction of ``groups`` at ``end``, or when it is due, takes and
+        frees."""
         quotes = (self.managers[g].quote(state, end, after_replay=after_replay) for g in groups)
         return Quote(tuple(quotes))
 
     def evict(self, state: RequestState, quote: Quote, end: int) -> list[GroupEviction]:
-        """Evict the groups of a quote that the pool has the fresh blocks for.
+        """Evict the groups of a quote, for which the pool has the fresh blocks.
 
-        Where the pool has more than that beside the next step of all running requests, survivors
-        go to fresh blocks, which leaves the prompt in the prefix cache.
+        If the pool has more free blocks than these and the next step of all running requests need,
+        survivors are written to fresh blocks, and the prompt stays in the prefix cache.
         """
         spare, evictions = self.free_after_step - quote.fresh, []
         for part in quote.parts:
@@ -397,8 +410,8 @@ class EvictionCore:
 
 
 def register_spec() -> None:
-    """Tell vLLM which block manager serves :class:`EvictableAttentionSpec`. Idempotent."""
-    # vLLM registers its own specs only into an empty registry: they must come first.
+    """Register the block manager of :class:`EvictableAttentionSpec` with vLLM. Idempotent."""
+    # vLLM registers its own specs only into an empty registry, so they must come first.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(
         EvictableAttentionSpec, EvictableAttentionManager, uniform_type_base_spec=FullAttentionSpec

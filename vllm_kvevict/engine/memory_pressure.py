@@ -21,31 +21,34 @@ from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.timeline.rule import blocks_for
 from vllm_kvevict.timeline.watermarks import Watermarks
 
-SLACK = 3
-"""Steps between a request for an eviction and free blocks, beside those that record the window: its
-own, the eviction's, and one in flight."""
+PIPELINE_STEPS = 3
+"""Steps between the request for an eviction and free blocks, not counting those that record the
+window: the current step, the step of the eviction, and one step in flight."""
 
-MOST_RESERVE = 4
-"""What admissions leave free is at most the pool divided by this."""
+MAX_RESERVE_DIVISOR = 4
+"""Admissions leave at most the size of the pool divided by this number free."""
 
-LOOK_AHEAD = 64
-"""Waiting requests whose prompts are counted; the others are taken to be as long on average."""
+MAX_COUNTED_PROMPTS = 64
+"""Number of waiting requests with prompts that are counted; the others are assumed to be as long on
+average."""
 
-REFRESH = 8
-"""Steps for which a forecast holds while as many requests run."""
+FORECAST_STEPS = 8
+"""Number of steps for which a forecast is valid while the number of running requests stays the
+same."""
 
 Prospect = tuple[tuple[int, int, int], RequestState, dict[int, int]]
-"""Its place in the order (least important first, then the one that gives most blocks, then the one
-evicted longest ago), a request that may be evicted, and where each of its groups would be."""
+"""Sort key (lowest priority first, then most blocks freed, then least recently evicted), the
+request that may be evicted, and the length at which each of its groups would evict."""
 
 
 class Forecast:
-    """The coming sawtooth: a block every ``block_size`` steps, and fewer at every eviction.
+    """Forecast of the blocks of running requests: one more every ``block_size`` steps, and fewer
+    after every eviction.
 
-    Lengths tell when each request evicts and what that gives back, so the highest point of all of
-    them together is known. Admissions that leave room for it are not preempted again. Requests
-    whose next eviction gives nothing back grow as in vLLM without the plugin, and count as there:
-    not at all.
+    The lengths of the requests determine when each one evicts and how many blocks that frees, so
+    the peak over all requests is known. Admissions that leave room for the peak are not preempted
+    again. Requests that free no blocks by their next eviction grow as in vLLM without the plugin,
+    and count as there: not at all.
 
     Args:
         core: What the engine works on.
@@ -58,24 +61,25 @@ class Forecast:
         self._running = self._age = self._peak = 0
 
     def peak(self) -> int:
-        """Most blocks beyond today's that running requests hold at any step of an interval.
+        """Return the maximum number of additional blocks that running requests hold at any step of
+        an interval.
 
-        0 where no request waits for them, and where nothing evicts in decode; at most a quarter of
-        the pool.
+        The result is 0 if no request waits for blocks or if nothing evicts in decode, and at most a
+        quarter of the pool.
         """
         if not self._interval or not self._core.scheduler.waiting:
             return 0
         running, self._age = len(self._core.scheduler.running), self._age + 1
-        if running != self._running or self._age >= REFRESH:
+        if running != self._running or self._age >= FORECAST_STEPS:
             self._running, self._age = running, 0
-            most = self._core.cache.block_pool.num_gpu_blocks // MOST_RESERVE
+            most = self._core.cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR
             self._peak = min(most, max(0, *accumulate(self._changes())))
         return self._peak
 
     def _changes(self) -> list[int]:
-        """Blocks taken less those given back, by step."""
-        changes = [0] * (self._interval + SLACK + 1)
-        # Requests that take a block in each step of a block's length, by block size.
+        """Return the blocks taken, less those freed, for each step."""
+        changes = [0] * (self._interval + PIPELINE_STEPS + 1)
+        # Number of requests that take a block in each step of a block's length, by block size.
         grows = {m.block_size: [0] * m.block_size for m in self._core.managers.values()}
         for request in self._core.scheduler.running:
             state = self._core.table.states.get(request.request_id)
@@ -86,7 +90,7 @@ class Forecast:
             for size, due, gain, count in self._contribution(state, length):
                 changes[0] += count * (blocks_for(length, size) - blocks_for(start, size))
                 grows[size][-length % size] += count
-                if (step := max(0, due - length) + SLACK) < len(changes):
+                if (step := max(0, due - length) + PIPELINE_STEPS) < len(changes):
                     changes[step] -= gain
         for size, first_steps in grows.items():
             for first, requests in enumerate(first_steps):
@@ -96,21 +100,23 @@ class Forecast:
         return changes
 
     def _contribution(self, state: RequestState, length: int) -> list[tuple[int, int, int, int]]:
-        """(block size, due, blocks given, groups) of a request's coming evictions.
+        """Return (block size, length of the eviction, blocks freed, groups) of a request's next
+        evictions.
 
-        Kept until its timelines change: they take 41 ms at 256 running requests with 8 groups.
+        The result is cached until the progress of the request changes: computing it takes 41 ms for
+        256 running requests with 8 groups.
         """
         if state.forecast is not None and state.forecast[0] == state.version:
             return state.forecast[1]
         found: dict[tuple[int, int], list[int]] = {}
         in_prefill = state.request.num_computed_tokens < length
         for group, timeline in state.timelines.items():
-            if timeline.due is None or (in_prefill and timeline.timeline.prefill_stride):
-                # A prompt that evicts as it streams in holds little more than it does already.
+            if timeline.next_eviction is None or (in_prefill and timeline.timeline.prefill_stride):
+                # A prompt that evicts during prefill holds little more than it already does.
                 continue
             manager = self._core.managers[group]
-            due = max(timeline.due, length)
-            # Before the first eviction others may share what it would give back.
+            due = max(timeline.next_eviction, length)
+            # Before the first eviction, other requests may share the blocks that it would free.
             gain = timeline.gain(due) if timeline.evicted else manager.quote(state, due).gain
             if gain > 0:
                 total = found.setdefault((manager.block_size, due), [0, 0])
@@ -123,15 +129,17 @@ class Forecast:
 
 
 class MemoryPressure:
-    """Sets what admissions leave free, and requests evictions under pressure.
+    """Sets the number of blocks that admissions leave free, and requests evictions under pressure.
 
-    Those on demand are asked to evict when free blocks fall below the low watermark. Free blocks
-    exclude those promised to prompts. So eviction comes before preemption and before queueing.
+    Requests with on-demand eviction are evicted when free blocks fall below the low watermark.
+    Blocks that are promised to prompts do not count as free. Eviction therefore comes before
+    preemption and before queueing.
 
     Args:
         core: What the engine works on.
-        turns: Ring slots.
-        planner: How many decode evictions a step may carry, and what they lacked.
+        turns: The queue of the ring slots.
+        planner: Limits the decode evictions of a step, and knows the blocks that postponed ones
+            lack.
 
     """
 
@@ -147,15 +155,15 @@ class MemoryPressure:
         config = core.table.config
         pool = self._cache.block_pool.num_gpu_blocks
         self.watermarks = Watermarks(pool, config.options.low_mark, config.options.high_mark)
-        self.lead = SLACK + (self._table.window if turns.slots is not None else 0)
-        """Steps until an eviction that begins now has given blocks back."""
+        self.lead = PIPELINE_STEPS + (self._table.window if turns.slots is not None else 0)
+        """Steps until an eviction that begins now has freed blocks."""
         self._evictions = 0
 
     def begin_step(self) -> None:
-        """Before vLLM schedules: admissions leave to running requests what these will take.
+        """Set the blocks that admissions of the next step leave free for running requests.
 
-        And what an eviction lacks that was put off for want of blocks: else each block that comes
-        free is taken by an admission before the eviction is planned again.
+        They include the blocks that a postponed eviction lacks. Otherwise an admission would take
+        every free block before the eviction is planned again.
         """
         marks = self.watermarks
         marks.reserve = self.reserve() if self._table.on_demand else 0
@@ -166,8 +174,8 @@ class MemoryPressure:
         """Request evictions that bring the free blocks back to the high watermark.
 
         Args:
-            num_scheduled_tokens: Tokens that each request computes in the coming step, whose
-                blocks are taken already.
+            num_scheduled_tokens: Tokens that each request computes in the next step; their blocks
+                are already taken.
 
         """
         marks = self.watermarks
@@ -183,13 +191,15 @@ class MemoryPressure:
             self._request(prospects, missing)
 
     def reserve(self) -> int:
-        """Blocks that running requests take until an eviction that begins has given some back."""
+        """Return the blocks that running requests take until an eviction that begins now has freed
+        some."""
         tokens = self.lead * len(self._core.scheduler.running)
         needed = sum(blocks_for(tokens, size) for size in self._cache.coordinator.group_block_sizes)
-        return min(needed, self._cache.block_pool.num_gpu_blocks // MOST_RESERVE)
+        return min(needed, self._cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR)
 
     def promised(self) -> int:
-        """Blocks that prompts still lack: those being computed, and those to be admitted."""
+        """Return the blocks that prompts still lack, both those in prefill and those to be
+        admitted."""
         scheduler, promised = self._core.scheduler, 0
         for request_id, state in self._table.prefilling.items():
             length = state.request.num_tokens
@@ -201,12 +211,12 @@ class MemoryPressure:
         return promised + (self._waiting(places) if places > 0 and scheduler.waiting else 0)
 
     def _waiting(self, places: int) -> int:
-        """Blocks of the prompts that wait, as far as the batch has places.
+        """Return the blocks of the waiting prompts, as far as the batch has places.
 
-        The cache is asked about the first of them only: the others are taken to share as much.
+        The cache is searched for the first prompt only; the others are assumed to share as much.
         """
         count = min(places, len(self._core.scheduler.waiting))
-        waiting = list(islice(self._core.scheduler.waiting, min(count, LOOK_AHEAD)))
+        waiting = list(islice(self._core.scheduler.waiting, min(count, MAX_COUNTED_PROMPTS)))
         found, _, _ = self._cache.coordinator.find_longest_cache_hit(
             waiting[0].block_hashes, waiting[0].num_tokens - 1
         )
@@ -219,33 +229,36 @@ class MemoryPressure:
         return counted * count // len(waiting)
 
     def _arriving(self) -> int:
-        """Blocks that evictions on their way will give back."""
+        """Return the blocks that requested evictions will free."""
         arriving = 0
         for state in self._table.on_demand.values():
             if state.expected_gain and state.quiet_until == sys.maxsize:
-                # It is planned: what its step gives back is known, until it has.
+                # The eviction is planned, so the number of blocks that its step frees is known
+                # until the step is processed.
                 managers = self._core.managers.values()
                 state.expected_gain = sum(manager.leaving(state) for manager in managers)
             arriving += state.expected_gain
         return arriving
 
     def _prospects(self, num_scheduled_tokens: Mapping[str, int], urgent: bool) -> list[Prospect]:
-        """Requests that an eviction would make smaller, in their order."""
+        """Return the requests that would hold fewer blocks after an eviction, sorted."""
         ranked = self._core.scheduler.policy == SchedulingPolicy.PRIORITY
         found = []
         for state in self._table.on_demand.values():
             start = state.request.num_computed_tokens
             tokens = num_scheduled_tokens.get(state.request_id, 0)
-            # Of drafts not all will be accepted.
+            # Not all drafts will be accepted.
             if state.expected_gain or (tokens > 1 and start >= state.prefill_end):
                 continue
             window = self._table.window if state.needs.window == "required" else 0
             dues, gain = {}, 0
             for group, timeline in state.timelines.items():
-                # Short of a preemption no request is evicted again before an interval has passed.
-                if start < timeline.not_before and not (urgent and timeline.waits):
+                # Unless a preemption is near, no request is evicted again within an interval.
+                if start < timeline.no_eviction_before and not (
+                    urgent and timeline.can_evict_on_demand
+                ):
                     continue
-                due = timeline.turn(start, start + tokens, window)
+                due = timeline.on_demand_length(start, start + tokens, window)
                 if due is not None:
                     dues[group] = due
                     gain += timeline.gain(due)
@@ -255,14 +268,14 @@ class MemoryPressure:
         return sorted(found, key=itemgetter(0))
 
     def _request(self, prospects: list[Prospect], missing: int) -> None:
-        """Request evictions in their order until they give back what is missing."""
-        decoding, slots = self._planner.most_decode_evictions(), self._turns.free_slots
+        """Request evictions in order until they free the missing blocks."""
+        decoding, slots = self._planner.max_decode_evictions(), self._turns.free_slots
         for _, state, dues in prospects:
             if missing <= 0:
                 return
             records = state.needs.window == "required"
             decodes = not state.in_prefill(max(dues.values()))
-            # A window takes its slot for as long as it is recorded, and a step so many evictions.
+            # A window holds its slot while it is recorded, and the evictions per step are limited.
             if decodes and (decoding < 1 or (records and slots < 1)):
                 continue
             gain = self._request_one(state, dues)
@@ -272,7 +285,8 @@ class MemoryPressure:
                 missing -= gain
 
     def _request_one(self, state: RequestState, wanted: Mapping[int, int]) -> int:
-        """Request the groups that gain blocks; returns the blocks that this will give."""
+        """Request the eviction of the groups that gain blocks; return the blocks that this
+        frees."""
         dues, total = {}, 0
         for group, due in wanted.items():
             gain = self._core.managers[group].quote(state, due).gain
@@ -284,7 +298,7 @@ class MemoryPressure:
                 self._core.counters.skipped_shared += 1
         if dues:
             state.request_eviction(dues)
-            # Its window may begin with the step that is about to be planned.
+            # The window may begin with the step that is about to be planned.
             self._turns.look_soon(state)
             self._evictions += 1
             state.pressure_order, state.expected_gain = self._evictions, total

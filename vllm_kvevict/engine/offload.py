@@ -1,4 +1,4 @@
-"""What of an evicting request vLLM's offload may store and load, and what must be copied first."""
+"""Limits on vLLM's offload for evicting requests, and the copies that must finish first."""
 
 from collections.abc import Iterable, Mapping
 from math import lcm
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     )
     from vllm.v1.request import Request
 
-MOST_STORED = "max_offload_tokens"
-"""What a client may set in ``kv_transfer_params``: how many of its tokens are stored."""
+MAX_OFFLOAD_TOKENS_KEY = "max_offload_tokens"
+"""Key in ``kv_transfer_params`` by which a client limits how many of its tokens are stored."""
 
 
 class OffloadGuard(Part):
-    """Bounds vLLM's offload to what an evicting request computed over all of its cache.
+    """Limits vLLM's offload to tokens that a request computed over its whole cache.
 
-    Host memory holds full blocks under their ordinary hashes, as the prefix cache does. So a load
-    stops where a prefix-cache hit would, and nothing is stored that was computed over a store.
-    vLLM copies a step's blocks in the step after it, and an eviction writes to blocks at its own
-    step's end: copies of these are finished first.
+    Host memory holds full blocks under their ordinary hashes, like the prefix cache. A load
+    therefore stops where a prefix-cache hit would, and no block that was computed over a store is
+    stored. vLLM copies the blocks of a step during the next step, but an eviction writes to blocks
+    at the end of its own step. Copies of these blocks are finished first.
 
     Args:
-        core: The engine, whose scheduler has vLLM's offload as its connector.
+        core: The engine core. Its scheduler has vLLM's offload as its connector.
 
     Raises:
-        ValueError: In one sentence, why this model's blocks cannot be offloaded.
+        ValueError: The blocks of this model cannot be offloaded; the message is one sentence.
 
     """
 
@@ -42,36 +42,37 @@ class OffloadGuard(Part):
         assert isinstance(connector, OffloadingConnector)
         if len(core.scheduler.kv_cache_config.kv_cache_groups) > len(core.managers):
             raise ValueError(
-                "KV eviction: --kv-offloading-size has not been tried with models some of whose "
-                "layers do not evict; remove it or serve without --kv-eviction."
+                "KV eviction: --kv-offloading-size has not been tested with models that have "
+                "layers without eviction; remove it or serve without --kv-eviction."
             )
         self._scheduler = connector.scheduler
         self._table = core.table
         self._chunk = lcm(*(g.tokens_per_chunk for g in self._scheduler.config.kv_group_configs))
         connector._max_loadable_tokens = self._most_loaded
         self._paused = False
-        """Whether nothing is loaded in the coming step."""
+        """True if nothing is loaded in the next step."""
 
     def _most_loaded(self, request: "Request", num_computed_tokens: int) -> int | None:
-        """Tokens that a load may add to the ``num_computed_tokens`` of a hit; None for any."""
+        """Return the tokens that a load may add to a hit of ``num_computed_tokens``; None for no
+        limit."""
         if self._paused:
             return 0
         state = self._table.states.get(request.request_id)
         if state is None or not state.evicts:
             return None
-        if state.reuse is not None:
+        if state.pending_store is not None:
             return 0
         cap = min(state.hit_cap, request.num_tokens - 1)
         return max(0, cap // self._chunk * self._chunk - num_computed_tokens)
 
     def looked_up(self, state: RequestState) -> None:
-        """Bound what is stored of a request that may be admitted next, over a store or not."""
+        """Limit the tokens that are stored of a waiting request: none if it starts with a store."""
         status = self._status(state.request_id)
         if status is not None:
-            status.max_offload_tokens = 0 if state.reuse is not None else _asked(status)
+            status.max_offload_tokens = 0 if state.pending_store is not None else _asked(status)
 
     def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """Name the copies that must be finished before the step's evictions and loads."""
+        """Add to the plan the copies that must finish before the step's evictions and loads."""
         plan.settle = self.settle(plan.evictions)
         plan.settle_first = self.settle_first(plan.loads)
         self._paused = False
@@ -79,15 +80,15 @@ class OffloadGuard(Part):
     def before_reset(self, running: bool) -> None:
         """Load nothing in the coming step if running requests are preempted.
 
-        The step names them as preempted, and vLLM ends if it loads for one.
+        The step lists them as preempted, and vLLM fails if it loads blocks for such a request.
         """
         self._paused |= running
 
     def settle(self, evictions: Iterable[Eviction]) -> set[int]:
-        """Copies that must be finished before these evictions of the step that is scheduled.
+        """Return the copies that must finish before these evictions of the scheduled step.
 
-        What the requests compute from now on is not stored. Those of others count as well where
-        they read blocks that are free since, and that survivors go to.
+        Tokens that the requests compute from now on are not stored. Copies of other requests count
+        if they read blocks that were freed since and that survivors are written to.
         """
         pending, jobs = self._scheduler._block_id_to_pending_jobs, set[int]()
         for eviction in evictions:
@@ -101,9 +102,9 @@ class OffloadGuard(Part):
         return jobs
 
     def settle_first(self, loads: Iterable[StoreCopy]) -> set[int]:
-        """Copies that must be finished before stores come back into blocks that they read.
+        """Return the copies that must finish before stores are loaded into blocks that they read.
 
-        Requests that ended gave these blocks back, and vLLM does not know who has them.
+        Requests that ended returned these blocks, and vLLM does not track their new owner.
         """
         pending = self._scheduler._block_id_to_pending_jobs
         blocks = (block for copy in loads for group in copy.groups for block in group.blocks)
@@ -114,6 +115,6 @@ class OffloadGuard(Part):
 
 
 def _asked(status: "RequestOffloadState") -> int | None:
-    """The bound that the client set, as vLLM reads it."""
-    asked = (status.req.kv_transfer_params or {}).get(MOST_STORED)
+    """Return the client's limit on stored tokens, as vLLM reads it."""
+    asked = (status.req.kv_transfer_params or {}).get(MAX_OFFLOAD_TOKENS_KEY)
     return asked if type(asked) is int and asked >= 0 else None

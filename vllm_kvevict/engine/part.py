@@ -15,16 +15,16 @@ class Part:
     """
 
     def arrived(self, state: RequestState) -> None:
-        """A client's request has arrived and is about to wait."""
+        """Called when a client's request has arrived and is about to wait."""
 
     def looked_up(self, state: RequestState) -> None:
-        """The stores and the prefix cache were asked about a waiting request."""
+        """Called after the stores and the prefix cache were searched for a waiting request."""
 
     def before_schedule(self) -> None:
-        """vLLM is about to schedule a step."""
+        """Called before vLLM schedules a step."""
 
     def before_plan(self, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """A step is scheduled, and its evictions are about to be planned.
+        """Called when a step is scheduled, before its evictions are planned.
 
         Args:
             num_scheduled_tokens: Tokens that each request computes in the step, by request id.
@@ -32,7 +32,7 @@ class Part:
         """
 
     def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """Add to the plan of a step, which has its evictions.
+        """Add to the plan of a step that already contains its evictions.
 
         Args:
             plan: Changed in place.
@@ -41,7 +41,7 @@ class Part:
         """
 
     def after_step(self, plan: StepPlan) -> None:
-        """The output of a step was processed, and the blocks that it freed are in the pool."""
+        """Called when the output of a step was processed and the freed blocks are in the pool."""
 
     def let_go(self, state: RequestState) -> bool:
         """Release blocks that the part shares with a request, so that its eviction gains blocks.
@@ -53,9 +53,9 @@ class Part:
         return False
 
     def before_reset(self, running: bool) -> None:
-        """The prefix cache is about to be reset.
+        """Called before the prefix cache is reset.
 
         Args:
-            running: Whether running requests are preempted for it.
+            running: True if running requests are preempted for the reset.
 
         """

@@ -24,11 +24,11 @@ class StepPlanner:
     """Plans evictions for steps that vLLM has scheduled.
 
     Args:
-        core: What the engine works on.
-        turns: Who is looked at and records.
-        stores: Stores that requests reuse.
-        reporter: Told of every eviction; None where no front end asks.
-        parts: Asked to release blocks before an eviction is put off.
+        core: The engine core.
+        turns: The queue of the ring slots.
+        stores: The published stores.
+        reporter: Counts every eviction; None if statistics are off.
+        parts: Parts that may release blocks before an eviction is deferred.
 
     """
 
@@ -48,18 +48,23 @@ class StepPlanner:
         self._parts = parts
         self._counters = core.counters
         self._left = 0
-        """Decode evictions that the step may still take."""
+        """Number of decode evictions that the step may still include."""
         self._lacking: dict[str, int] = {}
-        """Fresh blocks of the step's evictions that the pool has too few for, by request."""
+        """Fresh blocks that postponed evictions of the step lack, by request."""
         self.short = 0
-        """Blocks for one eviction that the last step postponed; admissions leave them free."""
+        """Blocks for one eviction that the last step postponed. Admissions leave them free."""
 
     def plan(self, num_scheduled_tokens: Mapping[str, int]) -> StepPlan:
-        """The plan of a step, by the tokens that each request computes in it."""
+        """Return the plan of a step.
+
+        Args:
+            num_scheduled_tokens: Tokens that each request computes in the step, by request id.
+
+        """
         plan = StepPlan()
         self._admit(plan)
         self._stores.suffixes.publish()
-        self._left = self.most_decode_evictions()
+        self._left = self.max_decode_evictions()
         self._lacking.clear()
         observed: list[tuple[RequestState, int]] = []
         for state in self._in_order():
@@ -77,8 +82,8 @@ class StepPlanner:
         for state in self._turns.waiting.values():
             if (num_tokens := num_scheduled_tokens.get(state.request_id)) is not None:
                 end = state.request.num_computed_tokens + num_tokens
-                self._counters.postponed_ring += end >= state.due
-        # Not before: a slot given back within the step would have two writers.
+                self._counters.postponed_ring += end >= state.next_eviction
+        # Only after all are planned: a slot returned within the step would have two writers.
         for state, end in observed:
             if state.in_prefill(end):
                 self._stores.passed(state, end)
@@ -88,22 +93,23 @@ class StepPlanner:
         return plan
 
     def _admit(self, plan: StepPlan) -> None:
-        """Tell the workers which stores newly admitted requests reuse."""
+        """Add the stores that newly admitted requests reuse to the plan."""
         for state in self._table.admitted:
             state.admitted_at = None
-            if state.reuse is not None:
+            if state.pending_store is not None:
                 plan.reused[state.request_id] = self._stores.plan(state)
-                state.reuse = None
-                if state.given is None:
+                state.pending_store = None
+                if state.replay_store is None:
                     self._counters.stores_reused += 1
                     self._counters.tokens_reused += state.request.num_computed_tokens
         self._table.admitted.clear()
 
     def _reserve(self) -> int:
-        """Blocks for the postponed eviction that takes least, if other requests may return so many.
+        """Return the blocks of the smallest postponed eviction, if other requests may return
+        enough.
 
-        An eviction that takes more than running requests hold besides runs when one of those that
-        share its blocks ends, whatever is admitted.
+        If running requests hold too few blocks, the eviction runs when a request that shares its
+        blocks ends, and admissions make no difference.
         """
         if not self._lacking:
             return 0
@@ -116,15 +122,17 @@ class StepPlanner:
                 available += self._core.own_blocks(state, least - available)
         return least if least <= available else 0
 
-    def most_decode_evictions(self) -> int:
-        """How many decode evictions a step may carry: all where tokens depend on no neighbour."""
+    def max_decode_evictions(self) -> int:
+        """Return the maximum number of decode evictions per step. It is the number of running
+        requests if tokens must not depend on other requests."""
         running = len(self._core.scheduler.running)
         if self._table.evicts_shared:
             return running
         return decode_evictions(running, self._table.rules.values())
 
     def _in_order(self) -> Iterator[RequestState]:
-        """Requests that a plan may concern: prompts first, which take ring slots from others."""
+        """Yield the requests that a plan may include. Prompts come first, since they may take ring
+        slots from others."""
         prefilling = list(self._table.prefilling.values())
         yield from prefilling
         self._turns.wake_due()
@@ -140,11 +148,12 @@ class StepPlanner:
     def _profitable(
         self, state: RequestState, groups: list[int], end: int, coming: bool = False
     ) -> Quote:
-        """Quote those of ``groups`` whose next eviction gives back more blocks than it takes.
+        """Quote the ``groups`` that gain blocks by their next eviction, and defer the others.
 
-        The others share too much with other requests, and are put off to their next interval.
-        Where evictions run whatever is shared: all.
-        A replay is over before an eviction that is ``coming``.
+        The other groups share too many blocks with other requests and are deferred to their next
+        interval. If evictions run even if blocks are shared, all groups are quoted. With
+        ``coming``, blocks held by a replay count as released, since the replay ends before the
+        eviction.
         """
         quote = self._core.quote(state, groups, end, after_replay=coming)
         if self._table.evicts_shared or state.must_evict:
@@ -157,7 +166,8 @@ class StepPlanner:
         return quote.profitable
 
     def _plan_observed(self, plan: StepPlan, state: RequestState, start: int, end: int) -> None:
-        """A step that computes queries of a coming window, and may end with the eviction."""
+        """Plan a step that computes queries of the next window, and that may end with the
+        eviction."""
         if state.in_prefill(end) and state.ring is None and state.needs.window != "none":
             if not self._profitable(state, state.coming_groups(end), end, coming=True).parts:
                 return
@@ -185,7 +195,8 @@ class StepPlanner:
         ring = state.ring if self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
         self._stores.overwritten(block for one in evictions for block in one.store[: one.reused])
-        # A key says nothing of a window that a policy could do without and did not get.
+        # A store is published only if a policy with an optional window got it, because the key does
+        # not include that.
         scored = ring is not None or state.needs.window == "none"
         store = self._stores.publish(state, end, evictions) if scored else None
         for eviction in evictions:
@@ -203,7 +214,7 @@ class StepPlanner:
         return Eviction(state.request_id, end, ring, evictions, policy, first, inside, share)
 
     def retire(self, plan: StepPlan) -> None:
-        """Free what the evictions of a processed step replaced."""
+        """Free the blocks that the evictions of a processed step replaced."""
         for eviction in plan.evictions:
             state = self._table.states.get(eviction.request_id)
             for group in eviction.groups:

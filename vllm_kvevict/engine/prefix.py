@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 class PrefixCaps:
-    """Caps prefix-cache hits, and what is published by hash. Only here a coordinator is wrapped.
+    """Limits prefix-cache hits, and the blocks that are published by hash.
 
-    A waiting request is admitted with its first blocks. From here on all groups publish only what
-    :meth:`RequestState.cacheable` allows, also those that do not evict.
+    This is the only class that wraps methods of vLLM's coordinator. A waiting request is admitted
+    with its first blocks. From then on, every group, evicting or not, publishes only the tokens
+    that :meth:`RequestState.cacheable` allows.
 
     Args:
-        core: What the engine works on.
-        stores: Published stores, which go before any hit.
+        core: The engine core.
+        stores: Published stores, which take precedence over prefix-cache hits.
 
     """
 
@@ -53,19 +54,19 @@ class PrefixCaps:
                 return
             if state is not None and state.phase is waiting:
                 core.admit(state, num_computed_tokens)
-            if state is not None and state.given is not None:
+            if state is not None and state.replay_store is not None:
                 return
             if state is None or not state.timelines:
                 publish(request, num_computed_tokens)
                 return
             tokens = state.cacheable(num_computed_tokens)
             publish(request, tokens)
-            if state.store is not None:
+            if state.base_store is not None:
                 stores.suffixes.note(state, num_computed_tokens)
             elif tokens < num_computed_tokens:
                 state.publish_at = sys.maxsize
             else:
-                # Nothing new can be published before a hash's tokens are complete.
+                # No further block can be published before all tokens of a hash are computed.
                 state.publish_at = (tokens // size + 1) * size
 
         def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
@@ -75,7 +76,7 @@ class PrefixCaps:
             allocated = allocate(request_id, *args)
             state = states.get(request_id)
             if state is not None and state.phase is waiting:
-                # No block is shared where none is cached: nothing to reserve.
+                # Without caching, no block is shared, and nothing is reserved.
                 core.begin(state)
             return allocated
 
@@ -85,19 +86,21 @@ class PrefixCaps:
         manager.coordinator.find_longest_cache_hit = find_longest_cache_hit
 
     def look_up(self, request: "Request", look_up: "Callable[[Request], Hit]") -> "Hit":
-        """A published store, or a hit without the observation window and what follows a point.
+        """Return a published store, or a prefix-cache hit that excludes the window and all tokens
+        after an eviction point.
 
         Args:
-            request: The request, which waits.
-            look_up: ``Scheduler._get_local_prefix_cache_hit``, which looks no further than that.
+            request: The waiting request.
+            look_up: ``Scheduler._get_local_prefix_cache_hit``; it searches no further than the
+                limit.
 
         """
         state = self._table.states.get(request.request_id)
         if state is None:
             return look_up(request)
-        state.begin(state.given or self._stores.find(state))
+        state.begin(state.replay_store or self._stores.find(state))
         self._core.consider(state)
-        if state.reuse is not None:
+        if state.pending_store is not None:
             return (*self._stores.hit(state), 0, False)
         self._cap = cap = state.hit_cap
         try:
@@ -105,13 +108,13 @@ class PrefixCaps:
         finally:
             self._cap = sys.maxsize
         if cap < request.num_tokens - 1 and not state.hit_capped:
-            # Once for a request, however often it is looked up before it is admitted.
+            # Counted once per request, even if it is looked up several times before it is admitted.
             state.hit_capped = self._goes_on(state, hit[1])
             self._counters.prefix_hits_capped += state.hit_capped
         return hit
 
     def _goes_on(self, state: RequestState, num_tokens: int) -> bool:
-        """Whether the block after a hit is in the cache, too."""
+        """Return whether the block after a hit is in the cache, too."""
         manager, request = self._manager, state.request
         index = num_tokens // manager.block_pool.hash_block_size
         if not manager.prefix_cache_lookup_enabled(request) or index >= len(request.block_hashes):

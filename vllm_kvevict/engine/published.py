@@ -1,4 +1,4 @@
-"""A store that several requests may hold."""
+"""Published stores, which several requests may hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedGroup:
-    """What a store is in one KV-cache group: its blocks, and the positional ones after it.
+    """The blocks of a store in one KV-cache group, and the positional blocks after it.
 
-    ``store`` is empty and ``tail_start`` 0 where the group had nothing to evict.
+    ``store`` is empty and ``tail_start`` 0 if the group had nothing to evict.
     """
 
     tail_start: int
@@ -27,10 +27,10 @@ class PublishedGroup:
 
 @dataclass(eq=False)
 class PublishedStore:
-    """A context up to an eviction point, compressed. ``hashes`` are those of all its blocks.
+    """A compressed context up to an eviction point. ``hashes`` are those of all its blocks.
 
-    ``suffix`` has full blocks that were computed over it and their hashes, one of each group, by
-    vLLM's hash of all tokens up to their end.
+    ``suffix`` holds full blocks that were computed over the store, with their hashes. It has one
+    block per group, keyed by vLLM's hash of all tokens up to the end of the block.
     """
 
     key: ShareKey
@@ -38,23 +38,26 @@ class PublishedStore:
     hashes: list[tuple[KVCacheBlock, bytes]]
     suffix: dict[BlockHash, list[tuple[KVCacheBlock, bytes]]] = field(default_factory=dict)
     counted_idle: bool = False
-    """Whether it was idle when it was last looked at."""
+    """True if the store was idle when it was last examined."""
     written: bool = False
-    """Whether it is in files, or is being written and no failure of that is known."""
+    """True if the store is in files, or is being written and has not failed."""
 
     def advance(self, timelines: "Mapping[int, EvictionProgress]") -> None:
-        """Let the timelines of a request that begins with it stand behind its evictions."""
+        """Advance the progress of a request that starts with this store past the store's
+        evictions."""
         for timeline in timelines.values():
             if timeline.is_due(self.key.point):
                 timeline.evict(self.key.point)
 
     @property
     def intact(self) -> bool:
-        """Whether every block is still what it was: vLLM's pool takes the hash with the block."""
+        """True if no block was reused. vLLM's pool removes the hash of a block that it hands
+        out."""
         return all(block.block_hash == expected for block, expected in self.hashes)
 
     def suffix_blocks(self, key: BlockHash) -> tuple[KVCacheBlock, ...] | None:
-        """A block of each group that was computed over it, if all are still what they were."""
+        """Return one block per group that was computed over the store; None if any block was
+        reused."""
         found = self.suffix.get(key)
         if found is None or any(block.block_hash != expected for block, expected in found):
             return None
@@ -62,19 +65,19 @@ class PublishedStore:
 
     @cached_property
     def _ends(self) -> list[tuple[KVCacheBlock, bytes]]:
-        lists = [blocks for one in self.groups.values() for blocks in (one.store, one.tail)]
+        lists = [blocks for group in self.groups.values() for blocks in (group.store, group.tail)]
         ends = {blocks[end].block_id for blocks in lists if blocks for end in (0, -1)}
         return [(block, expected) for block, expected in self.hashes if block.block_id in ends]
 
     @property
     def whole(self) -> bool:
-        """As :attr:`intact`, by the ends of its lists of blocks only.
+        """True if the first and last blocks of each list were not reused.
 
-        Enough for reports: blocks are held and freed together, and vLLM's pool takes them in the
-        order they were freed in.
+        This is enough for reports: blocks are held and freed together, and vLLM's pool reuses them
+        in the order in which they were freed.
         """
         return all(block.block_hash == expected for block, expected in self._ends)
 
     @property
     def held(self) -> bool:
-        return any(one.store[0].ref_cnt for one in self.groups.values() if one.store)
+        return any(group.store[0].ref_cnt for group in self.groups.values() if group.store)

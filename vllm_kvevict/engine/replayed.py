@@ -1,4 +1,4 @@
-"""A store that only a replay takes."""
+"""The store that a replay starts with."""
 
 import sys
 from collections.abc import Mapping
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Replayed(PublishedStore):
-    """What an eviction has left, and the positional blocks behind it up to the tokens to replay.
+    """The blocks that an eviction left, and the positional blocks up to the first token to replay.
 
-    No key leads to it, and its blocks carry no hash of it: whoever takes it is given it.
+    The store cannot be found by its key, and its blocks carry no hash for it. It is passed to the
+    replay directly.
     """
 
     @classmethod
     def at(cls, start: int, groups: dict[int, PublishedGroup]) -> Self:
-        """One that a request begins with at ``start``, the first token to be replayed."""
+        """Return the store of a replay that starts at ``start``, the first token to replay."""
         key = ShareKey(b"", (), None, start, "", 0, ())
         return cls(key, groups, [])
 
@@ -33,10 +34,11 @@ class Replayed(PublishedStore):
         return [block for one in self.groups.values() for block in (*one.store, *one.tail)]
 
     def advance(self, timelines: "Mapping[int, EvictionProgress]") -> None:
-        """Let the timelines of the replay stand behind the eviction, with none to come."""
+        """Set the progress of the replay to the state after the eviction, with no eviction to
+        follow."""
         for group, timeline in timelines.items():
             one = self.groups[group]
-            timeline.due = timeline.point = None
-            timeline.not_before = sys.maxsize
+            timeline.next_eviction = timeline.next_prefill_eviction = None
+            timeline.no_eviction_before = sys.maxsize
             timeline.tail_start, timeline.store_blocks = one.tail_start, len(one.store)
             timeline.computed_valid = self.key.point

@@ -28,23 +28,25 @@ from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.timeline.rule import blocks_for
 from vllm_kvevict.timeline.step_plan import Eviction, HiddenStateSpan, Replay, StepPlan
 
-MOST = 8
-"""Replays that wait or run at once: each holds a store, and hidden states on every rank."""
+MAX_REPLAYS = 8
+"""Maximum number of replays that wait or run at once. Each one holds a store, and hidden states on
+every rank."""
 
-MOST_HEARD = 32
-"""Requests whose hidden states are kept at once: 16 MiB where w is 32 and a state has 8,192 numbers
-of two bytes."""
+MAX_KEPT_REQUESTS = 32
+"""Maximum number of requests with hidden states kept at once: 16 MiB for w = 32 and states of 8,192
+two-byte numbers."""
 
-PATIENCE = 64
-"""Steps that a replay waits to be admitted; then it is given up."""
+MAX_WAITING_STEPS = 64
+"""Number of steps that a replay waits to be admitted before it is abandoned."""
 
 
 @dataclass
 class Waiting:
-    """A replay that was not given up, and is not over.
+    """A replay that is neither abandoned nor finished.
 
-    ``held`` are the blocks that nobody may write to until the replay has them itself. ``ready``
-    once all its tokens are known. ``asked`` counts steps, ``alone`` those with nobody running.
+    ``held`` are the blocks that must not be overwritten before the replay itself holds them.
+    ``ready`` is set once all of its tokens are known. ``asked`` counts steps, and ``alone`` steps
+    in which no request ran.
     """
 
     replay: Replay
@@ -57,21 +59,21 @@ class Waiting:
 
 
 class Replays(Part):
-    """Draws requests, and has the last tokens before their evictions computed once more.
+    """Samples requests, and computes the last tokens before their evictions again.
 
-    A request that is drawn lets the workers keep the hidden states of its last w tokens before
-    each eviction. After it, a request of the engine's own computes these tokens again, over what
-    is left: it begins with the store and with the blocks behind it, as a request does that reuses
-    a published one. The workers compare what both say of the next token. It never waits for
-    memory, and whatever needs the blocks that it holds ends it: then nothing is compared.
+    For a sampled request, the workers keep the hidden states of the last w tokens before each
+    eviction. After the eviction, an internal request computes these tokens again over what is left:
+    it starts with the store and the blocks after it, like a request that reuses a published store.
+    The workers compare the predictions of the next token. A replay never waits for memory, and it
+    is ended, without a comparison, if its blocks are needed elsewhere.
 
     Args:
-        core: The engine.
-        config: The server's settings, with the share of the requests that are drawn.
+        core: The engine core.
+        config: The server's settings, including the share of the requests to sample.
         stores: The stores that requests share.
 
     Raises:
-        ValueError: In one sentence, why this server cannot replay.
+        ValueError: The server cannot replay; the message is one sentence.
 
     """
 
@@ -79,13 +81,13 @@ class Replays(Part):
         if not stores.enabled:
             raise ValueError(
                 "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share, "
-                "and this server shares none: it needs prefix caching, layers that all evict, and "
-                "no draft model."
+                "but this server shares none: sharing needs prefix caching, eviction in all "
+                "layers, and no draft model."
             )
         if not core.scheduler.log_stats:
             raise ValueError(
                 "KV eviction: --kv-eviction-audit reports through vLLM's statistics; remove "
-                "--disable-log-stats or it."
+                "--disable-log-stats or --kv-eviction-audit."
             )
         self._core = core
         self._scheduler = core.scheduler
@@ -95,17 +97,17 @@ class Replays(Part):
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         self._layers = {group: len(groups[group].layer_names) for group in core.managers}
         self._drawn: dict[str, RequestState] = {}
-        self._listening: dict[str, HiddenStateSpan] = {}
-        """Hidden states that the workers keep in the step that is scheduled."""
-        self._heard: dict[str, tuple[int, int]] = {}
-        """Positions whose hidden states the workers have without a gap, by request."""
+        self._step_spans: dict[str, HiddenStateSpan] = {}
+        """Hidden states that the workers keep in the scheduled step."""
+        self._kept_spans: dict[str, tuple[int, int]] = {}
+        """Positions with hidden states on the workers, without a gap, by request."""
         self._waiting: dict[str, Waiting] = {}
         self._dropped: list[str] = []
-        """Replays that the workers wait for, and that no step of vLLM's will name."""
+        """Replays that the workers wait for, but that no step will contain."""
         self._made = 0
 
     def arrived(self, state: RequestState) -> None:
-        """Draw the request or not, by its id."""
+        """Decide by its id whether the request is sampled."""
         if not state.evicts or not _replayable(state):
             return
         number = int.from_bytes(sha256(state.request_id.encode()).digest()[:8], "big")
@@ -115,44 +117,44 @@ class Replays(Part):
 
     def before_plan(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Choose the hidden states that the workers keep."""
-        table, heard = self._core.table, {}
+        table, spans = self._core.table, {}
         for state in table.admitted:
             if (waiting := self._waiting.get(state.request_id)) is not None:
                 self._release(waiting)
-                # Admitted in its client's place, and preempted before every client.
+                # Admitted with its client's priority, but preempted before any client's request.
                 state.request.priority = sys.maxsize
         for request_id, state in list(self._drawn.items()):
             if table.states.get(request_id) is not state:
                 del self._drawn[request_id]
-                self._heard.pop(request_id, None)
+                self._kept_spans.pop(request_id, None)
                 continue
             num_tokens = num_scheduled_tokens.get(request_id)
             if not state.holds_blocks or state in table.admitted:
-                # The workers forget what they have of a request that is preempted.
-                self._heard.pop(request_id, None)
-            full = len(self._heard) >= MOST_HEARD and request_id not in self._heard
+                # The workers discard the hidden states of a preempted request.
+                self._kept_spans.pop(request_id, None)
+            full = len(self._kept_spans) >= MAX_KEPT_REQUESTS and request_id not in self._kept_spans
             if num_tokens is None or full or not state.holds_blocks:
                 continue
             start = state.request.num_computed_tokens
             end = start + num_tokens
             if state.observes(end):
                 first = max(start, end - table.window)
-                since, until = self._heard.get(request_id, (first, first))
-                # Drafts that were rejected are computed again.
+                since, until = self._kept_spans.get(request_id, (first, first))
+                # Rejected drafts are computed again.
                 goes_on = since <= first <= until
-                self._heard[request_id] = (since if goes_on else first, end)
-                heard[request_id] = HiddenStateSpan(start, first, end)
-        self._listening = heard
+                self._kept_spans[request_id] = (since if goes_on else first, end)
+                spans[request_id] = HiddenStateSpan(start, first, end)
+        self._step_spans = spans
 
     def plan(self, plan: StepPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """Hold the blocks that replays will read, and name the replays that end with the step."""
-        plan.heard, self._listening = self._listening, {}
+        """Hold the blocks that replays will read, and list the replays that end with the step."""
+        plan.hidden_states, self._step_spans = self._step_spans, {}
         plan.dropped, self._dropped = self._dropped, []
         for eviction in plan.evictions:
             state = self._drawn.get(eviction.request_id)
             if state is not None:
                 for group in eviction.groups:
-                    # The workers keep how heads share the store, which a replay takes.
+                    # The workers keep the head split of the store for the replay.
                     group.published = True
                 self._ask(plan, state, eviction)
         for request_id, waiting in self._waiting.items():
@@ -160,7 +162,9 @@ class Replays(Part):
             if num_tokens is not None:
                 start, replay = waiting.store.key.point, waiting.replay
                 at = self._scheduler.requests[request_id].num_computed_tokens
-                plan.heard[request_id] = HiddenStateSpan(at, max(at, start), at + num_tokens)
+                plan.hidden_states[request_id] = HiddenStateSpan(
+                    at, max(at, start), at + num_tokens
+                )
                 if at + num_tokens >= replay.end:
                     plan.compared.append(replay)
                     self._counters.tokens_audited += replay.end - start
@@ -168,9 +172,14 @@ class Replays(Part):
     def _ask(self, plan: StepPlan, state: RequestState, eviction: Eviction) -> None:
         end, tails = eviction.num_tokens, [t.tail_start for t in state.timelines.values()]
         start = max(end - self._core.table.window, *tails)
-        since, until = self._heard.get(state.request_id, (end, 0))
-        unheard = until != end or since > start
-        if unheard or len(self._waiting) >= MOST or state.replayed or self._soon(state, end):
+        since, until = self._kept_spans.get(state.request_id, (end, 0))
+        incomplete = until != end or since > start
+        if (
+            incomplete
+            or len(self._waiting) >= MAX_REPLAYS
+            or state.replay_block_ids
+            or self._soon(state, end)
+        ):
             self._counters.audits_dropped += 1
             return
         self._made += 1
@@ -179,14 +188,14 @@ class Replays(Part):
         replay = Replay(name, state.request_id, eviction.policy, share, start, end)
         store = Replayed.at(start, self._groups(state, start))
         self._pool.touch(store.blocks)
-        state.replayed = frozenset(block.block_id for block in store.blocks)
+        state.replay_block_ids = frozenset(block.block_id for block in store.blocks)
         self._waiting[name] = Waiting(replay, state, store, store.blocks)
         plan.replays.append(replay)
-        # What was heard so far is the replay's; the next eviction's begins behind this one.
-        del self._heard[state.request_id]
+        # The hidden states so far belong to the replay; those of the next eviction start after it.
+        del self._kept_spans[state.request_id]
 
     def _groups(self, state: RequestState, start: int) -> dict[int, PublishedGroup]:
-        """What of a request's blocks a replay from ``start`` on reads, by group."""
+        """Return the blocks of a request that a replay from ``start`` on reads, by group."""
         groups = {}
         for group, timeline in state.timelines.items():
             size = self._core.managers[group].block_size
@@ -198,12 +207,12 @@ class Replays(Part):
         return groups
 
     def after_step(self, plan: StepPlan) -> None:
-        """Begin the replays of evictions that have run."""
+        """Start the replays of evictions that have run."""
         for replay in plan.replays:
             waiting = self._waiting.get(replay.request_id)
             if waiting is None:
                 continue
-            # A request that was preempted may have lost a token that it had not read yet.
+            # A preempted request may have lost a token that it had not read yet.
             if waiting.of.request.num_tokens < replay.end or not self._room(waiting):
                 self._give_up(waiting)
             else:
@@ -221,22 +230,24 @@ class Replays(Part):
             cache_salt=of.cache_salt,
             priority=of.priority,
         )
-        # It begins with what it is given: vLLM would count a look-up, and it has no hashes for one.
+        # It starts with the given store: vLLM would count a look-up, and it has no hashes for one.
         request.skip_reading_prefix_cache = True
         options = replace(
             waiting.of.options, at=None, interval=0, when="always", prefill_interval=0
         )  # fmt: skip
-        self._core.table.add(request, options).given = waiting.store
+        self._core.table.add(request, options).replay_store = waiting.store
         self._scheduler.add_request(request)
         queue = self._scheduler.waiting
         if request in queue:
-            # Others wait for a whole prompt's blocks; it needs a few, and holds a store.
+            # Other requests wait for the blocks of a whole prompt; this one needs few, and holds a
+            # store.
             queue.remove_request(request)
             queue.prepend_request(request)
         waiting.ready = True
 
     def _room(self, waiting: Waiting) -> bool:
-        """Whether there are blocks for a replay; the first to be preempted for others is it."""
+        """Return whether there are blocks for a replay, which would be the first request to be
+        preempted."""
         needs = 0
         for group, manager in self._core.managers.items():
             size = manager.block_size
@@ -245,7 +256,7 @@ class Replays(Part):
         return needs <= self._core.free
 
     def before_schedule(self) -> None:
-        """End replays that are in the way of others, and forget those that are over."""
+        """End replays that obstruct other requests, and forget finished ones."""
         for request_id, waiting in list(self._waiting.items()):
             if not waiting.ready:
                 continue
@@ -259,20 +270,20 @@ class Replays(Part):
                 waiting.asked += 1
                 waiting.alone += not self._scheduler.running
                 preempted = not waiting.held
-                # With nobody running, it may be what the others lack blocks for.
-                late = waiting.asked > PATIENCE or waiting.alone > 1
+                # If no request runs, the replay may hold the blocks that the others lack.
+                late = waiting.asked > MAX_WAITING_STEPS or waiting.alone > 1
                 if preempted or late or self._in_the_way(waiting) or not self._room(waiting):
                     self._give_up(waiting)
 
     def before_reset(self, running: bool) -> None:
-        """Hold no blocks: vLLM resets the prefix cache only if none is in use."""
+        """Release all blocks, because vLLM resets the prefix cache only if no block is in use."""
         for waiting in list(self._waiting.values()):
             self._give_up(waiting)
 
     def let_go(self, state: RequestState) -> bool:
-        """Give up replays that wait and hold blocks of a request.
+        """Abandon waiting replays that hold blocks of a request.
 
-        They may be another request's, because both have the same published store.
+        They may be replays of another request that has the same published store.
         """
         mine = {
             block.block_id
@@ -292,18 +303,19 @@ class Replays(Part):
         return bool(found)
 
     def _in_the_way(self, waiting: Waiting) -> bool:
-        """Whether the request that is replayed may evict soon: it must not share its blocks."""
+        """Return whether the replayed request may evict soon; it must not share its blocks then."""
         state = waiting.of
         return state.holds_blocks and self._soon(state, state.request.num_computed_tokens)
 
     def _soon(self, state: RequestState, start: int) -> bool:
-        """Whether a request at ``start`` may evict within four steps, or later in its prompt.
+        """Return whether a request at ``start`` may evict within four steps, or later in its
+        prompt.
 
-        So many from the step of an eviction to that of its replay, as the async scheduler has one
-        in flight.
+        Four steps pass from the step of an eviction to that of its replay, since the async
+        scheduler has one step in flight.
         """
         steps = 4 * (1 + self._scheduler.num_spec_tokens)
-        return state.due <= max(start + steps, state.prefill_end)
+        return state.next_eviction <= max(start + steps, state.prefill_end)
 
     def _release(self, waiting: Waiting) -> None:
         self._pool.free_blocks(waiting.held)
@@ -320,12 +332,13 @@ class Replays(Part):
 
     def _forget(self, waiting: Waiting) -> None:
         self._release(waiting)
-        waiting.of.replayed = frozenset()
+        waiting.of.replay_block_ids = frozenset()
         del self._waiting[waiting.replay.request_id]
 
 
 def _replayable(state: RequestState) -> bool:
-    """Whether a request's last tokens can be computed again: words, without weights beside them."""
+    """Return whether the last tokens of a request can be computed again: it has text only, and its
+    policy keeps no weights per token."""
     request = state.request
     return (
         not request.mm_features

@@ -17,42 +17,42 @@ from vllm_kvevict.timeline.wakeups import WakeupQueue
 class RingQueue:
     """Wakes decoding requests that come near an eviction, and hands out ring slots.
 
-    A prompt needs its slot in the very step that ends it, or it stays whole; so it takes one from
-    the decoding request that began last, where none is free. Decoding requests wait in a queue,
-    so that all evict, less often than the interval says. A policy that can do without a window
-    records where a slot is left over.
+    A prompt needs its slot in the step that completes it, or it is not evicted. If no slot is free,
+    it takes the slot of the decoding request that began to record last. Decoding requests wait in a
+    queue, so that all of them evict, if less often than the interval asks for. A policy with an
+    optional window records if a slot is left over.
 
     Args:
         table: All requests.
-        slots: Ring slots, or None where no policy needs queries.
-        tokens_a_step: Most tokens that a decoding request computes in a step.
+        slots: Ring slots, or None if no policy needs queries.
+        tokens_a_step: Maximum number of tokens that a decoding request computes per step.
 
     """
 
     def __init__(self, table: RequestTable, slots: RingSlots | None, tokens_a_step: int) -> None:
         self.slots = slots
         self.near: dict[str, RequestState] = {}
-        """Those in NEAR that are not in the queue for a slot, in the order in which they came."""
+        """Requests in NEAR that are not in the queue for a slot, in order of arrival."""
         self._table = table
         self._wakeups: WakeupQueue[RequestState] = WakeupQueue(tokens_a_step)
         self._called: list[RequestState] = []
         self._asking: dict[str, RequestState] = {}
-        """Those in NEAR that lack a slot and are not in the queue."""
+        """Requests in NEAR that lack a slot and are not in the queue."""
         self.waiting: dict[str, RequestState] = {}
         """Decoding requests in the queue for a slot."""
         self._recording: dict[str, RequestState] = {}
-        """Decoding requests with a slot; the latest comes last."""
+        """Decoding requests with a slot, the latest last."""
 
     @property
     def free_slots(self) -> int:
-        """Slots that are left when all requests in the queue have one."""
+        """Number of free slots beyond those that the queue will take."""
         return max(0, self.slots.num_free - len(self.waiting)) if self.slots is not None else 0
 
     def window_ready(self, state: RequestState, start: int, end: int) -> bool:
-        """Whether a step over [start, end) completes the window that ends at ``end``.
+        """Return whether a step over [start, end) completes the window that ends at ``end``.
 
-        Counts a slot that a step of prefill could still take. True for policies that can do
-        without a window.
+        A slot that a prefill step could still take counts. The result is True for policies that do
+        not require a window.
         """
         if state.needs.window != "required":
             return True
@@ -63,13 +63,13 @@ class RingQueue:
         return state.in_prefill(end) and available and start <= end - self._table.window
 
     def recorded(self, state: RequestState, end: int) -> bool:
-        """Whether the ring of a request holds the whole window that ends at ``end``."""
+        """Return whether the ring of a request holds the whole window that ends at ``end``."""
         return state.ring is not None and state.recorded_from <= end - self._table.window
 
     def record_prefill(self, state: RequestState, start: int, end: int) -> None:
         """Give a request a ring slot for a step of prefill over [start, end) that it observes.
 
-        Decoding requests get theirs in :meth:`share_out`.
+        Decoding requests get their slots in :meth:`share_out`.
         """
         if self.slots is None or state.ring is not None or state.needs.window == "none":
             return
@@ -81,7 +81,8 @@ class RingQueue:
         state.recorded_from = max(start, end - self._table.window)
 
     def _slot_for_prompt(self) -> int | None:
-        """A free slot, or that of the decoding request that began last; None for none."""
+        """Return a free slot, or the slot of the decoding request that began last; None if there is
+        none."""
         assert self.slots is not None
         slot = self.slots.pop()
         if slot is None and self._recording:
@@ -93,7 +94,7 @@ class RingQueue:
         return slot
 
     def wake_due(self) -> None:
-        """Begin a step: requests whose length may have come near an eviction become NEAR."""
+        """Begin a step: requests that may have grown near an eviction become NEAR."""
         called, self._called = self._called, []
         for state in called + self._wakeups.next_step():
             if state.phase is not Phase.QUIET:
@@ -107,14 +108,14 @@ class RingQueue:
                     self.near[state.request_id] = self._asking[state.request_id] = state
 
     def look_soon(self, state: RequestState) -> None:
-        """Look at a request in the step that is about to be planned."""
+        """Examine a request in the step that is about to be planned."""
         self._called.append(state)
 
     def share_out(self, may_record: Callable[[RequestState], bool]) -> None:
         """Queue requests that lack a slot, and give free slots to the queue.
 
         Args:
-            may_record: Whether the coming eviction of a request is worth a slot.
+            may_record: Returns whether the next eviction of a request is worth a slot.
 
         """
         asking, self._asking = self._asking, {}
@@ -144,10 +145,10 @@ class RingQueue:
         self._recording[state.request_id] = state
 
     def finish_step(self, state: RequestState, end: int) -> None:
-        """Note that a step ends at ``end``; a slot goes back where no group needs it on.
+        """Record that a step ends at ``end``, and return the slot if no group still needs it.
 
-        A request whose windows follow one another gives its slot to the queue between them: it
-        would hold it to its end.
+        A request with consecutive windows gives its slot to the queue between them, because it
+        would otherwise hold the slot until it ends.
         """
         quiet = not state.observes(end + 1)
         if quiet or (state.evicted_at == end and self.waiting and not state.in_prefill(end + 1)):

@@ -1,4 +1,4 @@
-"""vLLM's schedulers with eviction: each hook is one call into the engine and its parts."""
+"""vLLM's schedulers with eviction. Each hook calls the engine and its parts."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-MOST_INSIDE = 16
-"""Evictions inside prompts that a step carries at most; other chunks that end with one wait for the
-next step, so that decoding requests do not wait for all of them."""
+MAX_PROMPT_EVICTIONS_PER_STEP = 16
+"""Maximum number of evictions inside prompts per step. Other chunks that would end with an eviction
+wait for the next step, so that decoding requests do not wait for all of them."""
 
 
 class EvictingScheduler(Scheduler):
-    """vLLM's scheduler, with evictions planned around its scheduling, which stays as it is.
+    """vLLM's scheduler with evictions, which are planned after vLLM has scheduled a step.
 
-    A step's evictions are planned when it is scheduled as a whole: block sharing is known then.
+    Only when the whole step is scheduled is it known which requests share which blocks.
 
     Raises:
-        ValueError: In one sentence, why this server cannot do what its flags ask for.
+        ValueError: The server cannot do what its flags ask for; the message is one sentence.
 
     """
 
@@ -92,7 +92,7 @@ class EvictingScheduler(Scheduler):
         self._parts += build_parts(core, config, self._stores)
         groups = self.kv_cache_config.kv_cache_groups
         self._layers = {group: len(groups[group].layer_names) for group in managers}
-        # Else the front end writes them in its periodic line.
+        # Otherwise the front end writes the totals in its periodic line.
         several = self.vllm_config.parallel_config._api_process_count > 1
         self._totals = TotalsLog(counters, periodic=several or not self.log_stats)
         self._inside = 0
@@ -107,7 +107,8 @@ class EvictingScheduler(Scheduler):
         return RequestTable(rules, needs, config, self.max_model_len)
 
     def _options(self, request: "Request") -> RequestOptions:
-        """What a request asks for; the server's settings where it could not run under its own."""
+        """Return the settings of a request; the server's settings if it could not run under its
+        own."""
         config, rules = self._table.config, list(self._table.rules.values())
         drafts = self.vllm_config.speculative_config is not None
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -116,7 +117,7 @@ class EvictingScheduler(Scheduler):
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
         if request.request_id in self._table.states or request.request_id not in self.requests:
-            # A session that goes on or has ended, or a request of the engine's own.
+            # A session that continues or has ended, or an internal request.
             return
         state = self._table.add(request, self._options(request))
         self._stores.read_key(state)
@@ -143,9 +144,10 @@ class EvictingScheduler(Scheduler):
     ) -> int:
         """Clip a chunk of prefill so that it ends at the request's eviction point.
 
-        vLLM asks here, where it has chosen a chunk, while ``need_mamba_block_aligned_split``. It
-        pads the one token of a request whose prompt was found in the cache with drafts: they
-        are left out where they would spoil queries that are needed.
+        vLLM calls this method for every chunk that it has chosen while
+        ``need_mamba_block_aligned_split`` is set. If the whole prompt was found in the cache, vLLM
+        pads its single token with drafts; the drafts are omitted if they would spoil queries that
+        are needed.
         """
         if self._aligns_mamba:
             num_new_tokens = super()._mamba_block_aligned_split(
@@ -163,22 +165,23 @@ class EvictingScheduler(Scheduler):
         )
         if request.status != RequestStatus.RUNNING and start + num_new_tokens > request.num_tokens:
             drafts = start + num_new_tokens - request.num_tokens
-            if drafts > state.most_drafts(request.num_tokens):
+            if drafts > state.max_drafts(request.num_tokens):
                 return request.num_tokens - start
         end = state.clip_chunk(start, start + num_new_tokens)
         if state.evicts_inside(end):
-            if self._inside == MOST_INSIDE:
+            if self._inside == MAX_PROMPT_EVICTIONS_PER_STEP:
                 return 0
             self._inside += 1
         return end - start
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
-        """Drop drafts from the steps whose queries they would spoil, and that evict."""
+        """Drop drafts from the steps that evict, and from those with queries that drafts would
+        spoil."""
         super().update_draft_token_ids(draft_token_ids)
         for request_id in draft_token_ids.req_ids:
             request, state = self.requests.get(request_id), self._table.states.get(request_id)
             if request is not None and state is not None and state.holds_blocks:
-                del request.spec_token_ids[state.most_drafts(request.num_tokens) :]
+                del request.spec_token_ids[state.max_drafts(request.num_tokens) :]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         tokens = scheduler_output.num_scheduled_tokens
@@ -216,7 +219,7 @@ class EvictingScheduler(Scheduler):
         model_runner_output: "ModelRunnerOutput",
         outputs: "dict[int, EngineCoreOutputs]",
     ) -> None:
-        """Send what happened since the last report to a front end, with vLLM's statistics."""
+        """Send the events since the last report to a front end, with vLLM's statistics."""
         if (measured := getattr(model_runner_output, MEASURED, None)) is not None:
             reporter.measured(**measured)
         marks = self._memory.watermarks
@@ -228,15 +231,15 @@ class EvictingScheduler(Scheduler):
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
         state = self._table.states[request.request_id]
-        of_client = state.given is None
+        of_client = state.replay_store is None
         if request.num_computed_tokens and of_client:
             self.eviction_counters.ended(state.evicted)
-        # The last sampled token was never fed back, so it is not in the cache.
+        # The last sampled token was never computed, so it is not in the cache.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if self._reporter is not None and tokens > 0 and of_client:
             timelines = state.timelines if state.holds_blocks else {}
             self._reporter.kept(kept_share(timelines, self._layers, tokens))
-        store, handed = state.store, self._stores.ended(state)
+        store, handed = state.base_store, self._stores.ended(state)
         params, other = super()._free_request(request, *args, **kwargs)
         if store is not None:
             self._stores.renew(store)
@@ -260,7 +263,8 @@ class EvictingScheduler(Scheduler):
         ready = super()._handle_blocked_waiting_request(request)
         state = self._table.states[request.request_id]
         if ready and state.holds_blocks:
-            # vLLM has loaded blocks for it: it goes on with them, and is looked up no more.
+            # vLLM has loaded blocks for this request. It continues with them, without another
+            # look-up.
             self._core.consider(state)
             return True
         return ready and not self._stores.waits(state)
@@ -290,14 +294,14 @@ class EvictingAsyncScheduler(EvictingScheduler, AsyncScheduler):
 
 
 def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
-    """Return the stores that requests share: in the KV cache, or outside of it as well.
+    """Return the stores that requests share, in the KV cache or also outside it.
 
     Args:
-        core: The engine, whose scheduler is vLLM's.
+        core: The engine core.
         config: The server's settings.
 
     Raises:
-        ValueError: The flags ask for stores outside the KV cache, and this server shares none.
+        ValueError: The flags ask for stores outside the KV cache, but this server shares no stores.
 
     """
     scheduler, vllm_config = core.scheduler, core.scheduler.vllm_config
@@ -309,8 +313,8 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
     if not may_share or not caching or len(groups) > len(core.managers):
         raise ValueError(
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores "
-            "that requests share, and this server shares none: it needs prefix caching, layers "
-            "that all evict, and no draft model."
+            "that requests share, but this server shares none: sharing needs prefix caching, "
+            "eviction in all layers, and no draft model."
         )
     sizes = StoreSizes(
         {group: one.kv_cache_spec for group, one in groups.items()},
@@ -336,7 +340,7 @@ def build_parts(core: EvictionCore, config: EvictionConfig, stores: PublishedSto
         stores: The stores that requests share.
 
     Raises:
-        ValueError: In one sentence, why this server cannot have a part.
+        ValueError: This server does not support a part; the message is one sentence.
 
     """
     parts: list[Part] = []

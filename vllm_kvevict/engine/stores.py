@@ -29,23 +29,24 @@ from vllm_kvevict.timeline.step_plan import GroupEviction, ReusedStore, StepPlan
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-MOST_GIVEN_UP = 256
-"""Keys that are remembered because a request came to the point and could not evict there."""
+MAX_ABANDONED_KEYS = 256
+"""Maximum number of remembered keys of requests that reached the point and could not evict
+there."""
 
-SWEEP = 16
-"""Published stores that a step looks at: all of them take 22 to 25 ms at 14,000."""
+STORES_EXAMINED_PER_STEP = 16
+"""Number of published stores that a step examines. Examining all takes 22 to 25 ms at 14,000."""
 
 
 class PublishedStores:
-    """Finds stores for requests, and publishes those that evictions make.
+    """Finds stores for requests, and publishes the stores that evictions make.
 
-    A published store is held by those who reuse it, and by its maker. Its blocks carry a hash that
-    no prefix leads to, so vLLM's pool keeps them like cached blocks when they are idle: they
-    leave least recently used first, and a store that lost one block is never found again.
+    A published store is held by its maker and by the requests that reuse it. Its blocks carry a
+    hash that no prefix leads to, so vLLM's pool keeps them like cached blocks when they are idle:
+    they leave least recently used first, and a store that lost one block is never found again.
 
     Args:
-        core: What the engine works on.
-        enabled: Whether stores may be shared at all.
+        core: The engine core.
+        enabled: False if no store may be shared.
 
     """
 
@@ -57,21 +58,21 @@ class PublishedStores:
         every_group = len(managers) == len(manager.coordinator.single_type_managers)
         self.enabled = enabled and manager.enable_caching and every_group
         self.idle = 0
-        """Published stores that no request holds, as they were when last looked at."""
+        """Number of published stores that no request holds, as last examined."""
         self.kept_bytes = 0
-        """Host memory that holds stores, on all ranks."""
+        """Bytes of host memory that hold stores, on all ranks."""
         self.suffixes = SuffixCache(manager.block_pool.hash_block_size, managers)
         self._published: dict[ShareKey, PublishedStore] = {}
         self._by_block: dict[int, PublishedStore] = {}
         self._to_sweep: deque[PublishedStore] = deque()
-        self._given_up: dict[ShareKey, None] = {}
+        self._abandoned: dict[ShareKey, None] = {}
         self._made = 0
 
     def read_key(self, state: RequestState) -> None:
-        """Find what the store of a request that arrives depends on."""
-        if not self.enabled or not state.needs.shares_stores or not state.stops:
+        """Set the store key of a request that arrives."""
+        if not self.enabled or not state.needs.shares_stores or not state.has_eviction_points:
             return
-        state.key = share_key(
+        state.store_key = share_key(
             state.request,
             state.timelines,
             self._manager.block_pool.hash_block_size,
@@ -81,14 +82,15 @@ class PublishedStores:
         )
 
     def waits(self, state: RequestState) -> bool:
-        """Whether a running request is about to make the store that a waiting one lacks."""
-        key = state.key
-        if key is None or key in self._given_up or not self._may_reuse(state):
+        """Return whether a waiting request should wait for a store that a running one is about to
+        make."""
+        key = state.store_key
+        if key is None or key in self._abandoned or not self._may_reuse(state):
             return False
         return any(
-            other.key is not None
-            and other.key.point > other.request.num_computed_tokens
-            and other.key == key
+            other.store_key is not None
+            and other.store_key.point > other.request.num_computed_tokens
+            and other.store_key == key
             for other in self._table.prefilling.values()
         ) and not self.has(key)
 
@@ -100,43 +102,44 @@ class PublishedStores:
         return store is not None and store.intact
 
     def has(self, key: ShareKey) -> bool:
-        """Whether the store of a key is there, as a whole."""
+        """Return whether the complete store of a key is available."""
         return self._in_pool(key)
 
     def copy(self, plan: StepPlan) -> None:
-        """Tell the workers which stores are copied out of the KV cache, and back."""
+        """Add the stores to copy out of the KV cache, and back, to the plan."""
 
     def reset(self) -> None:
-        """What is in the KV cache may no longer be reused."""
+        """Called after a reset of the prefix cache: its stores may no longer be reused."""
 
     def executed(self, plan: StepPlan | None, news: Sequence[Any]) -> None:
-        """Note that a step was executed.
+        """Record that a step was executed.
 
         Args:
-            plan: Its plan, if it had one.
+            plan: The plan of the step, if it had one.
             news: Reports of the workers about stores outside the KV cache.
 
         """
 
     def ended(self, state: RequestState) -> bool:
-        """Note that a request ends, before its blocks are freed.
+        """Record that a request ends, before its blocks are freed.
 
         Returns:
-            Whether another server that takes the request over will find its store.
+            True if another server that takes the request over will find its store.
 
         """
         return False
 
     def find(self, state: RequestState) -> PublishedStore | None:
-        """The store that a waiting request may begin with; None for none."""
-        key = state.key
+        """Return the store that a waiting request may start with; None if there is none."""
+        key = state.store_key
         if key is None or not self._in_pool(key):
             return None
         return self._published[key] if self._may_reuse(state) else None
 
     def hit(self, state: RequestState) -> "tuple[KVCacheBlocks, int]":
-        """Blocks and tokens of the store that a request reuses, and of what continues it."""
-        store = state.reuse
+        """Return the blocks and the number of tokens of the reused store and of the blocks after
+        it."""
+        store = state.pending_store
         assert store is not None
         after, num_tokens = self.suffixes.find(state, store, state.reuse_cap)
         null = self._manager.block_pool.null_block
@@ -153,16 +156,17 @@ class PublishedStores:
     def publish(
         self, state: RequestState, end: int, evictions: Sequence[GroupEviction]
     ) -> PublishedStore | None:
-        """Let others reuse what a request keeps, after its evictions of the step ending at ``end``.
+        """Publish the blocks that a request keeps after its evictions of the step that ends at
+        ``end``.
 
-        Only where they are what the request's key means, and every block after the store is whole
-        or the last one.
+        They are published only if they match the request's key, and if every block after the store
+        is full or the last one.
 
         Returns:
-            The store; the worker must then keep how heads share it. None where none is published.
+            The store, for which the worker must keep the head split; None if none is published.
 
         """
-        key = state.key
+        key = state.store_key
         made = {eviction.group_id: eviction for eviction in evictions}
         if (
             key is None
@@ -189,32 +193,34 @@ class PublishedStores:
         return self._enter(key, groups)
 
     def renew(self, store: PublishedStore) -> None:
-        """Let a store that was in use until now leave the pool after what was computed over it."""
+        """Move a store that was in use to the end of the pool's queue, so that it leaves after the
+        blocks computed over it."""
         if store.intact:
             idle = [block for block, _ in store.hashes if block.ref_cnt == 0]
             self._manager.block_pool.touch(idle)
             self._manager.block_pool.free_blocks(idle)
 
     def passed(self, state: RequestState, end: int) -> None:
-        """Note that a step ends at ``end``: at the point without a store, none is waited for."""
-        key = state.key
+        """Record that a step ends at ``end``. If this is the point and there is no store, no
+        request waits for it any longer."""
+        key = state.store_key
         if key is not None and key.point == end and key not in self._published:
-            if len(self._given_up) == MOST_GIVEN_UP:
-                del self._given_up[next(iter(self._given_up))]
-            self._given_up[key] = None
+            if len(self._abandoned) == MAX_ABANDONED_KEYS:
+                del self._abandoned[next(iter(self._abandoned))]
+            self._abandoned[key] = None
 
     def plan(self, state: RequestState) -> list[ReusedStore]:
-        """What the workers must know of the store that an admitted request reuses."""
-        assert state.reuse is not None
+        """Return the groups of the store that an admitted request reuses, for the workers."""
+        assert state.pending_store is not None
         return [
             ReusedStore(group, one.tail_start, [block.block_id for block in one.store])
-            for group, one in state.reuse.groups.items()
+            for group, one in state.pending_store.groups.items()
             if one.store
         ]
 
     def sweep(self) -> None:
-        """Look at some of the stores: count idle ones, forget those that lost a block."""
-        for _ in range(min(SWEEP, len(self._to_sweep))):
+        """Examine some of the stores: count idle ones, and drop those that lost a block."""
+        for _ in range(min(STORES_EXAMINED_PER_STEP, len(self._to_sweep))):
             store = self._to_sweep.popleft()
             if self._published.get(store.key) is not store:
                 continue
@@ -230,7 +236,7 @@ class PublishedStores:
 
     def _enter(self, key: ShareKey, groups: dict[int, PublishedGroup]) -> PublishedStore:
         self._made += 1
-        self._given_up.pop(key, None)
+        self._abandoned.pop(key, None)
         mark = BlockHash(b"kv_eviction store %d" % self._made)
         stored = [(group, block) for group, one in groups.items() for block in one.store]
         self.overwritten(block.block_id for _, block in stored)
@@ -247,36 +253,39 @@ class PublishedStores:
         return store
 
     def overwritten(self, block_ids: Iterable[int]) -> None:
-        """Drop the stores that have one of these blocks, to which survivors are written."""
+        """Drop the stores that contain one of these blocks, because survivors are written to
+        them."""
         for block_id in block_ids:
             if (store := self._by_block.get(block_id)) is not None:
                 self._drop(store)
 
     def _drop(self, store: PublishedStore) -> None:
-        """Forget a store; what is left of its blocks is ordinary free memory."""
+        """Drop a store; its remaining blocks become ordinary free memory."""
         if self._published.get(store.key) is store:
             del self._published[store.key]
             self._count_idle(store, False)
-        mine = {block.block_id for one in store.groups.values() for block in one.store}
-        for block_id in mine:
+        own = {block.block_id for group in store.groups.values() for block in group.store}
+        for block_id in own:
             if self._by_block.get(block_id) is store:
                 del self._by_block[block_id]
         self.suffixes.drop(store)
         self._manager.block_pool.evict_blocks(
-            {b.block_id for b, mark in store.hashes if b.block_id in mine and b.block_hash == mark}
+            {b.block_id for b, mark in store.hashes if b.block_id in own and b.block_hash == mark}
         )
 
 
 class SuffixCache:
-    """Publishes what requests compute between a store's point and their next eviction.
+    """Publishes the blocks that requests compute between the point of a store and their next
+    eviction.
 
-    It depends on the store and on all tokens, which vLLM's hash of a block covers. A turn of a chat
-    over one context so reuses the turns before it. Published when the step that computes a block is
-    scheduled as a whole: vLLM may preempt a request in the step that admits it.
+    Such a block depends on the store and on all tokens, which vLLM's hash of the block covers. A
+    turn of a chat over one context therefore reuses the turns before it. A block is published when
+    the whole step that computes it is scheduled, because vLLM may preempt a request in the step
+    that admits it.
 
     Args:
         hash_block_size: Tokens that one of vLLM's hashes covers.
-        managers: The block managers that evict, by KV-cache group: all there are.
+        managers: The block managers of all KV-cache groups; all of them evict.
 
     """
 
@@ -288,19 +297,19 @@ class SuffixCache:
         self._enabled = all(one.block_size == self._size for one in managers.values())
         self._filled: list[tuple[RequestState, PublishedStore, int]] = []
         self._by_block: dict[int, tuple[PublishedStore, BlockHash]] = {}
-        """Entries of all stores by the block of the first group that they are in."""
+        """Entries of all stores, by their block of the first group."""
         self._made = 0
 
     def note(self, state: RequestState, num_tokens: int) -> None:
-        """Note that a request's first ``num_tokens`` tokens are computed, or are about to be."""
-        if state.store and num_tokens // self._size > state.suffix_published // self._size:
-            self._filled.append((state, state.store, num_tokens))
+        """Record that the first ``num_tokens`` tokens of a request are computed, or about to be."""
+        if state.base_store and num_tokens // self._size > state.suffix_published // self._size:
+            self._filled.append((state, state.base_store, num_tokens))
 
     def publish(self) -> None:
-        """Let others reuse what was noted of requests that still compute over the same store."""
+        """Publish the recorded blocks of requests that still compute over the same store."""
         filled, self._filled = self._filled, []
         for state, store, num_tokens in filled:
-            if state.holds_blocks and state.store is store and store.whole:
+            if state.holds_blocks and state.base_store is store and store.whole:
                 full = min(num_tokens // self._size, len(state.request.block_hashes))
                 for index in range(state.suffix_published // self._size, full):
                     self._enter(store, state, index)
@@ -315,7 +324,7 @@ class SuffixCache:
         marked = []
         for group, manager in self._managers.items():
             block = manager.req_to_blocks[state.request_id][index]
-            # The block that the point cuts belongs to the store.
+            # The block that contains the point belongs to the store.
             if block.block_hash is None:
                 block.set_block_hash(make_block_hash_with_group_id(mark, group))
             marked.append((block, block.block_hash or b""))
@@ -323,31 +332,31 @@ class SuffixCache:
         if (stale := self._by_block.get(block_id)) is not None:
             del stale[0].suffix[stale[1]]
         if (former := store.suffix.get(key)) is not None:
-            # Published again: the blocks it was in serve others by now.
+            # Published again: the former blocks now belong to other requests.
             del self._by_block[former[0][0].block_id]
         self._by_block[block_id] = store, key
         store.suffix[key] = marked
 
     def drop(self, store: PublishedStore) -> None:
-        """Forget what was computed over a store that nobody finds any more."""
+        """Drop the blocks computed over a store that can no longer be found."""
         for marked in store.suffix.values():
             del self._by_block[marked[0][0].block_id]
         store.suffix.clear()
 
     def find(
-        self, state: RequestState, store: PublishedStore, most: int
+        self, state: RequestState, store: PublishedStore, limit: int
     ) -> tuple[list[tuple[KVCacheBlock, ...]], int]:
-        """What continues a store as a request does, up to ``most`` tokens.
+        """Return the blocks that continue a store for a request, up to ``limit`` tokens.
 
         Returns:
-            Blocks of all groups, the one that the point cuts included, and the tokens up to their
-            end; none of them, and the point, where the first is not there.
+            The blocks of all groups, including the one that contains the point, and the number of
+            tokens up to their end; no blocks and the point if the first is missing.
 
         """
         found: list[tuple[KVCacheBlock, ...]] = []
         point = store.key.point
         first = point // self._size
-        for key in state.request.block_hashes[first : most // self._size]:
+        for key in state.request.block_hashes[first : limit // self._size]:
             blocks = store.suffix_blocks(key)
             if blocks is None:
                 break

@@ -1,4 +1,4 @@
-"""All requests of an engine core, and what is asked about in every step."""
+"""All requests of an engine core, and indexes for every step."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class RequestTable:
-    """The state of every request, and indexes of those that are asked about in every step.
+    """The state of every request, and indexes of the requests that every step reads.
 
     Args:
-        rules: The server's timeline of each evictable group, by group id.
-        needs: What each policy needs that a request may choose.
+        rules: The server's eviction rule of each evictable group, by group id.
+        needs: The requirements of every policy that a request may choose.
         config: The server's settings.
-        max_model_len: Longest sequence; a request that reaches it ends.
+        max_model_len: Maximum length of a sequence in tokens.
 
     """
 
@@ -39,38 +39,39 @@ class RequestTable:
         self.window = max(rule.window for rule in rules.values())
         self.states: dict[str, RequestState] = {}
         self.prefilling: dict[str, RequestState] = {}
-        """Those in PREFILL, in the order of admission."""
+        """Requests in PREFILL, in the order of admission."""
         self.accumulating: dict[str, RequestState] = {}
-        """Those with blocks whose policy adds up the attention of every query."""
+        """Requests that hold blocks and accumulate the attention of every query for their
+        policy."""
         self.on_demand: dict[str, RequestState] = {}
-        """Those with blocks that evict under pressure only."""
+        """Requests that hold blocks and evict under pressure only."""
         self.stopping: dict[str, RequestState] = {}
-        """Those with eviction points in a prefill that is not over, waiting ones included."""
+        """Requests with eviction points in an unfinished prefill, waiting requests included."""
         self.admitted: list[RequestState] = []
-        """Those that the step under way admits."""
+        """Requests that the current step admits."""
         self.needs = needs
 
     def add(self, request: "Request", options: RequestOptions) -> RequestState:
-        """The state of a request that arrives.
+        """Return the state of a request that arrives.
 
         Args:
             request: vLLM's request.
-            options: What its client, or the engine itself, asks for.
+            options: Settings that its client, or the engine itself, asks for.
 
         """
-        # A resumable session grows its prompt after decoding, which no timeline foresees.
+        # The prompt of a resumable session grows after decoding, which no rule can foresee.
         never = request.resumable or request.pooling_params is not None or not options.evicts
         rules = {g: options.timeline(r) for g, r in self.rules.items()} if not never else {}
-        longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        max_length = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         needs = self.needs.get(options.policy, NOTHING) if rules else NOTHING
-        state = RequestState(request, options, needs, rules, longest)
+        state = RequestState(request, options, needs, rules, max_length)
         self.states[request.request_id] = state
         state.begin()
         self.note_stops(state)
         return state
 
     def admit(self, state: RequestState) -> None:
-        """Note that a waiting request gets its first blocks."""
+        """Record that a waiting request gets its first blocks."""
         request_id, state.phase = state.request_id, Phase.PREFILL
         self.prefilling[request_id] = state
         self.admitted.append(state)
@@ -80,19 +81,20 @@ class RequestTable:
             self.on_demand[request_id] = state
 
     def end_prefill(self, state: RequestState) -> None:
-        """Note that a request decodes from now on."""
+        """Record that a request decodes from now on."""
         del self.prefilling[state.request_id]
         self.stopping.pop(state.request_id, None)
         state.phase = Phase.QUIET
 
     def note_stops(self, state: RequestState) -> None:
-        # At the prompt's end, too: a preempted request replays tokens that are still to come.
+        # A point at the end of the prompt counts too: a preempted request also replays its answer.
         points = state.options.at is not None
         if state.rules and (points or any(r.prefill_stride for r in state.rules.values())):
             self.stopping[state.request_id] = state
 
     def release(self, request_id: str) -> None:
-        """The blocks of a request are freed; of one that holds none, nothing changes."""
+        """Return a request to WAITING when its blocks are freed; nothing changes if it holds
+        none."""
         state = self.states.get(request_id)
         if state is None or not state.holds_blocks:
             return
@@ -102,6 +104,6 @@ class RequestTable:
         self.note_stops(state)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request whose blocks are freed."""
+        """Remove a request after its blocks are freed."""
         self.stopping.pop(request_id, None)
         self.states.pop(request_id, None)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.config.limits import most_for
+from vllm_kvevict.config.limits import max_blocks_for
 from vllm_kvevict.config.requests import (
     BUDGET,
     INTERVAL,
@@ -57,7 +57,7 @@ def whole_blocks(vllm_config: "VllmConfig", length: int) -> tuple[int, int] | No
 @cache
 def _promised(groups: frozenset[EvictionRule], longest: int) -> int | None:
     """Memory that start-up asked for; None if it asked for the longest sequence."""
-    promised = sum(rule.most_blocks(longest) for rule in groups)
+    promised = sum(rule.max_blocks(longest) for rule in groups)
     whole = sum(blocks_for(longest, rule.block_size) for rule in groups)
     return None if promised == whole else promised
 
@@ -88,7 +88,7 @@ def check_capacity(
     longest = vllm_config.model_config.max_model_len
     ends = longest if max_tokens is None else min(longest, prompt_len + max_tokens)
     groups = set(rules)
-    needed = sum(most_for(options, rule, prompt_len, ends) for rule in groups)
+    needed = sum(max_blocks_for(options, rule, prompt_len, ends) for rule in groups)
     if needed > most:
         raise ValueError(
             f"KV eviction: this request may need {needed} blocks of the KV cache and is sure of "

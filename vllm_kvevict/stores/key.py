@@ -76,7 +76,7 @@ def share_key(
         reads_share: Whether the policy's scores depend on the share of tokens that is kept.
 
     """
-    stops = [stop for t in timelines.values() if (stop := t.stop(0)) is not None]
+    stops = [stop for t in timelines.values() if (stop := t.next_chunk_end(0)) is not None]
     point = min(stops, default=request.num_tokens)
     if point >= request.num_tokens:
         return None

@@ -1,66 +1,73 @@
-"""The most blocks that a request can ever hold at once: a sum of a few lengths, no simulation.
+"""The maximum number of blocks that a request can hold at once, computed without a simulation.
 
-A request that is preempted is computed anew, answer included, as one prompt that ends wherever it
-had come to. So what it holds before its first eviction depends on the length of that replay too.
+A preempted request is computed again as one prompt that includes its answer so far. The blocks that
+it holds before its first eviction therefore also depend on the length of that replay.
 """
 
 from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
-def most_ever(
-    rule: EvictionRule, prompt_len: int, ends: int, at: int | None = None, on_demand: bool = False
+def max_blocks_ever(
+    rule: EvictionRule,
+    prompt_len: int,
+    max_length: int,
+    requested_point: int | None = None,
+    on_demand: bool = False,
 ) -> int:
-    """Blocks that suffice for a request in one group, preempted at any length or not at all.
+    """Return a number of blocks that suffices for a request in one group, even if it is preempted.
 
-    Nobody shares its blocks and evictions run when they are due, as in
-    :meth:`~vllm_kvevict.timeline.progress.EvictionProgress.least_blocks`.
+    This assumes that no block is shared and that evictions run when they are due, as in
 
     Args:
-        rule: The group's timeline as the request has it.
+        rule: The eviction rule of the request in the group.
         prompt_len: Tokens of the prompt.
-        ends: Tokens of prompt and longest answer.
-        at: The request's own eviction point in (0, prompt_len]; None for the end of prefill.
-        on_demand: Whether it evicts only when it is called.
+        max_length: Tokens of the prompt and the longest answer.
+        requested_point: The eviction point that the request asked for, in (0, prompt_len]; None for
+            the end of prefill.
+        on_demand: True if the request evicts on demand only.
 
     """
     bs = rule.block_size
-    whole = blocks_for(ends, bs)
+    all_blocks = blocks_for(max_length, bs)
     if on_demand:
-        return whole
-    store = rule.store_blocks(prompt_len if at is None else at)
+        return all_blocks
+    store = rule.store_blocks(prompt_len if requested_point is None else requested_point)
     if not rule.prefill_stride:
-        # A replay evicts at its own end, which may be that of the answer, or at the point alone.
-        freed = 0 if at is None else _freed(rule, at, ends)
+        # A replay evicts at its own end, which may be the end of the answer, or only at the point.
+        freed = 0 if requested_point is None else _freed(rule, requested_point, max_length)
         if not freed:
-            return whole
-        assert at is not None
-        return max(blocks_for(at, bs), whole - freed + store)
-    # Rounding at either end of the recent tokens, and the block that a step in flight adds.
+            return all_blocks
+        assert requested_point is not None
+        return max(blocks_for(requested_point, bs), all_blocks - freed + store)
+    # Rounding at both ends of the recent tokens, and the block that a step in flight adds.
     between = store + blocks_for(rule.protected + max(rule.stride, rule.prefill_stride), bs) + 2
     first = rule.next_point(0)
     assert first is not None
-    # Points begin where the mean budget is full, which is more than a group of a low share keeps.
+    # Points begin when the mean budget is full, which is more than a group with a small share
+    # keeps.
     between = max(between, blocks_for(first, bs))
     if not rule.stride:
-        freed = _freed_inside(rule, prompt_len, ends, at)
-        between = max(between, whole - freed + store if freed else whole)
-    return min(whole, between)
+        freed = _freed_inside(rule, prompt_len, max_length, requested_point)
+        between = max(between, all_blocks - freed + store if freed else all_blocks)
+    return min(all_blocks, between)
 
 
-def _freed(rule: EvictionRule, n: int, ends: int) -> int:
-    """Positional blocks that a first eviction at ``n`` frees; 0 where it does not run."""
+def _freed(rule: EvictionRule, n: int, max_length: int) -> int:
+    """Return the positional blocks that a first eviction at ``n`` frees; 0 if it does not run."""
     gone = rule.tail_start(n) // rule.block_size
-    return gone if n + 1 < ends and gone > rule.store_blocks(n) else 0
+    return gone if n + 1 < max_length and gone > rule.store_blocks(n) else 0
 
 
-def _freed_inside(rule: EvictionRule, prompt_len: int, ends: int, at: int | None) -> int:
-    """Positional blocks that the evictions inside a prompt have freed by its end."""
-    points = [_freed(rule, prompt_len if at is None else at, ends)]
+def _freed_inside(
+    rule: EvictionRule, prompt_len: int, max_length: int, requested_point: int | None
+) -> int:
+    """Return the positional blocks that evictions inside a prompt have freed by its end."""
+    points = [_freed(rule, prompt_len if requested_point is None else requested_point, max_length)]
     first = rule.next_point(0)
     assert first is not None
     if first < prompt_len:
         last = first + (prompt_len - 1 - first) // rule.prefill_stride * rule.prefill_stride
-        store = rule.store_blocks(prompt_len if at is None else at)
+        store = rule.store_blocks(prompt_len if requested_point is None else requested_point)
         gone = rule.tail_start(last) // rule.block_size
         points.append(gone if gone > store else 0)
     return max(points)

@@ -1,6 +1,6 @@
-"""When one request evicts, and how many blocks it holds: pure arithmetic on lengths.
+"""The eviction progress of one request: when it evicts, and how many blocks it holds.
 
-Units as in :mod:`~vllm_kvevict.timeline.rule`.
+Pure arithmetic on lengths, in the units of :mod:`~vllm_kvevict.timeline.rule`.
 """
 
 import sys
@@ -12,161 +12,175 @@ from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 @dataclass
 class EvictionProgress:
-    """Where one request stands in its schedule, from admission to finish or preemption.
+    """Progress of one request through its eviction rule, from admission to the end or a preemption.
 
     Args:
         timeline: The rule.
         prompt_len: Tokens of the prompt.
-        prefill_end: The prompt, or everything that is replayed after a preemption.
-        at: The request's own eviction point in (0, prompt_len]; None for the end of prefill.
-            Tokens from there on are prefilled over the evicted cache.
-        ends: Length at which the request ends at the latest, its last sampled token included;
-            None where it is not known. What could only evict with the last step never does.
-        on_demand: Whether the request evicts only when it is called, and not at fixed lengths.
+        prefill_end: Length of the prompt, or of all tokens that are replayed after a preemption.
+        requested_point: The eviction point that the request asked for, in (0, prompt_len]; None for
+            the end of prefill. Tokens from there on are prefilled over the evicted cache.
+        max_length: Maximum length of the request, its last sampled token included; None if unknown.
+            An eviction that could only run with the last step never runs.
+        on_demand: True if the request evicts only on demand, and not at fixed lengths.
 
     """
 
     timeline: EvictionRule
     prompt_len: int
     prefill_end: int
-    at: int | None = None
-    ends: int | None = None
+    requested_point: int | None = None
+    max_length: int | None = None
     on_demand: bool = False
     tail_start: int = 0
     store_blocks: int = 0
-    """Blocks of its store; 0 before the first eviction."""
-    not_before: int = 0
-    """Length before which a request that waits for a call is left alone."""
-    due: int | None = field(init=False)
-    point: int | None = field(init=False)
-    """E, where prefill evicts; None for a request too short for it."""
+    """Blocks of the store; 0 before the first eviction."""
+    no_eviction_before: int = 0
+    """Length before which the request is not evicted on demand."""
+    next_eviction: int | None = field(init=False)
+    next_prefill_eviction: int | None = field(init=False)
+    """E, the position at which prefill evicts; None if the request is too short for it."""
     computed_valid: int | None = None
-    """Tokens from here on were computed over an evicted cache; None before the first eviction."""
+    """First token that was computed over an evicted cache; None before the first eviction."""
 
     def __post_init__(self) -> None:
         rule = self.timeline
-        self._floor = rule.store_blocks(self.prompt_len if self.at is None else self.at)
-        self.point = self.due = None
+        self._floor = rule.store_blocks(
+            self.prompt_len if self.requested_point is None else self.requested_point
+        )
+        self.next_prefill_eviction = self.next_eviction = None
         if self.on_demand:
             return
-        self.point = self.due = self._inside(0)
-        if self.due is None and rule.stride:
-            # Too short to evict: joins in once it has outgrown its budget by the interval.
-            budget = self.wanted(self.goal) * rule.block_size + rule.protected
+        self.next_prefill_eviction = self.next_eviction = self._inside(0)
+        if self.next_eviction is None and rule.stride:
+            # The prompt is too short to evict. The first eviction comes when the request exceeds
+            # its budget by the interval.
+            budget = self.wanted(self.context_end) * rule.block_size + rule.protected
             start = max(budget + rule.stride, self.prefill_end + 1)
-            self.due = self._first(start, rule.stride, rule.stride // rule.block_size)
+            self.next_eviction = self._first(start, rule.stride, rule.stride // rule.block_size)
 
     @property
-    def goal(self) -> int:
-        """Where the context ends: the request's own eviction point, or the end of prefill."""
-        return self.prefill_end if self.at is None else self.at
+    def context_end(self) -> int:
+        """End of the context: the eviction point that the request asked for, or the end of
+        prefill."""
+        return self.prefill_end if self.requested_point is None else self.requested_point
 
     @property
-    def stops(self) -> bool:
-        """Whether chunks of prefill end at the request's eviction points."""
-        return self.at is not None or self.timeline.prefill_stride > 0
+    def has_eviction_points(self) -> bool:
+        """True if chunks of prefill end at the eviction points of the request."""
+        return self.requested_point is not None or self.timeline.prefill_stride > 0
 
-    def stop(self, start: int) -> int | None:
-        """Where a chunk of prefill from ``start`` on must end; None for nowhere.
+    def next_chunk_end(self, start: int) -> int | None:
+        """Return the position at which a chunk of prefill that starts at ``start`` must end; None
+        for no limit.
 
-        An eviction that was put off has its chance at every later point, the request's own
-        included.
+        A deferred eviction can run at every later point, including the one that the request asked
+        for.
         """
-        waits = self.point == self.due or not self.timeline.prefill_stride
-        if not self.stops or self.point is None or not waits:
+        is_next = (
+            self.next_prefill_eviction == self.next_eviction or not self.timeline.prefill_stride
+        )
+        if not self.has_eviction_points or self.next_prefill_eviction is None or not is_next:
             return None
-        if self.point > start:
-            return self.point
-        later = self.timeline.next_point(start), self.at
+        if self.next_prefill_eviction > start:
+            return self.next_prefill_eviction
+        later = self.timeline.next_point(start), self.requested_point
         return min((point for point in later if point is not None and point > start), default=None)
 
     @property
     def points(self) -> tuple[int, ...]:
-        """Every position short of the end of prefill at which it evicts, asked before the first."""
-        request, found = replace(self), []
-        while request.due is not None and request.due < self.prefill_end:
-            found.append(request.due)
-            request.evict(request.due)
-        return tuple(found)
+        """Positions before the end of prefill at which the request evicts; valid before the first
+        eviction."""
+        request, points = replace(self), []
+        while request.next_eviction is not None and request.next_eviction < self.prefill_end:
+            points.append(request.next_eviction)
+            request.evict(request.next_eviction)
+        return tuple(points)
 
     def _inside(self, n: int) -> int | None:
-        """Where prefill evicts next behind ``n``, its end included; None where it does not."""
-        last = self.goal if n < self.goal else self.prefill_end
+        """Return the next position after ``n`` at which prefill evicts, its end included; None if
+        there is none."""
+        last = self.context_end if n < self.context_end else self.prefill_end
         point = self.timeline.next_point(n)
         while point is not None and point < last:
             if self.gain(point) > 0:
                 return point
             point += self.timeline.prefill_stride
-        if n >= self.goal:
+        if n >= self.context_end:
             return None
         return self._before_end(last) if self.gain(last) > 0 else self._inside(last)
 
     def wanted(self, n: int) -> int:
-        """Blocks of the store that an eviction at ``n`` fills.
+        """Return the blocks of the store that an eviction at ``n`` fills.
 
-        A share is one of ``n`` tokens; a budget in tokens is shared between groups of layers by
-        the prompt's length. A store never shrinks: protected tokens that fit once fit for good.
+        A share refers to ``n`` tokens. A budget in tokens is divided between groups of layers by
+        the length of the prompt. A store never shrinks: protected tokens that fit once always fit.
         """
         if self.timeline.budget_share is None:
             return self._floor
         return max(self._floor, self.timeline.store_blocks(n))
 
     def share(self, n: int) -> float:
-        """Part of the tokens that an eviction at ``n`` keeps, on average over all layers.
+        """Return the share of the tokens that an eviction at ``n`` keeps, on average over all
+        layers.
 
-        Of the context where ``n`` is inside of it: what is scored early is compared at its end.
+        Inside the context, the share refers to the whole context, since tokens that are scored
+        early are compared at its end.
         """
-        length = max(n, self.goal)
+        length = max(n, self.context_end)
         return self.timeline.budget(length) / length
 
     def gain(self, n: int) -> int:
-        """Blocks that an eviction at ``n`` gives back, less those that it takes."""
+        """Return the blocks that an eviction at ``n`` frees, less those that it takes."""
         tail = (self.timeline.tail_start(n) - self.tail_start) // self.timeline.block_size
         return tail + self.store_blocks - self.wanted(n)
 
     def _first(self, start: int, pause: int, gain: int = 1) -> int | None:
-        """A length from ``start`` on at which an eviction gains so many blocks; None for never.
+        """Return a length from ``start`` on at which an eviction gains ``gain`` blocks; None for
+        never.
 
-        A share grows with the sequence, so it may be late or never that something can go. Looked
-        for in pauses that double.
+        A share grows with the sequence, so evictions may begin late or never. The search uses steps
+        that double.
         """
-        last, n = sys.maxsize if self.ends is None else self.ends, start
+        last, n = sys.maxsize if self.max_length is None else self.max_length, start
         while n < last and self.gain(n) < gain:
             n, pause = n + pause, 2 * pause
         return self._before_end(n) if n < last else None
 
     def _before_end(self, n: int) -> int | None:
-        """``n``, or None where a step that ends there is the request's last."""
-        return n if self.ends is None or n + 1 < self.ends else None
+        """Return ``n``, or None if a step that ends there is the last one of the request."""
+        return n if self.max_length is None or n + 1 < self.max_length else None
 
-    def turn(self, start: int, end: int, window: int) -> int | None:
-        """Where a request that is called would evict; None where that gives back nothing.
+    def on_demand_length(self, start: int, end: int, window: int) -> int | None:
+        """Return the length at which a request evicts on demand; None if that frees no block.
 
-        At the end of the context or of the prefill if it has not come there, else as soon as its
-        window can be recorded.
+        This is the end of the context or of the prefill if the request has not reached it, else the
+        earliest length with a recorded window.
 
         Args:
-            start: First position of the coming step.
-            end: Where that step ends.
-            window: Queries that must be recorded until then; 0 for policies without a window.
+            start: First position of the next step.
+            end: End of that step.
+            window: Number of queries that must be recorded until then; 0 for policies without a
+                window.
 
         """
         due = max(start + window, end)
-        if due <= self.goal:
-            due = self.goal
+        if due <= self.context_end:
+            due = self.context_end
         elif end <= self.prefill_end:
             due = max(due, self.prefill_end)
         return self._before_end(due) if self.gain(due) > 0 else None
 
-    def call(self, due: int) -> None:
-        """Let a request that evicts on demand do so at ``due``, which :meth:`turn` gave."""
-        self.due = due
-        self.point = due if due <= self.prefill_end else None
+    def schedule_on_demand(self, due: int) -> None:
+        """Schedule an eviction on demand at ``due``, as returned by :meth:`on_demand_length`."""
+        self.next_eviction = due
+        self.next_prefill_eviction = due if due <= self.prefill_end else None
 
     @property
-    def waits(self) -> bool:
-        """Whether the request may still be called: short of a preemption, at any length."""
-        return self.on_demand and self.not_before < sys.maxsize
+    def can_evict_on_demand(self) -> bool:
+        """True if the request may be evicted on demand. To avoid a preemption, this is possible at
+        any length."""
+        return self.on_demand and self.no_eviction_before < sys.maxsize
 
     @property
     def evicted(self) -> bool:
@@ -174,106 +188,125 @@ class EvictionProgress:
 
     @property
     def hit_cap(self) -> int:
-        """Most tokens that a prefix-cache hit may cover, asked before anything is evicted.
+        """Maximum number of tokens that a prefix-cache hit may cover; valid before the first
+        eviction.
 
-        The queries of the last w tokens before the first eviction must be computed, also where
-        it comes soon after the prefill.
+        The queries of the last w tokens before the first eviction must be computed, even if it
+        comes soon after the prefill.
         """
-        if self.due is None:
+        if self.next_eviction is None:
             return self.prefill_end
         rule = self.timeline
-        # Fewer tokens than the window may be protected.
-        window = max(0, self.due - rule.window) // rule.block_size * rule.block_size
-        return min(self.prefill_end, rule.tail_start(self.due), window)
+        # There may be fewer protected tokens than the window has.
+        window = max(0, self.next_eviction - rule.window) // rule.block_size * rule.block_size
+        return min(self.prefill_end, rule.tail_start(self.next_eviction), window)
 
     def is_due(self, n: int) -> bool:
-        """Whether the step that ends at ``n`` should evict."""
-        return self.due is not None and n >= self.due and self.gain(n) > 0
+        """Return whether the step that ends at ``n`` should evict."""
+        return self.next_eviction is not None and n >= self.next_eviction and self.gain(n) > 0
 
     def observes(self, n: int) -> bool:
-        """Whether the step that ends at ``n`` computes queries of the coming window."""
-        return self.due is not None and n > self.due - self.timeline.window
+        """Return whether the step that ends at ``n`` computes queries of the next window."""
+        return self.next_eviction is not None and n > self.next_eviction - self.timeline.window
 
     def evict(self, n: int) -> tuple[int, int]:
         """Record the eviction of the step that ends at ``n``.
 
         Returns:
-            The old and the new tail start; blocks between them are freed once the step is
+            The old and the new tail start. The blocks between them are freed once the step was
             processed.
 
         """
-        assert self.is_due(n), f"no eviction is due at {n} (due {self.due})"
+        assert self.is_due(n), f"no eviction is due at {n} (due {self.next_eviction})"
         self._floor = self.store_blocks = self.wanted(n)
         old, self.tail_start = self.tail_start, self.timeline.tail_start(n)
         if self.computed_valid is None:
             self.computed_valid = n
         stride = self.timeline.stride
         if self.on_demand:
-            self.due, self.not_before = None, n + stride if stride else sys.maxsize
+            self.next_eviction, self.no_eviction_before = (
+                None,
+                n + stride if stride else sys.maxsize,
+            )
             return old, self.tail_start
         if not self._stop_inside(n):
-            # Nowhere else in prefill, so that nothing depends on how it is cut into chunks.
-            self.due = self._first(max(n + stride, self.prefill_end), stride) if stride else None
+            # There are no other evictions in prefill, so that the result does not depend on its
+            # chunks.
+            self.next_eviction = (
+                self._first(max(n + stride, self.prefill_end), stride) if stride else None
+            )
         return old, self.tail_start
 
     def _stop_inside(self, n: int) -> bool:
-        """Let the next eviction behind ``n`` be one of prefill, if prefill evicts once more."""
+        """Schedule the next eviction after ``n`` inside prefill; return False if prefill evicts no
+        more."""
         due = self._inside(n)
         if due is not None:
-            self.due = self.point = due
+            self.next_eviction = self.next_prefill_eviction = due
         return due is not None
 
     def looks_before(self, point: int) -> bool:
-        """Whether an eviction behind one at ``point`` looks at queries before it."""
-        rule, due = self.timeline, self.due
+        """Return whether the eviction after one at ``point`` uses queries before ``point``."""
+        rule, due = self.timeline, self.next_eviction
         if self.is_due(point):
             later = replace(self)
             later.evict(point)
             due = point + rule.stride if rule.stride else None
-            if later.point != point:
-                due = later.point
+            if later.next_prefill_eviction != point:
+                due = later.next_prefill_eviction
         return due is not None and due - rule.window < point
 
     def defer(self, n: int) -> None:
-        """Try the coming eviction, or that of the step that ends at ``n``, in the next interval.
+        """Defer the next eviction, or the one of the step that ends at ``n``, to the next interval.
 
-        Where nothing evicts in decode, after four windows: a slot of the observation rings is
-        then held a quarter of the time at most.
+        If nothing evicts in decode, it is deferred by four windows, so that it holds a slot of the
+        observation rings for a quarter of the time at most.
         """
         rule = self.timeline
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
         if self.on_demand:
-            self.due, self.not_before = None, n + pause
-        elif not self._stop_inside(max(n, self.due or 0)):
-            self.due = self._first(max(n + pause, self.prefill_end), pause)
+            self.next_eviction, self.no_eviction_before = None, n + pause
+        elif not self._stop_inside(max(n, self.next_eviction or 0)):
+            self.next_eviction = self._first(max(n + pause, self.prefill_end), pause)
 
-    def least_blocks(self, n: int) -> int:
-        """Blocks that suffice up to length ``n`` where nobody shares them and evictions run.
+    def sufficient_blocks(self, n: int) -> int:
+        """Return a number of blocks that suffices up to length ``n`` if no block is shared and
+        evictions run.
 
-        They find room in the request's own blocks then. In decode a step in flight adds a block
-        before an eviction's are free; in prefill the next chunk waits for them where it stops.
+        Evictions then reuse the request's own blocks. In decode, a step in flight adds a block
+        before those of an eviction are free; in prefill, the next chunk waits for them if chunks
+        end at eviction points.
         """
-        return _least_blocks(
-            self.timeline, self.prompt_len, self.prefill_end, self.at, self.ends, self.on_demand, n
+        return _sufficient_blocks(
+            self.timeline,
+            self.prompt_len,
+            self.prefill_end,
+            self.requested_point,
+            self.max_length,
+            self.on_demand,
+            n,
         )
 
 
 @lru_cache(maxsize=4096)
-def _least_blocks(
+def _sufficient_blocks(
     rule: EvictionRule,
     prompt_len: int,
     prefill_end: int,
-    at: int | None,
-    ends: int | None,
+    requested_point: int | None,
+    max_length: int | None,
     on_demand: bool,
     n: int,
 ) -> int:
-    """As :meth:`EvictionProgress.least_blocks`: asked in every step in which a prompt waits."""
-    request = EvictionProgress(rule, prompt_len, prefill_end, at, ends, on_demand)
-    bs, most, freed, store = rule.block_size, 0, 0, 0
-    while request.due is not None and n >= request.due:
-        due = request.due
-        in_flight = n > due and (due >= prefill_end or not request.stops)
-        most = max(most, blocks_for(due, bs) - freed + store + in_flight)
+    """Implementation of :meth:`EvictionProgress.sufficient_blocks`, called in every step in which a
+    prompt waits."""
+    request = EvictionProgress(
+        rule, prompt_len, prefill_end, requested_point, max_length, on_demand
+    )
+    bs, peak, freed, store = rule.block_size, 0, 0, 0
+    while request.next_eviction is not None and n >= request.next_eviction:
+        due = request.next_eviction
+        in_flight = n > due and (due >= prefill_end or not request.has_eviction_points)
+        peak = max(peak, blocks_for(due, bs) - freed + store + in_flight)
         freed, store = request.evict(due)[1] // bs, request.store_blocks
-    return max(most, blocks_for(n, bs) - freed + store)
+    return max(peak, blocks_for(n, bs) - freed + store)

@@ -1,17 +1,18 @@
-"""What an eviction takes from the pool and gives back: counts of blocks, asked for in one way."""
+"""Blocks that an eviction takes from the pool and returns to it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class GroupQuote:
-    """What one eviction of a request takes and gives in one KV-cache group, in blocks.
+    """Blocks that one eviction of a request takes and frees in one KV-cache group.
 
     Args:
         group_id: The group.
-        store: S, the blocks that survivors fill.
-        own: Blocks that it replaces and no other request holds. Survivors may go there.
-        reserved: Fresh blocks that the request has already for it.
+        store: S, the number of blocks that survivors fill.
+        own: Number of replaced blocks that no other request holds. Survivors may be written to
+            them.
+        reserved: Number of fresh blocks that the request already has for the eviction.
 
     """
 
@@ -22,18 +23,18 @@ class GroupQuote:
 
     @property
     def gain(self) -> int:
-        """Blocks given back, less those taken."""
+        """Blocks freed, less those taken."""
         return self.own - self.store
 
     @property
     def fresh(self) -> int:
-        """Blocks that the pool must have for it."""
+        """Blocks that the pool must provide."""
         return max(0, self.store - self.own - self.reserved)
 
 
 @dataclass(frozen=True)
 class Quote:
-    """What one eviction of a request takes and gives in all groups that evict together."""
+    """Blocks that one eviction of a request takes and frees in all groups that evict together."""
 
     parts: tuple[GroupQuote, ...]
 
@@ -51,7 +52,7 @@ class Quote:
 
     @property
     def profitable(self) -> "Quote":
-        """Without the groups that give back no more than they take."""
+        """The quote without the groups that free no more blocks than they take."""
         return Quote(tuple(part for part in self.parts if part.gain > 0))
 
     @property

@@ -1,11 +1,11 @@
-"""Slots of the observation rings: which request may record its queries."""
+"""Slots of the observation rings, which record the queries of requests."""
 
 
 class RingSlots:
     """A bounded pool of ring slots, numbered 0 .. count - 1.
 
-    A ring holds the last w queries of one request for every layer. Only requests whose
-    eviction is near hold one.
+    A ring holds the last w queries of one request for every layer. Only requests near an eviction
+    hold a slot.
     """
 
     def __init__(self, count: int) -> None:
@@ -17,7 +17,7 @@ class RingSlots:
         return len(self._free)
 
     def pop(self) -> int | None:
-        """A free slot, or None."""
+        """Return a free slot, or None if there is none."""
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:

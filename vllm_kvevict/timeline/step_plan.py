@@ -1,4 +1,5 @@
-"""What the scheduler tells the workers about one step. Plain data, pickled with the step."""
+"""The plan of one step, sent from the scheduler to the workers. Plain data, pickled with the
+step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,11 @@ PLAN = "kv_eviction_plan"
 class GroupEviction:
     """One request's eviction in one KV-cache group.
 
-    Block ids are vLLM's physical block ids. ``positional`` holds every block from the old
-    tail start to the end of the request; ``store`` are the blocks to fill. The first ``reused`` of
-    those are in ``old_store`` or ``positional`` too: then every survivor of a layer must be read
-    before one is written. How heads share a ``published`` store is kept for others, under the id
-    of its first block.
+    Block ids are vLLM's physical block ids. ``positional`` holds every block from the old tail
+    start to the end of the request; ``store`` are the blocks to fill. The first ``reused`` of them
+    are also in ``old_store`` or ``positional``, so every survivor of a layer must be read before
+    any is written. If the store is ``published``, the workers keep its head split for other
+    requests, under the id of its first block.
     """
 
     group_id: int
@@ -33,11 +34,11 @@ class GroupEviction:
 class Eviction:
     """An eviction that runs after the forward pass of the step that carries it.
 
-    ``num_tokens`` counts the tokens in the cache after that forward pass; ``ring`` is the
-    slot that holds the queries of the last w of them, or None for policies that need none.
-    ``policy`` names what decides; the first ``protect_first`` tokens stay whatever it says.
-    ``inside``: the window does not hold what is asked, because the prompt goes on behind it.
-    ``share``: part of its tokens that the request keeps, by its budget.
+    ``num_tokens`` counts the tokens in the cache after that forward pass; ``ring`` is the slot with
+    the queries of the last w of them, or None for policies that need none. ``policy`` is the name
+    of the policy; the first ``protect_first`` tokens are kept in any case. ``inside`` is True if
+    the prompt continues after the eviction, so that the window does not contain the question.
+    ``share`` is the share of its tokens that the request keeps by its budget.
     """
 
     request_id: str
@@ -52,7 +53,7 @@ class Eviction:
 
 @dataclass
 class ReusedStore:
-    """A published store that a request has in one KV-cache group from its first step on."""
+    """A published store that a request uses in one KV-cache group from its first step on."""
 
     group_id: int
     tail_start: int
@@ -61,7 +62,8 @@ class ReusedStore:
 
 @dataclass
 class StoreBlocks:
-    """Blocks of a published store in one KV-cache group: what was kept, and those behind it."""
+    """Blocks of a published store in one KV-cache group: the kept tokens, and the tail after
+    them."""
 
     group_id: int
     store: list[int]
@@ -76,10 +78,10 @@ class StoreBlocks:
 class StoreCopy:
     """A published store that is copied out of the KV cache, or into it.
 
-    ``name`` is what it is called outside, a digest of its key. ``keep``: host memory holds it from
-    then on; ``write``: so does a file. ``payload`` has, for each rank, a handle
-    (:data:`vllm_kvevict.stores.region.Handle`) of the content of its file, if host memory does not
-    hold the store.
+    ``name`` identifies the store outside the KV cache; it is a digest of the key. ``keep`` means
+    that host memory holds the store afterwards, and ``write`` that a file does. If host memory does
+    not hold the store, ``payload`` has a handle (:data:`vllm_kvevict.stores.region.Handle`) of the
+    content of its file for each rank.
     """
 
     name: str
@@ -91,8 +93,8 @@ class StoreCopy:
 
 @dataclass
 class HiddenStateSpan:
-    """Positions [first, end) of a request whose step begins at ``start``: their hidden states are
-    kept, the last w of them."""
+    """Positions [first, end) of a request with hidden states to keep, the last w of them. The step
+    of the request begins at ``start``."""
 
     start: int
     first: int
@@ -101,10 +103,10 @@ class HiddenStateSpan:
 
 @dataclass
 class Replay:
-    """Tokens [start, end) of the request ``of``, computed once more over what its eviction left.
+    """Tokens [start, end) of the request ``of``, computed again over the cache after its eviction.
 
-    ``request_id`` is the engine's own request that does so. ``kept`` is the share of the tokens
-    before ``end`` that was left, of all heads and layers.
+    ``request_id`` is the internal request that computes them. ``kept`` is the share of the tokens
+    before ``end`` that was kept, over all heads and layers.
     """
 
     request_id: str
@@ -117,17 +119,27 @@ class Replay:
 
 @dataclass
 class StepPlan:
-    """``rings``: slot that records the step's last queries, by request id.
+    """The plan of one step.
 
-    ``accumulating``: requests whose policy counts the attention of every query, as long as an
-    eviction is to come. ``reused``: stores of requests that this step admits, by request id.
-    ``loads`` come before the forward pass, ``saves`` after the evictions, which make them;
-    ``forgotten`` are names that host memory no longer holds, in between. ``heard``: whose hidden
-    states are kept, by request id; ``replays`` of the step's evictions will come, ``compared`` end
-    with the step, and ``dropped`` are names of those that never will. ``settle``: copies of vLLM's
-    offload that are finished before the evictions, ``settle_first`` those before the ``loads``.
-    ``weigh`` is not 0 after a reset of the prefix cache: its number. Workers compute a checksum of
-    their weights before the ``loads``, and use files of stores of these weights from then on.
+    Args:
+        rings: Slot that records the last queries of the step, by request id.
+        evictions: Evictions after the forward pass.
+        accumulating: Requests with a policy that counts the attention of every query, as long as an
+            eviction is to come.
+        reused: Stores of the requests that this step admits, by request id.
+        loads: Stores to copy into the KV cache before the forward pass.
+        saves: Stores to copy out of the KV cache after the evictions, which make them.
+        forgotten: Names of stores that host memory no longer holds; removed before the saves.
+        weigh: Number of a reset of the prefix cache, or 0. The workers then compute a checksum of
+            their weights before the ``loads``, and use files of stores of these weights from then
+            on.
+        hidden_states: Hidden states to keep, by request id.
+        replays: Replays of the step's evictions that will follow.
+        compared: Replays that end with the step.
+        dropped: Names of replays that will never run.
+        settle: Copies of vLLM's offload that must finish before the evictions.
+        settle_first: Copies of vLLM's offload that must finish before the ``loads``.
+
     """
 
     rings: dict[str, int] = field(default_factory=dict)
@@ -138,7 +150,7 @@ class StepPlan:
     saves: list[StoreCopy] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     weigh: int = 0
-    heard: dict[str, HiddenStateSpan] = field(default_factory=dict)
+    hidden_states: dict[str, HiddenStateSpan] = field(default_factory=dict)
     replays: list[Replay] = field(default_factory=list)
     compared: list[Replay] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -149,15 +161,15 @@ class StepPlan:
         return any(vars(self).values())
 
     def of(self, groups: Collection[int]) -> Self:
-        """The plan of a pipeline stage that has layers of these KV-cache groups only."""
+        """Return the plan of a pipeline stage that has layers of these KV-cache groups only."""
         if not (self.evictions or self.reused):
             return self
         evictions = [
-            replace(eviction, groups=[one for one in eviction.groups if one.group_id in groups])
+            replace(eviction, groups=[part for part in eviction.groups if part.group_id in groups])
             for eviction in self.evictions
         ]
         reused = {
-            request_id: [one for one in stores if one.group_id in groups]
+            request_id: [store for store in stores if store.group_id in groups]
             for request_id, stores in self.reused.items()
         }
         return replace(self, evictions=evictions, reused=reused)

@@ -1,4 +1,4 @@
-"""Which requests to look at in a step."""
+"""The requests that a step has to examine."""
 
 from typing import Generic, TypeVar
 
@@ -6,10 +6,10 @@ Item = TypeVar("Item")
 
 
 class WakeupQueue(Generic[Item]):
-    """Decoding requests by the step that looks at them next: most need nothing for many steps.
+    """Decoding requests by the next step that examines them. Most need nothing for many steps.
 
     Args:
-        tokens_a_step: Most tokens that a decoding request computes in a step.
+        tokens_a_step: Maximum number of tokens that a decoding request computes per step.
 
     """
 
@@ -20,9 +20,9 @@ class WakeupQueue(Generic[Item]):
         self._wakes_at: dict[Item, int] = {}
 
     def sleep(self, item: Item, tokens: int) -> None:
-        """Look at a request again in the step before which it may have computed ``tokens`` more.
+        """Examine a request again in the step before which it may have computed ``tokens`` more.
 
-        In the next step at the earliest. A request that sleeps already sleeps until the new step.
+        This is the next step at the earliest. It replaces an earlier wake-up of the request.
         """
         self.forget(item)
         step = self._step + max(1, -(-tokens // self._tokens_a_step))
@@ -30,7 +30,7 @@ class WakeupQueue(Generic[Item]):
         self._wakes_at[item] = step
 
     def forget(self, item: Item) -> None:
-        """Never look at a request again, if it sleeps."""
+        """Cancel the wake-up of a request, if it has one."""
         step = self._wakes_at.pop(item, None)
         if step is not None:
             del self._asleep[step][item]
@@ -38,7 +38,7 @@ class WakeupQueue(Generic[Item]):
                 del self._asleep[step]
 
     def next_step(self) -> list[Item]:
-        """Begin a step; returns the requests to look at in it."""
+        """Begin a step; return the requests to examine in it."""
         self._step += 1
         woken = list(self._asleep.pop(self._step, ()))
         for item in woken:

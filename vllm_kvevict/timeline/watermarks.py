@@ -1,15 +1,15 @@
-"""Free blocks between which eviction under pressure runs."""
+"""Watermarks of free blocks for eviction under pressure."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Watermarks:
-    """Eviction under pressure begins below the low one and ends at the high one: no flutter.
+    """Eviction under pressure begins below the low watermark and ends at the high one (hysteresis).
 
     Args:
-        blocks: Blocks of the pool.
-        low_share: Share of them at the low watermark, beside the reserve.
+        blocks: Number of blocks of the pool.
+        low_share: Share of the blocks at the low watermark, in addition to the reserve.
         high_share: The same at the high watermark.
 
     """
@@ -18,7 +18,7 @@ class Watermarks:
     low_share: float
     high_share: float
     reserve: int = 0
-    """Blocks that running requests take until an eviction that begins has given some back."""
+    """Blocks that running requests take until an eviction that begins now has freed some."""
     pressing: bool = False
 
     @property
@@ -30,5 +30,5 @@ class Watermarks:
         return self.reserve + int(self.high_share * self.blocks)
 
     def update(self, free: int) -> None:
-        """Note the free blocks, less those that are promised; below 0 where more are."""
+        """Update with the number of free blocks less the promised ones, which may be negative."""
         self.pressing = free < self.low or (self.pressing and free < self.high)

@@ -71,10 +71,10 @@ class Comparison:
 
     def keep_hidden_states(self, scheduler_output: SchedulerOutput) -> None:
         """Keep hidden states, after the forward pass and before the runner drops them."""
-        if not self._plan.heard:
+        if not self._plan.hidden_states:
             return
         hidden, starts = self._rows.hidden_states(scheduler_output)
-        for request_id, span in self._plan.heard.items():
+        for request_id, span in self._plan.hidden_states.items():
             first = starts[request_id] + span.first - span.start
             self._keep(request_id, span, hidden[first : first + span.end - span.first])
 

@@ -41,7 +41,7 @@ class Requests:
             request=SimpleNamespace(request_id=name, block_hashes=hashes),
             phase=Phase.PREFILL,
             holds_blocks=True,
-            store=over,
+            base_store=over,
             suffix_published=POINT,
         )
 
@@ -73,10 +73,10 @@ def test_a_request_that_left_or_evicted_publishes_nothing() -> None:
     for state in (left, again, evicted):
         requests.cache.note(state, 4 * SIZE)
     left.holds_blocks = False
-    again.store = store()
-    evicted.store = None
+    again.base_store = store()
+    evicted.base_store = None
     requests.cache.publish()
-    assert not shared.suffix and not again.store.suffix
+    assert not shared.suffix and not again.base_store.suffix
 
 
 def test_a_block_that_serves_others_by_then_is_neither_found_nor_remembered() -> None:

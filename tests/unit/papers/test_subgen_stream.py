@@ -169,5 +169,5 @@ def test_flags_reach_the_scorer_and_prefix_hits_need_no_window():
     assert policy.requirements.window == "none" and not policy.requirements.every_query
     for samples in (1, 4, 16):
         config = EvictionConfig(policy="subgen-stream", options=dict(cluster_samples=samples))
-        assert config.least_slots("subgen-stream") == build_policy(config).scorer.min_slots
-        assert config.least_slots("snapkv") == 0
+        assert config.min_slots("subgen-stream") == build_policy(config).scorer.min_slots
+        assert config.min_slots("snapkv") == 0

@@ -34,7 +34,7 @@ STREAMED = replace(RULE, prefill_interval=64)
 
 def key(prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, **options):
     request = make_request(SETUP, "r", prompt, 4, **options)
-    timelines = {0: EvictionProgress(rule, len(prompt), len(prompt), at=at)}
+    timelines = {0: EvictionProgress(rule, len(prompt), len(prompt), requested_point=at)}
     return share_key(request, timelines, 8, policy, first, reads_share)
 
 

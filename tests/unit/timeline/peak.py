@@ -17,8 +17,8 @@ def peak_blocks(request: EvictionProgress, n: int) -> int:
     if request.on_demand:
         return blocks_for(n, bs) + request.wanted(n)
     request = replace(request, tail_start=0, store_blocks=0, computed_valid=None)
-    while request.due is not None and n >= request.due:
-        due = request.due
+    while request.next_eviction is not None and n >= request.next_eviction:
+        due = request.next_eviction
         freed_next = request.evict(due)[1] // bs
         held = blocks_for(due, bs) - freed + store
         peak = max(peak, held + request.store_blocks + (n > due))

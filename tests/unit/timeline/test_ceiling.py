@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.unit.timeline.test_prefill_points import Streaming, streaming
 from tests.unit.timeline.test_rule import PROFILE, timelines
-from vllm_kvevict.timeline.ceiling import most_ever
+from vllm_kvevict.timeline.ceiling import max_blocks_ever
 from vllm_kvevict.timeline.layers import by_layer
 from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
@@ -38,7 +38,7 @@ def test_no_replay_holds_more(rule, shares, prompt_len, answer, share):
     replays = sorted({*range(prompt_len, ends, max(1, answer // 12)), ends - 1})
     for one in by_layer(shares, len(shares)) if shares else [None]:
         mine = replace(rule, share=one)
-        most = most_ever(mine, prompt_len, ends, at)
+        most = max_blocks_ever(mine, prompt_len, ends, at)
         needed = max(held(mine, prompt_len, replay, ends, at) for replay in replays)
         assert needed <= most <= blocks_for(ends, rule.block_size)
         # Rounding at either end of the window, a step in flight, and the intervals not met.
@@ -49,12 +49,14 @@ def test_no_replay_holds_more(rule, shares, prompt_len, answer, share):
 def test_a_replay_holds_the_answer_as_well():
     """15,000 tokens of prompt would fit into 1,000 blocks of 16, and 16,200 to replay do not."""
     rule = EvictionRule(16, 32, 128, budget_tokens=1024)
-    assert EvictionProgress(rule, 15_000, 15_000).least_blocks(18_000) == 939
-    assert most_ever(rule, 15_000, 18_000) == 1125
-    assert most_ever(replace(rule, prefill_interval=512), 15_000, 18_000) == 62 + 34 + 2
+    assert EvictionProgress(rule, 15_000, 15_000).sufficient_blocks(18_000) == 939
+    assert max_blocks_ever(rule, 15_000, 18_000) == 1125
+    assert max_blocks_ever(replace(rule, prefill_interval=512), 15_000, 18_000) == 62 + 34 + 2
     # A point of its own lets go of the context in every replay, but of nothing behind it.
-    assert most_ever(rule, 15_000, 18_000, at=14_000) == max(875, 1125 - 873 + 62)
-    assert most_ever(rule, 15_000, 18_000, at=14_000, on_demand=True) == 1125
+    assert max_blocks_ever(rule, 15_000, 18_000, requested_point=14_000) == max(
+        875, 1125 - 873 + 62
+    )
+    assert max_blocks_ever(rule, 15_000, 18_000, requested_point=14_000, on_demand=True) == 1125
 
 
 def test_it_costs_the_same_at_every_length(monkeypatch):
@@ -73,6 +75,6 @@ def test_it_costs_the_same_at_every_length(monkeypatch):
     for length in (5_000, 1_000_000):
         for mine in (rule, replace(rule, interval=0), replace(rule, prefill_interval=0)):
             calls = 0
-            most_ever(mine, length, 2 * length, length // 2)
+            max_blocks_ever(mine, length, 2 * length, length // 2)
             found.add(calls)
     assert max(found) <= 5

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.serving.profile import SHIPPED, read
-from vllm_kvevict.timeline.layers import Share, alike, by_layer, padding, pyramid, sizes_by_stage
+from vllm_kvevict.timeline.layers import (
+    Share,
+    by_layer,
+    group_layers,
+    padding,
+    pyramid,
+    sizes_by_stage,
+)
 from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import EvictionRule
 
@@ -163,8 +170,10 @@ def test_the_shallowest_layers_are_not_given_more_than_there_is():
     assert (first.store_blocks(2000), last.store_blocks(2000)) == (39, 1)
     assert (first.store_blocks(432), last.store_blocks(432)) == (400 // BLOCK, 240 // BLOCK)
     early, late = (EvictionProgress(rule, 432, 432) for rule in (first, last))
-    assert (early.point, late.point) == (None, 432), "all of it fits the shallowest"
-    assert early.due == 432 + 64, "which joins once it has outgrown its budget"
+    assert (early.next_prefill_eviction, late.next_prefill_eviction) == (None, 432), (
+        "all of it fits the shallowest"
+    )
+    assert early.next_eviction == 432 + 64, "which joins once it has outgrown its budget"
 
 
 def test_groups_of_one_share_are_different_rules():
@@ -205,14 +214,14 @@ def test_no_partition_into_even_groups_loses_less(shares, most):
             for layer in group
         )
 
-    groups = alike(shares, most)
+    groups = group_layers(shares, most)
     assert sorted(layer for group in groups for layer in group) == list(range(len(shares)))
     every = partitions(tuple(range(len(shares))), sorted(map(len, groups)))
     assert loss(groups) == pytest.approx(min(map(loss, every)), abs=1e-6)
 
 
 def test_groups_need_not_be_neighbours():
-    assert alike((0.4, 1.5, 0.5, 1.6), 2) == [(1, 3), (0, 2)]
+    assert group_layers((0.4, 1.5, 0.5, 1.6), 2) == [(1, 3), (0, 2)]
     places = by_layer((0.4, 1.5, 0.5, 1.6), 2)
     assert [share.group for share in places] == [1, 0, 1, 0]
     assert places[0].shares == pytest.approx((1.55, 0.45))
@@ -220,7 +229,7 @@ def test_groups_need_not_be_neighbours():
 
 @given(layers=st.integers(1, 130), most=st.integers(2, 12), beta=st.floats(1.5, 40))
 def test_groups_of_a_pyramid_are_neighbours_and_nearly_even(layers, most, beta):
-    groups = alike(pyramid(layers, beta), most)
+    groups = group_layers(pyramid(layers, beta), most)
     assert [layer for group in groups for layer in group] == list(range(layers))
     sizes = [len(group) for group in groups]
     assert max(sizes) - min(sizes) <= 1
@@ -237,7 +246,7 @@ def test_groups_of_a_pyramid_are_neighbours_and_nearly_even(layers, most, beta):
     ],
 )  # fmt: skip
 def test_four_groups_or_fewer_where_padding_would_cost_more_than_a_tenth(layers, sizes, unused):
-    assert [len(group) for group in alike(pyramid(layers, 20.0), 4)] == sizes
+    assert [len(group) for group in group_layers(pyramid(layers, 20.0), 4)] == sizes
     assert padding(sizes) == unused
 
 
@@ -257,17 +266,19 @@ def test_without_a_number_the_fewest_groups_that_come_near(shares):
     """
 
     def left(most):
-        inside = [np.var([shares[layer] for layer in g]) * len(g) for g in alike(shares, most)]
+        inside = [
+            np.var([shares[layer] for layer in g]) * len(g) for g in group_layers(shares, most)
+        ]
         return sum(inside) / max(np.var(shares) * len(shares), 1e-12)
 
     groups = len(by_layer(shares, None)[0].sizes)
     near = [most for most in range(2, 9) if left(most) <= 1 / 30]
     if near:
-        assert groups == len(alike(shares, near[0]))
+        assert groups == len(group_layers(shares, near[0]))
     else:
 
         def lost(most):
-            missing = padding([len(group) for group in alike(shares, most)])
+            missing = padding([len(group) for group in group_layers(shares, most)])
             return left(most) + missing / (len(shares) + missing)
 
         assert lost(groups) == pytest.approx(min(map(lost, range(2, 9))))
@@ -279,7 +290,7 @@ def test_every_stage_has_layers_of_every_group(shares, stages, most):
     shares = tuple(shares) * 4
     size = len(shares) // stages
     sizes = (size,) * (stages - 1) + (len(shares) - size * (stages - 1),)
-    groups = alike(shares, most, sizes)
+    groups = group_layers(shares, most, sizes)
     assert sorted(layer for group in groups for layer in group) == list(range(len(shares)))
     ends = np.cumsum(sizes)
     for start, end in zip(ends - sizes, ends, strict=True):

@@ -23,7 +23,7 @@ class Streaming(Walk):
 
     def prefill(self, chunk: int) -> None:
         while self.n < self.prefill_end:
-            stop = self.request.point
+            stop = self.request.next_prefill_eviction
             stop = stop if stop is not None and self.n < stop else self.prefill_end
             self.step(min(chunk, stop - self.n))
 
@@ -69,7 +69,7 @@ def test_points_depend_on_lengths_alone(rule, prompt_len, replayed, chunk, share
     end = prompt_len + replayed
     at = None if share is None else max(1, round(share * prompt_len))
     walk = Streaming(rule, prompt_len, end, 0, at)
-    first, cap = walk.request.due, walk.request.hit_cap
+    first, cap = walk.request.next_eviction, walk.request.hit_cap
     walk.prefill(chunk)
     expected = expected_points(rule, end, at)
     # Behind a point of the request's own an interval of decode may end with the prefill.
@@ -89,12 +89,12 @@ def test_a_prompt_holds_its_budget_and_one_interval(rule, prompt_len, replayed, 
     walk = Streaming(rule, prompt_len, prompt_len + replayed, 0)
     request = EvictionProgress(rule, prompt_len, walk.prefill_end)
     walk.prefill(chunk)
-    assert walk.held == request.least_blocks(walk.n)
+    assert walk.held == request.sufficient_blocks(walk.n)
     store = rule.store_blocks(prompt_len)
     assert walk.held <= store + blocks_for(rule.window, bs) + rule.prefill_stride // bs + 1
     for _ in range(3 * rule.stride + 2 * bs):
         walk.step(1)
-        assert walk.held <= request.least_blocks(walk.n)
+        assert walk.held <= request.sufficient_blocks(walk.n)
 
 
 @PROFILE
@@ -116,7 +116,7 @@ def test_one_request_never_needs_more_than_start_up_asks_for(
         walk.prefill(chunk)
         for _ in range(answer):
             walk.step(1)
-        bound = mine.most_blocks(prompt_len + answer)
+        bound = mine.max_blocks(prompt_len + answer)
         assert walk.held <= bound <= blocks_for(walk.n, rule.block_size)
 
 
@@ -135,17 +135,17 @@ def test_groups_stop_at_the_same_places():
 def test_an_eviction_that_is_put_off_runs_at_the_next_point():
     request = EvictionProgress(EvictionRule(16, 32, 128, 352, prefill_interval=160), 2000, 2000)
     request.defer(490)  # A step of its window.
-    assert (request.point, request.due) == (672, 672)
+    assert (request.next_prefill_eviction, request.next_eviction) == (672, 672)
     request.evict(672)
-    assert request.tail_start == 640 and request.due == 832
+    assert request.tail_start == 640 and request.next_eviction == 832
 
 
 def test_without_evictions_in_decode_an_answer_may_be_everything():
     rule = EvictionRule(16, 32, 0, 352, prefill_interval=160)
-    assert rule.most_blocks(4000) == 250
-    assert replace(rule, interval=64).most_blocks(4000) == 20 + 12 + 2
-    assert replace(rule, interval=64, prefill_interval=0).most_blocks(4000) == 250
-    assert EvictionProgress(rule, 3900, 3900).least_blocks(4000) == 20 + 2 + 10
+    assert rule.max_blocks(4000) == 250
+    assert replace(rule, interval=64).max_blocks(4000) == 20 + 12 + 2
+    assert replace(rule, interval=64, prefill_interval=0).max_blocks(4000) == 250
+    assert EvictionProgress(rule, 3900, 3900).sufficient_blocks(4000) == 20 + 2 + 10
 
 
 def test_a_share_is_refused():
@@ -157,10 +157,14 @@ def test_an_eviction_put_off_at_a_grid_point_stops_at_the_requests_own():
     rule = EvictionRule(
         block_size=8, window=8, interval=0, budget_tokens=40, budget_share=None, prefill_interval=64
     )
-    request = EvictionProgress(rule, prompt_len=300, prefill_end=300, at=150)
+    request = EvictionProgress(rule, prompt_len=300, prefill_end=300, requested_point=150)
     first = rule.next_point(0)
-    assert request.stop(0) == request.due == first < 150 < rule.next_point(first)
-    assert [request.stop(first), request.stop(149)] == [150, 150], "not run: it waits"
-    assert request.stop(150) == rule.next_point(150) > 150
+    assert (
+        request.next_chunk_end(0) == request.next_eviction == first < 150 < rule.next_point(first)
+    )
+    assert [request.next_chunk_end(first), request.next_chunk_end(149)] == [150, 150], (
+        "not run: it waits"
+    )
+    assert request.next_chunk_end(150) == rule.next_point(150) > 150
     request.evict(150)
-    assert request.stop(150) == request.due == rule.next_point(150)
+    assert request.next_chunk_end(150) == request.next_eviction == rule.next_point(150)

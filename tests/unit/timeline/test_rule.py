@@ -32,7 +32,7 @@ def timelines(draw, share: bool = True, recent: bool = False) -> EvictionRule:
         interval=draw(st.sampled_from([0, 1, 7, 16, 50, 128])),
         budget_tokens=tokens,
         budget_share=portion,
-        least=least,
+        min_tokens=least,
         recent=draw(st.none() | st.integers(1, window)) if recent else None,
     )
 
@@ -42,7 +42,7 @@ def timelines(draw, share: bool = True, recent: bool = False) -> EvictionRule:
 def test_the_shortest_prompt_that_is_evicted(rule: EvictionRule, longest: int) -> None:
     """Every length is tried, and asked for what a request would do with it."""
     lengths = range(1, longest + 1)
-    evicts = (n for n in lengths if EvictionProgress(rule, n, n).point is not None)
+    evicts = (n for n in lengths if EvictionProgress(rule, n, n).next_prefill_eviction is not None)
     assert rule.shortest_evicted(longest) == next(evicts, None)
 
 
@@ -90,7 +90,7 @@ class Walk:
     def prefill(self, chunk: int) -> None:
         """In chunks; one ends at the eviction point, and the next waits for its blocks."""
         while self.n < self.prefill_end:
-            point = self.request.point or 0
+            point = self.request.next_prefill_eviction or 0
             stop = point if self.n < point < self.prefill_end else self.prefill_end
             self.step(min(chunk, stop - self.n))
             if self.n == self.at:
@@ -168,11 +168,11 @@ def test_evicts_at_a_point_of_its_own_whatever_the_chunks(rule, prompt_len, repl
         second = max(at + rule.stride, end)
         later = range(second, walk.n + 1, rule.stride) if rule.stride else []
         expected = [at, *later]
-        assert (walk.request.point, cap) == (at, rule.tail_start(at))
+        assert (walk.request.next_prefill_eviction, cap) == (at, rule.tail_start(at))
     else:
         first = max(kept + rule.window + rule.stride, end + 1)
         expected = list(range(first, walk.n + 1, rule.stride)) if rule.stride else []
-        assert walk.request.point is None
+        assert walk.request.next_prefill_eviction is None
         assert cap == (min(end, rule.tail_start(first)) if rule.stride else end)
     assert walk.evicted_at == expected
 
@@ -222,7 +222,7 @@ def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in
 def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
     end = prompt_len + replayed
     request = EvictionProgress(rule, prompt_len, end)
-    cap, due = request.hit_cap, request.due
+    cap, due = request.hit_cap, request.next_eviction
     assert 0 <= cap <= end
     if due is not None and due - rule.window < end:
         assert cap <= due - rule.window
@@ -235,9 +235,9 @@ def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
 @given(timelines(recent=True), st.integers(1, 600))
 def test_every_query_of_the_window_is_observed(rule, prompt_len):
     request = EvictionProgress(rule, prompt_len, prompt_len)
-    assume(request.due is not None)
-    unseen = [n for n in range(1, request.due + 1) if not request.observes(n)]
-    assert unseen == list(range(1, request.due - rule.window + 1))
+    assume(request.next_eviction is not None)
+    unseen = [n for n in range(1, request.next_eviction + 1) if not request.observes(n)]
+    assert unseen == list(range(1, request.next_eviction - rule.window + 1))
 
 
 def shares() -> st.SearchStrategy[EvictionRule]:
@@ -245,7 +245,7 @@ def shares() -> st.SearchStrategy[EvictionRule]:
 
 
 def blocks_of_share(rule: EvictionRule, n: int) -> int:
-    return max(1, (max(rule.least, int(round(n * rule.budget_share, 6))) - rule.window)
+    return max(1, (max(rule.min_tokens, int(round(n * rule.budget_share, 6))) - rule.window)
                // rule.block_size)  # fmt: skip
 
 
@@ -289,17 +289,19 @@ def test_a_share_of_a_short_prompt_grows_with_the_answer():
 
 
 def test_a_share_has_a_least_and_a_most():
-    rule = EvictionRule(32, 32, 128, budget_share=0.25, least=256, most=512)
+    rule = EvictionRule(32, 32, 128, budget_share=0.25, min_tokens=256, max_tokens=512)
     assert [rule.budget(n) for n in (100, 1024, 1600, 9000)] == [256, 256, 400, 512]
     request = EvictionProgress(rule, prompt_len=200, prefill_end=200)
-    assert (request.point, request.due) == (None, 256 + 128), "until then all of it is kept"
-    assert EvictionProgress(rule, 256 + 32, 256 + 32).point == 256 + 32
+    assert (request.next_prefill_eviction, request.next_eviction) == (None, 256 + 128), (
+        "until then all of it is kept"
+    )
+    assert EvictionProgress(rule, 256 + 32, 256 + 32).next_prefill_eviction == 256 + 32
 
 
 def test_everything_is_never_evicted():
     rule = EvictionRule(32, 32, 128, budget_share=1.0)
-    assert EvictionProgress(rule, 20, 20).due is None
-    assert EvictionProgress(rule, 20, 20, ends=4000).due is None
+    assert EvictionProgress(rule, 20, 20).next_eviction is None
+    assert EvictionProgress(rule, 20, 20, max_length=4000).next_eviction is None
 
 
 def test_a_share_counts_what_is_replayed():
@@ -376,9 +378,9 @@ def test_fewer_recent_tokens_than_the_window_observes():
     rule = EvictionRule(16, 32, 64, budget_tokens=200, recent=8)
     assert (rule.store_blocks(500), rule.tail_start(500)) == (12, 480)
     request = EvictionProgress(rule, 500, 500)
-    assert request.due == 500 and request.gain(500) == 18
+    assert request.next_eviction == 500 and request.gain(500) == 18
     assert [request.observes(n) for n in (468, 469)] == [False, True], "32 queries, not 8"
     assert request.evict(500) == (0, 480)
-    assert request.due == 564 and request.gain(564) == 4
+    assert request.next_eviction == 564 and request.gain(564) == 4
     with pytest.raises(ValueError, match="recent must be at least 1"):
         EvictionRule(16, 32, 0, budget_tokens=200, recent=0)

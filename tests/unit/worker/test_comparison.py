@@ -66,7 +66,7 @@ def test_the_positions_of_both_are_the_same(end, late, cuts):
     def step(owner: int, first: int, last: int, **plan: list[Replay]) -> None:
         rows.owner, rows.first, rows.last = owner, first, last
         heard = {str(owner): HiddenStateSpan(first, max(first, last - WINDOW), last)}
-        one.begin_step(output, StepPlan(heard=heard, **plan))
+        one.begin_step(output, StepPlan(hidden_states=heard, **plan))
         one.keep_hidden_states(output)
         one.end_step()
 

@@ -123,7 +123,7 @@ class EvictingGroup(Group):
         if request.is_due(n) and n < last:
             request.evict(n)
             # A prompt that streams in may find no more room than in blocks of its own.
-            self.replacing = 1 if request.stops else request.store_blocks + 1
+            self.replacing = 1 if request.has_eviction_points else request.store_blocks + 1
         self.held = self._blocks(n)
         return during
 
@@ -148,7 +148,9 @@ class SharingGroup(EvictingGroup):
         self, timeline: EvictionRule, prompt: int, context: int, evicts_shared: bool
     ) -> None:
         super().__init__(timeline, prompt)
-        request = self._request = EvictionProgress(timeline, prompt, prompt, at=context)
+        request = self._request = EvictionProgress(
+            timeline, prompt, prompt, requested_point=context
+        )
         if request.is_due(context):
             request.evict(context)
         self.points = request.points
