@@ -66,6 +66,8 @@ class Engine:
         self.invariants = Invariants(setup, self.scheduler, self.worker)
         self.pending: deque[Any] = deque()
         self.requests: list[Request] = []
+        self.handed_over: set[str] = set()
+        """Requests whose answers say that another server finds their store."""
         self.steps = 0
 
     def _sample(self, request_id: str, tokens: list[int]) -> int:
@@ -103,7 +105,10 @@ class Engine:
             written, weighed = self.worker.files.results(), self.worker.weighed
             news = StoreNews(written, weighed, self.worker.generation)
             setattr(done, MEASURED, {"stores": [news]})
-        self.scheduler.update_from_output(output, done)
+        outputs = self.scheduler.update_from_output(output, done)
+        for one in (one for each in outputs.values() for one in each.outputs):
+            if one.kv_transfer_params is not None:
+                self.handed_over.add(one.request_id)
         self.invariants.check()
 
     def step(self, between: Callable[[], None] | None = None) -> Any:

@@ -403,7 +403,7 @@ def handed_over(core: Any, prompt: list[int]) -> bool:
     core.worker.files.flush()
     core.step()
     core.settle()
-    return request.request_id in core.answers
+    return request.request_id in core.handed_over
 
 
 def test_stores_that_cannot_be_written_are_not_handed_over(tmp_path, monkeypatch):

@@ -235,7 +235,8 @@ def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
 @given(timelines(recent=True), st.integers(1, 600))
 def test_every_query_of_the_window_is_observed(rule, prompt_len):
     request = EvictionProgress(rule, prompt_len, prompt_len)
-    assume(request.next_eviction is not None)
+    # A share close to 100% evicts after more tokens than can be enumerated.
+    assume(request.next_eviction is not None and request.next_eviction < 100_000)
     unseen = [n for n in range(1, request.next_eviction + 1) if not request.observes(n)]
     assert unseen == list(range(1, request.next_eviction - rule.window + 1))
 
