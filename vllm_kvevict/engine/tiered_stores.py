@@ -438,10 +438,9 @@ class TieredStores(PublishedStores):
         assert files is not None
         for rank in range(self._ranks):
             try:
-                regions.append(
-                    files.read(name, rank, max_bytes, lambda: not lookup.abandoned.is_set())
-                )
-                self._sizes.check(shapes, unpack(regions[-1].map()))
+                region = files.read(name, rank, max_bytes, lambda: not lookup.abandoned.is_set())
+                self._sizes.check(shapes, unpack(region.map()))
+                regions.append(region)
             except FileNotFoundError:
                 return None
             except ValueError as error:
