@@ -70,16 +70,16 @@ def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
 @pytest.mark.parametrize(
     "eviction, says",
     [
-        (dict(policy="streaming-llm"), "needs a policy whose scores compare across layers"),
+        (dict(policy="streaming-llm"), "needs a policy with scores that compare across layers"),
         (dict(policy="ada-pyramid"), "--kv-eviction-profile and ada-pyramid both give layers"),
         (dict(policy="snapkv", allow="pyramidkv"), "--kv-eviction-profile and pyramidkv both"),
         (
             dict(policy="snapkv", profile=3),
-            "--kv-eviction-profile: give a file of calibrate's, auto, or measure",
+            "--kv-eviction-profile: give a file made by vllm-kvevict calibrate, auto, or measure",
         ),
         (
             dict(policy="snapkv", profile=""),
-            "--kv-eviction-profile: give a file of calibrate's, auto, or measure",
+            "--kv-eviction-profile: give a file made by vllm-kvevict calibrate, auto, or measure",
         ),
         (dict(policy="snapkv", profile={}), "--kv-eviction-profile: model: Field required"),
     ],
