@@ -112,7 +112,7 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size
         ", ".join(str(group.store_blocks(longest)) for group in groups),
         longest,
     )
-    _report_least(config, groups)
+    _report_minimum_blocks(config, groups)
     members = [[at for at, rule in enumerate(timelines) if rule == group] for group in groups]
     missing = padding(*sizes_by_stage(members, stages))
     # If some layers do not evict, vLLM forms other groups and reports their waste itself.
@@ -133,14 +133,14 @@ def _shares(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> str:
     return f"with shares of {shares} as {config.profile.policy} measured them"
 
 
-def _report_least(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> None:
+def _report_minimum_blocks(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> None:
     """Log when groups keep more than their share because a store has at least one block."""
     if not config.keeps_by_layer(config.policy):
         return
     block_size = groups[0].block_size
-    least = min(rule.share.value for rule in groups if rule.share)
+    smallest = min(rule.share.value for rule in groups if rule.share)
     # Mean budget for which the smallest share amounts to one block in addition to recent tokens.
-    enough = block_size / least + groups[0].protected
+    enough = block_size / smallest + groups[0].protected
     if config.budget_share is not None:
         logger.info(
             "KV eviction: in prompts of less than %d tokens, some layers keep a block of %d tokens "

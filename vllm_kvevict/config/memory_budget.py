@@ -80,11 +80,11 @@ def beside_page_values(available: int, specs: "Iterable[AttentionSpec]", channel
         Bytes, at most ``available``.
 
     """
-    most = min(
+    share = min(
         Fraction(
             spec.page_size_bytes,
             spec.page_size_bytes + spec.num_kv_heads * spec.block_size * channels * 4,
         )
         for spec in specs
     )
-    return int(available * most)
+    return int(available * share)

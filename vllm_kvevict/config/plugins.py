@@ -66,8 +66,8 @@ def unknown(name: object, known: tuple[str, ...]) -> str:
 
 
 def _package(entry: EntryPoint) -> str:
-    found = entry.dist
-    return f"{found.name} {found.version}" if found is not None else "?"
+    distribution = entry.dist
+    return f"{distribution.name} {distribution.version}" if distribution is not None else "?"
 
 
 def _judge(name: str, offers: dict[str, set[tuple[str, str]]]) -> PluginPolicy:

@@ -39,8 +39,8 @@ STEPS = 10
 
 def prose_weight(share: float, tokens: int) -> float:
     """Return the weight of prose for an eviction that keeps ``share`` of ``tokens`` tokens."""
-    found = max(_between(PROSE, share), _between(PLACES, share * tokens))
-    return round(found * STEPS) / STEPS
+    weight = max(_between(PROSE, share), _between(PLACES, share * tokens))
+    return round(weight * STEPS) / STEPS
 
 
 def _between(points: Sequence[tuple[float, float]], value: float) -> float:
@@ -103,12 +103,12 @@ class ProbeWeights:
     def to_json(self) -> dict[str, Any]:
         """Return the ``probe`` entry of a profile's file: arrays as base64 of little-endian
         float32."""
-        found: dict[str, Any] = {"head_size": self.head_size, **_encoded(self, "keys", "joined")}
+        fields: dict[str, Any] = {"head_size": self.head_size, **_encoded(self, "keys", "joined")}
         if self.prose is not None:
-            found["prose"] = _encoded(self.prose, "keys", "joined", "age")
+            fields["prose"] = _encoded(self.prose, "keys", "joined", "age")
         if self.rotated is not None:
-            found["rotated"] = list(self.rotated)
-        return found
+            fields["rotated"] = list(self.rotated)
+        return fields
 
 
 def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
@@ -122,7 +122,7 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
     prose = None
     if (given := value.get("prose")) is not None:
         more = _both(given, value, "probe.prose", model)
-        if [one.shape for one in more] != [keys.shape, joined.shape]:
+        if [array.shape for array in more] != [keys.shape, joined.shape]:
             raise ValueError("probe.prose: must have as many numbers as the probe")
         age = _array(given.get("age", ()), "probe.prose.age")
         shape = model.layers, model.kv_heads, 2, 2
@@ -133,7 +133,7 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
     if rotated is not None and (
         not isinstance(rotated, list)
         or len(rotated) != model.layers
-        or not all(isinstance(one, bool) for one in rotated)
+        or not all(isinstance(flag, bool) for flag in rotated)
     ):
         raise ValueError(f"probe.rotated: must be a list of {model.layers} booleans")
     turned = None if rotated is None else tuple(rotated)

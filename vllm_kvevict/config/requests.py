@@ -315,16 +315,17 @@ def _check_store(
         cap = capped.timeline(rule)
         own = options.timeline(rule)
         asked = replace(options, cap=None).timeline(rule).budget(length)
-        most = cap.budget(length)
-        if options.budget is not None and asked > most:
+        allowed = cap.budget(length)
+        if options.budget is not None and asked > allowed:
             raise ValueError(
                 f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, but "
-                f"this server allows at most {config.max_budget}, here {most} tokens"
+                f"this server allows at most {config.max_budget}, here {allowed} tokens"
             )
-        first, limit = own.first_blocks * rule.block_size, max(most, asked)
+        first, limit = own.first_blocks * rule.block_size, max(allowed, asked)
         # A share of a prompt that is not evicted grows with the answer.
         counts = isinstance(config.max_budget, int) or any(
-            replace(options, protect_first=0).timeline(one).evictable(length) for one in set(rules)
+            replace(options, protect_first=0).timeline(group_rule).evictable(length)
+            for group_rule in set(rules)
         )
         if first and counts and limit - first < own.protected + rule.block_size:
             raise ValueError(
@@ -335,18 +336,21 @@ def _check_store(
             )
         # If nothing is evicted later, all tokens after the point are kept.
         held = min(own.chosen(length) + first, length) + prompt_len - length
-        most = max(cap.budget(prompt_len), rule.budget(prompt_len))
+        allowed = max(cap.budget(prompt_len), rule.budget(prompt_len))
         # A single token after the point is allowed: it does not fit into a full budget, and a point
         # needs a token after it.
-        if prompt_len - length > 1 and not rule.interval and held > most:
+        if prompt_len - length > 1 and not rule.interval and held > allowed:
             raise ValueError(
                 f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
                 f"prompt on a server that evicts once, the {prompt_len - length} after the point "
-                f"included, but this server allows at most {most} tokens"
+                f"included, but this server allows at most {allowed} tokens"
             )
     needed = config.min_slots(options.policy)
-    timelines = {options.timeline(one) for one in rules}
-    room = min(one.store_blocks(length) - one.first_blocks for one in timelines) * rule.block_size
+    own_rules = {options.timeline(group_rule) for group_rule in rules}
+    room = (
+        min(own_rule.store_blocks(length) - own_rule.first_blocks for own_rule in own_rules)
+        * rule.block_size
+    )
     if room < needed:
         raise ValueError(
             f"KV eviction: {BUDGET} {options.budget or config.budget} leaves {room} tokens outside "

@@ -28,6 +28,6 @@ def kept_share(
         if timeline is None or not timeline.evicted:
             held += count * tokens
         else:
-            store = timeline.store_blocks * timeline.timeline.block_size
+            store = timeline.store_blocks * timeline.rule.block_size
             held += count * (store + tokens - timeline.tail_start)
     return held / (tokens * sum(layers.values()))

@@ -310,7 +310,7 @@ def check_owner(folder: Path) -> None:
 
 def _in_order(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in the order of a file: larger types first, so that each is aligned."""
-    return sorted(tensors.items(), key=lambda one: (-one[1].itemsize, one[0]))
+    return sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
 
 
 def _entries(tensors: Tensors) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def _parse(buffer: memoryview) -> tuple[dict[str, str], dict[str, Any], int]:
     if not isinstance(about, dict):
         raise ValueError("it is not a safetensors file of a store")
     begin = 8 + length
-    if not all(_is_store_tensor(one, begin, len(buffer) - begin) for one in entries.values()):
+    if not all(_is_store_tensor(entry, begin, len(buffer) - begin) for entry in entries.values()):
         raise ValueError("it does not hold a store")
     return about, entries, begin
 
@@ -427,9 +427,9 @@ def unpack(buffer: Any) -> Tensors:
     return {
         name: torch.frombuffer(
             buffer,
-            dtype=DTYPES[one["dtype"]],
-            count=prod(one["shape"]),
-            offset=begin + one["data_offsets"][0],
-        ).view(one["shape"])
-        for name, one in entries.items()
+            dtype=DTYPES[entry["dtype"]],
+            count=prod(entry["shape"]),
+            offset=begin + entry["data_offsets"][0],
+        ).view(entry["shape"])
+        for name, entry in entries.items()
     }

@@ -79,8 +79,8 @@ class StoreSizes:
             ValueError: The tensors are not a store of these shapes.
 
         """
-        found = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        if found != self._expected(shapes):
+        actual = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        if actual != self._expected(shapes):
             raise ValueError("its tensors are not those of this store")
         for group, shape in shapes.items():
             if shape.store:
@@ -93,17 +93,17 @@ class StoreSizes:
     def _expected(
         self, shapes: Mapping[int, GroupShape]
     ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        found: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+        expected: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         for group, shape in shapes.items():
             spec, layers = self.specs[group], self.layers[group]
             pages = shape.blocks * spec.num_kv_heads
             size = spec.block_size * (spec.head_size + spec.head_size_v)
             if shape.store:
-                found[f"{group}.split"] = (layers, spec.num_kv_heads + 1), torch.int32
+                expected[f"{group}.split"] = (layers, spec.num_kv_heads + 1), torch.int32
             for index in range(layers):
                 bits = (pages, size * get_dtype_size(spec.dtype)), torch.uint8
-                found[f"{group}.{index}.pages"] = bits
+                expected[f"{group}.{index}.pages"] = bits
                 if self.channels:
-                    beside = (pages, spec.block_size, self.channels), torch.float32
-                    found[f"{group}.{index}.values"] = beside
-        return found
+                    values = (pages, spec.block_size, self.channels), torch.float32
+                    expected[f"{group}.{index}.values"] = values
+        return expected
