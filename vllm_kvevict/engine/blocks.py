@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class EvictableAttentionManager(FullAttentionManager):
     """Block manager of full attention in which a store of S blocks replaces old positional blocks.
 
-    The block table stays positional: a block that an eviction replaces is followed by a null block
-    at its index, so vLLM's slot mapping and prefix caching need no change. The scheduler sets the
-    core before the first request. Without a core (vLLM also creates managers for its own sizing)
-    this class behaves like vLLM's full-attention manager.
+    The block table stays positional: a null block takes the index of a block that an eviction
+    replaces, so vLLM's slot mapping and prefix caching need no change. The scheduler sets the core
+    before the first request. Without a core (vLLM also creates managers for its own sizing) this
+    class behaves like vLLM's full-attention manager.
 
     A store consists of S fresh blocks if the pool has enough, and the prompt then stays in the
     prefix cache. Otherwise the survivors are written to *own* blocks, which no other request holds:

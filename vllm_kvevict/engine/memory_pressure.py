@@ -44,7 +44,7 @@ class Forecast:
     and count as there: not at all.
 
     Args:
-        core: What the engine works on.
+        core: The engine core.
 
     """
 
@@ -129,7 +129,7 @@ class MemoryPressure:
     preemption and before queueing.
 
     Args:
-        core: What the engine works on.
+        core: The engine core.
         turns: The queue of the ring slots.
         planner: Limits the decode evictions of a step, and knows the blocks that postponed ones
             lack.

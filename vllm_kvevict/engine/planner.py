@@ -44,7 +44,7 @@ class StepPlanner:
         self._left = 0
         """Number of decode evictions that the step may still include."""
         self._lacking: dict[str, int] = {}
-        """Fresh blocks that postponed evictions of the step lack, by request."""
+        """Fresh blocks that postponed evictions of the step need and the pool lacks, by request."""
         self.short = 0
         """Blocks for one eviction that the last step postponed. Admissions leave them free."""
 

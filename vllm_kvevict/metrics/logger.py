@@ -50,7 +50,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         )
         # One of several API servers receives only a part; the engine core logs its totals in that
         # case.
-        self._speaks = vllm_config.parallel_config._api_process_count == 1
+        self._logs = vllm_config.parallel_config._api_process_count == 1
         self._intervals = {engine: Interval() for engine in engine_indexes}
 
     def record(
@@ -65,7 +65,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
     def log(self) -> None:
         """Write one line for every engine that evicted or postponed since vLLM's last line."""
         for engine, interval in self._intervals.items():
-            if self._speaks and interval:
+            if self._logs and interval:
                 logger.info("Engine %03d: %s", engine, interval.line())
             self._intervals[engine] = Interval(saved=interval.saved)
 

@@ -29,7 +29,7 @@ class ShareKey:
         extra: Values that vLLM hashes in addition to these tokens.
         point: The eviction point, in tokens.
         policy: The policy that chooses.
-        protect_first: Tokens that stay whatever the policy chooses.
+        protect_first: First tokens that are always kept.
         stores: S of every KV-cache group, or 0 if the group has nothing to evict at the point.
         inside: True if the prompt continues after the point, so that the window does not contain
             the question.
@@ -74,7 +74,7 @@ def share_key(
         timelines: Its progress by KV-cache group, before the first eviction.
         hash_block_size: Number of tokens that one hash covers.
         policy: The policy that chooses.
-        protect_first: Tokens that stay whatever the policy chooses.
+        protect_first: First tokens that are always kept.
         reads_share: True if the policy's scores depend on the share of tokens that is kept.
 
     """
