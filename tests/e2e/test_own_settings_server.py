@@ -30,7 +30,7 @@ MESSAGES = [dict(role="user", content=PROMPT_TEXT)]
 BAD: list[tuple[dict[str, Any], str]] = [
     (asks("none"), "(snapkv, streaming-llm, subgen-stream), not 'none'"),
     (asks("ada-snapkv"), "(snapkv, streaming-llm, subgen-stream), not 'ada-snapkv'"),
-    (asks(budget=32), "leaves no room beside the observation window of 32 tokens"),
+    (asks(budget=32), "leaves no room beyond the observation window of 32 tokens"),
     (asks(budget="half"), "give tokens (1024) or a share (25%)"),
     (asks(interval=-1), "kv_eviction_interval must be at least 0"),
     (asks(interval=[1]), "kv_eviction_interval must be a whole number"),
@@ -39,7 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asks(point=3), "unknown key 'kv_eviction_point'"),
 ]
 BAD_ONLY_IN: list[tuple[str, dict[str, Any], str]] = [
-    ("chat/completions", asks(at_message=0), "needs a chat of two messages or more"),
+    ("chat/completions", asks(at_message=0), "needs a chat with at least two messages"),
     ("completions", asks(at_text="nowhere"), "stands nowhere in the prompt"),
     ("completions", asks(at_message=0), "at_message is for chat completions"),
     ("chat/completions", asks(at_text="x"), "at_text is for completions"),

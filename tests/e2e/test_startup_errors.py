@@ -26,7 +26,7 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
         ),
         pytest.param(
             ["--additional-config", '{"kv_eviction": {"policy": "snapkv", "budget": 32}}'],
-            "error: KV eviction: budget 32 leaves no room beside the window of 32 tokens; "
+            "error: KV eviction: budget 32 leaves no room beyond the window of 32 tokens; "
             "raise --kv-eviction-budget or lower --kv-eviction-window",
             marks=pytest.mark.nightly,
         ),

@@ -110,7 +110,7 @@ def test_accounting_catches_a_chunk_that_runs_across_an_eviction_point(monkeypat
 def test_accounting_catches_a_hit_across_an_eviction_point(monkeypatch):
     # What the cap was before there were eviction points.
     def hit_cap(self: Any) -> int:
-        ends = [t.prefill_end - t.timeline.window for t in self.timelines.values()]
+        ends = [t.prefill_end - t.rule.window for t in self.timelines.values()]
         return max(0, min(ends, default=self.request.num_tokens))
 
     monkeypatch.setattr(RequestState, "hit_cap", property(hit_cap))

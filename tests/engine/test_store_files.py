@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,10 +254,12 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
     core.settle()
     assert counters(core).stores_published == published + 1, "it did not wait at all"
     core.finish()
+    reads = list(stores._hanging)
     hanging.back.set()
-    deadline = time.monotonic() + 30
-    while stores._all_hang() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait(reads, timeout=30)
+    assert not stores._all_hang()
+    # A future refers to what its thread has read.
+    del reads
     monkeypatch.setattr(files_module.os, "preadv", READ)
     lose(core)
     clock.now += READ_TIMEOUT_S + 0.1

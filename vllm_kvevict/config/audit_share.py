@@ -1,4 +1,4 @@
-"""Share of the requests whose evictions are audited, as an operator writes it."""
+"""Share of the requests to audit, as written by an operator."""
 
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ def parse_share(value: Any) -> float:
     """Read a share in [0, 1]: ``1%``, or a number.
 
     Raises:
-        ValueError: The value is neither; the message names no flag.
+        ValueError: The value is neither; the message does not name a flag.
 
     """
     text = str(value).strip()

@@ -1,6 +1,6 @@
-"""Budgets as an operator or a request writes them: tokens, or a share of the tokens so far.
+"""Budgets as written by an operator or a request: tokens, or a share of the tokens so far.
 
-An operator's share may have a least number of tokens: ``"25%,min=256"``.
+An operator's share may have a minimum number of tokens: ``"25%,min=256"``.
 """
 
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from vllm_kvevict.config.sentences import shown
 
-LEAST = ",min="
+MIN_SUFFIX = ",min="
 
 
 def parse_budget(value: Any) -> int | str:
@@ -42,7 +42,7 @@ def parse_budget(value: Any) -> int | str:
 
 
 def parse_server_budget(value: Any) -> int | str:
-    """Read a budget that may be a share of some tokens at least.
+    """Read a budget that may be a share with a minimum number of tokens.
 
     Returns:
         Tokens, or a share written as ``"25%"`` or ``"25%,min=256"``.
@@ -51,12 +51,14 @@ def parse_server_budget(value: Any) -> int | str:
         ValueError: The value is neither; the message names no flag.
 
     """
-    share, least, tokens = value.partition(LEAST) if isinstance(value, str) else (value, "", "")
+    share, separator, tokens = (
+        value.partition(MIN_SUFFIX) if isinstance(value, str) else (value, "", "")
+    )
     tokens = tokens.strip()
-    if least and not (share.strip().endswith("%") and tokens.isascii() and tokens.isdigit()):
+    if separator and not (share.strip().endswith("%") and tokens.isascii() and tokens.isdigit()):
         raise ValueError(f"give tokens (1024) or a share (25% or 25%,min=256), not {shown(value)}")
     budget = parse_budget(share)
-    return f"{budget}{LEAST}{parse_budget(tokens)}" if least else budget
+    return f"{budget}{MIN_SUFFIX}{parse_budget(tokens)}" if separator else budget
 
 
 Budget = Annotated[int | str, BeforeValidator(parse_server_budget)]
@@ -66,53 +68,53 @@ Cap = Annotated[
 
 
 def budget_tokens(budget: int | str) -> int | None:
-    """A parsed budget in tokens, or None where it is a share."""
+    """Return a parsed budget in tokens, or None if it is a share."""
     return budget if isinstance(budget, int) else None
 
 
 def budget_share(budget: int | str) -> float | None:
-    """A parsed budget as a share in (0, 1], or None where it is in tokens."""
+    """Return a parsed budget as a share in (0, 1], or None if it is in tokens."""
     return float(budget.partition("%")[0]) / 100 if isinstance(budget, str) else None
 
 
-def budget_least(budget: int | str) -> int:
-    """Tokens that a parsed share comes to at least."""
-    return int(str(budget).partition(LEAST)[2] or 0)
+def min_budget_tokens(budget: int | str) -> int:
+    """Return the minimum number of tokens of a parsed budget; 0 for none."""
+    return int(str(budget).partition(MIN_SUFFIX)[2] or 0)
 
 
 def check_cap(budget: int | str, cap: int | str) -> None:
-    """Refuse a cap on the budgets of requests that the server's own exceeds.
+    """Reject a cap on the budgets of requests that is below the server's own budget.
 
     Raises:
-        ValueError: In one sentence, which of the two to change.
+        ValueError: The cap is below the budget; the message says in one sentence which to change.
 
     """
-    least = budget_least(budget)
-    if isinstance(cap, int) and cap < least:
+    minimum = min_budget_tokens(budget)
+    if isinstance(cap, int) and cap < minimum:
         raise ValueError(
-            f"--kv-eviction-max-budget {cap} is below the {least} tokens that the budget "
-            f"{budget} is at least; raise it or lower that"
+            f"--kv-eviction-max-budget {cap} is below the {minimum} tokens that the budget "
+            f"{budget} keeps at least; raise --kv-eviction-max-budget or lower the minimum"
         )
-    mine = budget_share(budget) or budget_tokens(budget)
-    most = budget_share(cap) or budget_tokens(cap)
+    own = budget_share(budget) or budget_tokens(budget)
+    maximum = budget_share(cap) or budget_tokens(cap)
     comparable = isinstance(cap, int) == isinstance(budget, int)
-    if comparable and mine is not None and most is not None and mine > most:
+    if comparable and own is not None and maximum is not None and own > maximum:
         raise ValueError(
             f"--kv-eviction-max-budget {cap} is below the budget of {budget} that every "
-            "request has; raise it or lower --kv-eviction-budget"
+            "request has; raise --kv-eviction-max-budget or lower --kv-eviction-budget"
         )
 
 
-def check_beside(budget: int | str, recent: int, window: int) -> None:
-    """Refuse a budget in tokens that the tokens which always stay fill.
+def check_exceeds_recent(budget: int | str, recent: int, window: int) -> None:
+    """Reject a budget in tokens that is not larger than the number of recent tokens.
 
     Args:
-        budget: As parsed.
-        recent: Last tokens that some policy of the server never evicts.
+        budget: Parsed budget.
+        recent: Largest number of last tokens that a policy of the server never evicts.
         window: Observation window.
 
     Raises:
-        ValueError: In one sentence, what to change.
+        ValueError: The budget is too small; the message says in one sentence what to change.
 
     """
     tokens = budget_tokens(budget)
@@ -120,8 +122,8 @@ def check_beside(budget: int | str, recent: int, window: int) -> None:
         return
     what, less = f"the window of {recent} tokens", "lower --kv-eviction-window"
     if recent != window:
-        what = f"the last {recent} tokens, which stay"
+        what = f"the last {recent} tokens, which are always kept"
         less = "lower probe_recent in --kv-eviction-options"
     raise ValueError(
-        f"budget {budget} leaves no room beside {what}; raise --kv-eviction-budget or {less}"
+        f"budget {budget} leaves no room beyond {what}; raise --kv-eviction-budget or {less}"
     )

@@ -1,7 +1,7 @@
-"""What the budget comes to in whole blocks: said once the block size is known.
+"""Reports the budget in whole blocks, once the block size is known.
 
-vLLM enlarges blocks where layers' pages differ in size, and for recurrent states, after the front
-door has read the configuration.
+vLLM enlarges blocks if the pages of layers differ in size, and for recurrent states, after the
+front end has read the configuration.
 """
 
 from typing import TYPE_CHECKING
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kv_eviction.budgets")
 
 SHORTFALL = 0.1
-"""Share of the budget that may be lost to whole blocks before a warning."""
+"""Share of the budget that may be lost to whole blocks without a warning."""
 
 
 def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) -> None:
-    """Log the blocks that a request keeps, and where they are not what was asked for.
+    """Log the blocks that a request keeps, and warn if they differ from the budget.
 
     Args:
-        vllm_config: Of the engine.
-        config: The settings of eviction.
+        vllm_config: Configuration of the engine.
+        config: Configuration of eviction.
         block_size: Tokens in a block of the layers that evict.
 
     """
@@ -58,8 +58,9 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
     kept, advice = _kept(vllm_config, config, block_size)
     if abs(kept - tokens) > SHORTFALL * tokens:
         logger.warning(
-            "KV eviction keeps %d tokens per KV head instead of the budget of %d: a store is "
-            "made of whole blocks of %d tokens, at least one, beside the last %d tokens. %s",
+            "KV eviction keeps %d tokens per KV head instead of the budget of %d: a store "
+            "consists of whole blocks of %d tokens, at least one, in addition to the last %d "
+            "tokens. %s",
             kept,
             tokens,
             block_size,
@@ -68,16 +69,18 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
         )
     if not timeline.evictable(longest):
         logger.warning(
-            "KV eviction will never run: at a budget of %d tokens nothing is evicted up to the "
-            "longest sequence of %d tokens (--max-model-len).",
+            "KV eviction will never run: with a budget of %d tokens, nothing is evicted in "
+            "sequences of up to %d tokens (--max-model-len).",
             tokens,
             longest,
         )
 
 
 def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) -> tuple[int, str]:
-    """Tokens that whole blocks keep per KV head, on average over layers, and what would fit."""
-    # vLLM makes the blocks of a hybrid large enough for a recurrent state, whatever the flag says.
+    """Return the tokens kept per KV head with whole blocks, as a mean over layers, and advice for a
+    better fit."""
+    # vLLM makes the blocks of a hybrid model large enough for a recurrent state, regardless of the
+    # flag.
     smaller = "a smaller --block-size"
     if vllm_config.model_config.is_hybrid:
         smaller = "a smaller recurrent state (--mamba-ssm-cache-dtype, --mamba-cache-dtype)"
@@ -89,11 +92,12 @@ def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) ->
     longest = vllm_config.model_config.max_model_len
     blocks = sum(rule.store_blocks(longest) for rule in rules)
     kept = blocks * block_size // len(rules) + timeline.protected
-    return kept, f"A larger budget, or {smaller}, comes nearer."
+    return kept, f"A larger budget, or {smaller}, is closer."
 
 
 def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) -> None:
-    """Say which layers share a budget, what each keeps, and what uneven groups cost."""
+    """Log the groups of layers, the blocks that each keeps, and the memory that uneven groups
+    waste."""
     stages = evictable_stages(vllm_config)
     layers = sum(stages)
     longest = vllm_config.model_config.max_model_len
@@ -108,10 +112,10 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size
         ", ".join(str(group.store_blocks(longest)) for group in groups),
         longest,
     )
-    _report_least(config, groups)
+    _report_minimum_blocks(config, groups)
     members = [[at for at, rule in enumerate(timelines) if rule == group] for group in groups]
     missing = padding(*sizes_by_stage(members, stages))
-    # Among layers that do not evict vLLM makes other groups, and says itself what they waste.
+    # If some layers do not evict, vLLM forms other groups and reports their waste itself.
     if missing and layers == vllm_config.model_config.get_total_num_hidden_layers():
         logger.warning(
             "KV eviction: groups of %s layers leave %.1f%% of the KV cache unused; a "
@@ -129,18 +133,18 @@ def _shares(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> str:
     return f"with shares of {shares} as {config.profile.policy} measured them"
 
 
-def _report_least(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> None:
-    """Say where groups keep more than their share, because a store has a block at least."""
+def _report_minimum_blocks(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> None:
+    """Log when groups keep more than their share because a store has at least one block."""
     if not config.keeps_by_layer(config.policy):
         return
     block_size = groups[0].block_size
-    least = min(rule.share.value for rule in groups if rule.share)
-    # What the mean must be beside the recent tokens for the smallest share to come to a block.
-    enough = block_size / least + groups[0].protected
+    smallest = min(rule.share.value for rule in groups if rule.share)
+    # Mean budget for which the smallest share amounts to one block in addition to recent tokens.
+    enough = block_size / smallest + groups[0].protected
     if config.budget_share is not None:
         logger.info(
-            "KV eviction: in prompts of less than %d tokens some layers keep a block of %d tokens "
-            "and not less, their share; the other layers keep as much less.",
+            "KV eviction: in prompts of less than %d tokens, some layers keep a block of %d tokens "
+            "although their share is smaller; the other layers keep correspondingly less.",
             enough / config.budget_share,
             block_size,
         )
@@ -151,8 +155,8 @@ def _report_least(config: EvictionConfig, groups: "Sequence[EvictionRule]") -> N
             if rule.share
         )
         logger.info(
-            "KV eviction: at a budget of %d tokens %d of %d groups keep a block of %d tokens and "
-            "not less, their share; the other layers keep as much less.",
+            "KV eviction: with a budget of %d tokens, %d of %d groups keep a block of %d tokens "
+            "although their share is smaller; the other layers keep correspondingly less.",
             config.budget_tokens,
             lifted,
             len(groups),

@@ -1,4 +1,4 @@
-"""Configuration of KV eviction: one model, read by flags, Python API and every process."""
+"""Configuration of KV eviction: one model for flags, the Python API and every process."""
 
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -17,11 +17,11 @@ from vllm_kvevict.config.audit_share import Share, parse_share
 from vllm_kvevict.config.budget import (
     Budget,
     Cap,
-    budget_least,
     budget_share,
     budget_tokens,
-    check_beside,
     check_cap,
+    check_exceeds_recent,
+    min_budget_tokens,
 )
 from vllm_kvevict.config.names import (
     AUTO,
@@ -44,18 +44,17 @@ PYRAMID_GROUPS = 4
 
 
 class EvictionConfig(BaseModel):
-    """Everything that can be set about KV eviction.
+    """All settings of KV eviction.
 
-    The command line spells a field ``x`` as ``--kv-eviction-x`` and ``policy`` as
-    ``--kv-eviction``.
+    A field ``x`` is ``--kv-eviction-x`` on the command line, and ``policy`` is ``--kv-eviction``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: str = Field(
         description=(
-            "What decides which tokens are kept. auto: probe where there is a profile of this "
-            "model that it can run by, else ada-defensive."
+            "Policy that selects the tokens to keep. auto: probe if there is a profile of this "
+            "model that it can use, else ada-defensive."
         )
     )
     budget: Budget = Field(
@@ -63,14 +62,14 @@ class EvictionConfig(BaseModel):
         description=(
             "Tokens kept per KV head (average over the heads of a layer, the last ones included), "
             "or a share such as 25% of the tokens so far, prompt and answer; 25%,min=256 keeps "
-            "256 at least. auto takes the profile's, or 25%, or max-budget where that is less."
+            "at least 256. auto uses the profile's budget, or 25%, or max-budget if that is less."
         ),
     )
     window: int = Field(
         default=32,
         ge=1,
         strict=True,
-        description="Observation window: the last tokens, whose queries score the others.",
+        description="Observation window: number of last tokens. Their queries score the others.",
     )
     interval: int = Field(
         default=128,
@@ -86,46 +85,47 @@ class EvictionConfig(BaseModel):
         ge=0,
         strict=True,
         description=(
-            "Prompt tokens between evictions inside a prompt, rounded up to whole blocks: it then "
-            "never holds more than its budget and so many tokens, and may be longer than the KV "
-            "cache; 0 evicts where the prompt ends."
+            "Prompt tokens between evictions inside a prompt, rounded up to whole blocks. The "
+            "prompt then never holds more than its budget and this number of tokens, and may be "
+            "longer than the KV cache; 0 evicts at the end of the prompt."
         ),
     )
     when: Literal["always", "pressure"] = Field(
         default="always",
         description=(
             "When requests are evicted to their budgets: always, or under pressure only, when free "
-            "blocks run short; those that give back most come first."
+            "blocks run short; requests that free the most blocks come first."
         ),
     )
     profile: str | Profile | None = Field(
         default=None,
         description=(
             "The model's profile, made by vllm-kvevict calibrate: shares of the budget "
-            "by layer and head, and the scores of probe. A file; auto for one that ships for this "
-            "model or that calibrate left under vLLM's cache root; measure runs it if none is."
+            "by layer and head, and the scores of probe. A file; auto for a profile that ships "
+            "for this model or that calibrate stored under vLLM's cache root; measure as auto, "
+            "and runs calibrate if there is no profile."
         ),
     )
     allow: tuple[str, ...] = Field(
         default=(),
         description=(
             "Further policies that a request may choose in vllm_xargs, comma separated; none "
-            "lets it switch eviction off for itself."
+            "allows a request to switch eviction off."
         ),
     )
     max_budget: Cap = Field(
         default=None,
         description=(
-            "Most that a request may ask for as its budget: tokens, or a share. "
-            "It may then neither ask for none nor evict less often than the server."
+            "Maximum budget that a request may ask for: tokens, or a share. "
+            "Requests may then neither switch eviction off nor evict less often than the server."
         ),
     )
     shared_blocks: Literal["keep", "evict"] = Field(
         default="keep",
         description=(
-            "What an eviction does that would take more blocks than it gives back, because other "
-            "requests hold the same prefix: keep waits for the next interval, evict runs it, so "
-            "that tokens do not depend on who shares the prefix."
+            "Handling of evictions that would take more blocks than they free, because other "
+            "requests hold the same prefix: keep waits for the next interval; evict runs them, "
+            "so that tokens do not depend on other requests with the same prefix."
         ),
     )
     attention: Literal["auto", "flash", "triton", "xformers"] = Field(
@@ -133,7 +133,7 @@ class EvictionConfig(BaseModel):
         description=(
             "Attention of evicted requests on a GPU: flash (FlashAttention), triton (a decode "
             "kernel that reads the eviction state), xformers (its memory-efficient attention; "
-            "decode steps without FULL graphs), or auto: flash where it is "
+            "decode steps without FULL graphs), or auto: flash if it is "
             "version 3 or 4, else triton."
         ),
     )
@@ -141,21 +141,21 @@ class EvictionConfig(BaseModel):
         default=0,
         description=(
             "Host memory of all ranks together, such as 4G, for stores of kv_eviction_at that "
-            "leave the KV cache: they come back in the place of a prefill."
+            "leave the KV cache. They are restored instead of computing a prefill."
         ),
     )
     store_path: Folder | None = Field(
         default=None,
         description=(
-            "A folder for them, such as DIR,max=100G: they survive a restart, and servers that are "
-            "alike share it. Who may write there may change answers."
+            "Folder for stores of kv_eviction_at, such as DIR,max=100G. They survive a restart, "
+            "and equal servers share them. Users with write access may change answers."
         ),
     )
     audit: Share = Field(
         default=0,
         description=(
-            "Share of the requests, such as 1%, whose evictions are measured: their last tokens "
-            "are computed once more over what is left, and compared."
+            "Share of the requests, such as 1%, with measured evictions: their last tokens are "
+            "computed again over the remaining cache, and compared."
         ),
     )
     options: PolicyOptions = Field(
@@ -180,7 +180,9 @@ class EvictionConfig(BaseModel):
             return value
         if isinstance(value, dict):
             return parse(value)
-        raise ValueError(f"give a file of calibrate's, auto, or measure, not {value!r}")
+        raise ValueError(
+            f"give a file made by vllm-kvevict calibrate, auto, or measure, not {value!r}"
+        )
 
     @field_validator("allow", mode="before")
     @classmethod
@@ -210,23 +212,25 @@ class EvictionConfig(BaseModel):
         return options.model_dump(mode="json", exclude_unset=True)
 
     @model_validator(mode="after")
-    def _room_beside_window(self) -> Self:
-        # A policy that a request chooses has the server's budget, too.
+    def _room_beyond_window(self) -> Self:
+        # A policy that a request chooses also uses the server's budget.
         if self._has_budget:
-            check_beside(self.budget, max(map(self.recent_tokens, self.policies)), self.window)
+            check_exceeds_recent(
+                self.budget, max(map(self.recent_tokens, self.policies)), self.window
+            )
         return self
 
     @model_validator(mode="after")
     def _prefill_evicts(self) -> Self:
         if self.prefill_interval and self.when == "pressure":
             raise ValueError(
-                "--kv-eviction-prefill-interval evicts every long prompt, and --kv-eviction-when "
-                "pressure only where memory is short; choose one of the two"
+                "--kv-eviction-prefill-interval evicts every long prompt, but --kv-eviction-when "
+                "pressure evicts only when memory is short; choose one of the two"
             )
         if self.prefill_interval and self.budget_tokens is None:
             raise ValueError(
-                "--kv-eviction-prefill-interval bounds what a prompt holds, and a share of it "
-                f"grows with it; give --kv-eviction-budget in tokens, not {self.budget}"
+                "--kv-eviction-prefill-interval limits the tokens that a prompt holds, but a share "
+                f"grows with the prompt; give --kv-eviction-budget in tokens, not {self.budget}"
             )
         return self
 
@@ -237,12 +241,12 @@ class EvictionConfig(BaseModel):
         for name in self.policies:
             if name in PYRAMIDS:
                 raise ValueError(
-                    f"--kv-eviction-profile and {name} both give layers budgets of their own; "
+                    f"--kv-eviction-profile and {name} both set individual budgets of layers; "
                     "choose one of the two"
                 )
         if self.policy not in (AUTO, *COMPARABLE):
             raise ValueError(
-                "--kv-eviction-profile needs a policy whose scores compare across layers "
+                "--kv-eviction-profile needs a policy with scores that compare across layers "
                 f"({', '.join(COMPARABLE)}), not {self.policy}"
             )
         return self
@@ -260,68 +264,72 @@ class EvictionConfig(BaseModel):
 
     @property
     def _has_budget(self) -> bool:
-        """Whether the budget is known; auto chooses one later, where none was set."""
+        """True if the budget is known. auto chooses one later if none was set."""
         return self.policy != AUTO or "budget" in self.model_fields_set
 
     @property
     def budget_tokens(self) -> int | None:
-        """Budget in tokens, or None where it is a share."""
+        """Budget in tokens, or None if it is a share."""
         return budget_tokens(self.budget)
 
     @property
     def budget_share(self) -> float | None:
-        """Budget as a share of the tokens so far in (0, 1], or None where it is in tokens."""
+        """Budget as a share of the tokens so far in (0, 1], or None if it is in tokens."""
         return budget_share(self.budget)
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The server's policy, then the others that a request may choose, without none."""
+        """The server's policy, then the others that a request may choose, excluding none."""
         return self.policy, *(n for n in self.allow if n not in (self.policy, NONE))
 
     @property
     def has_tiers(self) -> bool:
-        """Whether stores are kept outside the KV cache, too."""
+        """True if stores are also kept outside the KV cache."""
         return parse_size(self.store_memory) > 0 or self.store_path is not None
 
     @property
     def audits(self) -> bool:
-        """Whether some evictions are replayed."""
+        """True if some evictions are replayed."""
         return parse_share(self.audit) > 0
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """What a request may give as ``kv_eviction``."""
+        """Valid values of ``kv_eviction`` in a request."""
         return self.policies + ((NONE,) if NONE in self.allow else ())
 
     @property
     def has_groups(self) -> bool:
-        """Whether layers have budgets of their own under a policy that may be chosen."""
+        """True if layers have individual budgets under a policy that may be chosen."""
         return self.profile is not None or any(name in PYRAMIDS for name in self.policies)
 
     @property
     def min_prefill_interval(self) -> int:
-        """Fewest prompt tokens between evictions inside the prompt that a request may ask for.
+        """Minimum number of prompt tokens between evictions inside the prompt that a request may
+        ask for.
 
-        An eviction reads the window's queries once more, so that four windows bound what clients
-        add to the attention of a prompt to a quarter; less where the server itself has less.
+        An eviction reads the window's queries again. With at least four windows between evictions,
+        clients add at most a quarter to the attention of a prompt. The minimum is lower if the
+        server's own interval is.
         """
         bound = 4 * self.window
         return min(bound, self.prefill_interval) if self.prefill_interval else bound
 
     def recent_tokens(self, policy: str) -> int:
-        """The last tokens that ``policy`` never evicts."""
+        """Return the number of last tokens that ``policy`` never evicts."""
         return self.options.probe_recent if policy in LEARNED else self.window
 
     def min_slots(self, policy: str) -> int:
-        """Tokens that a head must keep beside protected ones under ``policy``."""
+        """Return the number of tokens that a head must keep in addition to protected ones under
+        ``policy``."""
         return self.options.cluster_samples + 2 if policy == "subgen-stream" else 0
 
     def keeps_by_layer(self, policy: str) -> bool:
-        """Whether layers have budgets of their own under ``policy``."""
+        """Return whether layers have individual budgets under ``policy``."""
         return self.has_groups and keeps_by_layer(policy, self.profile is not None)
 
     def timeline(self, block_size: int) -> EvictionRule:
-        """The eviction schedule for blocks of ``block_size`` tokens where layers are alike."""
+        """Return the eviction rule for blocks of ``block_size`` tokens if all layers have the same
+        budget."""
         recent = self.recent_tokens(self.policy)
         return EvictionRule(
             block_size=block_size,
@@ -329,16 +337,16 @@ class EvictionConfig(BaseModel):
             interval=self.interval,
             budget_tokens=self.budget_tokens,
             budget_share=self.budget_share,
-            min_tokens=budget_least(self.budget),
+            min_tokens=min_budget_tokens(self.budget),
             prefill_interval=self.prefill_interval,
             recent=None if recent == self.window else recent,
         )
 
     def timelines(self, block_size: int, *stages: int) -> tuple[EvictionRule, ...]:
-        """The eviction schedule of each layer that evicts, by depth; equal inside a group.
+        """Return the eviction rule of each layer that evicts, by depth; equal inside a group.
 
-        ``stages`` counts the layers of each pipeline stage. Where shares are measured,
-        :attr:`profile` must hold them, not the file's name.
+        ``stages`` counts the layers of each pipeline stage. If shares are measured, :attr:`profile`
+        must contain them, not a file name.
         """
         rule, groups, layers = self.timeline(block_size), self.options.groups, sum(stages)
         if not self.has_groups:
@@ -358,10 +366,11 @@ class EvictionConfig(BaseModel):
         None, False, "none" and "off", also as the policy of a mapping, switch eviction off.
 
         Returns:
-            The configuration, or None where eviction is off.
+            The configuration, or None if eviction is off.
 
         Raises:
-            ValueError: In one sentence, which flag is wrong and what it may be.
+            ValueError: A setting is wrong; the message names the flag and its valid values in one
+                sentence.
 
         """
         if isinstance(value, cls):

@@ -1,4 +1,5 @@
-"""What a request asks for, read again in the engine core: not all front ends run the plugin."""
+"""The settings of a request, read again in the engine core because not all front ends run the
+plugin."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,15 +26,15 @@ def read_options(
     max_model_len: int,
     blocks: int,
 ) -> RequestOptions:
-    """The settings of a request; the server's where it has none, or wrong ones.
+    """Return the settings of a request; the server's settings if it has none or invalid ones.
 
     Args:
         request: vLLM's request.
         config: The server's settings.
-        rules: The timelines of the groups that evict.
-        drafts: Whether the server decodes speculatively.
-        max_model_len: Longest sequence.
-        blocks: Blocks that the pool has for requests.
+        rules: The eviction rules of the groups that evict.
+        drafts: True if the server uses speculative decoding.
+        max_model_len: Maximum length of a sequence in tokens.
+        blocks: Number of blocks of the pool for requests.
 
     """
     sampling = request.sampling_params
@@ -45,13 +46,13 @@ def read_options(
         options = parse_options(config, extra, prompt, rules)
         check_limits(options, drafts)
         if asks(extra) and any(rule.prefill_stride for rule in rules):
-            # Else start-up has promised that the longest sequence fits.
+            # Otherwise, start-up has checked that the longest sequence fits.
             ends = min(prompt + request.max_tokens, max_model_len)
             needed = sum(max_blocks_for(options, rule, prompt, ends) for rule in rules)
             if needed > blocks:
                 raise ValueError(f"it may need {needed} blocks of {blocks}")
     except ValueError as error:
-        # Refused at the front door; only a client of the engine core gets here.
+        # The front end rejects such requests; only a client of the engine core gets here.
         logger.warning("%s: the server's settings apply (%s)", request.request_id, error)
         return RequestOptions(config.policy, when=config.when)
     return options
@@ -60,7 +61,7 @@ def read_options(
 def _of_beam_search(
     prompt: int, max_tokens: int, rules: Sequence[EvictionRule], blocks: int
 ) -> RequestOptions:
-    """The settings of a request of a beam search, which is never evicted.
+    """Return the settings of a request of a beam search, which is never evicted.
 
     Raises:
         ValueError: It asks for more than one token, or the pool does not hold its prompt.

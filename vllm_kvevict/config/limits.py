@@ -1,7 +1,7 @@
-"""What a request may not ask for on this server, whoever passes it on.
+"""Limits on the settings of requests that apply regardless of the front end.
 
-The front end asks first, to refuse a request where it arrives. The engine core asks again: a front
-end that runs no plugin, as vLLM's Rust one, refuses nothing.
+The front end checks them first, to reject a request when it arrives. The engine core checks them
+again, because a front end without the plugin, such as vLLM's Rust one, rejects nothing.
 """
 
 from vllm_kvevict.config.requests import WHEN, WHENS, RequestOptions
@@ -10,35 +10,38 @@ from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 def check_limits(options: RequestOptions, drafts: bool) -> None:
-    """Refuse what another feature of the server rules out.
+    """Reject settings that another feature of the server does not allow.
 
     Args:
-        options: What the request asked for.
-        drafts: Whether the server decodes speculatively.
+        options: The settings that the request asked for.
+        drafts: True if the server uses speculative decoding.
 
     Raises:
-        ValueError: In one sentence, which key is wrong and what it may be.
+        ValueError: A setting is not allowed; the message names the key and its valid values in one
+            sentence.
 
     """
     if drafts and options.when != WHENS[0]:
         raise ValueError(
             f"KV eviction: {WHEN} {options.when} cannot be combined with this server's speculative "
-            f"decoding, whose drafts are accepted after it is chosen who evicts; give {WHEN} "
-            f"{WHENS[0]}"
+            "decoding, because requests to evict are chosen before drafts are accepted; "
+            f"give {WHEN} {WHENS[0]}"
         )
 
 
-def max_blocks_for(options: RequestOptions, rule: EvictionRule, prompt_len: int, ends: int) -> int:
-    """Most blocks that a request can ever hold in one group.
+def max_blocks_for(
+    options: RequestOptions, rule: EvictionRule, prompt_len: int, max_length: int
+) -> int:
+    """Return the maximum number of blocks that a request can ever hold in one group.
 
     Args:
-        options: What it asked for.
-        rule: The server's timeline of the group.
+        options: The settings that it asked for.
+        rule: The server's eviction rule of the group.
         prompt_len: Tokens of the prompt.
-        ends: Tokens of prompt and longest answer.
+        max_length: Tokens of the prompt and the longest answer.
 
     """
     if not options.evicts:
-        return blocks_for(ends, rule.block_size)
+        return blocks_for(max_length, rule.block_size)
     on_demand = options.when == "pressure"
-    return max_blocks_ever(options.timeline(rule), prompt_len, ends, options.at, on_demand)
+    return max_blocks_ever(options.timeline(rule), prompt_len, max_length, options.at, on_demand)

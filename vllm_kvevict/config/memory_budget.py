@@ -1,4 +1,5 @@
-"""How much memory eviction needs beside the KV cache. Engine and workers agree through it."""
+"""Memory that eviction needs in addition to the KV cache, computed equally in engine and
+workers."""
 
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -14,17 +15,18 @@ if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
 
 RING_BYTES = 512 * 2**20
-"""Most bytes that the observation rings of one rank may take."""
+"""Maximum bytes of the observation rings of one rank."""
 
 FULL_ATTENTION = ("full_attention", "attention", "hybrid")
-"""What configurations call a layer with full attention, perhaps beside a recurrent part."""
+"""Names of layers with full attention in configurations, some with an additional recurrent part."""
 
 
 def evictable_stages(vllm_config: "VllmConfig") -> tuple[int, ...]:
-    """Full-attention layers with a cache of their own on each pipeline stage, as configured.
+    """Return the number of full-attention layers with their own cache on each pipeline stage, as
+    configured.
 
-    Workers see the layers themselves, and refuse to start where budgets differ by layer and the
-    two counts do.
+    Workers count the actual layers, and refuse to start if budgets differ by layer and the two
+    counts differ.
     """
     from vllm.distributed.utils import get_pp_indices
 
@@ -39,12 +41,13 @@ def evictable_stages(vllm_config: "VllmConfig") -> tuple[int, ...]:
 
 
 def evictable_layers(vllm_config: "VllmConfig") -> int:
-    """Full-attention layers with a cache of their own in the whole model, as configured."""
+    """Return the number of full-attention layers with their own cache in the whole model."""
     return sum(evictable_stages(vllm_config))
 
 
 def drafting_layers(vllm_config: "VllmConfig") -> int:
-    """Layers with a cache that only draft; a drafter is whole on every rank that has it."""
+    """Return the number of layers of the drafter with a cache. Every rank that has a drafter has
+    all of it."""
     draft = vllm_config.speculative_config
     if draft is None or not draft.uses_draft_kv_cache():
         return 0
@@ -52,7 +55,8 @@ def drafting_layers(vllm_config: "VllmConfig") -> int:
 
 
 def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
-    """Most bytes of one ring slot on one rank: [layers, window, query heads, head size]."""
+    """Return the maximum bytes of one ring slot on one rank: [layers, window, query heads, head
+    size]."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = blocks_for(model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)
     layers = min(layers, evictable_layers(vllm_config)) + drafting_layers(vllm_config)
@@ -61,25 +65,26 @@ def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
 
 
 def beside_page_values(available: int, specs: "Iterable[AttentionSpec]", channels: int) -> int:
-    """What is left for the KV cache once page values stand beside it.
+    """Return the memory for the KV cache if token statistics are stored in addition.
 
-    Both grow with the number of blocks, so a fixed share of the memory goes to each. The share
-    is exact where all layers have equal pages, else it is that of the layer that needs most.
+    Both grow with the number of blocks, so each gets a fixed share of the memory. The share is
+    exact if all layers have pages of equal size; otherwise it is that of the layer that needs the
+    most.
 
     Args:
         available: Bytes for both.
         specs: Specs of the evictable layers on this rank, at least one.
-        channels: float32 numbers for each cached token and KV head.
+        channels: float32 statistics for each cached token and KV head.
 
     Returns:
         Bytes, at most ``available``.
 
     """
-    most = min(
+    share = min(
         Fraction(
             spec.page_size_bytes,
             spec.page_size_bytes + spec.num_kv_heads * spec.block_size * channels * 4,
         )
         for spec in specs
     )
-    return int(available * most)
+    return int(available * share)

@@ -1,6 +1,6 @@
-"""Policies by name: data alone. A new policy is one file and one line here.
+"""Policies by name, as pure data. A new policy is one file and one line here.
 
-The table holds strings, so that reading the valid names imports no torch.
+The table contains strings, so that reading the valid names does not import torch.
 """
 
 from typing import NamedTuple
@@ -9,36 +9,39 @@ CONFIG_KEY = "kv_eviction"
 """Key of the configuration in ``VllmConfig.additional_config``."""
 
 AUTO = "auto"
-"""The policy that suits the model and the server best; a profile that is found for the model."""
+"""Automatic choice: the best policy for the model and the server, or an available profile of the
+model."""
 
 MEASURE = "measure"
-"""A profile that is found as by :data:`AUTO`, and measured where there is none."""
+"""An available profile as for :data:`AUTO`, measured if there is none."""
 
 REPLAY = "-audit-"
-"""Before the number at the end of the name of a request that replays another one's last tokens."""
+"""Separator before the number at the end of the id of a replay request."""
 
 DEFAULT_POLICY = AUTO
-"""What commands and deployments take where nobody chose."""
+"""Policy of commands and deployments if none is given."""
 
 NONE = "none"
-"""What a request or a server says for no eviction."""
+"""Value for no eviction, in requests and server settings."""
 
 ADA = "ada-"
-"""Before a policy's name: its scores, and the heads of a layer share the budget (Ada-KV)."""
+"""Prefix of policies that use the scores of the named policy and share the budget among the heads
+of a layer (Ada-KV)."""
 
 
 class Entry(NamedTuple):
-    """A policy of its own.
+    """An entry of the policy table.
 
     Args:
         module: Module with the function ``build(config)``, which returns the scorer.
         summary: One line for ``--help``.
-        adaptive: Whether scores of different heads and layers compare, so that :data:`ADA` may
-            stand before the name, and layers may have measured shares of the budget.
-        pyramid: Whether budgets fall with the depth of a layer.
-        ada: Name with the heads of a layer sharing the budget, where the paper has another one
-            than :data:`ADA` and the name.
-        learned: Whether its scores were learned for the model, whose profile holds them.
+        adaptive: True if scores of different heads and layers are comparable, so that the policy
+            also exists with the prefix :data:`ADA`, and layers may have measured shares of the
+            budget.
+        pyramid: True if budgets decrease with the depth of a layer.
+        ada: Name of the variant with a budget shared among the heads of a layer, if the paper uses
+            a name other than :data:`ADA` and the policy's name.
+        learned: True if its scores were learned for the model and are stored in its profile.
         options: Fields of ``PolicyOptions`` that it reads; :data:`ADA` adds ``floor``.
 
     """
@@ -55,7 +58,7 @@ class Entry(NamedTuple):
 TABLE = {
     "snapkv": Entry(
         "vllm_kvevict.policies.snapkv",
-        "attention of the last queries, pooled; every head keeps as much",
+        "attention of the last queries, pooled; equal budgets for all heads",
         True,
         options=("pool_kernel", "pool"),
     ),
@@ -66,7 +69,7 @@ TABLE = {
     ),
     "probe": Entry(
         "vllm_kvevict.policies.probe",
-        "what the model's profile says of a key, and the last queries",
+        "learned scores of keys from the model's profile, and the last queries",
         True,
         learned=True,
         options=("probe_window", "probe_recent"),
@@ -93,7 +96,7 @@ TABLE = {
     ),
     "scissorhands": Entry(
         "vllm_kvevict.papers.scissorhands",
-        "how seldom the last queries gave a token less than the mean",
+        "how rarely the last queries gave a token less attention than the mean",
         True,
     ),
     "tova": Entry(
@@ -130,12 +133,12 @@ def _names() -> dict[str, tuple[str, str]]:
 
 
 POLICIES = _names()
-"""Module and one line for ``--help`` of everything that ``--kv-eviction`` may name."""
+"""Module and summary of every valid name for ``--kv-eviction``."""
 
 POLICY_NAMES = tuple(POLICIES)
 
 PLAIN = {entry.ada or ADA + plain: plain for plain, entry in TABLE.items() if entry.adaptive}
-"""The policy whose scores an adaptive one shares budgets by."""
+"""Policy that provides the scores of each adaptive policy."""
 
 PYRAMIDS = frozenset(
     name
@@ -143,7 +146,7 @@ PYRAMIDS = frozenset(
     if entry.pyramid
     for name in (plain, entry.ada or ADA + plain)
 )
-"""Policies whose budgets fall with the depth of a layer."""
+"""Policies with budgets that decrease with the depth of a layer."""
 
 LEARNED = frozenset(
     name
@@ -151,7 +154,7 @@ LEARNED = frozenset(
     if entry.learned
     for name in (plain, entry.ada or ADA + plain)
 )
-"""Policies whose scores are in the model's profile."""
+"""Policies with scores from the model's profile."""
 
 COMPARABLE = tuple(
     name
@@ -163,21 +166,21 @@ COMPARABLE = tuple(
 
 
 def plain_name(policy: str) -> str:
-    """The policy of :data:`TABLE` behind a built-in name."""
+    """Return the policy of :data:`TABLE` that a built-in name refers to."""
     return PLAIN.get(policy, policy)
 
 
 def keeps_by_layer(policy: str, measured: bool) -> bool:
-    """Whether layers have budgets of their own under a policy.
+    """Return whether layers have individual budgets under a policy.
 
     Args:
-        policy: A policy of a server whose layers have shares.
-        measured: Whether these are measured; else they fall with depth.
+        policy: A policy of a server with shares by layer.
+        measured: True if the shares are measured; otherwise they decrease with depth.
 
     """
     return policy in (COMPARABLE if measured else PYRAMIDS)
 
 
 def is_replay(request_id: str) -> bool:
-    """Whether a request of the engine's own may have this name."""
+    """Return whether an internal request may have this id."""
     return request_id.rpartition(REPLAY)[2].isdecimal() and REPLAY in request_id

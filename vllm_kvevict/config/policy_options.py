@@ -1,4 +1,4 @@
-"""``--kv-eviction-options``: what one policy or a few of them read beside the settings of all."""
+"""``--kv-eviction-options``: settings of single policies, in addition to the general settings."""
 
 import json
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from vllm_kvevict.config.plugins import plugin_policies
 from vllm_kvevict.config.sentences import shown
 
 OF_SERVERS = ("groups", "low_mark", "high_mark")
-"""Options that go with every policy."""
+"""Options that apply to every policy."""
 
 
 class PolicyOptions(BaseModel):
-    """Values of all options; :func:`options_of` says which of them a policy reads.
+    """Values of all options. :func:`options_of` returns the options that a policy reads.
 
-    One model, not one a policy: a server may let requests choose among several policies.
+    There is one model for all policies, because a server may let requests choose among several.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,8 +62,8 @@ class PolicyOptions(BaseModel):
         strict=True,
         allow_inf_nan=False,
         description=(
-            "Share of what nacl keeps beside the window that it draws at random; its best-scored "
-            "tokens fill the rest."
+            "Share of the tokens outside the window that nacl keeps at random; tokens with the "
+            "highest scores fill the rest."
         ),
     )
     seed: int = Field(
@@ -72,8 +72,8 @@ class PolicyOptions(BaseModel):
         lt=2**63,
         strict=True,
         description=(
-            "Seed of the draws of nacl and subgen-stream; a run with the same seed and prompts "
-            "repeats."
+            "Seed of the random draws of nacl and subgen-stream; runs with the same seed and "
+            "prompts are equal."
         ),
     )
     radius: float = Field(
@@ -82,7 +82,7 @@ class PolicyOptions(BaseModel):
         strict=True,
         allow_inf_nan=False,
         description=(
-            "Radius of subgen-stream's clusters of keys, which grows where they outgrow their "
+            "Radius of subgen-stream's clusters of keys, which grows if the clusters exceed their "
             "slots; 0 starts with a cluster for every key."
         ),
     )
@@ -100,15 +100,15 @@ class PolicyOptions(BaseModel):
         strict=True,
         allow_inf_nan=False,
         description=(
-            "Share of the slots beside the window that subgen-stream draws by the norm of the "
+            "Share of the slots outside the window that subgen-stream draws by the norm of the "
             "values; clusters and recent tokens get the rest."
         ),
     )
     probe_window: Literal["auto", "none"] = Field(
         default="auto",
         description=(
-            "Whether probe joins its scores with the last queries: auto does where a ring slot was "
-            "free to record them, none never does and takes no memory for them."
+            "Last queries in the scores of probe: auto includes them if a ring slot was free to "
+            "record them; none never does and needs no memory for them."
         ),
     )
     probe_recent: int = Field(
@@ -116,8 +116,8 @@ class PolicyOptions(BaseModel):
         ge=1,
         strict=True,
         description=(
-            "Last tokens that probe never evicts. It scores the others of the window as well, so "
-            "that few are enough."
+            "Last tokens that probe never evicts. A few are enough, because probe also scores the "
+            "other tokens of the window."
         ),
     )
     beta: float = Field(
@@ -127,7 +127,7 @@ class PolicyOptions(BaseModel):
         allow_inf_nan=False,
         description=(
             "Steepness of pyramidkv and ada-pyramid: the deepest layer keeps 1/beta of the budget "
-            "beside the window."
+            "outside the window."
         ),
     )
     groups: int | None = Field(
@@ -135,9 +135,9 @@ class PolicyOptions(BaseModel):
         ge=2,
         strict=True,
         description=(
-            "Groups of layers with budgets of their own, at most one a layer. Without it 4 under "
-            "pyramidkv and ada-pyramid, and under --kv-eviction-profile as few, of 8 at most, as "
-            "keep layers of like share together."
+            "Groups of layers with individual budgets, at most one per layer. Default: 4 under "
+            "pyramidkv and ada-pyramid; under --kv-eviction-profile, the smallest number, up to 8, "
+            "that keeps layers of similar share together."
         ),
     )
     low_mark: float = Field(
@@ -147,7 +147,7 @@ class PolicyOptions(BaseModel):
         strict=True,
         allow_inf_nan=False,
         description=(
-            "Share of the blocks that are free when eviction under pressure begins, beside those "
+            "Share of free blocks at which eviction under pressure begins, in addition to blocks "
             "that running requests take while their windows are recorded."
         ),
     )
@@ -157,7 +157,7 @@ class PolicyOptions(BaseModel):
         lt=1,
         strict=True,
         allow_inf_nan=False,
-        description="Share of the blocks that are free when eviction under pressure ends.",
+        description="Share of free blocks at which eviction under pressure ends.",
     )
 
     @field_validator("pool_kernel")
@@ -171,32 +171,32 @@ class PolicyOptions(BaseModel):
     def _marks_in_order(self) -> Self:
         if self.high_mark < self.low_mark:
             raise ValueError(
-                f"high_mark {self.high_mark:g} is below low_mark {self.low_mark:g}; raise it or "
-                "lower the other"
+                f"high_mark {self.high_mark:g} is below low_mark {self.low_mark:g}; raise "
+                "high_mark or lower low_mark"
             )
         return self
 
 
 def options_of(policy: str) -> tuple[str, ...]:
-    """Names of the options that ``policy`` reads, in the model's order."""
+    """Return the names of the options that ``policy`` reads, in the order of the model."""
     if policy in plugin_policies():
-        # Another package may use the scorers that are here.
-        mine: Iterable[str] = PolicyOptions.model_fields
+        # A policy of another package may use the scorers of this one.
+        names: Iterable[str] = PolicyOptions.model_fields
     else:
         plain = plain_name(policy)
-        mine = (*TABLE[plain].options, *OF_SERVERS)
+        names = (*TABLE[plain].options, *OF_SERVERS)
         if policy != plain:
-            mine = (*mine, "floor")
+            names = (*names, "floor")
         if policy in PYRAMIDS:
-            mine = (*mine, "beta")
-    return tuple(name for name in PolicyOptions.model_fields if name in mine)
+            names = (*names, "beta")
+    return tuple(name for name in PolicyOptions.model_fields if name in names)
 
 
 def read_options(value: Any) -> dict[str, Any]:
-    """The options as they were given: a mapping, or a JSON object as the flag has it.
+    """Return the given options, from a mapping or from a JSON object as in the flag.
 
     Raises:
-        ValueError: Neither; the message names no flag.
+        ValueError: The value is neither; the message does not name a flag.
 
     """
     if isinstance(value, PolicyOptions):
@@ -210,10 +210,10 @@ def read_options(value: Any) -> dict[str, Any]:
 
 
 def check_known(given: Iterable[str], policies: Iterable[str]) -> None:
-    """Refuse options that none of a server's policies reads.
+    """Reject options that none of a server's policies reads.
 
     Raises:
-        ValueError: In words that name the option and the valid ones.
+        ValueError: An option is not read; the message names it and the valid options.
 
     """
     known = {policy: options_of(policy) for policy in policies}

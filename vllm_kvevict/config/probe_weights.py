@@ -1,4 +1,4 @@
-"""Weights of the probes in a profile's file: how they are written, read and checked."""
+"""Weights of the probes in a profile's file: encoding, decoding and checks."""
 
 import base64
 import binascii
@@ -18,46 +18,48 @@ from vllm_kvevict.config.profile import ModelIdentity, ProbeFile
 DTYPE = "<f4"
 
 PROSE = ((1 / 16, 0.0), (1 / 8, 0.3), (1 / 4, 1.0))
-"""What the prose that follows counts beside what is asked, by the share of tokens kept.
+"""Weight of the following prose relative to the question, by the share of tokens kept.
 
-Tokens that prose needs take the places of facts, so it counts little where places are few."""
+Tokens that prose needs displace facts, so the weight is small if few tokens are kept.
+"""
 
 PLACES = ((256, 0.0), (1024, 1.0))
-"""The same by the number of tokens kept in a KV head; the larger weight counts.
+"""The same weight by the number of tokens kept in a KV head; the larger of the two applies.
 
-A budget of 512 is a falling share of a prompt of 8,000 tokens that is evicted as it streams in: by
-shares alone its first tokens, scored when prose counted in full, stay before all later ones. Prose
-then loses 0.095 nats, so 0.082. Of 4,100 tokens 261 answer 82% of questions where prose counts
-nothing and 66% where it counts in full, 518 answer 90% where it counts 0.3 and 88% in full
-(50 samples)."""
+A budget of 512 is a decreasing share of a prompt of 8,000 tokens that is evicted during prefill. By
+shares alone, its first tokens, which were scored with the full weight of prose, would be kept in
+preference to all later ones, and prose would lose 0.095 nats instead of 0.082. Of 4,100 tokens, 261
+answer 82% of questions with weight 0 and 66% with weight 1; 518 answer 90% with weight 0.3 and 88%
+with weight 1 (50 samples).
+"""
 
 STEPS = 10
-"""Weights between 0 and 1 that there are: evictions of one weight run together."""
+"""Number of steps between the weights 0 and 1. Evictions of equal weight run together."""
 
 
 def prose_weight(share: float, tokens: int) -> float:
-    """What prose counts where an eviction keeps this share of so many tokens."""
-    found = max(_between(PROSE, share), _between(PLACES, share * tokens))
-    return round(found * STEPS) / STEPS
+    """Return the weight of prose for an eviction that keeps ``share`` of ``tokens`` tokens."""
+    weight = max(_between(PROSE, share), _between(PLACES, share * tokens))
+    return round(weight * STEPS) / STEPS
 
 
 def _between(points: Sequence[tuple[float, float]], value: float) -> float:
-    """The weight of ``value`` between points of values and weights, on a logarithmic scale."""
+    """Return the weight of ``value``, interpolated between points on a logarithmic scale."""
     values, weights = zip(*points, strict=True)
     return float(np.interp(math.log(max(value, 1e-9)), np.log(values), weights))
 
 
 @dataclass(frozen=True)
 class ProseWeights:
-    """What both probes gain, times :func:`prose_weight`, of a context that is read on.
+    """Additional weights of both probes for the continuation of a text, scaled by
+    :func:`prose_weight`.
 
-    Of a key it is added where it is above 0, which is its average in a layer
-    (:func:`~vllm_kvevict.ops.torch.probe.with_prose`).
+    The result for a key is added if it is above 0, its average in a layer
 
     Args:
         keys: [L, H, D + 2] float32, as in :class:`ProbeWeights`.
-        joined: [L, H, D + 3] float32; the window's part is added to its weight.
-        age: [L, H, 2, 2] float32: in each of the two, weights of
+        joined: [L, H, D + 3] float32; the part for the window is added to the window's weight.
+        age: [L, H, 2, 2] float32: for each of the two probes, weights of
             :func:`~vllm_kvevict.ops.torch.probe.age_features`.
 
     """
@@ -87,13 +89,14 @@ class ProbeWeights:
     """Two probes of each KV head of each layer that evicts, by depth.
 
     Args:
-        keys: [L, H, D + 2] float32: weights of an unrotated key's dimensions, of its norm, and
-            of 1, for a score without a window.
+        keys: [L, H, D + 2] float32: weights of an unrotated key's dimensions, of its norm, and of
+            1, for a score without a window.
         joined: [L, H, D + 3] float32: as ``keys``, then the weight of the logarithm of
             ``defensive``'s score, for a score with a window.
-        prose: What the text that follows adds; None where nothing was learned of it.
-        rotated: [L] whether keys of the layer are rotated; None where their modules say.
-        network: What the score of a key gains; None where it is linear.
+        prose: Additional weights for the continuation of a text; None if none were learned.
+        rotated: [L] True if keys of the layer are rotated; None if the modules of the layers
+            determine it.
+        network: The network that is added to the score of a key; None if the score is linear.
 
     """
 
@@ -109,7 +112,7 @@ class ProbeWeights:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """All of its numbers."""
+        """All weight arrays."""
         prose = self.prose
         more = [] if prose is None else [prose.keys, prose.joined, prose.age]
         if self.network is not None:
@@ -117,30 +120,31 @@ class ProbeWeights:
         return [self.keys, self.joined, *more]
 
     def to_json(self) -> dict[str, Any]:
-        """As the ``probe`` of a profile's file: arrays as base64 of little-endian float32."""
-        found: dict[str, Any] = {"head_size": self.head_size, **_encoded(self, "keys", "joined")}
+        """Return the ``probe`` entry of a profile's file: arrays as base64 of little-endian
+        float32."""
+        fields: dict[str, Any] = {"head_size": self.head_size, **_encoded(self, "keys", "joined")}
         if self.prose is not None:
-            found["prose"] = _encoded(self.prose, "keys", "joined", "age")
+            fields["prose"] = _encoded(self.prose, "keys", "joined", "age")
         if self.rotated is not None:
-            found["rotated"] = list(self.rotated)
+            fields["rotated"] = list(self.rotated)
         if self.network is not None:
             units = int(self.network.out.shape[-1]) - 1
-            found["network"] = {"units": units, **_encoded(self.network, "hidden", "out")}
-        return found
+            fields["network"] = {"units": units, **_encoded(self.network, "hidden", "out")}
+        return fields
 
 
 def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
-    """The ``probe`` of a profile's file; arrays may also be nested lists.
+    """Decode the ``probe`` entry of a profile's file; arrays may also be nested lists.
 
     Raises:
-        ValueError: In one sentence, what is wrong with it.
+        ValueError: The entry is invalid; the message is one sentence.
 
     """
     keys, joined = _both(value, value, "probe", model)
     prose = None
     if (given := value.get("prose")) is not None:
         more = _both(given, value, "probe.prose", model)
-        if [one.shape for one in more] != [keys.shape, joined.shape]:
+        if [array.shape for array in more] != [keys.shape, joined.shape]:
             raise ValueError("probe.prose: must have as many numbers as the probe")
         age = _array(given.get("age", ()), "probe.prose.age")
         shape = model.layers, model.kv_heads, 2, 2
@@ -151,9 +155,9 @@ def decode(value: Any, model: ModelIdentity) -> ProbeWeights:
     if rotated is not None and (
         not isinstance(rotated, list)
         or len(rotated) != model.layers
-        or not all(isinstance(one, bool) for one in rotated)
+        or not all(isinstance(flag, bool) for flag in rotated)
     ):
-        raise ValueError(f"probe.rotated: must be {model.layers} times true or false")
+        raise ValueError(f"probe.rotated: must be a list of {model.layers} booleans")
     turned = None if rotated is None else tuple(rotated)
     network = None
     if (given := value.get("network")) is not None:
@@ -186,7 +190,7 @@ def _encoded(weights: Any, *names: str) -> dict[str, str]:
 def _both(
     value: Any, top: Mapping[str, Any], where: str, model: ModelIdentity
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[L, H, D + 2] and [L, H, D + 3] of a mapping; ``top`` has the head size."""
+    """Return arrays [L, H, D + 2] and [L, H, D + 3] of a mapping; ``top`` has the head size."""
     if not isinstance(value, Mapping) or not {"keys", "joined"} <= value.keys():
         raise ValueError(
             f"{where}: must be a mapping with keys and joined, as vllm-kvevict calibrate makes it"
@@ -207,7 +211,7 @@ def _both(
         arrays.append(array)
     keys, joined = arrays
     if keys.shape[2] < 3 or joined.shape[2] != keys.shape[2] + 1:
-        raise ValueError(f"{where}.joined: must have one number more in a KV head than keys")
+        raise ValueError(f"{where}.joined: must have one more number per KV head than keys")
     return keys, joined
 
 
@@ -217,19 +221,20 @@ def _array(value: Any, name: str) -> np.ndarray:
             return np.frombuffer(base64.b64decode(value, validate=True), DTYPE).astype(np.float32)
         return np.asarray(value, dtype=np.float32)
     except (TypeError, ValueError, binascii.Error):
-        raise ValueError(f"{name}: is neither base64 of float32 nor lists") from None
+        raise ValueError(f"{name}: must be base64 of float32, or nested lists of numbers") from None
 
 
 def digest(content: bytes) -> str:
-    """What tells a file's content from another's."""
+    """Return a digest of a file's content."""
     return hashlib.sha256(content).hexdigest()
 
 
 def read(where: ProbeFile, model: ModelIdentity) -> ProbeWeights:
-    """Weights as the front end found them, in a process that may run on another machine.
+    """Return the weights that the front end found, in a process that may run on another machine.
 
     Raises:
-        ValueError: In one sentence: no such file here, or another one than the front end's.
+        ValueError: The file is missing here, or differs from the front end's; the message is one
+            sentence.
 
     """
     flag = "KV eviction: --kv-eviction-profile"
@@ -242,7 +247,7 @@ def read(where: ProbeFile, model: ModelIdentity) -> ProbeWeights:
         ) from None
     if digest(content) != where.sha256:
         raise ValueError(
-            f"{flag}: {where.file}: has changed since the server began to start, or is another "
-            f"file on {os.uname().nodename}; start again with the same file everywhere"
+            f"{flag}: {where.file}: has changed since the server began to start, or is a different "
+            f"file on {os.uname().nodename}; restart with the same file on every machine"
         )
     return decode(json.loads(content)["probe"], model)

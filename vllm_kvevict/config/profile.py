@@ -1,4 +1,5 @@
-"""The model's profile, as every process has it: shares of the budget, and where probes lie."""
+"""The model's profile, as used by every process: shares of the budget, and the file of the
+probes."""
 
 from collections.abc import Sequence
 from math import fsum
@@ -7,16 +8,16 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 TOLERANCE = 1e-3
-"""What the mean of shares may differ from 1, which rounding in a file makes it do."""
+"""Maximum difference between the mean of shares and 1, which rounding in a file causes."""
 
 
 class ModelIdentity(BaseModel):
-    """Whose profile this is.
+    """Identity of the model that a profile belongs to.
 
     Args:
         architecture: Name of the model's class.
-        layers: Layers that evict, in the whole model.
-        kv_heads: KV heads of a layer, over all ranks.
+        layers: Number of layers that evict, in the whole model.
+        kv_heads: Number of KV heads of a layer, over all ranks.
         config: Hash of the configuration's shape.
 
     """
@@ -36,7 +37,7 @@ class ModelIdentity(BaseModel):
 
 
 class ProbeFile(BaseModel):
-    """Where a process reads the weights of the probes; too many numbers for a configuration.
+    """File of the weights of the probes, which are too large for a configuration.
 
     Args:
         file: Absolute path of the profile.
@@ -51,19 +52,19 @@ class ProbeFile(BaseModel):
 
 
 class Profile(BaseModel):
-    """What was measured of a model, once.
+    """Measurements of a model.
 
     Args:
-        model: Whose it is.
-        policy: Whose scores ranked the pages of all layers together.
-        budget: Tokens, or a share of the prompt, at which they were ranked.
-        made: How: prompts, tokens, versions; nothing reads it.
-        layers: Share of each layer that evicts, by depth: what it keeps beside the window
-            relative to the mean over all layers. They average 1.
-        heads: Share of each KV head of each layer, relative to the mean over the layer; each
-            layer's average 1. None where they were not measured.
-        quality: What answers of held-out prompts lose, by budget; nothing reads it.
-        probe: Where the probes' weights are; None where none were learned.
+        model: Identity of the model.
+        policy: Policy with the scores that ranked the pages of all layers together.
+        budget: Budget at which they were ranked: tokens, or a share of the prompt.
+        made: Description of the measurement (prompts, tokens, versions); informational only.
+        layers: Share of each layer that evicts, by depth: its tokens in addition to the window,
+            relative to the mean over all layers. The shares average 1.
+        heads: Share of each KV head of each layer, relative to the mean over the layer. The shares
+            of each layer average 1. None if they were not measured.
+        quality: Loss of answers to held-out prompts, by budget; informational only.
+        probe: File of the probes' weights; None if none were learned.
 
     """
 
@@ -82,7 +83,8 @@ class Profile(BaseModel):
     def _shares_of_the_model(self) -> Self:
         if len(self.layers) != self.model.layers:
             raise ValueError(
-                f"{len(self.layers)} shares by layer do not fit its own {self.model.layers} layers"
+                f"{len(self.layers)} shares by layer do not match the {self.model.layers} layers "
+                "of the model"
             )
         _check_mean(self.layers, "shares by layer")
         if self.heads is None:
@@ -105,10 +107,10 @@ def _check_mean(shares: Sequence[float], what: str) -> None:
 
 
 def parse(value: Any) -> Profile:
-    """A profile from JSON, its probes put aside.
+    """Return a profile from JSON, without the weights of its probes.
 
     Raises:
-        ValueError: In one sentence, what is wrong with it.
+        ValueError: The profile is invalid; the message is one sentence.
 
     """
     try:

@@ -1,4 +1,4 @@
-"""What a request may ask for in ``vllm_xargs``: one reading for API servers and engine core."""
+"""Settings of requests in ``vllm_xargs``, read equally by API servers and the engine core."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,28 +25,28 @@ KEYS = (
 )  # fmt: skip
 
 BEAM_SEARCH = f"{CONFIG_KEY}_beam_search"
-"""Key with which front ends mark the requests of a beam search for the engine core; no client may
-give it."""
+"""Key with which front ends mark the requests of a beam search for the engine core. Clients may not
+use it."""
 
 WHENS = ("always", "pressure")
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """One request's settings; None where the server's apply.
+    """Settings of one request; None for the server's setting.
 
     Args:
-        policy: One of the server's choices, or "none".
+        policy: One of the policies that the server allows, or "none".
         budget: Tokens, or a share such as "25%" of the tokens so far.
         interval: Decode steps between evictions; 0 evicts once.
-        protect_first: Tokens at the start of the prompt that no head ever evicts, at most the
-            whole prompt.
-        at: Eviction point in (0, prompt length], counted from the start of the prompt; None
-            for the end of prefill.
+        protect_first: Tokens at the start of the prompt that no head ever evicts, at most the whole
+            prompt.
+        at: Eviction point in (0, prompt length], counted from the start of the prompt; None for the
+            end of prefill.
         cap: The server's cap on budgets, tokens or a share such as "50%"; None for no cap.
-        when: "always", or "pressure" for a request that is evicted only where memory is short.
+        when: "always", or "pressure" for a request that is evicted only when memory is short.
         prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
-        recent: Last tokens that its policy never evicts.
+        recent: Last tokens that its policy never evicts; None for the server's.
 
     """
 
@@ -65,7 +65,7 @@ class RequestOptions:
         return self.policy != NONE
 
     def timeline(self, rule: EvictionRule) -> EvictionRule:
-        """The rule of a KV-cache group as this request has it."""
+        """Return the eviction rule of a KV-cache group for this request."""
         share = rule.share
         if share is not None and not keeps_by_layer(self.policy, share.steepest is None):
             rule = replace(rule, share=None)
@@ -88,7 +88,7 @@ class RequestOptions:
 
 
 def asks(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request sets anything of ours, known or not."""
+    """Return whether a request has any key of KV eviction, valid or not."""
     return bool(extra_args) and any(str(key).startswith(CONFIG_KEY) for key in extra_args or ())
 
 
@@ -102,12 +102,14 @@ def parse_options(
 
     Args:
         config: The server's settings.
-        extra_args: ``SamplingParams.extra_args``; other keys are not ours.
+        extra_args: ``SamplingParams.extra_args``; keys without the prefix of KV eviction are
+            ignored.
         prompt_len: Tokens of the prompt.
-        rules: The server's timeline of every layer or every KV-cache group that evicts.
+        rules: The server's eviction rule of every layer or every KV-cache group that evicts.
 
     Raises:
-        ValueError: In one sentence, which key is wrong and what it may be.
+        ValueError: A setting is invalid; the message names the key and its valid values in one
+            sentence.
 
     """
     given = {
@@ -134,7 +136,7 @@ def parse_options(
     if shares_prompt(extra_args):
         options = _before_last(config, options, prompt_len)
     if not options.evicts:
-        # Settings that do not go together have no timeline, not even an unused one.
+        # Invalid combinations of settings have no rule, not even an unused one.
         return replace(options, budget=None, interval=None, prefill_interval=None)
     _check_prefill(config, options)
     _check_store(config, options, prompt_len, rules)
@@ -144,7 +146,7 @@ def parse_options(
 def _protect_first(given: Mapping[str, Any], prompt_len: int) -> int:
     if PROTECT not in given:
         return 0
-    return min(prompt_len, _number(given, PROTECT, least=0, what="tokens"))
+    return min(prompt_len, _number(given, PROTECT, minimum=0, what="tokens"))
 
 
 def _policy(config: EvictionConfig, given: Mapping[str, Any]) -> str:
@@ -171,7 +173,7 @@ def _budget(config: EvictionConfig, given: Mapping[str, Any], recent: int) -> in
     if tokens is not None and tokens <= recent:
         what = "observation window of" if recent == config.window else "most recent"
         raise ValueError(
-            f"KV eviction: {BUDGET} {tokens} leaves no room beside the {what} {recent} tokens; "
+            f"KV eviction: {BUDGET} {tokens} leaves no room beyond the {what} {recent} tokens; "
             f"give at least {recent + 1}"
         )
     return budget
@@ -180,27 +182,27 @@ def _budget(config: EvictionConfig, given: Mapping[str, Any], recent: int) -> in
 def _interval(
     config: EvictionConfig, given: Mapping[str, Any], key: str, longest: int, what: str
 ) -> int | None:
-    """An interval of ``what``, at most the server's ``longest`` where it caps budgets."""
+    """Return an interval in ``what``, at most the server's ``longest`` if it caps budgets."""
     if key not in given:
         return None
-    interval = _number(given, key, least=0, what=what)
-    least = config.min_prefill_interval if key == PREFILL_INTERVAL else 1
+    interval = _number(given, key, minimum=0, what=what)
+    minimum = config.min_prefill_interval if key == PREFILL_INTERVAL else 1
     capped = config.max_budget is not None and longest > 0
-    if capped and not least <= interval <= longest:
+    if capped and not minimum <= interval <= longest:
         raise ValueError(
-            f"KV eviction: {key} must be between {least} and {longest} {what} on this server, "
+            f"KV eviction: {key} must be between {minimum} and {longest} {what} on this server, "
             f"which caps budgets, not {interval}"
         )
-    if 0 < interval < least:
+    if 0 < interval < minimum:
         raise ValueError(
-            f"KV eviction: {key} must be 0, or at least {least} {what} on this server, not "
+            f"KV eviction: {key} must be 0, or at least {minimum} {what} on this server, not "
             f"{interval}"
         )
     return interval
 
 
 def _check_prefill(config: EvictionConfig, options: RequestOptions) -> None:
-    """Refuse what does not go together with evictions inside the prompt."""
+    """Reject settings that conflict with evictions inside the prompt."""
     interval = options.prefill_interval
     if not (config.prefill_interval if interval is None else interval):
         return
@@ -213,14 +215,14 @@ def _check_prefill(config: EvictionConfig, options: RequestOptions) -> None:
     if budget_tokens(budget) is None:
         raise ValueError(
             f"KV eviction: a budget of {budget} cannot be combined with evictions inside the "
-            f"prompt, whose blocks it would not bound; give {BUDGET} in tokens or "
+            f"prompt, because it does not limit their blocks; give {BUDGET} in tokens or "
             f"{PREFILL_INTERVAL} 0"
         )
 
 
 def _when(config: EvictionConfig, given: Mapping[str, Any]) -> str:
     when = given.get(WHEN, config.when)
-    # Without a cap a request may ask for any budget, which holds as much.
+    # Without a cap, a request may ask for any budget, which has the same effect.
     allowed = WHENS[: 1 + (config.when == "pressure" or config.max_budget is None)]
     if when not in allowed:
         raise ValueError(
@@ -230,22 +232,23 @@ def _when(config: EvictionConfig, given: Mapping[str, Any]) -> str:
 
 
 def message_index(value: Any, count: int) -> int:
-    """Which of ``count`` messages a request names; negative counts from the end, as in Python.
+    """Return the index of the message that a request refers to; negative values count from the end.
 
     Raises:
-        ValueError: It is no whole number, or there is no such message, or nothing follows it.
+        ValueError: The value is not a whole number, there is no such message, or no message follows
+            it.
 
     """
-    index = _number({AT_MESSAGE: value}, AT_MESSAGE, least=None, what="messages")
-    found = index + count if index < 0 else index
-    if not 0 <= found < count - 1:
+    index = _number({AT_MESSAGE: value}, AT_MESSAGE, minimum=None, what="messages")
+    position = index + count if index < 0 else index
+    if not 0 <= position < count - 1:
         raise ValueError(
-            f"KV eviction: {AT_MESSAGE} must name one of the chat's {count} messages that another "
-            f"follows (0 to {count - 2}, or {-count} to -2), not {index}"
+            f"KV eviction: {AT_MESSAGE} must be the index of one of the chat's {count} messages, "
+            f"except the last (0 to {count - 2}, or {-count} to -2), not {index}"
             if count > 1
-            else f"KV eviction: {AT_MESSAGE} needs a chat of two messages or more"
+            else f"KV eviction: {AT_MESSAGE} needs a chat with at least two messages"
         )
-    return found
+    return position
 
 
 def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
@@ -256,7 +259,7 @@ def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
             )
     if AT not in given:
         return None
-    at = _number(given, AT, least=None, what="prompt tokens")
+    at = _number(given, AT, minimum=None, what="prompt tokens")
     point = at + prompt_len if at < 0 else at
     if not 0 < point <= prompt_len:
         raise ValueError(
@@ -269,10 +272,10 @@ def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
 def _before_last(
     config: EvictionConfig, options: RequestOptions, prompt_len: int
 ) -> RequestOptions:
-    """Let a prompt that another server answers evict one token before its end.
+    """Evict a prompt that another server answers one token before its end.
 
-    The server that answers needs a token to compute. Only its own eviction point, or evictions
-    inside the prompt, keep a request from it.
+    The server that answers needs a token to compute. A request with its own eviction point, or with
+    evictions inside the prompt, is not changed.
     """
     interval = options.prefill_interval
     inside = config.prefill_interval if interval is None else interval
@@ -282,11 +285,11 @@ def _before_last(
     return replace(options, at=prompt_len - 1)
 
 
-def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) -> int:
+def _number(given: Mapping[str, Any], key: str, minimum: int | None, what: str) -> int:
     value = given[key]
     number: int | None = None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # False for NaN and infinity as well.
+        # This is False for NaN and infinity as well.
         if abs(value) < 2**53 and value == int(value):
             number = int(value)
     elif isinstance(value, str):
@@ -296,55 +299,60 @@ def _number(given: Mapping[str, Any], key: str, least: int | None, what: str) ->
             number = int(text)
     if number is None:
         raise ValueError(f"KV eviction: {key} must be a whole number of {what}, not {shown(value)}")
-    if least is not None and number < least:
-        raise ValueError(f"KV eviction: {key} must be at least {least} {what}, not {number}")
+    if minimum is not None and number < minimum:
+        raise ValueError(f"KV eviction: {key} must be at least {minimum} {what}, not {number}")
     return number
 
 
 def _check_store(
     config: EvictionConfig, options: RequestOptions, prompt_len: int, rules: Sequence[EvictionRule]
 ) -> None:
-    """Refuse a request that keeps more than the cap, or less than its policy can work with."""
+    """Reject a request that keeps more than the cap, or less than its policy needs."""
     length = prompt_len if options.at is None else options.at
     rule = rules[0]
     if config.max_budget is not None:
         capped = RequestOptions(config.policy, budget=config.max_budget, prefill_interval=0)
         cap = capped.timeline(rule)
-        mine = options.timeline(rule)
+        own = options.timeline(rule)
         asked = replace(options, cap=None).timeline(rule).budget(length)
-        most = cap.budget(length)
-        if options.budget is not None and asked > most:
+        allowed = cap.budget(length)
+        if options.budget is not None and asked > allowed:
             raise ValueError(
-                f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, and "
-                f"this server allows at most {config.max_budget}, here {most} tokens"
+                f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, but "
+                f"this server allows at most {config.max_budget}, here {allowed} tokens"
             )
-        first, limit = mine.first_blocks * rule.block_size, max(most, asked)
-        # A share of a prompt that is whole as it is grows with the answer.
+        first, limit = own.first_blocks * rule.block_size, max(allowed, asked)
+        # A share of a prompt that is not evicted grows with the answer.
         counts = isinstance(config.max_budget, int) or any(
-            replace(options, protect_first=0).timeline(one).evictable(length) for one in set(rules)
+            replace(options, protect_first=0).timeline(group_rule).evictable(length)
+            for group_rule in set(rules)
         )
-        if first and counts and limit - first < mine.protected + rule.block_size:
+        if first and counts and limit - first < own.protected + rule.block_size:
             raise ValueError(
                 f"KV eviction: {PROTECT} {options.protect_first} takes {first} tokens, in whole "
-                f"blocks of {rule.block_size}, and this server's --kv-eviction-max-budget "
-                f"{config.max_budget} allows {limit} tokens here, the last {mine.protected} and a "
-                "block of others included"
+                f"blocks of {rule.block_size}, but this server's --kv-eviction-max-budget "
+                f"{config.max_budget} allows {limit} tokens here, including the last "
+                f"{own.protected} and at least one other block"
             )
-        # Where nothing evicts later, all that follows the point stays.
-        held = min(mine.chosen(length) + first, length) + prompt_len - length
-        most = max(cap.budget(prompt_len), rule.budget(prompt_len))
-        # One token has no room in a budget that is full, and a point needs one behind it.
-        if prompt_len - length > 1 and not rule.interval and held > most:
+        # If nothing is evicted later, all tokens after the point are kept.
+        held = min(own.chosen(length) + first, length) + prompt_len - length
+        allowed = max(cap.budget(prompt_len), rule.budget(prompt_len))
+        # A single token after the point is allowed: it does not fit into a full budget, and a point
+        # needs a token after it.
+        if prompt_len - length > 1 and not rule.interval and held > allowed:
             raise ValueError(
                 f"KV eviction: {AT} {options.at} makes this request hold {held} tokens of its "
-                f"prompt on a server that evicts once, the {prompt_len - length} behind the point "
-                f"included, and this server allows at most {most} tokens"
+                f"prompt on a server that evicts once, the {prompt_len - length} after the point "
+                f"included, but this server allows at most {allowed} tokens"
             )
-    least = config.min_slots(options.policy)
-    timelines = {options.timeline(one) for one in rules}
-    room = min(one.store_blocks(length) - one.first_blocks for one in timelines) * rule.block_size
-    if room < least:
+    needed = config.min_slots(options.policy)
+    own_rules = {options.timeline(group_rule) for group_rule in rules}
+    room = (
+        min(own_rule.store_blocks(length) - own_rule.first_blocks for own_rule in own_rules)
+        * rule.block_size
+    )
+    if room < needed:
         raise ValueError(
-            f"KV eviction: {BUDGET} {options.budget or config.budget} leaves {room} tokens besides "
-            f"the window, in whole blocks of {rule.block_size}, and {options.policy} needs {least}"
+            f"KV eviction: {BUDGET} {options.budget or config.budget} leaves {room} tokens outside "
+            f"the window, in whole blocks of {rule.block_size}, but {options.policy} needs {needed}"
         )

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one sentence that names the flag."""
+"""Error messages of configurations: one sentence that names the flag."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,27 +8,31 @@ from pydantic import ValidationError
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.plugins import policy_names
 
-SHOWN = 100
-"""Most characters of a value that a sentence quotes."""
+MAX_SHOWN_CHARS = 100
+"""Maximum number of characters of a value in a message."""
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of a field."""
+    """Return the command-line flag of a field."""
     return "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
 
 
 def shown(value: Any) -> str:
-    """A value as a sentence quotes it: its ``repr``, cut where it is longer than 100 characters."""
+    """Return the ``repr`` of a value for a message, truncated after 100 characters."""
     try:
         text = repr(value)
     except ValueError:
-        # Python writes no number of more than some thousand digits.
+        # Python cannot convert integers of more than some thousand digits.
         return "a number of thousands of digits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} and so on, {len(text)} characters"
+    return (
+        text
+        if len(text) <= MAX_SHOWN_CHARS
+        else f"{text[:MAX_SHOWN_CHARS]} and so on, {len(text)} characters"
+    )
 
 
 def one_sentence(error: ValidationError, fields: Iterable[str]) -> str:
-    """Every error of ``error``, where ``fields`` are the names that a configuration knows."""
+    """Return one sentence with every error of ``error``; ``fields`` are the valid field names."""
     known = ", ".join(fields)
     parts = []
     for item in error.errors():

@@ -1,4 +1,4 @@
-"""Where stores are kept outside the KV cache, as an operator writes it."""
+"""Host memory and folder for stores outside the KV cache, as written by an operator."""
 
 import re
 from collections.abc import Callable
@@ -9,44 +9,46 @@ from pydantic import BeforeValidator
 from vllm_kvevict.config.sentences import shown
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-MOST = ",max="
+MAX_SUFFIX = ",max="
 
 
 def parse_size(value: Any) -> int:
     """Read bytes: ``4G``, ``512M`` or a number.
 
     Raises:
-        ValueError: The value is none of these; the message names no flag.
+        ValueError: The value is none of these; the message does not name a flag.
 
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    found = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)(i?B)?", str(value).strip(), re.IGNORECASE)
-    if found is None or isinstance(value, bool):
+    match = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)(i?B)?", str(value).strip(), re.IGNORECASE)
+    if match is None or isinstance(value, bool):
         raise ValueError(f"give bytes such as 4G, 512M or 0, not {shown(value)}")
-    return int(found[1]) * UNITS[found[2].upper()]
+    return int(match[1]) * UNITS[match[2].upper()]
 
 
 def parse_folder(value: Any) -> tuple[str, int | None]:
-    """Read a folder, and the bytes that its files may take: ``/var/stores,max=100G``.
+    """Read a folder, and the maximum bytes of its files: ``/var/stores,max=100G``.
 
     Returns:
-        The folder; the bytes, None for as many as fit.
+        The folder, and the maximum bytes; None for no limit.
 
     Raises:
-        ValueError: The value is no such thing; the message names no flag.
+        ValueError: The value is not a folder; the message does not name a flag.
 
     """
-    folder, given, most = value.rpartition(MOST) if isinstance(value, str) else ("", "", "")
-    if not given:
+    folder, separator, max_bytes = (
+        value.rpartition(MAX_SUFFIX) if isinstance(value, str) else ("", "", "")
+    )
+    if not separator:
         folder = value
     if not isinstance(folder, str) or not folder.strip() or "\0" in folder:
         raise ValueError(f"give a folder, such as /var/stores,max=100G, not {shown(value)}")
-    return folder, parse_size(most) if given else None
+    return folder, parse_size(max_bytes) if separator else None
 
 
 def _checked(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """Leave a value as it was written, if it can be read."""
+    """Return a validator that checks a value and leaves it unchanged."""
 
     def check(value: Any) -> Any:
         parse(value)

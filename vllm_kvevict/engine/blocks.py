@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 class EvictableAttentionManager(FullAttentionManager):
     """Block manager of full attention in which a store of S blocks replaces old positional blocks.
 
-    The block table stays positional: a block that an eviction replaces is followed by a null block
-    at its index, so vLLM's slot mapping and prefix caching need no change. The scheduler sets the
-    core before the first request. Without a core (vLLM also creates managers for its own sizing)
-    this class behaves like vLLM's full-attention manager.
+    The block table stays positional: a null block takes the index of a block that an eviction
+    replaces, so vLLM's slot mapping and prefix caching need no change. The scheduler sets the core
+    before the first request. Without a core (vLLM also creates managers for its own sizing) this
+    class behaves like vLLM's full-attention manager.
 
     A store consists of S fresh blocks if the pool has enough, and the prompt then stays in the
     prefix cache. Otherwise the survivors are written to *own* blocks, which no other request holds:
@@ -117,7 +117,7 @@ class EvictableAttentionManager(FullAttentionManager):
     def _at_once(self, state: RequestState, num_tokens: int) -> int:
         """Return the tokens that fill as many blocks as a prompt of ``num_tokens`` holds at
         once."""
-        if not (timeline := state.timelines[self.kv_cache_group_id]).timeline.prefill_stride:
+        if not (timeline := state.timelines[self.kv_cache_group_id]).rule.prefill_stride:
             return num_tokens
         gone = timeline.tail_start - timeline.store_blocks * self.block_size
         return gone + timeline.sufficient_blocks(num_tokens) * self.block_size
@@ -182,7 +182,7 @@ class EvictableAttentionManager(FullAttentionManager):
         timeline = state.timelines[self.kv_cache_group_id]
         end = max(end, timeline.next_eviction or 0)
         first = timeline.tail_start // self.block_size
-        last = timeline.timeline.tail_start(end) // self.block_size
+        last = timeline.rule.tail_start(end) // self.block_size
         # Number of references to a block that belong to the request.
         own_references = 0 if computed is not None else 1
         table = self.req_to_blocks.get(state.request_id, ()) if computed is None else computed
@@ -375,16 +375,16 @@ class EvictionCore:
         Counts the blocks from the end of the block table back to the first block that another
         request holds, and the blocks of the stores.
         """
-        found = 0
+        count = 0
         for group, manager in self.managers.items():
             holding = state.holdings.get(group)
             if holding is not None:
-                found += sum(block.ref_cnt == 1 for block in islice(holding.blocks, limit))
+                count += sum(block.ref_cnt == 1 for block in islice(holding.blocks, limit))
             for block in reversed(manager.req_to_blocks.get(state.request_id, ())):
-                if found >= limit or block.ref_cnt != 1 or block.is_null:
+                if count >= limit or block.ref_cnt != 1 or block.is_null:
                     break
-                found += 1
-        return found
+                count += 1
+        return count
 
     def quote(
         self, state: RequestState, groups: Sequence[int], end: int, after_replay: bool = False

@@ -51,7 +51,7 @@ class Forecast:
     and count as there: not at all.
 
     Args:
-        core: What the engine works on.
+        core: The engine core.
 
     """
 
@@ -72,8 +72,8 @@ class Forecast:
         running, self._age = len(self._core.scheduler.running), self._age + 1
         if running != self._running or self._age >= FORECAST_STEPS:
             self._running, self._age = running, 0
-            most = self._core.cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR
-            self._peak = min(most, max(0, *accumulate(self._changes())))
+            limit = self._core.cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR
+            self._peak = min(limit, max(0, *accumulate(self._changes())))
         return self._peak
 
     def _changes(self) -> list[int]:
@@ -108,10 +108,10 @@ class Forecast:
         """
         if state.forecast is not None and state.forecast[0] == state.version:
             return state.forecast[1]
-        found: dict[tuple[int, int], list[int]] = {}
+        totals: dict[tuple[int, int], list[int]] = {}
         in_prefill = state.request.num_computed_tokens < length
         for group, timeline in state.timelines.items():
-            if timeline.next_eviction is None or (in_prefill and timeline.timeline.prefill_stride):
+            if timeline.next_eviction is None or (in_prefill and timeline.rule.prefill_stride):
                 # A prompt that evicts during prefill holds little more than it already does.
                 continue
             manager = self._core.managers[group]
@@ -119,10 +119,10 @@ class Forecast:
             # Before the first eviction, other requests may share the blocks that it would free.
             gain = timeline.gain(due) if timeline.evicted else manager.quote(state, due).gain
             if gain > 0:
-                total = found.setdefault((manager.block_size, due), [0, 0])
+                total = totals.setdefault((manager.block_size, due), [0, 0])
                 total[0] += gain
                 total[1] += 1
-        result = [(*where, gain, count) for where, (gain, count) in found.items()]
+        result = [(*where, gain, count) for where, (gain, count) in totals.items()]
         if not in_prefill:
             state.forecast = state.version, result
         return result
@@ -136,7 +136,7 @@ class MemoryPressure:
     preemption and before queueing.
 
     Args:
-        core: What the engine works on.
+        core: The engine core.
         turns: The queue of the ring slots.
         planner: Limits the decode evictions of a step, and knows the blocks that postponed ones
             lack.
@@ -217,13 +217,13 @@ class MemoryPressure:
         """
         count = min(places, len(self._core.scheduler.waiting))
         waiting = list(islice(self._core.scheduler.waiting, min(count, MAX_COUNTED_PROMPTS)))
-        found, _, _ = self._cache.coordinator.find_longest_cache_hit(
+        hit, _, _ = self._cache.coordinator.find_longest_cache_hit(
             waiting[0].block_hashes, waiting[0].num_tokens - 1
         )
         counted = sum(
             max(0, blocks_for(request.num_tokens, m.block_size) - shared)
             for group, m in self._core.managers.items()
-            for shared in [sum(block.ref_cnt > 0 for block in found[group])]
+            for shared in [sum(block.ref_cnt > 0 for block in hit[group])]
             for request in waiting
         )
         return counted * count // len(waiting)
@@ -243,7 +243,7 @@ class MemoryPressure:
     def _prospects(self, num_scheduled_tokens: Mapping[str, int], urgent: bool) -> list[Prospect]:
         """Return the requests that would hold fewer blocks after an eviction, sorted."""
         ranked = self._core.scheduler.policy == SchedulingPolicy.PRIORITY
-        found = []
+        prospects = []
         for state in self._table.on_demand.values():
             start = state.request.num_computed_tokens
             tokens = num_scheduled_tokens.get(state.request_id, 0)
@@ -264,8 +264,8 @@ class MemoryPressure:
                     gain += timeline.gain(due)
             if gain > 0:
                 order = -state.request.priority * ranked, -gain, state.pressure_order
-                found.append((order, state, dues))
-        return sorted(found, key=itemgetter(0))
+                prospects.append((order, state, dues))
+        return sorted(prospects, key=itemgetter(0))
 
     def _request(self, prospects: list[Prospect], missing: int) -> None:
         """Request evictions in order until they free the missing blocks."""

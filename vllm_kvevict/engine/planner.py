@@ -50,7 +50,7 @@ class StepPlanner:
         self._left = 0
         """Number of decode evictions that the step may still include."""
         self._lacking: dict[str, int] = {}
-        """Fresh blocks that postponed evictions of the step lack, by request."""
+        """Fresh blocks that postponed evictions of the step need and the pool lacks, by request."""
         self.short = 0
         """Blocks for one eviction that the last step postponed. Admissions leave them free."""
 
@@ -113,14 +113,14 @@ class StepPlanner:
         """
         if not self._lacking:
             return 0
-        least, available = min(self._lacking.values()), self._core.free
+        needed, available = min(self._lacking.values()), self._core.free
         for request in self._core.scheduler.running:
-            if available >= least:
+            if available >= needed:
                 break
             state = self._table.states.get(request.request_id)
             if state is not None and state.request_id not in self._lacking:
-                available += self._core.own_blocks(state, least - available)
-        return least if least <= available else 0
+                available += self._core.own_blocks(state, needed - available)
+        return needed if needed <= available else 0
 
     def max_decode_evictions(self) -> int:
         """Return the maximum number of decode evictions per step. It is the number of running
@@ -194,7 +194,9 @@ class StepPlanner:
             self._counters.tokens_protected += state.options.protect_first
         ring = state.ring if self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
-        self._stores.overwritten(block for one in evictions for block in one.store[: one.reused])
+        self._stores.overwritten(
+            block for eviction in evictions for block in eviction.store[: eviction.reused]
+        )
         # A store is published only if a policy with an optional window got it, because the key does
         # not include that.
         scored = ring is not None or state.needs.window == "none"
@@ -206,7 +208,7 @@ class StepPlanner:
         self._left -= not in_prefill
         if self._reporter is not None:
             self._reporter.evicted(state.options.policy, in_prefill)
-        sizes = [self._core.managers[one.group_id].block_size for one in evictions]
+        sizes = [self._core.managers[eviction.group_id].block_size for eviction in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         inside = goes_on(state.request, end)
         policy, first = state.options.policy, state.options.protect_first

@@ -58,10 +58,10 @@ class PublishedStore:
     def suffix_blocks(self, key: BlockHash) -> tuple[KVCacheBlock, ...] | None:
         """Return one block per group that was computed over the store; None if any block was
         reused."""
-        found = self.suffix.get(key)
-        if found is None or any(block.block_hash != expected for block, expected in found):
+        blocks = self.suffix.get(key)
+        if blocks is None or any(block.block_hash != expected for block, expected in blocks):
             return None
-        return tuple(block for block, _ in found)
+        return tuple(block for block, _ in blocks)
 
     @cached_property
     def _ends(self) -> list[tuple[KVCacheBlock, bytes]]:
@@ -70,7 +70,7 @@ class PublishedStore:
         return [(block, expected) for block, expected in self.hashes if block.block_id in ends]
 
     @property
-    def whole(self) -> bool:
+    def ends_intact(self) -> bool:
         """True if the first and last blocks of each list were not reused.
 
         This is enough for reports: blocks are held and freed together, and vLLM's pool reuses them

@@ -23,7 +23,7 @@ class Replayed(PublishedStore):
     """
 
     @classmethod
-    def at(cls, start: int, groups: dict[int, PublishedGroup]) -> Self:
+    def starting_at(cls, start: int, groups: dict[int, PublishedGroup]) -> Self:
         """Return the store of a replay that starts at ``start``, the first token to replay."""
         key = ShareKey(b"", (), None, start, "", 0, ())
         return cls(key, groups, [])
@@ -31,14 +31,14 @@ class Replayed(PublishedStore):
     @property
     def blocks(self) -> "list[KVCacheBlock]":
         """All blocks that the replay reads."""
-        return [block for one in self.groups.values() for block in (*one.store, *one.tail)]
+        return [block for blocks in self.groups.values() for block in (*blocks.store, *blocks.tail)]
 
     def advance(self, timelines: "Mapping[int, EvictionProgress]") -> None:
         """Set the progress of the replay to the state after the eviction, with no eviction to
         follow."""
         for group, timeline in timelines.items():
-            one = self.groups[group]
+            blocks = self.groups[group]
             timeline.next_eviction = timeline.next_prefill_eviction = None
             timeline.no_eviction_before = sys.maxsize
-            timeline.tail_start, timeline.store_blocks = one.tail_start, len(one.store)
+            timeline.tail_start, timeline.store_blocks = blocks.tail_start, len(blocks.store)
             timeline.computed_valid = self.key.point

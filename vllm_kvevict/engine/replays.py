@@ -186,7 +186,7 @@ class Replays(Part):
         share = kept_share(state.timelines, self._layers, end)
         name = f"{state.request_id}{REPLAY}{self._made}"
         replay = Replay(name, state.request_id, eviction.policy, share, start, end)
-        store = Replayed.at(start, self._groups(state, start))
+        store = Replayed.starting_at(start, self._groups(state, start))
         self._pool.touch(store.blocks)
         state.replay_block_ids = frozenset(block.block_id for block in store.blocks)
         self._waiting[name] = Waiting(replay, state, store, store.blocks)
@@ -285,7 +285,7 @@ class Replays(Part):
 
         They may be replays of another request that has the same published store.
         """
-        mine = {
+        own_ids = {
             block.block_id
             for group, manager in self._core.managers.items()
             for block in (
@@ -293,14 +293,14 @@ class Replays(Part):
                 *(state.holdings[group].store if group in state.holdings else ()),
             )
         }
-        found = [
+        obstructing = [
             waiting
             for waiting in self._waiting.values()
-            if any(block.block_id in mine for block in waiting.held)
+            if any(block.block_id in own_ids for block in waiting.held)
         ]
-        for waiting in found:
+        for waiting in obstructing:
             self._give_up(waiting)
-        return bool(found)
+        return bool(obstructing)
 
     def _in_the_way(self, waiting: Waiting) -> bool:
         """Return whether the replayed request may evict soon; it must not share its blocks then."""

@@ -174,7 +174,7 @@ class RequestState:
         If prompts evict while they are prefilled, requests with a common prefix that all defer
         their evictions because of each other may not fit, and could be preempted together forever.
         """
-        inside = any(t.timeline.prefill_stride for t in self.timelines.values())
+        inside = any(t.rule.prefill_stride for t in self.timelines.values())
         return inside and self.request.num_preemptions > 0
 
     def begin(self, reuse: "PublishedStore | None" = None) -> None:
@@ -219,7 +219,7 @@ class RequestState:
         timelines = self.timelines.values()
         self.prefill_end = max((t.prefill_end for t in timelines), default=0)
         dues = [
-            (t.next_eviction, t.next_eviction - t.timeline.window)
+            (t.next_eviction, t.next_eviction - t.rule.window)
             for t in timelines
             if t.next_eviction is not None
         ]
@@ -313,7 +313,7 @@ class RequestState:
         """Return whether a chunk that ends at ``end`` evicts inside a prompt that evicts in
         intervals."""
         inside = end < self.prefill_end and end >= self.next_eviction
-        return inside and any(t.timeline.prefill_stride for t in self.timelines.values())
+        return inside and any(t.rule.prefill_stride for t in self.timelines.values())
 
     def max_drafts(self, num_tokens: int) -> int:
         """Return the maximum number of draft tokens that the next step of a decoding request may
@@ -334,7 +334,7 @@ class RequestState:
             return 0
         if num_tokens <= self.quiet_until:
             return self.quiet_until - num_tokens
-        window = min(t.timeline.window for t in self.timelines.values())
+        window = min(t.rule.window for t in self.timelines.values())
         return max(0, min(self.next_eviction - 1 - num_tokens, window - 1))
 
     def cacheable(self, num_tokens: int) -> int:

@@ -103,7 +103,9 @@ class EvictingScheduler(Scheduler):
         rules = {group: m.timeline for group, m in self._evicting.items() if m.timeline is not None}
         needs = policy_requirements(config)
         if not slots:
-            needs = {name: replace(one, window="none") for name, one in needs.items()}
+            needs = {
+                name: replace(requirements, window="none") for name, requirements in needs.items()
+            }
         return RequestTable(rules, needs, config, self.max_model_len)
 
     def _options(self, request: "Request") -> RequestOptions:
@@ -317,8 +319,8 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
             "eviction in all layers, and no draft model."
         )
     sizes = StoreSizes(
-        {group: one.kv_cache_spec for group, one in groups.items()},
-        {group: len(one.layer_names) for group, one in groups.items()},
+        {group_id: group.kv_cache_spec for group_id, group in groups.items()},
+        {group_id: len(group.layer_names) for group_id, group in groups.items()},
         floats_per_token(config),
         pinned=vllm_config.device_config.device_type == "cuda",
     )

@@ -144,13 +144,13 @@ class PublishedStores:
         after, num_tokens = self.suffixes.find(state, store, state.reuse_cap)
         null = self._manager.block_pool.null_block
         blocks: list[Sequence[KVCacheBlock]] = []
-        for index, (group, one) in enumerate(sorted(store.groups.items())):
+        for index, (group, part) in enumerate(sorted(store.groups.items())):
             size = self._managers[group].block_size
-            tail = one.tail
+            tail = part.tail
             if after:
-                whole = (store.key.point - one.tail_start) // size
-                tail = *tail[:whole], *(each[index] for each in after)
-            blocks.append([*[null] * (one.tail_start // size), *tail])
+                full = (store.key.point - part.tail_start) // size
+                tail = *tail[:full], *(each[index] for each in after)
+            blocks.append([*[null] * (part.tail_start // size), *tail])
         return self._manager.create_kv_cache_blocks(tuple(blocks)), num_tokens
 
     def publish(
@@ -172,7 +172,7 @@ class PublishedStores:
             key is None
             or key.point != end
             or state.computed_valid != end
-            or any(one.old_tail_start or one.old_store for one in evictions)
+            or any(eviction.old_tail_start or eviction.old_store for eviction in evictions)
             or made.keys() != {group for group, blocks in key.stores if blocks}
             or self._in_pool(key)
         ):
@@ -183,10 +183,10 @@ class PublishedStores:
             size = self._managers[group].block_size
             positional = self._managers[group].req_to_blocks[state.request_id]
             tail = positional[tail_start // size : blocks_for(end, size)]
-            whole = tail[: (end - tail_start) // size]
-            if any(block.block_hash is None for block in whole):
+            full = tail[: (end - tail_start) // size]
+            if any(block.block_hash is None for block in full):
                 return None
-            if len(tail) > len(whole) and tail[-1].block_hash is not None:
+            if len(tail) > len(full) and tail[-1].block_hash is not None:
                 return None
             blocks = state.holdings[group].store if group in made else ()
             groups[group] = PublishedGroup(tail_start, tuple(blocks), tuple(tail))
@@ -213,9 +213,9 @@ class PublishedStores:
         """Return the groups of the store that an admitted request reuses, for the workers."""
         assert state.pending_store is not None
         return [
-            ReusedStore(group, one.tail_start, [block.block_id for block in one.store])
-            for group, one in state.pending_store.groups.items()
-            if one.store
+            ReusedStore(group, part.tail_start, [block.block_id for block in part.store])
+            for group, part in state.pending_store.groups.items()
+            if part.store
         ]
 
     def sweep(self) -> None:
@@ -224,7 +224,7 @@ class PublishedStores:
             store = self._to_sweep.popleft()
             if self._published.get(store.key) is not store:
                 continue
-            if not store.whole:
+            if not store.ends_intact:
                 self._drop(store)
                 continue
             self._count_idle(store, not store.held)
@@ -238,11 +238,11 @@ class PublishedStores:
         self._made += 1
         self._abandoned.pop(key, None)
         mark = BlockHash(b"kv_eviction store %d" % self._made)
-        stored = [(group, block) for group, one in groups.items() for block in one.store]
+        stored = [(group, block) for group, part in groups.items() for block in part.store]
         self.overwritten(block.block_id for _, block in stored)
         if (former := self._published.get(key)) is not None:
             self._drop(former)
-        tails = [(group, block) for group, one in groups.items() for block in one.tail]
+        tails = [(group, block) for group, part in groups.items() for block in part.tail]
         for group, block in stored + tails:
             if block.block_hash is None:
                 block.set_block_hash(make_block_hash_with_group_id(mark, group))
@@ -294,7 +294,7 @@ class SuffixCache:
     ) -> None:
         self._size = hash_block_size
         self._managers = dict(sorted(managers.items()))
-        self._enabled = all(one.block_size == self._size for one in managers.values())
+        self._enabled = all(manager.block_size == self._size for manager in managers.values())
         self._filled: list[tuple[RequestState, PublishedStore, int]] = []
         self._by_block: dict[int, tuple[PublishedStore, BlockHash]] = {}
         """Entries of all stores, by their block of the first group."""
@@ -309,7 +309,7 @@ class SuffixCache:
         """Publish the recorded blocks of requests that still compute over the same store."""
         filled, self._filled = self._filled, []
         for state, store, num_tokens in filled:
-            if state.holds_blocks and state.base_store is store and store.whole:
+            if state.holds_blocks and state.base_store is store and store.ends_intact:
                 full = min(num_tokens // self._size, len(state.request.block_hashes))
                 for index in range(state.suffix_published // self._size, full):
                     self._enter(store, state, index)
@@ -353,12 +353,12 @@ class SuffixCache:
             tokens up to their end; no blocks and the point if the first is missing.
 
         """
-        found: list[tuple[KVCacheBlock, ...]] = []
+        suffix: list[tuple[KVCacheBlock, ...]] = []
         point = store.key.point
         first = point // self._size
         for key in state.request.block_hashes[first : limit // self._size]:
             blocks = store.suffix_blocks(key)
             if blocks is None:
                 break
-            found.append(blocks)
-        return found, (first + len(found)) * self._size if found else point
+            suffix.append(blocks)
+        return suffix, (first + len(suffix)) * self._size if suffix else point

@@ -197,15 +197,15 @@ class TieredStores(PublishedStores):
         return True
 
     def find(self, state: RequestState) -> PublishedStore | None:
-        found, key = super().find(state), state.store_key
-        if found is None and key is not None and self._may_take(state):
+        store, key = super().find(state), state.store_key
+        if store is None and key is not None and self._may_take(state):
             return self._restore(state, key)
-        if found is not None:
-            name = name_of(found.key)
+        if store is not None:
+            name = name_of(store.key)
             self._drop_read(name)
             if name in self._kept:
                 self._kept.move_to_end(name)
-        return found
+        return store
 
     def waits(self, state: RequestState) -> bool:
         if state.store_key is not None and self._may_take(state) and self.coming(state):
@@ -438,10 +438,9 @@ class TieredStores(PublishedStores):
         assert files is not None
         for rank in range(self._ranks):
             try:
-                regions.append(
-                    files.read(name, rank, max_bytes, lambda: not lookup.abandoned.is_set())
-                )
-                self._sizes.check(shapes, unpack(regions[-1].map()))
+                region = files.read(name, rank, max_bytes, lambda: not lookup.abandoned.is_set())
+                self._sizes.check(shapes, unpack(region.map()))
+                regions.append(region)
             except FileNotFoundError:
                 return None
             except ValueError as error:

@@ -1,4 +1,4 @@
-"""Counters of what eviction did. "Eviction never ran" must be visible at a glance."""
+"""Counters of evictions. They make it visible if eviction never ran."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,24 +10,24 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Totals:
-    """What is counted once, whatever the policy.
+    """Totals over all policies.
 
-    ``tokens_evicted`` counts cached tokens per KV head (average over heads), once per request
-    and KV-cache group; blocks are vLLM's. ``evictions_in_place`` counts evictions, once per request
-    and KV-cache group, whose survivors went into blocks of their own request. ``postponed_*`` count
-    steps in which an eviction was due and could not run, for want of blocks, of a ring slot, or of
-    its turn; ``skipped_shared`` those put off because others hold what they would give back.
-    ``stores_reused`` counts admissions of requests that took the store of another one's eviction,
-    ``tokens_reused`` the tokens that they did not compute, ``stores_published`` the stores that
-    others may take.
-    ``tokens_protected`` counts the first tokens that evicted requests protect, once per request.
-    ``evictions_unscored`` counts evictions, once per KV-cache group, whose policy failed.
-    ``evictions_pressure`` are those of requests that evict under pressure only. Of clients'
-    requests that ended, ``requests_whole`` were never evicted. ``stores_saved`` were copied to host
-    memory or files, ``*_restored_*`` came back from there, with the tokens that they stand for,
-    their bytes on all ranks, and the seconds of reading and copying them; ``files_refused`` were
-    not what they must be. ``tokens_audited`` were computed once more by replays, ``audits_dropped``
-    the evictions of drawn requests without one.
+    ``tokens_evicted`` counts cached tokens per KV head (average over heads), once per request and
+    KV-cache group; blocks are vLLM's. ``evictions_in_place`` counts evictions with survivors in
+    blocks of the same request, once per request and KV-cache group. ``postponed_*`` count steps in
+    which an eviction was due but lacked blocks, a ring slot, or its turn; ``skipped_shared`` counts
+    evictions that were deferred because other requests hold the blocks that they would free.
+    ``stores_reused`` counts admissions of requests that took the store of another request's
+    eviction, ``tokens_reused`` the tokens that they did not compute, and ``stores_published`` the
+    stores that other requests may take. ``tokens_protected`` counts the first tokens that evicted
+    requests protect, once per request. ``evictions_unscored`` counts evictions with a policy that
+    failed, once per KV-cache group. ``evictions_pressure`` counts evictions of requests that evict
+    under pressure only. Of the clients' requests that ended, ``requests_whole`` were never evicted.
+    ``stores_saved`` counts stores copied to host memory or files. ``*_restored_*`` count the stores
+    that were restored from there, the tokens that they represent, their bytes on all ranks, and the
+    seconds of reading and copying them. ``files_refused`` counts invalid files. ``tokens_audited``
+    counts tokens that replays computed again, and ``audits_dropped`` evictions of sampled requests
+    without a replay.
     """
 
     evictions_pressure: int = 0
@@ -83,26 +83,27 @@ class Counters(Totals):
         groups: "Sequence[GroupEviction]",
         sizes: Sequence[int],
     ) -> None:
-        """Count one eviction of a request: its part in each group, and that one's block size."""
+        """Count one eviction of a request, given its part in each group and the block size of each
+        group."""
         self.evictions_prefill += in_prefill
         self.evictions_decode += not in_prefill
         self.evictions_pressure += on_demand
         self.stores_published += groups[0].published
-        for one, size in zip(groups, sizes, strict=True):
-            self.store_blocks_allocated += len(one.store) - one.reused
-            self.evictions_in_place += one.reused > 0
-            self.tokens_evicted += one.tail_start - one.old_tail_start
-            self.tokens_evicted += (len(one.old_store) - len(one.store)) * size
+        for group, size in zip(groups, sizes, strict=True):
+            self.store_blocks_allocated += len(group.store) - group.reused
+            self.evictions_in_place += group.reused > 0
+            self.tokens_evicted += group.tail_start - group.old_tail_start
+            self.tokens_evicted += (len(group.old_store) - len(group.store)) * size
 
     def ended(self, evicted: bool) -> None:
-        """Count a request that ended, and whether it was evicted in any of its lives."""
+        """Count a request that ended, and whether it was ever evicted."""
         if evicted:
             self.requests_evicted += 1
         else:
             self.requests_whole += 1
 
     def restored(self, tokens: int, num_bytes: int, from_file: bool) -> None:
-        """Count a store that is brought back, which stands for so many tokens."""
+        """Count a restored store that represents ``tokens`` tokens."""
         if from_file:
             self.stores_restored_file += 1
             self.tokens_restored_file += tokens
@@ -113,7 +114,7 @@ class Counters(Totals):
             self.bytes_restored_memory += num_bytes
 
     def restoring(self, seconds: float, from_file: bool) -> None:
-        """Count seconds in which stores are read, or copied into the KV cache."""
+        """Count the seconds of reading stores, or of copying them into the KV cache."""
         if from_file:
             self.seconds_restored_file += seconds
         else:
@@ -123,5 +124,5 @@ class Counters(Totals):
         return {"evictions": self.evictions, "postponed": self.postponed, **asdict(self)}
 
     def line(self) -> str:
-        """All totals as ``name=value`` pairs, for one log line."""
+        """Return all totals as ``name=value`` pairs, for one log line."""
         return " ".join(f"{name}={round(value, 3)}" for name, value in self.as_dict().items())

@@ -1,4 +1,4 @@
-"""What one engine did between two lines of vLLM's periodic statistics."""
+"""Evictions of one engine between two lines of vLLM's periodic statistics."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from vllm_kvevict.metrics.report import Report
 
 @dataclass
 class Interval:
-    """Sums of the reports of one engine since the last line; ``saved`` is the state now."""
+    """Sums of the reports of one engine since the last line; ``saved`` is the current value."""
 
     saved: int = 0
     evictions: list[int] = field(default_factory=lambda: [0, 0])
@@ -17,7 +17,7 @@ class Interval:
     timed: int = 0
     seconds: float = 0.0
     audits: list[tuple[float, str]] = field(default_factory=list)
-    """KL divergence in nats and request of every eviction that was replayed."""
+    """KL divergence in nats and request id of every replayed eviction."""
 
     def add(self, report: Report) -> None:
         for counts in report.evictions.values():
@@ -34,7 +34,7 @@ class Interval:
         return bool(any(self.evictions) or self.postponed or self.audits)
 
     def line(self) -> str:
-        """For the log."""
+        """Return the log line."""
         prefill, decode = self.evictions
         text = (
             f"KV eviction: {prefill} evictions in prefill, {decode} in decode, "

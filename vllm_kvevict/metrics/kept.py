@@ -1,4 +1,4 @@
-"""How much of a request eviction kept."""
+"""The share of its tokens that a request kept."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,15 +10,16 @@ if TYPE_CHECKING:
 def kept_share(
     timelines: "Mapping[int, EvictionProgress]", layers: Mapping[int, int], tokens: int
 ) -> float:
-    """Share of its cached tokens that a request holds, averaged over KV heads and layers.
+    """Return the share of its tokens that a request holds, averaged over KV heads and layers.
 
     Args:
-        timelines: The request's timelines by KV-cache group; a group without one keeps all.
+        timelines: The request's progress by KV-cache group; a group without an entry keeps all
+            tokens.
         layers: Layers of every evictable group, by group.
-        tokens: Tokens whose keys and values were computed, at least 1.
+        tokens: Number of tokens with computed keys and values, at least 1.
 
     Returns:
-        In (0, 1]; 1 where nothing was evicted.
+        A share in (0, 1]; 1 if nothing was evicted.
 
     """
     held = 0
@@ -27,6 +28,6 @@ def kept_share(
         if timeline is None or not timeline.evicted:
             held += count * tokens
         else:
-            store = timeline.store_blocks * timeline.timeline.block_size
+            store = timeline.store_blocks * timeline.rule.block_size
             held += count * (store + tokens - timeline.tail_start)
     return held / (tokens * sum(layers.values()))

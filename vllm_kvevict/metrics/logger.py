@@ -1,4 +1,5 @@
-"""vLLM's stat logger that hands an engine's reports to Prometheus and writes the periodic line."""
+"""A stat logger of vLLM that passes an engine's reports to Prometheus and writes the periodic
+line."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -22,19 +23,19 @@ _WRAPPED = "_kv_eviction_wrapped"
 
 
 class EvictionStatLogger(AggregateStatLoggerBase):
-    """The front end's end of the reports.
+    """Receives the reports of eviction in the front end.
 
-    It must come before vLLM's own loggers: to them, the field a report travels in holds a KV
-    connector's statistics.
+    It must come before vLLM's own loggers, which expect a KV connector's statistics in the field
+    that carries a report.
 
     Args:
-        vllm_config: Of the engines; eviction is on.
+        vllm_config: Configuration of the engines, with eviction enabled.
         engine_indexes: Engines that report here.
 
     """
 
     kinds: type[PrometheusStatLogger] = PrometheusStatLogger
-    """Whose classes of metrics to use."""
+    """Logger with the metric classes to use."""
 
     def __init__(self, vllm_config: "VllmConfig", engine_indexes: Sequence[int] = (0,)) -> None:
         config = EvictionConfig.parse(vllm_config.additional_config.get(CONFIG_KEY))
@@ -47,35 +48,36 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             vllm_config.model_config.max_model_len,
             self.kinds,
         )
-        # One of several API servers sees only a part; then the engine core logs its totals.
-        self._speaks = vllm_config.parallel_config._api_process_count == 1
+        # One of several API servers receives only a part; the engine core logs its totals in that
+        # case.
+        self._logs = vllm_config.parallel_config._api_process_count == 1
         self._intervals = {engine: Interval() for engine in engine_indexes}
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, *_: Any, engine_idx: int = 0, **__: Any
     ) -> None:
-        """Take the report out of the statistics of a step, if there is one."""
+        """Remove the report from the statistics of a step, if there is one, and record it."""
         report = detach(scheduler_stats) if scheduler_stats is not None else None
         if report is not None:
             self.metrics.record(report, engine_idx)
             self._intervals[engine_idx].add(report)
 
     def log(self) -> None:
-        """One line for every engine that evicted, or postponed, since vLLM's last line."""
+        """Write one line for every engine that evicted or postponed since vLLM's last line."""
         for engine, interval in self._intervals.items():
-            if self._speaks and interval:
+            if self._logs and interval:
                 logger.info("Engine %03d: %s", engine, interval.line())
             self._intervals[engine] = Interval(saved=interval.saved)
 
     def log_engine_initialized(self) -> None:
-        """Nothing: eviction has said at start-up what it will do."""
+        """Do nothing: eviction is reported at start-up."""
 
 
 def install() -> None:
-    """Give every manager of stat loggers ours, where its engine evicts. Idempotent.
+    """Add this stat logger to every manager of an engine with eviction. Idempotent.
 
-    Not the entry point ``vllm.stat_logger_plugins``: vLLM loads that in every server of the
-    machine, also without eviction, where it would overrule ``--disable-log-stats``; and ``LLM``
+    The entry point ``vllm.stat_logger_plugins`` is not used: vLLM loads it in every server of the
+    machine, also without eviction, and it would override ``--disable-log-stats`` there; and ``LLM``
     does not load it.
     """
     original = StatLoggerManager.__init__
@@ -107,7 +109,8 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _for(others: list[Any]) -> type[EvictionStatLogger]:
-    """Our logger; where one of the others replaces vLLM's metrics (Ray), with its classes."""
+    """Return the stat logger class. If another logger replaces vLLM's metrics (Ray), it uses that
+    logger's metric classes."""
     for other in others:
         if isinstance(other, type) and issubclass(other, PrometheusStatLogger):
             return type("EvictionStatLogger", (EvictionStatLogger,), {"kinds": other})

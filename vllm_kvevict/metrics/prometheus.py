@@ -1,4 +1,4 @@
-"""The metrics of eviction, as Prometheus reads them."""
+"""The Prometheus metrics of eviction."""
 
 import hashlib
 import json
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 PREFIX = "vllm_kvevict:"
-"""Not ``vllm:``: vLLM unregisters every collector of that name when an engine starts."""
+"""The prefix is not ``vllm:``, because vLLM unregisters every collector of that name when an engine
+starts."""
 
 REASONS = ("prefill", "decode")
 LABELS = ("model_name", "engine")
@@ -35,15 +36,15 @@ COUNTERS = {
         "protected_tokens",
         "First tokens that evicted requests protect in every head, once per request.",
     ),
-    "blocks_freed": ("freed_blocks", "Blocks given back to the pool by evictions."),
-    "store_blocks_allocated": ("store_blocks", "Blocks taken from the pool for what was kept."),
+    "blocks_freed": ("freed_blocks", "Blocks returned to the pool by evictions."),
+    "store_blocks_allocated": ("store_blocks", "Blocks taken from the pool for kept tokens."),
     "evictions_in_place": (
         "in_place_evictions",
         "Evictions into blocks of their own request, once per KV-cache group.",
     ),
     "skipped_shared": (
         "skipped_evictions",
-        "Evictions put off because others hold what they would give back.",
+        "Evictions deferred because other requests hold the blocks that they would free.",
     ),
     "prefix_hits_capped": (
         "capped_prefix_hits",
@@ -55,65 +56,67 @@ COUNTERS = {
     ),
     "stores_reused": (
         "reused_stores",
-        "Admissions of requests that took the store of another one's eviction.",
+        "Admissions of requests that took the store of another request's eviction.",
     ),
     "tokens_reused": ("reused_tokens", "Tokens that these requests did not compute."),
     "evictions_unscored": (
         "unscored_evictions",
-        "Evictions whose policy failed, once per KV-cache group; the most recent tokens stayed.",
+        "Evictions with a policy that failed, once per KV-cache group; the most recent tokens were "
+        "kept.",
     ),
     "evictions_pressure": (
         "pressure_evictions",
-        "Evictions of requests that keep everything while memory lasts.",
+        "Evictions of requests that evict under memory pressure only.",
     ),
     "stores_saved": (
         "saved_stores",
         "Published stores that were copied to host memory or to files.",
     ),
-    "files_refused": ("refused_store_files", "Files of stores that were not what they must be."),
+    "files_refused": ("refused_store_files", "Invalid files of stores."),
     "tokens_audited": (
         "audited_tokens",
-        "Tokens computed once more to see what evictions lost; in no request's usage.",
+        "Tokens computed again to measure the loss of evictions; not in any request's usage.",
     ),
     "audits_dropped": (
         "dropped_audits",
-        "Evictions of audited requests that were not replayed, because others came first.",
+        "Evictions of audited requests without a replay, because other requests took precedence.",
     ),
     "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
-    "requests_evicted": ("evicted_requests", "Requests that ended and were evicted before."),
+    "requests_evicted": ("evicted_requests", "Requests that ended and were evicted."),
 }
-"""By field of a report: name of the metric and what it says."""
+"""Name and description of a metric, by field of a report."""
 
 RESTORED = {
-    "stores_restored": ("restored_stores", "Stores that came back into the KV cache."),
-    "tokens_restored": ("restored_tokens", "Tokens of the contexts that these stores stand for."),
+    "stores_restored": ("restored_stores", "Stores restored into the KV cache."),
+    "tokens_restored": ("restored_tokens", "Tokens of the contexts of these stores."),
     "bytes_restored": ("restored_bytes", "Bytes of these stores, on all ranks."),
     "seconds_restored": ("restored_seconds", "Seconds of reading and copying these stores."),
 }
-"""As :data:`COUNTERS`, by the tier that a store came back from: field less ``_TIER``."""
+"""As :data:`COUNTERS`, by the tier that a store was restored from. Keys are fields without
+``_TIER``."""
 
 TIERS = ("memory", "file")
 
 CAUSES = ("blocks", "ring", "turn")
-"""What a due eviction waits for: blocks of the pool, a slot of the rings, its turn in the batch."""
+"""Causes of a postponed eviction: no blocks in the pool, no ring slot, or no turn in the batch."""
 
 MARKS = ("low", "high")
-"""Where eviction under pressure begins, and where it ends."""
+"""Watermarks at which eviction under pressure begins and ends."""
 
 _registered: list[Any] = []
-"""Collectors of this process; an engine that starts later in it replaces them."""
+"""Collectors of this process. An engine that starts later in the process replaces them."""
 
 
 class EvictionMetrics:
     """All metrics of one front end, with children for each of its engines.
 
     Args:
-        model_name: What vLLM writes into its own label of that name.
+        model_name: Value of vLLM's label of that name.
         engines: Indexes of the engines that report here.
-        config: The settings of eviction.
+        config: Configuration of eviction.
         block_size: Tokens in a block.
-        longest: The longest sequence that is served, in tokens.
-        kinds: Whose classes of metrics to use: vLLM's, or the logger that replaces it under Ray.
+        longest: Maximum length of a sequence in tokens.
+        kinds: Logger with the metric classes to use: vLLM's, or the one that replaces it under Ray.
 
     """
 
@@ -132,7 +135,7 @@ class EvictionMetrics:
         labels = {engine: (model_name, str(engine)) for engine in engines}
 
         def children(metric: Any, *more: str) -> dict[int, Any]:
-            return {engine: metric.labels(*mine, *more) for engine, mine in labels.items()}
+            return {engine: metric.labels(*own, *more) for engine, own in labels.items()}
 
         evictions = self._make(
             "counter", "evictions", "Evictions of a request.", "policy", "reason"
@@ -149,7 +152,7 @@ class EvictionMetrics:
         postponed = self._make(
             "counter",
             "postponed_evictions",
-            "Steps in which an eviction was due and waited for what the reason names.",
+            "Steps in which an eviction was due but had to wait, by reason.",
             "reason",
         )
         self._postponed = {cause: children(postponed, cause) for cause in CAUSES}
@@ -161,7 +164,7 @@ class EvictionMetrics:
             "seconds": ("eviction_seconds", "Seconds of one eviction on a worker.", SECONDS),
             "kept_share": (
                 "request_kept_share",
-                "Share of its cached tokens that a finished request held at its end.",
+                "Share of its tokens that a finished request held in the cache at its end.",
                 SHARES,
             ),
             "head_spread": (
@@ -179,7 +182,7 @@ class EvictionMetrics:
             self._make(
                 "gauge",
                 "blocks_saved",
-                "Blocks that evictions of running requests gave back, less those that they took.",
+                "Blocks that evictions of running requests returned, less those that they took.",
             )
         )
         self._idle = children(
@@ -189,11 +192,14 @@ class EvictionMetrics:
             self._make("gauge", "store_memory_bytes", "Host memory that holds stores.")
         )
         marks = self._make(
-            "gauge", "mark_blocks", "Free blocks at which eviction under pressure turns.", "mark"
+            "gauge",
+            "mark_blocks",
+            "Free blocks at which eviction under pressure begins or ends.",
+            "mark",
         )
         self._marks = {mark: children(marks, mark) for mark in MARKS}
         self._pressing = children(
-            self._make("gauge", "pressing", "1 while free blocks are short, by the marks.")
+            self._make("gauge", "pressing", "1 while eviction under pressure runs.")
         )
         shortest = config.timeline(block_size).shortest_evicted(longest)
         evicts_from = self._make(
@@ -217,7 +223,7 @@ class EvictionMetrics:
         return metric
 
     def record(self, report: Report, engine: int) -> None:
-        """Add what an engine reports."""
+        """Add the report of an engine."""
         for policy, counts in report.evictions.items():
             for reason, count in zip(REASONS, counts, strict=True):
                 if count:
@@ -242,14 +248,14 @@ class EvictionMetrics:
 
 
 def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
-    """Labels of the configuration: its fields, the block size, and the version of this package.
+    """Return the labels of the configuration: its fields, the block size, and the package version.
 
-    Shares by layer are told apart by a digest, the first 16 digits of SHA-256 over their JSON.
+    Shares by layer are represented by a digest, the first 16 digits of SHA-256 over their JSON.
     """
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
-            # Some stores drop labels of some kilobytes.
+            # Some metric stores drop labels of several kilobytes.
             return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
         if isinstance(value, (list, tuple)):
             return ",".join(map(str, value))

@@ -1,7 +1,7 @@
-"""What eviction did since the last report: plain data on its way to the front end.
+"""Reports of evictions since the last report: plain data for the front end.
 
-The engine core sends it inside vLLM's ``SchedulerStats``, in the ``dict`` that carries the
-statistics of KV connectors, under a key of its own.
+The engine core sends a report inside vLLM's ``SchedulerStats``, in the ``dict`` for the statistics
+of KV connectors, under a separate key.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,27 @@ STATS_KEY = "vllm_kvevict"
 """Key of a report in ``SchedulerStats.kv_connector_stats``."""
 
 MEASURED = "kv_eviction_measured"
-"""Attribute of vLLM's ``ModelRunnerOutput`` that carries a worker's values to the engine core."""
+"""Attribute of vLLM's ``ModelRunnerOutput`` that carries a worker's measurements to the engine
+core."""
 
 Audited = tuple[str, str, float, float, float]
-"""What an eviction lost: request, policy, share of the tokens that were left, KL divergence of the
-next tokens in nats, share of equal first choices."""
+"""Loss of an eviction: request id, policy, share of the tokens that was kept, KL divergence of the
+next tokens in nats, share of equal most likely tokens."""
 
-TOTALS = tuple(one.name for one in fields(Totals))
-"""What a report brings as growth."""
+TOTALS = tuple(total.name for total in fields(Totals))
+"""Fields of a report that are increments."""
 
 
 @dataclass(kw_only=True)
 class Report(Totals):
     """One engine's report.
 
-    ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS`
-    are growth since the last report. ``kept_share`` has one value per finished request,
-    ``seconds`` one per eviction, ``head_spread`` one per sampled eviction, ``audits`` one per
-    eviction that was replayed.
-    ``blocks_saved``, in blocks, and ``idle_stores`` are the state now, as is ``store_bytes`` of
-    host memory; so are the marks of free blocks, and whether eviction under pressure runs.
+    ``evictions`` counts prefill and decode evictions by policy; the fields of :data:`TOTALS` are
+    increments since the last report. ``kept_share`` has one value per finished request, ``seconds``
+    one per eviction, ``head_spread`` one per sampled eviction, and ``audits`` one per replayed
+    eviction. ``blocks_saved`` (blocks), ``idle_stores``, ``store_bytes`` (bytes of host memory),
+    the watermarks in free blocks, and ``pressing`` (eviction under pressure runs) are current
+    values.
     """
 
     evictions: dict[str, list[int]] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Report(Totals):
 
 
 class Reporter:
-    """Gathers reports in the engine core, one per step in which something happened.
+    """Collects reports in the engine core, one per step in which something happened.
 
     Args:
         counters: The scheduler's totals.
@@ -78,7 +79,7 @@ class Reporter:
         self._news = True
 
     def kept(self, share: float) -> None:
-        """Note what share of its tokens a finished request kept."""
+        """Record the share of its tokens that a finished request kept."""
         self._next.kept_share.append(share)
         self._news = True
 
@@ -91,10 +92,10 @@ class Reporter:
         restores: Sequence[tuple[str, float]] = (),
         stores: Sequence[Any] = (),
     ) -> None:
-        """Note what a worker measured.
+        """Record the measurements of a worker.
 
         ``failed`` has an entry for each failure of a policy, ``restores`` the tier and the seconds
-        of each store that came back. ``stores`` is for the scheduler alone.
+        of each restored store. ``stores`` is read by the scheduler only.
         """
         for tier, taken in restores:
             self._counters.restoring(taken, from_file=tier == "file")
@@ -111,9 +112,10 @@ class Reporter:
         marks: tuple[int, int] = (0, 0),
         stores: tuple[int, int] = (0, 0),
     ) -> Report | None:
-        """What is new since the last call; None for nothing. Marks alone are no news.
+        """Return the report since the last call; None if nothing changed. Watermarks alone do not
+        cause a report.
 
-        ``stores`` are those that nobody uses, and bytes of host memory.
+        ``stores`` are the number of idle stores and the bytes of host memory.
         """
         totals, state = self._totals(), (blocks_saved, pressing, *stores)
         if not self._news and totals == self._reported and state == self._state:
@@ -128,10 +130,10 @@ class Reporter:
 
 
 def attach(report: Report, outputs: "dict[int, EngineCoreOutputs]") -> None:
-    """Put a report beside vLLM's own statistics, which go to one of the front ends.
+    """Add a report to vLLM's statistics, which go to one of the front ends.
 
     Raises:
-        RuntimeError: vLLM sends none, although it was asked to.
+        RuntimeError: vLLM sends no statistics, although they are enabled.
 
     """
     for output in outputs.values():
@@ -143,10 +145,10 @@ def attach(report: Report, outputs: "dict[int, EngineCoreOutputs]") -> None:
 
 
 def detach(stats: "SchedulerStats") -> Report | None:
-    """Take the report out again, so that vLLM's own loggers find the field as they know it."""
+    """Remove and return the report, so that vLLM's own loggers find only their statistics."""
     sent: dict[str, Any] | None = stats.kv_connector_stats
     if sent is None or STATS_KEY not in sent:
         return None
-    # What a connector sent stays for vLLM's own.
+    # The statistics of a connector stay for vLLM's own loggers.
     stats.kv_connector_stats = {k: v for k, v in sent.items() if k != STATS_KEY} or None
     return Report(**sent[STATS_KEY])

@@ -11,14 +11,14 @@ logger = init_logger("vllm.kv_eviction.scheduler")
 
 
 class TotalsLog:
-    """Writes totals that have changed, once in an interval of vLLM's statistics at most.
+    """Writes totals that have changed, at most once per interval of vLLM's statistics.
 
-    What changes within an interval is in the next line. So a server that becomes idle again and
-    again writes no line a request, and the last one may lag behind; ``/metrics`` never does.
+    Changes within an interval are in the next line. A server that often becomes idle therefore does
+    not write a line per request, and the last line may be out of date; ``/metrics`` never is.
 
     Args:
         counters: The totals.
-        periodic: Whether no front end writes a periodic line.
+        periodic: True if no front end writes a periodic line.
 
     """
 
@@ -30,15 +30,16 @@ class TotalsLog:
         self._line = ""
 
     def tick(self, idle: bool) -> None:
-        """After a step, or what ended requests between steps: write if a line is due.
+        """Write a line if one is due; called after a step, and after requests ended between steps.
 
-        Beside a front end that writes periodic lines, only where no request is left (``idle``).
+        If a front end writes periodic lines, a line is written only when no request is left
+        (``idle``).
         """
         if (idle or self._periodic) and time.monotonic() >= self._due:
             self.close()
 
     def close(self) -> None:
-        """Write what is new, whenever the last line was."""
+        """Write the changes, regardless of when the last line was written."""
         line = self._counters.line()
         if line != self._line and (self._counters.evictions or self._counters.postponed):
             logger.info("KV eviction: %s", line)

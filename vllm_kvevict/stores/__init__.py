@@ -1,1 +1,1 @@
-"""Stores that requests share: what they depend on, and what they are outside the KV cache."""
+"""Stores that requests share: their keys, and their form outside the KV cache."""

@@ -1,4 +1,5 @@
-"""What a published store is outside the KV cache: tensors that say nothing of where they lay."""
+"""The content of a published store outside the KV cache, as tensors independent of block
+positions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,16 +15,16 @@ from vllm_kvevict.timeline.step_plan import StoreBlocks
 class StoreContent:
     """Copies stores of one rank out of its KV cache and into it.
 
-    A store is, for every KV-cache group G with blocks in it, ``G.split`` [L, H + 1] int32, its head
-    split where something was kept, and of every layer I of the group ``G.I.pages``
-    [blocks * H, bytes] uint8: keys, then values, token by token whatever the kernel's order in a
-    page is; ``G.I.values`` [blocks * H, block_size, C] float32 where policies have numbers beside
-    the cache.
+    For every KV-cache group G with blocks, a store consists of ``G.split`` [L, H + 1] int32, the
+    head split, if tokens were kept, and for every layer I of the group ``G.I.pages`` [blocks * H,
+    bytes] uint8: keys, then values, token by token in order, independent of the kernel's order
+    inside a page. If policies keep statistics per token, ``G.I.values`` [blocks * H, block_size, C]
+    float32 holds them.
 
     Args:
         states: Device state of every group that evicts, by group id.
         caches: The caches of evictable layers by name.
-        token_stats: Numbers beside the cached tokens, or None.
+        token_stats: Statistics of the cached tokens, or None.
 
     """
 
@@ -36,16 +37,17 @@ class StoreContent:
         self.device = next(iter(caches.values())).pages.device
         self._states = states
         self._caches = caches
-        self._page_values = token_stats
+        self._token_stats = token_stats
         self._orders = {
             name: torch.cat([c.layout.keys.flatten(), c.layout.values.flatten()]).to(c.pages.device)
             for name, c in caches.items()
         }
 
     def read(self, groups: Sequence[StoreBlocks]) -> Iterator[tuple[str, torch.Tensor]]:
-        """A store's tensors by name, on the device, which is not waited for.
+        """Yield the tensors of a store with their names, on the device, without waiting for it.
 
-        One after the other: all of a long store at once could be more than the device has left.
+        They are yielded one by one, since a whole long store could exceed the free memory of the
+        device.
         """
         for group in groups:
             state, pages = self._states[group.group_id], self._pages(group)
@@ -55,12 +57,12 @@ class StoreContent:
             for index, name in enumerate(state.layer_names):
                 elements = self._caches[name].pages[pages][:, self._orders[name]]
                 yield f"{group.group_id}.{index}.pages", elements.view(torch.uint8)
-                if self._page_values is not None:
-                    values = self._page_values.layer(name)[pages]
+                if self._token_stats is not None:
+                    values = self._token_stats.layer(name)[pages]
                     yield f"{group.group_id}.{index}.values", values
 
     def write(self, groups: Sequence[StoreBlocks], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put a store's tensors, which lie in host memory, into these blocks."""
+        """Write the tensors of a store, which are in host memory, into these blocks."""
         for group in groups:
             state, pages = self._states[group.group_id], self._pages(group)
             if group.store:
@@ -73,13 +75,13 @@ class StoreContent:
                 moved = torch.empty_like(elements)
                 moved[:, self._orders[name]] = elements
                 cache[pages] = moved
-                if self._page_values is not None:
+                if self._token_stats is not None:
                     values = tensors[f"{group.group_id}.{index}.values"]
-                    layer = self._page_values.layer(name)
+                    layer = self._token_stats.layer(name)
                     layer[pages] = values.to(cache.device, non_blocking=True)
 
     def _pages(self, group: StoreBlocks) -> torch.Tensor:
-        """[blocks * H] int64 head pages of the blocks."""
+        """Return the head pages of the blocks, [blocks * H] int64."""
         state = self._states[group.group_id]
         blocks = async_tensor_h2d(group.blocks, device=state.head_indptr.device, dtype=torch.int64)[
             :, None

@@ -25,28 +25,30 @@ Tensors = dict[str, torch.Tensor]
 logger = init_logger("vllm.kv_eviction.tiers")
 
 SUFFIX = ".safetensors"
-OURS = re.compile(r"[0-9a-f]{16}/[0-9a-f]{40}\.[0-9]+\.safetensors")
-"""Names of files that count and may be removed; whatever else is in the folder stays."""
+STORE_FILE_NAME = re.compile(r"[0-9a-f]{16}/[0-9a-f]{40}\.[0-9]+\.safetensors")
+"""Names of the files of stores. Only these count and may be removed; other files in the folder
+stay."""
 
-MOST_WAITING_BYTES = 2**30
-"""What stores that wait to be written hold of host memory; a further one is not written."""
+MAX_WAITING_BYTES = 2**30
+"""Maximum bytes of host memory of stores that wait to be written; further stores are not
+written."""
 
-UNFINISHED_S = 3600
-"""Seconds after which nobody writes to a file any more that was not moved into place."""
+UNFINISHED_FILE_AGE_S = 3600
+"""Seconds after which an unfinished file is considered abandoned."""
 
-WARN_EVERY_S = 600.0
-"""Seconds between two log lines about one folder that cannot be written to."""
+WARNING_INTERVAL_S = 600.0
+"""Seconds between two log lines about a folder that cannot be written to."""
 
-FLUSH_S = 10.0
-"""Seconds that the end of a server waits for stores to be written."""
+FLUSH_TIMEOUT_S = 10.0
+"""Maximum seconds that a server that shuts down waits for stores to be written."""
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of one system call: after each, a read that nobody waits for any more ends."""
+"""Bytes per system call. An abandoned read ends after the current one."""
 
-HEADER_BYTES = 1 << 20
-"""More than the header of a store with a thousand layers takes."""
+MAX_HEADER_BYTES = 1 << 20
+"""Maximum size of a header in bytes, more than the header of a store with a thousand layers."""
 
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 DTYPES = {"U8": torch.uint8, "I32": torch.int32, "F32": torch.float32}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -54,32 +56,34 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 class StoreFiles:
     """A folder of stores that servers with equal fingerprints may share.
 
-    A file is a safetensors file. Its metadata names the store and holds a digest of the tensors. It
-    is written under a temporary name and moved into place, so that a reader finds all of it or
-    nothing. Reading and writing release the GIL while they copy and hash, and no method except the
-    constructor touches the file system on the calling thread if its docstring does not say so.
-    The folder is trusted as far as its permissions go: who may write there may change answers.
+    A file is a safetensors file. Its metadata has the name of the store and a digest of the
+    tensors. It is written under a temporary name and then renamed, so that a reader finds the whole
+    file or none. Reading and writing release the GIL while they copy and hash. Apart from the
+    constructor, a method accesses the file system on the calling thread only if its docstring says
+    so. The folder is trusted as far as its permissions allow: users with write access may change
+    answers.
 
     Args:
-        folder: Where the files are; made for this user only if it does not exist.
-        fingerprint: What must be the same for two servers to share a store, by name.
-        most_bytes: What the files of the folder may take together; those used longest ago go.
+        folder: Folder of the files; created with access for this user only if it does not exist.
+        fingerprint: Values that must be equal for two servers to share a store, by name.
+        max_bytes: Maximum bytes of all files in the folder; the least recently used are removed
+            first.
 
     Raises:
-        ValueError: In one sentence, why the folder cannot be trusted.
+        ValueError: The folder cannot be trusted; the message is one sentence.
 
     """
 
     def __init__(
-        self, folder: Path, fingerprint: dict[str, object], most_bytes: int | None = None
+        self, folder: Path, fingerprint: dict[str, object], max_bytes: int | None = None
     ) -> None:
         self._text = json.dumps(fingerprint, sort_keys=True, default=str)
         self._root = folder
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self.use("")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(folder)
-        # A folder that is mounted read-only may have files of other servers only.
+        # A folder that is mounted read-only can only have files of other servers.
         with suppress(OSError):
             self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.exists():
@@ -91,7 +95,7 @@ class StoreFiles:
         self._remove_unfinished()
 
     def use(self, generation: str) -> None:
-        """From now on, read and write stores of other weights than those the server began with.
+        """Read and write stores of different weights from now on.
 
         Args:
             generation: Checksum of the weights in memory; empty for those of the fingerprint.
@@ -101,22 +105,23 @@ class StoreFiles:
         self.folder = self._root / self.fingerprint[:16]
 
     def _remove_unfinished(self) -> None:
-        """Remove what servers that were killed had begun to write."""
+        """Remove unfinished files of servers that were killed."""
         for path in self.folder.glob(".*"):
             with suppress(OSError):
-                if time() - path.stat().st_mtime > UNFINISHED_S:
+                if time() - path.stat().st_mtime > UNFINISHED_FILE_AGE_S:
                     path.unlink()
 
     def path(self, name: str, rank: int) -> Path:
-        """Where the store called ``name`` is for a rank."""
+        """Return the path of the store ``name`` of a rank."""
         return self.folder / f"{name}.{rank}{SUFFIX}"
 
     def write_soon(self, name: str, rank: int, tensors: Tensors, ready: Callable[[], None]) -> None:
-        """Write a store on a thread, once ``ready`` returns; :meth:`results` tells the outcome."""
+        """Write a store on a thread, once ``ready`` returns; :meth:`results` returns the
+        outcome."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         with self._lock:
-            # One alone is written however large it is.
-            if self._waiting and self._waiting + num_bytes > MOST_WAITING_BYTES:
+            # A single store is written even if it is larger.
+            if self._waiting and self._waiting + num_bytes > MAX_WAITING_BYTES:
                 self._results[name] = False
                 return
             self._waiting += num_bytes
@@ -134,7 +139,7 @@ class StoreFiles:
             written = True
             self.trim()
         except Exception as error:
-            # Neither the error nor its traceback is kept: that one holds the tensors.
+            # Neither the error nor its traceback is kept, because the traceback holds the tensors.
             self._warn(getattr(error, "strerror", None) or type(error).__name__)
         finally:
             with self._lock:
@@ -142,17 +147,18 @@ class StoreFiles:
                 self._results[about["name"]] = written
 
     def _warn(self, reason: str) -> None:
-        """Log that writing fails, once in a while for the whole folder."""
+        """Log that writing fails, at most once per interval for the whole folder."""
         if monotonic() >= self._warn_at:
-            self._warn_at = monotonic() + WARN_EVERY_S
+            self._warn_at = monotonic() + WARNING_INTERVAL_S
             logger.warning(
                 "KV eviction: a store was not written to a file in %s: %s.", self._root, reason
             )
 
     def results(self) -> dict[str, bool]:
-        """Return, by name, which stores given to :meth:`write_soon` since the last call are there.
+        """Return for each store given to :meth:`write_soon` whether its file exists, since the last
+        call.
 
-        A store whose file existed already counts as written, one that was dropped does not.
+        A store that already had a file counts as written; a store that was dropped does not.
         """
         with self._lock:
             results, self._results = self._results, {}
@@ -169,11 +175,11 @@ class StoreFiles:
         self._write_to(self.path(name, rank), about, tensors)
 
     def _write_to(self, path: Path, about: dict[str, str], tensors: Tensors) -> None:
-        # Not its parents: a volume that is not mounted any more must not be written to.
+        # The parents are not created: a volume that is no longer mounted must not be written to.
         path.parent.mkdir(mode=0o700, exist_ok=True)
         metadata = about | {"sha256": digest(tensors, about)}
         header = json.dumps({"__metadata__": metadata, **_entries(tensors)}).encode()
-        header += b" " * (-(8 + len(header)) % ALIGNMENT)
+        header += b" " * (-(8 + len(header)) % ALIGNMENT_BYTES)
         descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=".")
         try:
             try:
@@ -192,24 +198,24 @@ class StoreFiles:
         self,
         name: str,
         rank: int,
-        most_bytes: int,
+        max_bytes: int,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Region:
         """Read a store's file on the calling thread, and check it.
 
         Args:
-            name: The store's.
-            rank: Whose part of it.
-            most_bytes: Its tensors take no more than that.
-            wanted: Asked after each chunk; False ends the read.
+            name: The name of the store.
+            rank: The rank that the part belongs to.
+            max_bytes: Maximum bytes of its tensors.
+            wanted: Called after each chunk; if it returns False, the read ends.
 
         Returns:
             A copy of the file in shared memory.
 
         Raises:
             FileNotFoundError: The file does not exist.
-            ValueError: It is not a whole file of this store, rank and fingerprint.
-            OSError: It cannot be read, or nobody waits for it any more.
+            ValueError: The file is not a complete file of this store, rank and fingerprint.
+            OSError: The file cannot be read, or the read was abandoned.
 
         """
         expected = {"fingerprint": self.fingerprint, "name": name, "rank": str(rank)}
@@ -217,22 +223,22 @@ class StoreFiles:
         try:
             status = os.fstat(descriptor)
             size = status.st_size
-            if not stat.S_ISREG(status.st_mode) or size > most_bytes + HEADER_BYTES:
-                raise ValueError("it is no file, or too large")
+            if not stat.S_ISREG(status.st_mode) or size > max_bytes + MAX_HEADER_BYTES:
+                raise ValueError("it is not a regular file, or is too large")
             if size < 8:
-                raise ValueError("it is no safetensors file")
+                raise ValueError("it is not a safetensors file")
             region = Region(size)
             buffer = memoryview(region.map())
             done = 0
             while done < size:
                 if not wanted():
-                    raise OSError("nobody waits for it any more")
+                    raise OSError("the read was abandoned")
                 count = os.preadv(descriptor, [buffer[done : done + CHUNK_BYTES]], done)
                 if not count:
                     raise ValueError("it became shorter while it was read")
                 done += count
             verify(buffer, expected)
-            # Not if the folder is mounted read-only, or the file is another user's.
+            # Fails if the folder is mounted read-only, or if the file belongs to another user.
             with suppress(OSError):
                 os.utime(descriptor)
         finally:
@@ -240,45 +246,46 @@ class StoreFiles:
         return region
 
     def present(self, names: Iterable[str], ranks: int) -> set[str]:
-        """Return the stores whose files exist for all ranks; asks on the calling thread."""
+        """Return the stores that have files for all ranks; accesses the files on the calling
+        thread."""
         every = range(ranks)
         return {n for n in names if all(os.path.exists(self.path(n, rank)) for rank in every)}
 
     def remove(self, name: str, ranks: int) -> None:
-        """Remove a store's files on the calling thread, as far as they may be removed."""
+        """Remove a store's files on the calling thread, if permissions allow it."""
         for rank in range(ranks):
             with suppress(OSError):
                 self.path(name, rank).unlink(missing_ok=True)
 
     def trim(self) -> None:
-        """Remove the files that were used longest ago until the rest are small enough.
+        """Remove the least recently used files until the rest are small enough.
 
         Works on the calling thread. A file that may not be removed is skipped.
         """
-        if self._most_bytes is None:
+        if self._max_bytes is None:
             return
-        found = []
+        entries = []
         for path in self._root.glob(f"*/*{SUFFIX}"):
-            if not OURS.fullmatch(path.relative_to(self._root).as_posix()):
+            if not STORE_FILE_NAME.fullmatch(path.relative_to(self._root).as_posix()):
                 continue
             with suppress(OSError):
-                found.append(((status := path.stat()).st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if total <= self._most_bytes:
+                entries.append(((status := path.stat()).st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self._max_bytes:
                 return
             with suppress(OSError):
                 path.unlink(missing_ok=True)
                 total -= size
 
-    def flush(self, patience: float = FLUSH_S) -> None:
-        """Wait until all stores given so far are written, but no longer than ``patience`` s."""
+    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+        """Wait until all stores given so far are written, for at most ``timeout_s`` seconds."""
         with suppress(TimeoutError):
-            self._writer.submit(lambda: None).result(patience)
+            self._writer.submit(lambda: None).result(timeout_s)
 
 
 def check_owner(folder: Path) -> None:
-    """Refuse a folder that other users control.
+    """Reject a folder that other users control.
 
     Members of the folder's group are trusted: Kubernetes gives a volume's group to its pods.
 
@@ -291,8 +298,8 @@ def check_owner(folder: Path) -> None:
     flag = "KV eviction: --kv-eviction-store-path"
     if status.st_uid not in (os.geteuid(), 0):
         raise ValueError(
-            f"{flag}: the folder {folder} belongs to the user {status.st_uid}, who could change "
-            "answers; give one of the server's own user."
+            f"{flag}: the folder {folder} belongs to user {status.st_uid}, who could change "
+            "answers; give a folder that belongs to the server's user."
         )
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise ValueError(
@@ -302,12 +309,12 @@ def check_owner(folder: Path) -> None:
 
 
 def _in_order(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:
-    """Tensors as a file has them: larger types first, so that each one is aligned."""
-    return sorted(tensors.items(), key=lambda one: (-one[1].itemsize, one[0]))
+    """Return the tensors in the order of a file: larger types first, so that each is aligned."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
 
 
 def _entries(tensors: Tensors) -> dict[str, Any]:
-    """The header of a safetensors file without its metadata."""
+    """Return the header of a safetensors file without its metadata."""
     entries, end = {}, 0
     for name, tensor in _in_order(tensors):
         begin, end = end, end + tensor.nbytes
@@ -320,7 +327,7 @@ def _entries(tensors: Tensors) -> dict[str, Any]:
 
 
 def _data(tensors: Tensors) -> Iterator[memoryview]:
-    """The bytes of all tensors, in the order of the file."""
+    """Yield the bytes of all tensors, in the order of the file."""
     for _, tensor in _in_order(tensors):
         yield memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
@@ -331,10 +338,10 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _digest(about: dict[str, str], entries: dict[str, Any], data: Iterable[memoryview]) -> str:
-    found = sha256(json.dumps([about, entries], sort_keys=True).encode())
+    checksum = sha256(json.dumps([about, entries], sort_keys=True).encode())
     for part in data:
-        found.update(part)
-    return found.hexdigest()
+        checksum.update(part)
+    return checksum.hexdigest()
 
 
 def digest(tensors: Tensors, about: dict[str, str]) -> str:
@@ -350,13 +357,13 @@ def verify(buffer: memoryview, expected: dict[str, str]) -> None:
         expected: Its metadata, except the digest.
 
     Raises:
-        ValueError: It is not a whole file with this metadata.
+        ValueError: It is not a complete file with this metadata.
 
     """
     about, entries, begin = _parse(buffer)
     said = about.pop("sha256", None)
     if about != expected:
-        raise ValueError("it holds something else")
+        raise ValueError("it holds a different store")
     if _digest(about, entries, [buffer[begin:]]) != said:
         raise ValueError("it is damaged")
 
@@ -365,30 +372,32 @@ def _parse(buffer: memoryview) -> tuple[dict[str, str], dict[str, Any], int]:
     """Read the header of a safetensors file.
 
     Returns:
-        Its metadata, its tensors' types, shapes and places, and the place of the first of them.
+        Its metadata; the types, shapes and offsets of its tensors; and the offset of the first
+        tensor.
 
     Raises:
-        ValueError: It is no such file, or has tensors that no store has.
+        ValueError: It is not such a file, or has tensors that no store has.
 
     """
     length = int.from_bytes(buffer[:8], "little")
-    if not 2 <= length <= min(len(buffer) - 8, HEADER_BYTES):
-        raise ValueError("it is no safetensors file")
+    if not 2 <= length <= min(len(buffer) - 8, MAX_HEADER_BYTES):
+        raise ValueError("it is not a safetensors file")
     try:
         entries = json.loads(bytes(buffer[8 : 8 + length]))
     except (ValueError, RecursionError) as error:
-        raise ValueError("it is no safetensors file") from error
+        raise ValueError("it is not a safetensors file") from error
     about = entries.pop("__metadata__", None) if isinstance(entries, dict) else None
     if not isinstance(about, dict):
-        raise ValueError("it is no safetensors file of a store")
+        raise ValueError("it is not a safetensors file of a store")
     begin = 8 + length
-    if not all(_is_store_tensor(one, begin, len(buffer) - begin) for one in entries.values()):
-        raise ValueError("it holds no store")
+    if not all(_is_store_tensor(entry, begin, len(buffer) - begin) for entry in entries.values()):
+        raise ValueError("it does not hold a store")
     return about, entries, begin
 
 
 def _is_store_tensor(entry: Any, begin: int, size: int) -> bool:
-    """Whether a header's entry describes a tensor within ``size`` bytes that a store may have."""
+    """Return whether an entry of a header describes a valid tensor of a store within ``size``
+    bytes."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return False
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -411,16 +420,16 @@ def unpack(buffer: Any) -> Tensors:
         buffer: The content: a writable buffer.
 
     Raises:
-        ValueError: It is no file of a store.
+        ValueError: It is not a file of a store.
 
     """
     _, entries, begin = _parse(memoryview(buffer))
     return {
         name: torch.frombuffer(
             buffer,
-            dtype=DTYPES[one["dtype"]],
-            count=prod(one["shape"]),
-            offset=begin + one["data_offsets"][0],
-        ).view(one["shape"])
-        for name, one in entries.items()
+            dtype=DTYPES[entry["dtype"]],
+            count=prod(entry["shape"]),
+            offset=begin + entry["data_offsets"][0],
+        ).view(entry["shape"])
+        for name, entry in entries.items()
     }

@@ -1,4 +1,5 @@
-"""What must be the same for two servers to share the files of their stores."""
+"""The fingerprint of a server: the values that must be equal for two servers to share store
+files."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -19,26 +20,26 @@ logger = init_logger("vllm.kv_eviction.tiers")
 
 FORMAT = 2
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""How many places of a file of weights are looked at, and how much there."""
+"""Number of samples of a file of weights, and bytes of each sample."""
 
 IRRELEVANT = frozenset(
     {"store_memory", "store_path", "allow", "max_budget", "when", "interval", "attention"}
 )
-"""Settings that a store at a point does not depend on, or that its key has."""
+"""Settings that a store does not depend on, or that are part of its key."""
 
 
 def fingerprint(
     vllm_config: "VllmConfig", cache: "KVCacheConfig", config: EvictionConfig
 ) -> dict[str, Any]:
-    """Everything that a store depends on beside its key, by name.
+    """Return everything that a store depends on in addition to its key, by name.
 
-    Positions inside a block are not in it: files hold tokens in order, whatever the kernel's is.
+    The order of tokens inside a block is not included, because files hold tokens in sequence order.
     """
     model = vllm_config.model_config
     settings = config.model_dump(mode="json", exclude=set(IRRELEVANT))
     probe = (settings.get("profile") or {}).get("probe")
     if probe:
-        # Replicas may have it elsewhere.
+        # Replicas may have the file at a different path.
         del probe["file"]
     architecture = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
@@ -53,22 +54,22 @@ def fingerprint(
         "hash": vllm_config.cache_config.prefix_caching_hash_algo,
         "ranks": vllm_config.parallel_config.world_size,
         "groups": [
-            [one.layer_names, one.kv_cache_spec.block_size, str(one.kv_cache_spec.dtype)]
-            for one in cache.kv_cache_groups
+            [group.layer_names, group.kv_cache_spec.block_size, str(group.kv_cache_spec.dtype)]
+            for group in cache.kv_cache_groups
         ],
         "settings": settings,
     }
 
 
 def weights(model: str, revision: str | None) -> str:
-    """A digest of a model's weights: of the size of every file and of what stands in some places.
+    """Return a digest of a model's weights, over the size and samples of every file.
 
     Args:
         model: A folder, a file, or a name on the Hugging Face Hub.
-        revision: Of the Hub's repository.
+        revision: Revision of the Hub's repository.
 
     Returns:
-        The digest; the name and revision where the weights are not on this machine.
+        The digest; the name and revision if the weights are not on this machine.
 
     """
     path = Path(model)
@@ -79,31 +80,31 @@ def weights(model: str, revision: str | None) -> str:
         try:
             path = Path(snapshot_download(model, revision=revision, local_files_only=True))
         except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
-            logger.warning("KV eviction: stores in files are told apart by the model's name only.")
+            logger.warning("KV eviction: files of stores identify the model by its name only.")
             return f"{model} {revision}"
     kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.suffix in kinds]
-    found = sha256()
+    checksum = sha256()
     for file in sorted(files):
         size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
+        checksum.update(f"{file.name} {size}".encode())
         with file.open("rb") as opened:
             for sample in range(SAMPLES):
                 opened.seek(size * sample // SAMPLES)
-                found.update(opened.read(SAMPLE_BYTES))
-    return found.hexdigest()
+                checksum.update(opened.read(SAMPLE_BYTES))
+    return checksum.hexdigest()
 
 
 def store_files(
     vllm_config: "VllmConfig", cache: "KVCacheConfig", config: EvictionConfig
 ) -> StoreFiles | None:
-    """The folder of ``--kv-eviction-store-path``; None without it.
+    """Return the files in the folder of ``--kv-eviction-store-path``; None without the flag.
 
     Raises:
-        ValueError: In one sentence, why the folder cannot be trusted.
+        ValueError: The folder cannot be trusted; the message is one sentence.
 
     """
     if config.store_path is None:
         return None
-    folder, most = parse_folder(config.store_path)
-    return StoreFiles(Path(folder), fingerprint(vllm_config, cache, config), most)
+    folder, max_bytes = parse_folder(config.store_path)
+    return StoreFiles(Path(folder), fingerprint(vllm_config, cache, config), max_bytes)

@@ -1,4 +1,4 @@
-"""Host memory of one rank that holds published stores, as the scheduler says."""
+"""Host memory of one rank for published stores, managed by the scheduler's plans."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +17,12 @@ logger = init_logger("vllm.kv_eviction.tiers")
 
 @dataclass
 class StoreNews:
-    """What a worker reports to the scheduler about files of stores.
+    """A worker's report to the scheduler about files of stores.
 
     Args:
-        written: By name, whether a store was written.
-        weighed: The number of the last reset after which the weights were checked.
-        generation: What :meth:`StoreFiles.use` takes for these weights.
+        written: Whether each store was written, by name.
+        weighed: Number of the last reset after which the weights were checked.
+        generation: Argument of :meth:`StoreFiles.use` for these weights.
 
     """
 
@@ -32,19 +32,19 @@ class StoreNews:
 
 
 class HostStores:
-    """Carries out what plans say of stores outside the KV cache.
+    """Executes the plans for stores outside the KV cache.
 
-    On CUDA copies run on the step's own stream between its forward pass and the next, to and from
-    pinned memory; no copy is waited for but by the thread that writes files. A store that comes
-    from a file was read and checked by the scheduler's threads, and lies in memory that this rank
-    maps. A rank on another host reads its file itself: that step then waits for the file system,
-    and the engine ends with the error if the file was removed since it was checked.
+    On CUDA, copies run on the stream of the step between its forward pass and the next one, to and
+    from pinned memory. Only the thread that writes files waits for a copy. A store from a file was
+    read and checked by the scheduler's threads, and is in memory that this rank maps. A rank on
+    another host reads its file itself; the step then waits for the file system, and the engine
+    fails if the file was removed after it was checked.
 
     Args:
         content: Copies stores out of the KV cache and into it.
-        files: Where they are written to as well, or None.
-        rank: This one.
-        timed: Times a copy into the KV cache from the tier that is named.
+        files: Files that stores are also written to, or None.
+        rank: Number of this rank.
+        timed: Returns a context that times a copy into the KV cache from the given tier.
         checksum: Returns a checksum of the weights of all ranks; every rank calls it at once.
 
     """
@@ -68,20 +68,21 @@ class HostStores:
         self._news = StoreNews()
 
     def weights_change(self) -> None:
-        """Write no more files until the weights are checked: those of the folder may differ."""
+        """Stop writing files until the weights are checked, because they may differ from the
+        folder's."""
         self._weights_known = False
 
     def weigh(self, number: int) -> None:
-        """Use files of the weights that are in memory now; the reset ``number`` asks for it."""
+        """Use files of the weights that are in memory now, as requested by the reset ``number``."""
         if self._files is None:
             return
-        found = self._checksum()
-        self._news.generation = generation = "" if found == self._first else found
+        checksum = self._checksum()
+        self._news.generation = generation = "" if checksum == self._first else checksum
         self._news.weighed, self._weights_known = number, True
         self._files.use(generation)
 
     def news(self) -> StoreNews | None:
-        """What happened since the last call; None for nothing."""
+        """Return what happened since the last call; None if nothing did."""
         if self._files is None:
             return None
         self._news.written |= self._files.results()
@@ -91,7 +92,7 @@ class HostStores:
         return news
 
     def load(self, loads: Sequence[StoreCopy]) -> None:
-        """Before the forward pass: bring back what requests of the step read."""
+        """Before the forward pass, restore the stores that requests of the step read."""
         for copy in loads:
             with self._timed("memory" if copy.payload is None else "file"):
                 self._load(copy)
@@ -105,27 +106,29 @@ class HostStores:
         self._content.write(copy.groups, tensors)
 
     def _from_file(self, copy: StoreCopy) -> Tensors:
-        """The tensors of a store's file, which was checked.
+        """Return the tensors of a store's file, which was already checked.
 
         Raises:
             ValueError: This rank is on another host, and its file changed.
             OSError: This rank is on another host, and its file is gone.
 
         """
-        assert copy.payload is not None and self._files is not None, f"store {copy.name} is nowhere"
+        assert copy.payload is not None and self._files is not None, (
+            f"store {copy.name} has no content"
+        )
         handle = copy.payload[self._rank]
         mapping = open_region(handle)
         if mapping is None:
             logger.warning_once(
-                "KV eviction: rank %d is on another host than the scheduler, so its steps wait for "
-                "the files of stores.",
+                "KV eviction: rank %d and the scheduler run on different hosts, so the rank's "
+                "steps wait for files of stores.",
                 self._rank,
             )
             mapping = self._files.read(copy.name, self._rank, handle[2]).map()
         return unpack(mapping)
 
     def save(self, forgotten: Sequence[str], saves: Sequence[StoreCopy]) -> None:
-        """After the evictions: forget stores by name, and copy others out of the KV cache."""
+        """After the evictions, remove stores by name, and copy others out of the KV cache."""
         for name in forgotten:
             self._kept.pop(name, None)
         for copy in saves:
@@ -141,20 +144,20 @@ class HostStores:
                 self._files.write_soon(copy.name, self._rank, tensors, ready)
 
     def flush(self) -> None:
-        """Wait until all files are written, but not for long."""
+        """Wait until all files are written, for a limited time."""
         if self._files is not None:
             self._files.flush()
 
 
 def _own(tensors: Tensors, device: torch.device) -> Tensors:
-    """Copies that outlive a mapping, pinned for CUDA."""
+    """Return copies that outlive a mapping, pinned for CUDA."""
     return {n: t.pin_memory() if device.type == "cuda" else t.clone() for n, t in tensors.items()}
 
 
 def _on_host(
     tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
 ) -> tuple[Tensors, Callable[[], None]]:
-    """The tensors in host memory, and what waits until they are there."""
+    """Return the tensors in host memory, and a function that waits until they are complete."""
     if device.type == "cpu":
         return dict(tensors), lambda: None
     host = {}

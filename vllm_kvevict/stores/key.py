@@ -1,4 +1,4 @@
-"""What a store that several requests may hold depends on."""
+"""The key of a store that several requests may hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,23 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ShareKey:
-    """Requests with equal keys evict at one point to equal stores.
+    """Key of a store. Requests with equal keys evict at the same point to equal stores.
 
-    What is the same for a whole server (model, window, block size, groups of layers) is no part.
-    Keys are compared by a digest, since a thousand waiting requests may have the same one.
+    Values that are equal for a whole server (model, window, block size, groups of layers) are not
+    part of the key. Keys are compared by a digest, since a thousand waiting requests may have the
+    same key.
 
     Args:
         prefix: vLLM's hash of the whole blocks before the point. It covers their tokens, the LoRA
             adapter, the cache salt, images and embeddings.
         rest: Tokens between those blocks and the point.
-        extra: What vLLM hashes beside these tokens.
+        extra: Values that vLLM hashes in addition to these tokens.
         point: The eviction point, in tokens.
         policy: The policy that chooses.
-        protect_first: Tokens that stay whatever the policy chooses.
-        stores: S of every KV-cache group, or 0 where a group has nothing to evict at the point.
-        inside: Whether the prompt goes on after the point, so that the window does not hold the
-            question.
-        share: Part of the tokens that the budget keeps; 0 for policies that do not read it.
+        protect_first: First tokens that are always kept.
+        stores: S of every KV-cache group, or 0 if the group has nothing to evict at the point.
+        inside: True if the prompt continues after the point, so that the window does not contain
+            the question.
+        share: Share of the tokens that the budget keeps; 0 for policies that do not read it.
 
     """
 
@@ -65,19 +66,20 @@ def share_key(
     protect_first: int,
     reads_share: bool,
 ) -> ShareKey | None:
-    """The key of a request that evicts at a point of its own; None for all others.
+    """Return the key of a request that evicts at a point inside its prompt; None for other
+    requests.
 
     Args:
-        request: vLLM's request, whose blocks are hashed as far as they are full.
-        timelines: Its timelines before anything was evicted, by KV-cache group.
-        hash_block_size: Tokens that one of these hashes covers.
+        request: vLLM's request. Its full blocks are hashed.
+        timelines: Its progress by KV-cache group, before the first eviction.
+        hash_block_size: Number of tokens that one hash covers.
         policy: The policy that chooses.
-        protect_first: Tokens that stay whatever the policy chooses.
-        reads_share: Whether the policy's scores depend on the share of tokens that is kept.
+        protect_first: First tokens that are always kept.
+        reads_share: True if the policy's scores depend on the share of tokens that is kept.
 
     """
-    stops = [stop for t in timelines.values() if (stop := t.next_chunk_end(0)) is not None]
-    point = min(stops, default=request.num_tokens)
+    ends = [end for t in timelines.values() if (end := t.next_chunk_end(0)) is not None]
+    point = min(ends, default=request.num_tokens)
     if point >= request.num_tokens:
         return None
     blocks = point // hash_block_size
@@ -107,10 +109,10 @@ def share_key(
 
 
 def goes_on(request: "Request", point: int) -> bool:
-    """Whether a prompt goes on after a point by more than the token that asks."""
+    """Return whether a prompt continues after a point by more than one token."""
     return point + 1 < request.num_prompt_tokens
 
 
 def kept_share(timelines: Mapping[int, EvictionProgress], point: int) -> float:
-    """Largest part of the tokens before a point that a group's budget keeps."""
+    """Return the largest share of the tokens before a point that the budget of a group keeps."""
     return max(timeline.share(point) for timeline in timelines.values())

@@ -34,7 +34,7 @@ class Region:
 
     @property
     def handle(self) -> Handle:
-        """What another process needs to map the region as long as this object lives."""
+        """Values with which another process can map the region as long as this object exists."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}", self._name, self._size
 
     def map(self) -> mmap.mmap:
@@ -46,7 +46,7 @@ def open_region(handle: Handle) -> mmap.mmap | None:
     """Map a region of another process.
 
     Args:
-        handle: The region's.
+        handle: Handle of the region.
 
     Returns:
         A mapping that may be written to without changing the region; None if this process cannot
@@ -59,7 +59,7 @@ def open_region(handle: Handle) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        # On another host the same process and descriptor numbers mean something else.
+        # On another host, the same process and descriptor numbers refer to something else.
         if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":
             return None
         return mmap.mmap(

@@ -1,4 +1,4 @@
-"""How large a store is outside the KV cache, and what its tensors must look like."""
+"""The size of a store outside the KV cache, and the expected shapes of its tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 @dataclass(frozen=True)
 class GroupShape:
-    """One KV-cache group's part of a store, in blocks."""
+    """The part of a store in one KV-cache group, in blocks."""
 
     tail_start: int
     store: int
@@ -25,11 +25,12 @@ class GroupShape:
 
 
 def group_shapes(key: ShareKey, rules: Mapping[int, EvictionRule]) -> dict[int, GroupShape]:
-    """What the store of a key has in every group.
+    """Return the shape of the store of a key in every group.
 
     Args:
         key: The key.
-        rules: Of a request with this key: how many last tokens stay depends on its policy.
+        rules: Eviction rules of a request with this key. The number of recent tokens depends on its
+            policy.
 
     """
     shapes = {}
@@ -48,8 +49,8 @@ class StoreSizes:
     Args:
         specs: Spec of every KV-cache group; all of them evict.
         layers: Layers of every group.
-        channels: Numbers beside every cached token.
-        pinned: Whether host memory is pinned: torch takes it in powers of two.
+        channels: float32 statistics per cached token.
+        pinned: True if host memory is pinned. PyTorch allocates pinned memory in powers of two.
 
     """
 
@@ -59,12 +60,12 @@ class StoreSizes:
     pinned: bool = False
 
     def host_bytes(self, shapes: Mapping[int, GroupShape]) -> int:
-        """Host memory that a store's tensors take."""
+        """Return the bytes of host memory for a store's tensors."""
         sizes = self._bytes(shapes)
         return sum(1 << (size - 1).bit_length() for size in sizes) if self.pinned else sum(sizes)
 
     def num_bytes(self, shapes: Mapping[int, GroupShape]) -> int:
-        """Bytes of a store's tensors."""
+        """Return the bytes of a store's tensors."""
         return sum(self._bytes(shapes))
 
     def _bytes(self, shapes: Mapping[int, GroupShape]) -> list[int]:
@@ -72,14 +73,14 @@ class StoreSizes:
         return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors]
 
     def check(self, shapes: Mapping[int, GroupShape], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Check what comes from outside.
+        """Check tensors that come from a file.
 
         Raises:
-            ValueError: The tensors are no store of these shapes.
+            ValueError: The tensors are not a store of these shapes.
 
         """
-        found = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        if found != self._expected(shapes):
+        actual = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        if actual != self._expected(shapes):
             raise ValueError("its tensors are not those of this store")
         for group, shape in shapes.items():
             if shape.store:
@@ -92,17 +93,17 @@ class StoreSizes:
     def _expected(
         self, shapes: Mapping[int, GroupShape]
     ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        found: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+        expected: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         for group, shape in shapes.items():
             spec, layers = self.specs[group], self.layers[group]
             pages = shape.blocks * spec.num_kv_heads
             size = spec.block_size * (spec.head_size + spec.head_size_v)
             if shape.store:
-                found[f"{group}.split"] = (layers, spec.num_kv_heads + 1), torch.int32
+                expected[f"{group}.split"] = (layers, spec.num_kv_heads + 1), torch.int32
             for index in range(layers):
                 bits = (pages, size * get_dtype_size(spec.dtype)), torch.uint8
-                found[f"{group}.{index}.pages"] = bits
+                expected[f"{group}.{index}.pages"] = bits
                 if self.channels:
-                    beside = (pages, spec.block_size, self.channels), torch.float32
-                    found[f"{group}.{index}.values"] = beside
-        return found
+                    values = (pages, spec.block_size, self.channels), torch.float32
+                    expected[f"{group}.{index}.values"] = values
+        return expected

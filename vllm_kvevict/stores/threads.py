@@ -1,4 +1,4 @@
-"""Daemon threads that run blocking calls, and that an exiting process does not wait for."""
+"""Daemon threads for blocking calls. A process that exits does not wait for them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -48,7 +48,7 @@ class Threads:
             self._call(*self._calls.get())
 
     def _call(self, future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        # A method of its own, so that an idle thread holds neither arguments nor results.
+        # A separate method, so that an idle thread holds neither arguments nor results.
         if not future.set_running_or_notify_cancel():
             return
         try:

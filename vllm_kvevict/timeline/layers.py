@@ -66,16 +66,16 @@ class Share:
             return 1
         total = budget / block_size * sum(self.sizes)
         held = [round(blocks, 6) for blocks in self._fill(total, limit, length / budget)]
-        whole = [int(blocks) for blocks in held]
-        left = round(total - sum(map(mul, self.sizes, whole)), 6)
+        full = [int(blocks) for blocks in held]
+        left = round(total - sum(map(mul, self.sizes, full)), 6)
         # The largest remainder is rounded up first. A smaller one is never rounded up instead, so
         # that of two groups the one with the larger share never keeps less.
-        for group in sorted(range(len(held)), key=lambda group: whole[group] - held[group]):
-            if self.sizes[group] > left or whole[group] == limit:
+        for group in sorted(range(len(held)), key=lambda group: full[group] - held[group]):
+            if self.sizes[group] > left or full[group] == limit:
                 break
-            whole[group] += 1
+            full[group] += 1
             left -= self.sizes[group]
-        return whole[self.group]
+        return full[self.group]
 
     def _fill(self, total: float, limit: int, room: float) -> list[float]:
         """Return the blocks of every group in [1, ``limit``], by share, with the sum ``total`` over

@@ -15,7 +15,7 @@ class EvictionProgress:
     """Progress of one request through its eviction rule, from admission to the end or a preemption.
 
     Args:
-        timeline: The rule.
+        rule: The eviction rule.
         prompt_len: Tokens of the prompt.
         prefill_end: Length of the prompt, or of all tokens that are replayed after a preemption.
         requested_point: The eviction point that the request asked for, in (0, prompt_len]; None for
@@ -26,7 +26,7 @@ class EvictionProgress:
 
     """
 
-    timeline: EvictionRule
+    rule: EvictionRule
     prompt_len: int
     prefill_end: int
     requested_point: int | None = None
@@ -44,7 +44,7 @@ class EvictionProgress:
     """First token that was computed over an evicted cache; None before the first eviction."""
 
     def __post_init__(self) -> None:
-        rule = self.timeline
+        rule = self.rule
         self._floor = rule.store_blocks(
             self.prompt_len if self.requested_point is None else self.requested_point
         )
@@ -68,7 +68,7 @@ class EvictionProgress:
     @property
     def has_eviction_points(self) -> bool:
         """True if chunks of prefill end at the eviction points of the request."""
-        return self.requested_point is not None or self.timeline.prefill_stride > 0
+        return self.requested_point is not None or self.rule.prefill_stride > 0
 
     def next_chunk_end(self, start: int) -> int | None:
         """Return the position at which a chunk of prefill that starts at ``start`` must end; None
@@ -77,14 +77,12 @@ class EvictionProgress:
         A deferred eviction can run at every later point, including the one that the request asked
         for.
         """
-        is_next = (
-            self.next_prefill_eviction == self.next_eviction or not self.timeline.prefill_stride
-        )
+        is_next = self.next_prefill_eviction == self.next_eviction or not self.rule.prefill_stride
         if not self.has_eviction_points or self.next_prefill_eviction is None or not is_next:
             return None
         if self.next_prefill_eviction > start:
             return self.next_prefill_eviction
-        later = self.timeline.next_point(start), self.requested_point
+        later = self.rule.next_point(start), self.requested_point
         return min((point for point in later if point is not None and point > start), default=None)
 
     @property
@@ -101,11 +99,11 @@ class EvictionProgress:
         """Return the next position after ``n`` at which prefill evicts, its end included; None if
         there is none."""
         last = self.context_end if n < self.context_end else self.prefill_end
-        point = self.timeline.next_point(n)
+        point = self.rule.next_point(n)
         while point is not None and point < last:
             if self.gain(point) > 0:
                 return point
-            point += self.timeline.prefill_stride
+            point += self.rule.prefill_stride
         if n >= self.context_end:
             return None
         return self._before_end(last) if self.gain(last) > 0 else self._inside(last)
@@ -116,9 +114,9 @@ class EvictionProgress:
         A share refers to ``n`` tokens. A budget in tokens is divided between groups of layers by
         the length of the prompt. A store never shrinks: protected tokens that fit once always fit.
         """
-        if self.timeline.budget_share is None:
+        if self.rule.budget_share is None:
             return self._floor
-        return max(self._floor, self.timeline.store_blocks(n))
+        return max(self._floor, self.rule.store_blocks(n))
 
     def share(self, n: int) -> float:
         """Return the share of the tokens that an eviction at ``n`` keeps, on average over all
@@ -128,11 +126,11 @@ class EvictionProgress:
         early are compared at its end.
         """
         length = max(n, self.context_end)
-        return self.timeline.budget(length) / length
+        return self.rule.budget(length) / length
 
     def gain(self, n: int) -> int:
         """Return the blocks that an eviction at ``n`` frees, less those that it takes."""
-        tail = (self.timeline.tail_start(n) - self.tail_start) // self.timeline.block_size
+        tail = (self.rule.tail_start(n) - self.tail_start) // self.rule.block_size
         return tail + self.store_blocks - self.wanted(n)
 
     def _first(self, start: int, pause: int, gain: int = 1) -> int | None:
@@ -196,7 +194,7 @@ class EvictionProgress:
         """
         if self.next_eviction is None:
             return self.prefill_end
-        rule = self.timeline
+        rule = self.rule
         # There may be fewer protected tokens than the window has.
         window = max(0, self.next_eviction - rule.window) // rule.block_size * rule.block_size
         return min(self.prefill_end, rule.tail_start(self.next_eviction), window)
@@ -207,7 +205,7 @@ class EvictionProgress:
 
     def observes(self, n: int) -> bool:
         """Return whether the step that ends at ``n`` computes queries of the next window."""
-        return self.next_eviction is not None and n > self.next_eviction - self.timeline.window
+        return self.next_eviction is not None and n > self.next_eviction - self.rule.window
 
     def evict(self, n: int) -> tuple[int, int]:
         """Record the eviction of the step that ends at ``n``.
@@ -219,10 +217,10 @@ class EvictionProgress:
         """
         assert self.is_due(n), f"no eviction is due at {n} (due {self.next_eviction})"
         self._floor = self.store_blocks = self.wanted(n)
-        old, self.tail_start = self.tail_start, self.timeline.tail_start(n)
+        old, self.tail_start = self.tail_start, self.rule.tail_start(n)
         if self.computed_valid is None:
             self.computed_valid = n
-        stride = self.timeline.stride
+        stride = self.rule.stride
         if self.on_demand:
             self.next_eviction, self.no_eviction_before = (
                 None,
@@ -247,7 +245,7 @@ class EvictionProgress:
 
     def looks_before(self, point: int) -> bool:
         """Return whether the eviction after one at ``point`` uses queries before ``point``."""
-        rule, due = self.timeline, self.next_eviction
+        rule, due = self.rule, self.next_eviction
         if self.is_due(point):
             later = replace(self)
             later.evict(point)
@@ -262,7 +260,7 @@ class EvictionProgress:
         If nothing evicts in decode, it is deferred by four windows, so that it holds a slot of the
         observation rings for a quarter of the time at most.
         """
-        rule = self.timeline
+        rule = self.rule
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
         if self.on_demand:
             self.next_eviction, self.no_eviction_before = None, n + pause
@@ -278,7 +276,7 @@ class EvictionProgress:
         end at eviction points.
         """
         return _sufficient_blocks(
-            self.timeline,
+            self.rule,
             self.prompt_len,
             self.prefill_end,
             self.requested_point,

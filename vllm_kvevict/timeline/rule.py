@@ -4,7 +4,7 @@ The engine core and the workers both compute from this module, so neither sends 
 is evicted. Nothing here imports torch or vLLM.
 
 Units: every length and position is in tokens, every count in blocks of ``block_size`` tokens. ``n``
-is the number of tokens whose keys are in the cache at the end of a step.
+is the number of tokens with keys in the cache at the end of a step.
 """
 
 from collections.abc import Iterable

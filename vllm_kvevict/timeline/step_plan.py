@@ -160,7 +160,7 @@ class StepPlan:
     def __bool__(self) -> bool:
         return any(vars(self).values())
 
-    def of(self, groups: Collection[int]) -> Self:
+    def for_groups(self, groups: Collection[int]) -> Self:
         """Return the plan of a pipeline stage that has layers of these KV-cache groups only."""
         if not (self.evictions or self.reused):
             return self

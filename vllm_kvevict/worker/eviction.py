@@ -143,7 +143,7 @@ class WorkerEviction:
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
         plan: StepPlan = getattr(scheduler_output, PLAN, None) or StepPlan()
-        self._plan = plan.of(self.states)
+        self._plan = plan.for_groups(self.states)
         if plan.settle_first:
             settle(plan.settle_first, scheduler_output)
         self.stores.begin_step(self._plan)

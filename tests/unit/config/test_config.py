@@ -149,7 +149,7 @@ def test_budget_below_one_token(budget: Any) -> None:
 @pytest.mark.parametrize(("budget", "window"), [(32, 32), (16, 32), ("31", 32), (64, 100)])
 def test_no_room_beside_the_window(budget: Any, window: int) -> None:
     message = complaint({"policy": "snapkv", "budget": budget, "window": window})
-    assert f"budget {budget} leaves no room beside the window of {window} tokens" in message
+    assert f"budget {budget} leaves no room beyond the window of {window} tokens" in message
     assert "raise --kv-eviction-budget or lower --kv-eviction-window" in message
     assert parse(budget=window + 1, window=window).budget_tokens == window + 1
 
@@ -366,7 +366,7 @@ def test_parse_accepts_or_complains_in_one_line(value: Any) -> None:
 def test_the_budget_has_room_beside_the_window_of_every_policy_that_a_request_may_choose():
     """A client that chose snapkv on such a server got a budget of less than nothing."""
     assert EvictionConfig(policy="probe", budget=20).timeline(16).store_blocks(0) == 1
-    with pytest.raises(ValueError, match="budget 20 leaves no room beside the window of 32"):
+    with pytest.raises(ValueError, match="budget 20 leaves no room beyond the window of 32"):
         EvictionConfig(policy="probe", budget=20, allow=("snapkv",))
-    with pytest.raises(ValueError, match=r"last 8 tokens, which stay; .*probe_recent"):
+    with pytest.raises(ValueError, match=r"last 8 tokens, which are always kept; .*probe_recent"):
         EvictionConfig(policy="probe", budget=8)

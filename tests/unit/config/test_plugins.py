@@ -88,9 +88,9 @@ def test_a_request_may_choose_it(installed: None) -> None:
     ("name", "says"),
     [
         ("twice", "'twice' of the package one 1.0 is offered by two 1.0 too; uninstall one"),
-        ("ada-streaming-llm", "is not used: the built-in one has the name"),
+        ("ada-streaming-llm", "is not used because a built-in policy has the same name"),
         ("Loud", "of the package two 1.0 needs another name: lower-case letters"),
-        ("ada-alone", "needs 'alone' beside it in the same package, with the same value"),
+        ("ada-alone", "needs 'alone' with the same value in the same package"),
         ("elsewhere", "unknown policy 'elsewhere'; choose from ada-snapkv, .*mine.*, weighing"),
     ],
 )

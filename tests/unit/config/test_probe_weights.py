@@ -81,16 +81,19 @@ def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (dict(keys="%"), "probe.keys: is neither base64 of float32 nor lists"),
+        (dict(keys="%"), "probe.keys: must be base64 of float32, or nested lists"),
         (dict(keys="AAAA"), "probe.keys: "),
         (dict(keys=[[1.0]]), "probe.keys: must have 3 layers of 2 KV heads"),
         (dict(keys=[[[float("nan")] * 10] * 2] * 3), "probe.keys: must be numbers"),
-        (dict(joined=[[[1.0] * 10] * 2] * 3), "probe.joined: must have one number more"),
+        (dict(joined=[[[1.0] * 10] * 2] * 3), "probe.joined: must have one more number"),
         (dict(prose=[1.0]), "probe.prose: must be a mapping with keys and joined"),
         (dict(prose=prose(age=[1.0])), "probe.prose.age: must be numbers of shape [3, 2, 2, 2]"),
-        (dict(prose=prose(keys="%")), "probe.prose.keys: is neither base64 of float32 nor lists"),
+        (
+            dict(prose=prose(keys="%")),
+            "probe.prose.keys: must be base64 of float32, or nested lists",
+        ),
         (dict(prose=prose(size=7)), "probe.prose: must have as many numbers as the probe"),
-        (dict(rotated=[True]), "probe.rotated: must be 3 times true or false"),
+        (dict(rotated=[True]), "probe.rotated: must be a list of 3 booleans"),
         (dict(network=[1]), "probe.network: must be a mapping with units (at least 1), hidden and"),
         (dict(network=network(units=0)), "probe.network: must be a mapping with units"),
         (dict(network=network(units=4)), "probe.network.hidden: must be numbers of shape [3, 2, 4"),

@@ -141,7 +141,7 @@ def test_subgen_stream_keeps_its_slots_besides_protected_tokens():
     for first in (0, 500):
         asked = {"kv_eviction_protect_first": first, "kv_eviction_budget": 64}
         assert parse_options(config, asked, 1000, config.timelines(16, 8)).protect_first == first
-        with pytest.raises(ValueError, match=r"budget 63 leaves 16 tokens besides.*needs 18"):
+        with pytest.raises(ValueError, match=r"budget 63 leaves 16 tokens outside.*needs 18"):
             parse_options(config, asked | {"kv_eviction_budget": 63}, 1000, config.timelines(16, 8))
 
 

@@ -59,7 +59,7 @@ def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
     assert "store blocks: by layer" in said[0]
     assert "groups of 1, 1, with shares of 1.80, 0.20 as snapkv measured them" in said[1]
     assert "stores of 7, 1 blocks" in said[1]
-    assert "budget of 160 tokens 1 of 2 groups keep a block of 32 tokens" in said[2]
+    assert "budget of 160 tokens, 1 of 2 groups keep a block of 32 tokens" in said[2]
     said = report(build(eviction | {"budget": "25%"}, block_size=32))
     # A share of 0.2 is a block where the mean is 160 tokens beside the window of 32.
     assert "in prompts of less than 768 tokens" in said[2]
@@ -70,16 +70,16 @@ def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
 @pytest.mark.parametrize(
     "eviction, says",
     [
-        (dict(policy="streaming-llm"), "needs a policy whose scores compare across layers"),
-        (dict(policy="ada-pyramid"), "--kv-eviction-profile and ada-pyramid both give layers"),
+        (dict(policy="streaming-llm"), "needs a policy with scores that compare across layers"),
+        (dict(policy="ada-pyramid"), "--kv-eviction-profile and ada-pyramid both set individual"),
         (dict(policy="snapkv", allow="pyramidkv"), "--kv-eviction-profile and pyramidkv both"),
         (
             dict(policy="snapkv", profile=3),
-            "--kv-eviction-profile: give a file of calibrate's, auto, or measure",
+            "--kv-eviction-profile: give a file made by vllm-kvevict calibrate, auto, or measure",
         ),
         (
             dict(policy="snapkv", profile=""),
-            "--kv-eviction-profile: give a file of calibrate's, auto, or measure",
+            "--kv-eviction-profile: give a file made by vllm-kvevict calibrate, auto, or measure",
         ),
         (dict(policy="snapkv", profile={}), "--kv-eviction-profile: model: Field required"),
     ],

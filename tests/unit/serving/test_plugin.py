@@ -227,7 +227,7 @@ def test_bench_throughput() -> None:
          "--kv-eviction-window: must be a valid integer, not 'x'"),
         (["--kv-eviction", "ada-snapkv", "--kv-eviction-options.floor", "low"],
          "--kv-eviction-options: floor must be a valid number, not 'low'"),
-        (["--kv-eviction", "snapkv", "--kv-eviction-budget", "32"], "leaves no room beside"),
+        (["--kv-eviction", "snapkv", "--kv-eviction-budget", "32"], "leaves no room beyond"),
         (["--kv-eviction-budget", "512"],
          "--kv-eviction-budget needs a policy; add --kv-eviction and one of ada-snapkv"),
         (["--kv-eviction-options.sinks", "5"],

@@ -42,7 +42,7 @@ def test_a_file_survives_the_way_to_every_process(tmp_path: Path) -> None:
         ("{", "Expecting property name"),
         ("[1]", "valid dictionary"),
         (content(more=1), "more: Extra inputs"),
-        (content(layers=[0.5, 1.0, 1.5]), "3 shares by layer do not fit its own 2 layers"),
+        (content(layers=[0.5, 1.0, 1.5]), "3 shares by layer do not match the 2 layers"),
         (content(layers=[0.5, 1.6]), "shares by layer must be above 0 and average 1, not 1.05"),
         (content(layers=[0.0, 2.0]), "above 0 and average 1"),
         (content(layers=[float("nan"), 1.0]), "above 0 and average 1"),

@@ -93,7 +93,7 @@ def test_host_memory_holds_what_it_is_told_to(tmp_path):
     host.load([StoreCopy("x", [NEW], keep=True)])
     assert all(map(torch.equal, rank.holds(NEW), expected))
     host.save(["x"], [])
-    with pytest.raises(AssertionError, match="nowhere"):
+    with pytest.raises(AssertionError, match="no content"):
         host.load([StoreCopy("x", [NEW], keep=True)])
     content = files.read("y", 0, 10**6)
     host.load([StoreCopy("y", [OLD], keep=True, payload=[content.handle])])

@@ -104,7 +104,7 @@ def test_a_file_of_another_store_rank_or_server_is_refused(tmp_path):
     for path in [files.path("cd" * 20, 0), files.path(NAME, 1), other.path(NAME, 0)]:
         path.write_bytes(data)
     for reader, name, rank in [(files, "cd" * 20, 0), (files, NAME, 1), (other, NAME, 0)]:
-        with pytest.raises(ValueError, match="something else"):
+        with pytest.raises(ValueError, match="a different store"):
             reader.read(name, rank, 10**6)
 
 
@@ -112,7 +112,7 @@ def test_what_is_no_file_is_refused(tmp_path):
     files = StoreFiles(tmp_path, {})
     path = files.path(NAME, 0)
     os.mkfifo(path)
-    with pytest.raises(ValueError, match="no file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         files.read(NAME, 0, 10**6)
     path.unlink()
     (tmp_path / "secret").write_bytes(b"x" * 100)
@@ -129,7 +129,7 @@ def test_tensors_that_no_store_has_are_refused(tmp_path):
     files = StoreFiles(tmp_path, {})
     about = {"fingerprint": files.fingerprint, "name": NAME, "rank": "0", "sha256": "0"}
     files.path(NAME, 0).write_bytes(save({"0.split": torch.tensor(1.5)}, about))
-    with pytest.raises(ValueError, match="no store"):
+    with pytest.raises(ValueError, match="does not hold a store"):
         files.read(NAME, 0, 10**6)
 
 
@@ -156,7 +156,7 @@ def test_the_digest_covers_names_types_shapes_and_values():
 
 def test_the_files_used_longest_ago_leave(tmp_path):
     size = written(tmp_path).path(NAME, 0).stat().st_size
-    files = StoreFiles(tmp_path, {"model": "a"}, most_bytes=3 * size)
+    files = StoreFiles(tmp_path, {"model": "a"}, max_bytes=3 * size)
     for number in range(4):
         files.write(f"{number:040x}", 0, tensors())
         os.utime(files.path(f"{number:040x}", 0), (number, number))
@@ -175,7 +175,7 @@ def test_what_others_keep_in_the_folder_stays(tmp_path):
     weights.write_bytes(b"x" * 5000)
     os.utime(weights, (1, 1))
     size = written(tmp_path).path(NAME, 0).stat().st_size
-    files = StoreFiles(tmp_path, {"model": "a"}, most_bytes=size)
+    files = StoreFiles(tmp_path, {"model": "a"}, max_bytes=size)
     files.trim()
     assert weights.exists() and files.path(NAME, 0).exists(), "nor do they count"
     files.write("cd" * 20, 0, tensors())
@@ -247,7 +247,7 @@ def test_a_disk_that_hangs_is_not_waited_for_at_the_end(tmp_path):
 
 def test_a_file_that_may_not_be_removed_keeps_no_other(tmp_path, monkeypatch):
     size = written(tmp_path).path(NAME, 0).stat().st_size
-    files = StoreFiles(tmp_path, {"model": "a"}, most_bytes=2 * size)
+    files = StoreFiles(tmp_path, {"model": "a"}, max_bytes=2 * size)
     for number in range(4):
         files.write(f"{number:040x}", 0, tensors())
         os.utime(files.path(f"{number:040x}", 0), (number, number))
@@ -284,7 +284,7 @@ def test_a_folder_that_others_control_is_refused(tmp_path, monkeypatch):
     if (owner := (tmp_path / "own").stat().st_uid) == 0:
         owner = 54321
         os.chown(tmp_path / "own", owner, -1)
-    with pytest.raises(ValueError, match=f"belongs to the user {owner}"):
+    with pytest.raises(ValueError, match=f"belongs to user {owner}"):
         StoreFiles(tmp_path / "own", {})
 
 
@@ -307,7 +307,7 @@ def test_a_read_that_nobody_waits_for_ends(tmp_path, monkeypatch):
         asked.append(1)
         return len(asked) < 3
 
-    with pytest.raises(OSError, match="nobody waits"):
+    with pytest.raises(OSError, match="the read was abandoned"):
         files.read(NAME, 0, 10**6, wanted)
     assert len(asked) == 3
 
@@ -319,7 +319,7 @@ def test_safetensors_reads_our_files(tmp_path):
 
 def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
     """A large one alone is written; beside it a further one is not, and later one is again."""
-    monkeypatch.setattr("vllm_kvevict.stores.files.MOST_WAITING_BYTES", 8)
+    monkeypatch.setattr("vllm_kvevict.stores.files.MAX_WAITING_BYTES", 8)
     files, go = StoreFiles(tmp_path, {}), threading.Event()
     files.write_soon("a" * 40, 0, tensors(), go.wait)
     files.write_soon("b" * 40, 0, tensors(), go.wait)

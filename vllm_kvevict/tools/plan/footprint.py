@@ -163,7 +163,7 @@ class SharingGroup(EvictingGroup):
     def step(self, n: int, last: int) -> int:
         request = self._request
         if self._shares and not self._evicts_shared and request.is_due(n):
-            own = request.timeline.tail_start(n) // self.block_size - self._whole
+            own = request.rule.tail_start(n) // self.block_size - self._whole
             if own <= request.wanted(n):
                 request.defer(n)
         during = super().step(n, last)
