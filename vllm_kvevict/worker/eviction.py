@@ -152,7 +152,7 @@ class WorkerEviction:
         self._batch = None
 
     def end_step(self, scheduler_output: SchedulerOutput, run: bool = True) -> None:
-        """Make the step's evictions due after the forward pass, unless it failed (``run`` False)."""
+        """Make the evictions due after the forward pass, unless it failed (``run`` is False)."""
         if run and self.comparison is not None:
             self.comparison.keep_hidden_states(scheduler_output)
         if run and self._plan is not None:
