@@ -68,7 +68,7 @@ class LayerCache:
             elements: [H, P, block_size, D] from :meth:`keys` or :meth:`values`.
 
         Returns:
-            [H, P * block_size, D]; the smaller of the last two strides stays the smaller.
+            [H, P * block_size, D]. The order of the last two strides is preserved.
 
         """
         if elements.stride(-2) < elements.stride(-1):

@@ -99,7 +99,7 @@ class TokenStats:
         Args:
             layer_names: The layers of a group.
             made: [H, N, C] floats of every candidate of each layer.
-            columns: [L, S * H * block_size] int64 candidates that stay, heads concatenated.
+            columns: [L, S * H * block_size] int64 kept candidates, heads concatenated.
             pages: [L, H] int64 pages of each head.
             target_page: [S * H] int64 head pages that the tokens move to.
 

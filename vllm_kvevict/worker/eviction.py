@@ -55,7 +55,7 @@ class Survivors:
     Args:
         scores: [L, H, N] float32 of the candidates, protected ones included.
         pages: [L, H] int64 pages of each head.
-        columns: [L, K] int64 candidates that stay, heads concatenated.
+        columns: [L, K] int64 kept candidates, heads concatenated.
         source_page: [L, K] int64 pages that they come from.
         source_slot: [L, K] int64 slots in these pages.
         target_page: [S * H] int64 pages that they fill in order.
@@ -83,7 +83,7 @@ class WorkerEviction:
         fused: Runs the evictions of some policies with CUDA kernels instead of PyTorch operations,
             unless there are listeners.
         head_shares: [L, H] float64 measured shares of the heads of every group, by group id; None
-            if no shares were measured. :meth:`_shares_of` says which policies follow them.
+            if no shares were measured. :meth:`_shares_of` selects the policies that follow them.
         probes: Probes that score the keys, or None if no policy requires key scores.
 
     """
@@ -152,7 +152,7 @@ class WorkerEviction:
         self._batch = None
 
     def end_step(self, scheduler_output: SchedulerOutput, run: bool = True) -> None:
-        """Make the step's evictions due after the forward pass, if ``run`` says that it ended."""
+        """Make the evictions due after the forward pass, unless it failed (``run`` is False)."""
         if run and self.comparison is not None:
             self.comparison.keep_hidden_states(scheduler_output)
         if run and self._plan is not None:

@@ -126,7 +126,7 @@ class EvictionBatch:
         """Lay out a batch, with three small asynchronous copies to the device.
 
         Raises:
-            ValueError: There is no eviction, or the fields of one contradict each other.
+            ValueError: There is no eviction, or the fields of an eviction contradict each other.
 
         """
         if not due:

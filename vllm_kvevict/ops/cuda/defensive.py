@@ -52,7 +52,7 @@ def value_norms(batch: EvictionBatch, layers: WindowLayers) -> tuple[torch.Tenso
         float32 sums, 0 after a shorter tail.
 
     Raises:
-        RuntimeError: A shape, dtype, stride or device is not as :class:`WindowLayers` says.
+        RuntimeError: A shape, dtype, stride or device differs from :class:`WindowLayers`.
 
     """
     device = batch.requests.device

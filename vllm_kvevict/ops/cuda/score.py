@@ -52,7 +52,7 @@ def window_lse(batch: EvictionBatch, layers: WindowLayers) -> torch.Tensor:
         [E, L, H, G * w] float32, natural logarithm.
 
     Raises:
-        RuntimeError: A shape, dtype, stride or device is not as :class:`WindowLayers` says.
+        RuntimeError: A shape, dtype, stride or device differs from :class:`WindowLayers`.
 
     """
     rows, count = layers.query_rows(batch), len(batch.due)
