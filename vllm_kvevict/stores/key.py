@@ -31,8 +31,6 @@ class ShareKey:
         policy: The policy that chooses.
         protect_first: First tokens that are always kept.
         stores: S of every KV-cache group, or 0 if the group has nothing to evict at the point.
-        inside: True if the prompt continues after the point, so that the window does not contain
-            the question.
         share: Share of the tokens that the budget keeps; 0 for policies that do not read it.
 
     """
@@ -44,7 +42,6 @@ class ShareKey:
     policy: str
     protect_first: int
     stores: tuple[tuple[int, int], ...]
-    inside: bool = False
     share: float = 0.0
 
     @cached_property
@@ -103,14 +100,8 @@ def share_key(
         policy=policy,
         protect_first=protect_first,
         stores=stores,
-        inside=goes_on(request, point),
         share=kept_share(timelines, point) if reads_share else 0.0,
     )
-
-
-def goes_on(request: "Request", point: int) -> bool:
-    """Return whether a prompt continues after a point by more than one token."""
-    return point + 1 < request.num_prompt_tokens
 
 
 def kept_share(timelines: Mapping[int, EvictionProgress], point: int) -> float:

@@ -36,8 +36,7 @@ class Eviction:
 
     ``num_tokens`` counts the tokens in the cache after that forward pass; ``ring`` is the slot with
     the queries of the last w of them, or None for policies that need none. ``policy`` is the name
-    of the policy; the first ``protect_first`` tokens are kept in any case. ``inside`` is True if
-    the prompt continues after the eviction, so that the window does not contain the question.
+    of the policy; the first ``protect_first`` tokens are kept in any case.
     ``share`` is the share of its tokens that the request keeps by its budget.
     """
 
@@ -47,7 +46,6 @@ class Eviction:
     groups: list[GroupEviction]
     policy: str
     protect_first: int = 0
-    inside: bool = False
     share: float = 0.0
 
 
