@@ -189,7 +189,7 @@ def _trained(
         target = ((y[:, at] - y_mean) / y_scale)[..., None]
         loss = (said(batch, DROPOUT) - target).square().mean(1).sum()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         schedule.step()
         if count % EVERY == 0:

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.compat.versions import untested
 from vllm_kvevict.front import admission
+from vllm_kvevict.front.loss import resolved
 from vllm_kvevict.front.offload import serve_offload, without_prefix_cache
 from vllm_kvevict.front.profile import check_learned, load
 from vllm_kvevict.front.recommend import recommended
@@ -61,6 +62,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """
     if config.policy == AUTO:
         config = recommended(vllm_config, config)
+    config = resolved(vllm_config, config)
     check(vllm_config, config)
     if config.profile is not None:
         config = config.model_copy(update={"profile": load(config.profile, vllm_config)})

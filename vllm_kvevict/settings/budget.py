@@ -1,8 +1,10 @@
 """Budgets as an operator or a request writes them: tokens, or a share of the tokens so far.
 
-An operator's share may have a least number of tokens: ``"25%,min=256"``.
+An operator's share may have a least number of tokens: ``"25%,min=256"``. An operator may also give
+what answers may lose, ``"loss=0.05"``, for which the front end puts a share from the profile.
 """
 
+import math
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -10,6 +12,7 @@ from pydantic import BeforeValidator
 from vllm_kvevict.settings.sentences import shown
 
 LEAST = ",min="
+LOSS = "loss="
 
 
 def parse_budget(value: Any) -> int | str:
@@ -42,15 +45,25 @@ def parse_budget(value: Any) -> int | str:
 
 
 def parse_server_budget(value: Any) -> int | str:
-    """Read a budget that may be a share of some tokens at least.
+    """Read a budget that may be a share of some tokens at least, or a loss.
 
     Returns:
-        Tokens, or a share written as ``"25%"`` or ``"25%,min=256"``.
+        Tokens, a share written as ``"25%"`` or ``"25%,min=256"``, or ``"loss=0.05"``.
 
     Raises:
-        ValueError: The value is neither; the message names no flag.
+        ValueError: The value is none of these; the message names no flag.
 
     """
+    if isinstance(value, str) and value.strip().startswith(LOSS):
+        try:
+            loss = float(value.strip().removeprefix(LOSS))
+        except ValueError:
+            loss = 0.0
+        if not 0 < loss < math.inf:
+            raise ValueError(
+                f"give what answers may lose in nats per token (loss=0.05), not {shown(value)}"
+            )
+        return f"{LOSS}{loss:g}"
     share, least, tokens = value.partition(LEAST) if isinstance(value, str) else (value, "", "")
     tokens = tokens.strip()
     if least and not (share.strip().endswith("%") and tokens.isascii() and tokens.isdigit()):
@@ -71,8 +84,17 @@ def budget_tokens(budget: int | str) -> int | None:
 
 
 def budget_share(budget: int | str) -> float | None:
-    """A parsed budget as a share in (0, 1], or None where it is in tokens."""
-    return float(budget.partition("%")[0]) / 100 if isinstance(budget, str) else None
+    """A parsed budget as a share in (0, 1], or None where it is in tokens or a loss."""
+    if isinstance(budget, int) or budget_loss(budget) is not None:
+        return None
+    return float(budget.partition("%")[0]) / 100
+
+
+def budget_loss(budget: int | str) -> float | None:
+    """What answers may lose under a parsed budget, in nats per token; None for other budgets."""
+    if isinstance(budget, int) or not budget.startswith(LOSS):
+        return None
+    return float(budget.removeprefix(LOSS))
 
 
 def budget_least(budget: int | str) -> int:

@@ -63,7 +63,9 @@ class EvictionConfig(BaseModel):
         description=(
             "Tokens kept per KV head (average over the heads of a layer, the last ones included), "
             "or a share such as 25% of the tokens so far, prompt and answer; 25%,min=256 keeps "
-            "256 at least. auto takes the profile's, or 25%, or max-budget where that is less."
+            "256 at least; or loss=0.05, the smallest share at which the profile says that answers "
+            "lose less, in nats per token. auto takes loss=0.05 if the profile has losses, else "
+            "the profile's budget, or 25%, or max-budget where that is less."
         ),
     )
     window: int = Field(
