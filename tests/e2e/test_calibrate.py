@@ -13,14 +13,16 @@ from vllm.engine.arg_utils import EngineArgs
 from tests import forked
 from tests.models import cached_tiny_llama, random_prompt, random_text
 from tests.oracles.engine import engine, set_aside
-from tests.oracles.learned import Seen, check_learned
+from tests.oracles.learned import Seen, check_learned, features
 from tests.oracles.masked import Kept, Life, MaskedModel
-from vllm_kvevict.calibrate import learn, lessons
+from tests.profiles import said, said_by_network
+from vllm_kvevict.calibrate import learn, lessons, network
 from vllm_kvevict.calibrate.__main__ import main
 from vllm_kvevict.calibrate.local_engine import sized, start
 from vllm_kvevict.calibrate.rank import kept
 from vllm_kvevict.config import probe_weights
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.serving import measure
 from vllm_kvevict.serving.profile import read
 
 PROSE = 0.7
@@ -100,14 +102,18 @@ class Watched:
 def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp_path, capsys):
     path = tmp_path / "profile.json"
     options = ["--output", str(path), "--samples", "2", "--answers", "1", "--length", "500"]
-    options += ["--prose", str(PROSE)]
+    options += ["--prose", str(PROSE), "--least-answered", "0"]
     assert main([str(tiny_model_kv4), *options, "--dtype", "float32"]) == 0
     said = capsys.readouterr().out
     assert "KL, keys" in said and "KL, joined" in said and f"--kv-eviction-profile {path}" in said
     profile = read(path)
     assert profile.policy == "probe" and profile.heads is not None
-    rows = [profile.quality[name].values() for name in ("keys", "joined")]
-    assert all(len(row) == 4 and min(row) >= 0 for row in rows)
+    assert profile.quality["full"] == [0, 0, pytest.approx(0.074, abs=1e-3)], "of 48 answers"
+    for name, answers in (("keys", 56), ("joined", 56), ("known", 16)):
+        row = dict(profile.quality[name])
+        assert row.pop("answers") == answers
+        assert list(row) == ["50.00%", "25.00%", "12.50%", "6.25%"]
+        assert all(0 <= low <= kl <= high for kl, low, high in (one["kl"] for one in row.values()))
     found = probe_weights.read(profile.probe, profile.model)
     assert found.rotated == (True,) * 4 and found.prose.age.any()
 
@@ -119,26 +125,48 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
     assert not list(tmp_path.glob("tmp*")), "a draft is left"
 
 
-def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
-    paragraphs = lessons.prose()
-    (lesson,) = lessons.lessons(
-        AutoTokenizer.from_pretrained(tiny_model_kv4), paragraphs, 1, 500, "test"
-    )
+def test_what_is_lost_is_what_masks_lose(tiny_model_kv4, monkeypatch):
+    """By scores of networks, which are those that the profile has."""
+    monkeypatch.setattr(network, "STEPS", 200)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_kv4)
+    (lesson,) = lessons.lessons(tokenizer, lessons.prose(), 1, 500, "test")
     context, later = lesson.context, lesson.later[0]
     n, window, recent = len(context), 32, 8
     args = EngineArgs(model=str(tiny_model_kv4), dtype="float32")
     llm = start(sized(learn.extended(args), n + len(later.ids) + 1))
     try:
         model = learn.Model(llm, window, recent, kv_heads=4)
-        model.learn(lesson)
-        model.solve(PROSE)
+        # What a random model attends to carries over to no other text.
+        model.learn(lesson, held=False)
+        model.learn(lesson, held=True)
+        weights = model.solve(PROSE)
+        linear, trained = model.losses
+        assert trained < linear
         model.use(0.25, n)
         model.hold(context)
+        by_keys = model.scores(joined=False).double()
         scores = model.scores(joined=True)
         trials = torch.randint(20, n - recent, (2, *scores.shape[:2])).tolist()
-        answers = model.lost(later.ids, later.answer, trials).tolist()
+        answers, right = (one.tolist() for one in model.lost(later.ids, later.answer, trials))
+        whole = model.lost(later.ids, later.answer, [])
+        assert len(whole[0]) == 0 and whole[1].tolist() == right[:1]
+        # What the model itself goes on with is right.
+        own, greedy = later.ids[: -later.answer], MaskedModel(tiny_model_kv4)
+        for _ in range(2):
+            logits = greedy.predictions([*context, *own], Life(n))[-1]
+            own = [*own, int(logits.argmax())]
+        assert model.lost([*own, 0], 3, [])[1].tolist() == [True]
+        assert model.lost([*own[:-1], own[-1] ^ 1, 0], 3, [])[1].tolist() == [False]
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+    keys, values, _ = Watched(tiny_model_kv4).of(context)
+    x, norms = features(keys)[:, :, : n - recent], values.norm(dim=-1)
+    ages = torch.arange(n, recent, -1)[None, None]
+    shares = (norms / norms.sum(1, keepdim=True)).log()[..., : n - recent]
+    expected, _ = said(weights, 0.25, x, ages, 0)
+    expected = expected + said_by_network(weights, x, shares)
+    assert (by_keys - expected).abs().max() < 1e-2 * expected.std()
 
     oracle, asked = MaskedModel(tiny_model_kv4), [*context, *later.ids]
     ranked = scores.argsort(-1, descending=True)
@@ -157,12 +185,23 @@ def test_what_is_lost_is_what_masks_lose(tiny_model_kv4):
         assert answer == pytest.approx(float(expected), rel=1e-3) and answer > 1e-3
 
 
+def test_a_model_that_answers_nothing_gets_no_profile(tiny_model_kv4, tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    options = ["--output", str(path), "--samples", "1", "--answers", "1", "--length", "300"]
+    assert main([str(tiny_model_kv4), *options, "--dtype", "float32"]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert (
+        message.startswith("error: the full cache answers 0 of 24 questions") and "50%" in message
+    )
+    assert not path.exists()
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
     model, path = cached_tiny_llama(kv_heads=1), tmp_path / "profile.json"
     options = "--samples 2 --answers 1 --length 500 --dtype float32 -tp 2".split()
-    options += ["--prose", str(PROSE), "--output"]
+    options += ["--prose", str(PROSE), "--least-answered", "0", "--output"]
     words = "vllm_kvevict.calibrate", str(model), *options, str(path)
     done = forked.run(*words, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -178,7 +217,10 @@ def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
 def test_a_first_start_measures_and_a_second_one_finds(tiny_model_kv4, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     eviction = dict(policy="auto", profile="measure")
-    times = []
+    run_command, times = measure._run, []
+    # A random model answers nothing.
+    lenient = ["--least-answered", "0"]
+    monkeypatch.setattr(measure, "_run", lambda command: run_command([*command, *lenient]))
     for _ in range(2):
         with engine(tiny_model_kv4, eviction, max_model_len=2048) as run:
             run.generate([random_prompt(1200, seed=1)], 3)
@@ -204,6 +246,7 @@ def test_a_first_start_measures_and_a_second_one_finds(tiny_model_kv4, tmp_path,
         (["--kv-eviction", "snapkv", "-tp", "2"], "are measured on one rank"),
         (["--kv-eviction", "snapkv", "--output", "/no/folder/a.json"], "there is no folder"),
         (["--kv-eviction", "snapkv", "--prompts", "/no/file"], "No such file"),
+        (["--least-answered", "50"], "--least-answered must be a number from 0 to 1, not 50.0"),
         (["--prose", "-1"], "--prose must be a number from 0 to 10, not -1.0"),
     ],
 )

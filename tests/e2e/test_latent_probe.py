@@ -32,7 +32,7 @@ ASKED = [{}, {}, {}, {"kv_eviction_at": 300}, {"kv_eviction_protect_first": 40}]
 EVICTION = dict(budget=128, interval=64)
 PROSE = 0.7
 OPTIONS = "--samples 2 --answers 1 --length 500 --block-size 16 --dtype float32".split()
-OPTIONS += ["--prose", str(PROSE)]
+OPTIONS += ["--prose", str(PROSE), "--least-answered", "0"]
 
 
 class EntriesOracle(MaskedArchitecture):
@@ -203,8 +203,8 @@ def test_calibrate_learns_of_entries_and_auto_serves_it(
     (path,) = tmp_path.glob("kv_eviction/profiles/*.json")
     profile = read(path)
     assert profile.policy == "probe" and profile.heads == ((1.0,),) * 4
-    rows = [profile.quality[name].values() for name in ("keys", "joined")]
-    assert all(len(row) == 4 and min(row) >= 0 for row in rows)
+    for name in ("keys", "joined", "known"):
+        assert all(min(profile.quality[name][at]["kl"]) >= 0 for at in ("50.00%", "6.25%"))
     found = probe_weights.read(profile.probe, profile.model)
     assert found.rotated == (True,) * 4 and found.keys.shape == (4, 1, SIZE + 2)
 

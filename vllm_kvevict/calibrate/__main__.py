@@ -34,7 +34,12 @@ def main(argv: list[str]) -> int:
     print(f"between prompts a layer's share differs by {profile.made['spread']:.2f} on average")
     for name, rows in profile.quality.items():
         if isinstance(rows, dict):
-            print(f"KL, {name:<12} " + "  ".join(f"{at}: {kl:.3f}" for at, kl in rows.items()))
+            budgets = {at: row for at, row in rows.items() if at.endswith("%")}
+            said = (
+                f"{at}: {row['kl'][0]:.3f}" + (f" ({row['right'][0]:.0%})" if row["right"] else "")
+                for at, row in budgets.items()
+            )
+            print(f"KL, {name:<12} " + "  ".join(said))
     use = AUTO if options.output is None else path
     print(f"written          {path}; serve with --kv-eviction-profile {use}")
     return 0

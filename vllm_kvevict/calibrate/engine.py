@@ -22,8 +22,15 @@ from vllm_kvevict.serving.profile import identity
 if TYPE_CHECKING:
     from vllm_kvevict.worker.eviction import EvictionRecord
 
-HELD_OUT = 4
+HELD_OUT = 8
 """Built-in contexts of which quality is measured, and nothing learned."""
+
+FEW_HEADS, SAMPLES = 16, {True: 48, False: 24}
+"""Built-in texts that probes are learned from, by whether a model has at most so many KV heads in
+all its layers together. The fewer there are, the more each has to tell apart."""
+
+SCORED = 12
+"""Built-in texts where no probes are learned."""
 
 QUESTION_TOKENS = 96
 """Kept free in a built-in prompt for facts, question and chat template."""
@@ -53,7 +60,7 @@ def run(options: Options, engine_args: Any) -> tuple[Profile, ProbeWeights | Non
 
     made = {
         "model": os.path.basename(str(engine_args.model).rstrip("/")),
-        "prompts": len(prompts) if options.prompts else f"{options.samples} built-in",
+        "prompts": len(prompts) if options.prompts else f"{options.samples or SCORED} built-in",
         "tokens": [min(lengths), max(lengths)],
         "spread": rank.spread(counts),
         "vllm": vllm.__version__,
@@ -97,7 +104,8 @@ def probed(
         paragraphs = lessons.documents(options.documents) if options.documents else lessons.prose()
         # Prose of the contexts that judge is not learned from.
         cut = len(paragraphs) * 5 // 6
-        made_of = (paragraphs[:cut], options.samples, "learn"), (paragraphs[cut:], HELD_OUT, "held")
+        most = options.samples or max(SAMPLES.values())
+        made_of = (paragraphs[:cut], most, "learn"), (paragraphs[cut:], HELD_OUT, "held")
         texts, held_out = (
             lessons.lessons(tokenizer, prose, count, options.length, seed)
             for prose, count, seed in made_of
@@ -110,9 +118,10 @@ def probed(
     llm = start(sized(learn.extended(engine_args), longest + 1))
     try:
         mine = identity(llm.llm_engine.vllm_config)
-        found = learn.learned(
-            llm, config, mine.kv_heads, texts, options.answers, options.prose, held_out, progress
-        )
+        if options.prompts is None and options.samples is None:
+            texts = texts[: SAMPLES[mine.layers * mine.kv_heads <= FEW_HEADS]]
+        how = options.answers, options.prose, held_out, progress, options.least_answered
+        found = learn.learned(llm, config, mine.kv_heads, texts, *how)
     finally:
         llm.llm_engine.engine_core.shutdown()
     lengths = [len(lesson.context) for lesson in texts]
@@ -161,7 +170,7 @@ def prompts_of(options: Options, tokenizer: Any) -> list[list[int]]:
     if options.prompts is not None:
         return from_file(options.prompts, tokenizer)
     room = options.length - QUESTION_TOKENS
-    samples = builtin(options.samples, lambda text: len(tokenizer.encode(text)) <= room)
+    samples = builtin(options.samples or SCORED, lambda text: len(tokenizer.encode(text)) <= room)
     return [ids for sample in samples for ids in token_ids(tokenizer, sample)]
 
 

@@ -257,8 +257,8 @@ class CalibratingWorker:
     @torch.inference_mode()
     def kvevict_later(
         self, text: Sequence[int], answer: int, trials: Sequence[Any]
-    ) -> torch.Tensor | None:
-        """KL divergences of an answer behind contexts with less in them.
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What an answer loses behind contexts with less in them.
 
         Args:
             text: Tokens behind the context, the answer at their end.
@@ -267,12 +267,18 @@ class CalibratingWorker:
                 the scores of :meth:`kvevict_score`: nested lists, of the heads of all ranks.
 
         Returns:
-            [len(trials)] mean over the answer's tokens of the divergence of the next token's
-            distribution from that behind the whole context.
+            [len(trials)] mean over the answer's tokens of the KL divergence of the next token's
+            distribution from that behind the whole context; and [len(trials) + 1] whether every
+            token but the last, which ends the sentence, is the most probable one: behind the whole
+            context, and in the trials. None on a rank without logits.
 
         """
-        layers, length = self._kvevict, self._kvevict_scores.shape[-1]
-        rank = self._kvevict_scores.argsort(-1, descending=True).argsort(-1)
+        layers = self._kvevict
+        first = layers.context[layers.evictable[0]].keys
+        length = first.shape[1] - self._kvevict_recent
+        rank = first.new_empty(len(layers.evictable), len(first), 0)
+        if trials:
+            rank = self._kvevict_scores.argsort(-1, descending=True).argsort(-1)
         counts = torch.full((len(trials) + 1, *rank.shape[:2]), length)
         mine = self._kvevict_mine[get_tensor_model_parallel_rank()]
         for row, trial in enumerate(trials, 1):
@@ -282,7 +288,7 @@ class CalibratingWorker:
             if int(counts[:, index].min()) < length:
                 kept = rank[index] < counts[:, index].to(rank.device)[..., None]
                 keep[name] = torch.nn.functional.pad(kept, (0, self._kvevict_recent), value=True)
-        start = rank.shape[-1] + self._kvevict_recent
+        start = length + self._kvevict_recent
         with layers.doing(Pass(rows=len(trials) + 1, keep=keep)):
             hidden = self._kvevict_run(text, start, len(counts))
         rows = hidden.unflatten(0, (len(counts), -1))[:, -answer - 1 : -1]
@@ -290,7 +296,10 @@ class CalibratingWorker:
         if logits is None:
             return None
         found = logits.float().log_softmax(-1).unflatten(0, (len(counts), -1))
-        return (found[0].exp() * (found[0] - found[1:])).sum(-1).mean(-1).cpu()
+        lost = (found[0].exp() * (found[0] - found[1:])).sum(-1).mean(-1).cpu()
+        wanted = torch.tensor(list(text[-answer:]), device=found.device)
+        right = (found.argmax(-1) == wanted)[:, : max(1, answer - 1)].all(-1)
+        return lost, right.cpu()
 
     def _kvevict_said(self, name: str, x: torch.Tensor) -> torch.Tensor | float:
         """[H, n - recent] what the networks of a layer add for tokens of :func:`features`."""

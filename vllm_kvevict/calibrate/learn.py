@@ -3,14 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_kvevict.calibrate import quality
 from vllm_kvevict.calibrate.extension import EXTENSION
 from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
@@ -33,14 +33,14 @@ WINDOW_WEIGHT = 0.6
 Not learned: windows of contexts, without the question, teach a weight that is too small where the
 question is in them."""
 
-BUDGETS = (0.5, 0.25, 0.125, 0.0625)
-"""Shares of the cache at which quality is measured."""
-
 STEPS = 128
 """Parts of a context at which it is measured what heads hold."""
 
 HELD = 6
 """Networks are judged by every so many-th lesson; fewer lessons teach linear probes."""
+
+ASKED = 4
+"""Contexts about which the full cache is asked first."""
 
 LEAST = 0.05
 """Share of the mean that a head has at least."""
@@ -153,8 +153,10 @@ class Model:
         """[L, H, n - recent] of the context held; the next trials keep tokens by them."""
         return self._whole(self._all("kvevict_score", joined))
 
-    def lost(self, text: Sequence[int], answer: int, trials: Sequence[Any]) -> torch.Tensor:
-        """[len(trials)] KL divergences of an answer, as the worker's method has it."""
+    def lost(
+        self, text: Sequence[int], answer: int, trials: Sequence[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """KL divergences of an answer, and where it is right, as the worker's method has them."""
         ranks = self._all("kvevict_later", text, answer, trials)
         return next(found for found in ranks if found is not None)
 
@@ -162,17 +164,6 @@ class Model:
 def _without_age(probe: torch.Tensor, size: int) -> np.ndarray:
     """[L, H, D + 2 or D + 3] of probes [L, H, D + 4 or D + 5] of keys of ``size`` dimensions."""
     return torch.cat([probe[..., : size + 2], probe[..., size + REST :]], dim=-1).numpy()
-
-
-def kept_tokens(share: float, length: int, recent: int) -> float:
-    """Tokens that a head keeps beside the last ones, on average."""
-    return max(1.0, share * length - recent)
-
-
-def counts_of(shares: torch.Tensor, share: float, length: int, recent: int) -> list[list[int]]:
-    """Tokens that each head keeps beside the last ones of a context: single ones, not pages."""
-    wanted = shares * kept_tokens(share, length, recent)
-    return wanted.clamp(1, length - recent).round().long().tolist()
 
 
 def divided(curves: torch.Tensor, mean: float) -> torch.Tensor:
@@ -227,30 +218,6 @@ def shares_of(
     return together / together.mean(), each
 
 
-def quality_of(
-    model: Model, shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
-) -> dict[str, Any]:
-    """KL divergences of held-out answers by budget: without the window and joined with it."""
-    found: dict[str, dict[float, list[float]]] = {}
-    for lesson in progress(lessons, "quality"):
-        model.hold(lesson.context)
-        length = len(lesson.context)
-        for _, alike in groupby(BUDGETS, partial(prose_weight, tokens=length)):
-            budgets = list(alike)
-            model.use(budgets[0], length)
-            trials = [counts_of(shares, share, length, model.recent) for share in budgets]
-            for name, joined in (("keys", False), ("joined", True)):
-                model.scores(joined)
-                for later in lesson.later:
-                    lost = model.lost(later.ids, later.answer, trials)
-                    for share, kl in zip(budgets, lost.tolist(), strict=True):
-                        found.setdefault(name, {}).setdefault(share, []).append(kl)
-    return {
-        name: {f"{share:.2%}": round(fmean(kls), 4) for share, kls in rows.items()}
-        for name, rows in found.items()
-    } | {"answers": sum(len(lesson.later) for lesson in lessons)}
-
-
 def learned(
     llm: Any,
     config: EvictionConfig,
@@ -260,10 +227,12 @@ def learned(
     prose: float,
     held_out: Sequence[Lesson],
     progress: Any,
+    least: float,
 ) -> Learned:
     """Learn of all lessons, share out by the first ``answers``, judge by those held out.
 
-    ``prose``: factor of what the text that follows counts beside what is asked.
+    ``prose``: factor of what the text that follows counts beside what is asked. ``least``: share of
+    the questions about contexts held out that the full cache must answer.
     """
     clock, seconds = time.perf_counter(), {}
 
@@ -272,6 +241,7 @@ def learned(
         clock, seconds[name] = time.perf_counter(), round(time.perf_counter() - clock, 1)
 
     model = Model(llm, config.window, config.recent_tokens(config.policy), kv_heads)
+    quality.check(model, held_out[:ASKED], least)
     judges = len(lessons) >= HELD
     for index, lesson in enumerate(progress(lessons, "probes")):
         model.learn(lesson, index % HELD == HELD - 1 if judges else None)
@@ -281,9 +251,9 @@ def learned(
     lap("probes")
     shares, each = shares_of(model, config, lessons[:answers], progress)
     lap("shares")
-    quality = quality_of(model, shares, held_out, progress)
+    found = quality.measured(model, shares, held_out, progress)
     lap("quality")
-    return Learned(weights, shares, each, quality, seconds, model.losses)
+    return Learned(weights, shares, each, found, seconds, model.losses)
 
 
 def extended(engine_args: Any) -> Any:

@@ -38,19 +38,22 @@ ASIDE = 160
 
 @dataclass(frozen=True)
 class Later:
-    """Token ids behind a context; the last ``answer`` of them are an answer."""
+    """Token ids behind a context; the last ``answer`` of them are an answer.
+
+    ``asked`` counts the tokens of the question, before the answer's opening; 0 where none is asked.
+    """
 
     ids: list[int]
     answer: int
+    asked: int = 0
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A context, texts behind it, and the context with its first question."""
+    """A context, and texts behind it."""
 
     context: list[int]
     later: list[Later]
-    known: list[int] | None = None
 
 
 def prose() -> list[str]:
@@ -154,17 +157,17 @@ def _lesson(
     for fact in facts:
         lines.insert(rng.randrange(len(lines) + 1), fact.statement)
     text = "\n".join(lines)
-    found, context, known = [], [], None
+    found, context = [], []
     for fact in facts:
         prompt = read_prompt(tokenizer, text, fact.question, None, chat)
         context = prompt.ids[: prompt.context]
-        known = known or prompt.ids
         answer = encode(f" {fact.begin}" if not chat else fact.begin)
         said = encode(fact.answer)
-        found.append(Later([*prompt.ids[prompt.context :], *answer, *said], len(said)))
+        question = prompt.ids[prompt.context :]
+        found.append(Later([*question, *answer, *said], len(said), len(question)))
     goes_on = encode("\n" + "\n".join(paragraphs[(at + i) % len(paragraphs)] for i in range(6)))
     found.append(Later(goes_on[:FOLLOWING], min(FOLLOWING, len(goes_on)) - 1))
-    return Lesson(context, found, known)
+    return Lesson(context, found)
 
 
 def of_prompts(path: Path, tokenizer: Any) -> list[Lesson]:

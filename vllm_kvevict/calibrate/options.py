@@ -11,6 +11,7 @@ from vllm_kvevict.serving.command import CommandError, evict_by_default, first_l
 POLICY = "probe"
 DEFAULT_BUDGET = "12.5%"
 PROSE, MOST_PROSE = 1.0, 10
+LEAST_ANSWERED = 0.5
 
 
 class CalibrateError(CommandError):
@@ -22,18 +23,21 @@ class Options:
     """What to measure, and where to write the profile.
 
     ``output`` is None for the place where ``--kv-eviction-profile auto`` finds it. ``prompts`` is
-    the operator's file, None for ``samples`` built-in texts of ``length`` tokens, whose prose is
+    the operator's file, None for ``samples`` built-in texts of ``length`` tokens (None for as many
+    as the model needs), whose prose is
     that of ``documents`` where there are some. ``answers`` of them say how much of what is asked
     later each head holds, ``prose`` what the text that follows counts beside what is asked.
+    ``least_answered`` is the share of questions that the full cache must answer.
     """
 
     output: Path | None
     prompts: Path | None
-    samples: int
+    samples: int | None
     length: int
     documents: tuple[Path, ...] = ()
     answers: int = 6
     prose: float = PROSE
+    least_answered: float = LEAST_ANSWERED
 
 
 def parse(argv: list[str]) -> tuple[Options, Any]:
@@ -59,17 +63,22 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     args = _parser().parse_args(argv)
     options = Options(
         args.output, args.prompts, args.samples, args.length, tuple(args.documents),
-        args.answers, args.prose,
+        args.answers, args.prose, args.least_answered,
     )  # fmt: skip
     if args.pipeline_parallel_size > 1:
         raise CalibrateError("calibrate runs on one pipeline stage: drop --pipeline-parallel-size")
-    if min(options.samples, options.answers) < 1 or options.length < 64:
+    samples = 1 if options.samples is None else options.samples
+    if min(samples, options.answers) < 1 or options.length < 64:
         raise CalibrateError(
             "--samples and --answers must be at least 1, and --length at least 64 tokens"
         )
     if not 0 <= options.prose <= MOST_PROSE:
         raise CalibrateError(
             f"--prose must be a number from 0 to {MOST_PROSE}, not {options.prose}"
+        )
+    if not 0 <= options.least_answered <= 1:
+        raise CalibrateError(
+            f"--least-answered must be a number from 0 to 1, not {options.least_answered}"
         )
     if options.output is not None and not options.output.absolute().parent.is_dir():
         raise CalibrateError(f"--output: there is no folder {options.output.parent}")
@@ -126,7 +135,10 @@ def _parser() -> argparse.ArgumentParser:
         help="Texts, or folders of them, whose prose is used in the place of Python's docstrings.",
     )
     group.add_argument(
-        "--samples", type=int, default=12, help="Texts of the built-in set (8 do without probe)."
+        "--samples",
+        type=int,
+        help="Texts of the built-in set (default: 24, or 48 for a model with few KV heads, which "
+        "each see little of a text; 12 without probe).",
     )
     group.add_argument(
         "--answers", type=int, default=6, help="Texts by which heads are measured under probe."
@@ -138,6 +150,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FACTOR",
         help="Of what the text that follows counts under probe beside what is asked later, which "
         "grows with the share that is kept; 0 learns of questions alone.",
+    )
+    group.add_argument(
+        "--least-answered",
+        type=float,
+        default=LEAST_ANSWERED,
+        metavar="SHARE",
+        help="Of the questions about built-in texts, which the full cache must answer under probe: "
+        "a model that answers fewer gets no profile.",
     )
     group.add_argument("--length", type=int, default=1400, help="Their length in tokens.")
     EngineArgs.add_cli_args(parser)

@@ -1,8 +1,11 @@
 """Budgets as written by an operator or a request: tokens, or a share of the tokens so far.
 
-An operator's share may have a minimum number of tokens: ``"25%,min=256"``.
+An operator's share may have a minimum number of tokens: ``"25%,min=256"``. An operator may also
+give the loss that answers may have, ``"loss=0.05"``. The front end replaces it by a share from the
+profile.
 """
 
+import math
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -10,6 +13,7 @@ from pydantic import BeforeValidator
 from vllm_kvevict.config.sentences import shown
 
 MIN_SUFFIX = ",min="
+LOSS = "loss="
 
 
 def parse_budget(value: Any) -> int | str:
@@ -42,15 +46,25 @@ def parse_budget(value: Any) -> int | str:
 
 
 def parse_server_budget(value: Any) -> int | str:
-    """Read a budget that may be a share with a minimum number of tokens.
+    """Read a budget that may be a share with a minimum number of tokens, or a loss.
 
     Returns:
-        Tokens, or a share written as ``"25%"`` or ``"25%,min=256"``.
+        Tokens, a share written as ``"25%"`` or ``"25%,min=256"``, or ``"loss=0.05"``.
 
     Raises:
-        ValueError: The value is neither; the message names no flag.
+        ValueError: The value is none of these; the message names no flag.
 
     """
+    if isinstance(value, str) and value.strip().startswith(LOSS):
+        try:
+            loss = float(value.strip().removeprefix(LOSS))
+        except ValueError:
+            loss = 0.0
+        if not 0 < loss < math.inf:
+            raise ValueError(
+                f"give what answers may lose in nats per token (loss=0.05), not {shown(value)}"
+            )
+        return f"{LOSS}{loss:g}"
     share, separator, tokens = (
         value.partition(MIN_SUFFIX) if isinstance(value, str) else (value, "", "")
     )
@@ -73,8 +87,17 @@ def budget_tokens(budget: int | str) -> int | None:
 
 
 def budget_share(budget: int | str) -> float | None:
-    """Return a parsed budget as a share in (0, 1], or None if it is in tokens."""
-    return float(budget.partition("%")[0]) / 100 if isinstance(budget, str) else None
+    """Return a parsed budget as a share in (0, 1], or None if it is in tokens or a loss."""
+    if isinstance(budget, int) or budget_loss(budget) is not None:
+        return None
+    return float(budget.partition("%")[0]) / 100
+
+
+def budget_loss(budget: int | str) -> float | None:
+    """Return the loss that a parsed budget allows, in nats per token; None for other budgets."""
+    if isinstance(budget, int) or not budget.startswith(LOSS):
+        return None
+    return float(budget.removeprefix(LOSS))
 
 
 def min_budget_tokens(budget: int | str) -> int:

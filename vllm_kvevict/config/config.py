@@ -62,7 +62,9 @@ class EvictionConfig(BaseModel):
         description=(
             "Tokens kept per KV head (average over the heads of a layer, the last ones included), "
             "or a share such as 25% of the tokens so far, prompt and answer; 25%,min=256 keeps "
-            "at least 256. auto uses the profile's budget, or 25%, or max-budget if that is less."
+            "at least 256; or loss=0.05, the smallest share at which answers lose less by the "
+            "profile, in nats per token. auto uses loss=0.05 if the profile has losses, else the "
+            "profile's budget, or 25%, or max-budget if that is less."
         ),
     )
     window: int = Field(

@@ -15,6 +15,7 @@ from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.serving import admission
+from vllm_kvevict.serving.loss import resolved
 from vllm_kvevict.serving.offload import serve_offload, without_prefix_cache
 from vllm_kvevict.serving.profile import check_learned, load
 from vllm_kvevict.serving.recommend import recommended
@@ -58,6 +59,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """
     if config.policy == AUTO:
         config = recommended(vllm_config, config)
+    config = resolved(vllm_config, config)
     check(vllm_config, config)
     if config.profile is not None:
         config = config.model_copy(update={"profile": load(config.profile, vllm_config)})

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.config.budget import check_cap
+from vllm_kvevict.config.budget import budget_loss, check_cap
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.serving.loss import losses, share_for
 from vllm_kvevict.serving.profile import AUTO, load
 from vllm_kvevict.serving.support import check
 
@@ -18,6 +19,8 @@ WITH_PROFILE = "probe"
 WITHOUT_PROFILE = "ada-defensive"
 LATENT = "snapkv"
 """Of a latent cache, which has one head and no values."""
+LOSS = 0.05
+"""Nats per token that answers may lose, where no budget was set and the profile has losses."""
 BUDGET = "25%"
 """Where no profile says which budget it was made for."""
 
@@ -26,7 +29,9 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
     """The configuration with a policy, and with the budget and the profile that go with it.
 
     What was set by hand stays. Without evictions inside prompts, which need a budget in tokens,
-    the budget is the profile's, or :data:`BUDGET`, but not above the cap on those of requests.
+    the budget is the smallest at which answers lose less than :data:`LOSS` where the profile says
+    what they lose, else the profile's, or :data:`BUDGET`; but not above the cap on those of
+    requests.
 
     Args:
         vllm_config: As vLLM built it.
@@ -41,7 +46,7 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
     try:
         return _settled(vllm_config, config, _with_profile(vllm_config, config))
     except ValueError as error:
-        if config.profile not in (None, AUTO):
+        if config.profile not in (None, AUTO) or budget_loss(config.budget) is not None:
             raise
         refusal = str(error)
     without = {"policy": _unlearned(vllm_config), "profile": None}
@@ -52,7 +57,14 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
 def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:
     profile = load(AUTO if config.profile is None else config.profile, vllm_config)
     policy = _unlearned(vllm_config) if profile.probe is None else WITH_PROFILE
-    budget = budget_of(config, profile.budget)
+    budget: dict[str, Any] = {}
+    if (loss := budget_loss(config.budget)) is not None:
+        budget = {"budget": share_for(config, profile, loss)}
+    elif "budget" not in config.model_fields_set:
+        window = config.options.probe_window == "auto"
+        has_losses = not config.prefill_interval and losses(profile, window)
+        share = share_for(config, profile, LOSS) if has_losses else profile.budget
+        budget = budget_of(config, share)
     return changed(config, {"policy": policy, "profile": profile} | budget)
 
 

@@ -97,7 +97,7 @@ def test_a_file_that_is_gone_or_another_one(tmp_path: Path) -> None:
         (dict(network=[1]), "probe.network: must be a mapping with units (at least 1), hidden and"),
         (dict(network=network(units=0)), "probe.network: must be a mapping with units"),
         (dict(network=network(units=4)), "probe.network.hidden: must be numbers of shape [3, 2, 4"),
-        (dict(network=network(hidden="%")), "probe.network.hidden: is neither base64 of float32"),
+        (dict(network=network(hidden="%")), "probe.network.hidden: must be base64 of float32"),
         (dict(network=network(out=[1.0])), "probe.network.out: must be numbers of shape [3, 2, 6]"),
         (dict(network=network(out=[math.nan] * 36)), "probe.network.out: must be numbers"),
     ],

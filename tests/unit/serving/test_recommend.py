@@ -70,6 +70,61 @@ def test_with_a_profile(build: Any, nothing_ships: Path, records: list[logging.L
     assert "--kv-eviction probe --kv-eviction-budget 12.5% --kv-eviction-profile auto here." in line
 
 
+MEASURED = {
+    name: {
+        share: {"kl": [upper / 2, 0.0, upper * scale], "right": None}
+        for share, upper in {"50.00%": 0.01, "25.00%": 0.03, "12.50%": 0.06, "6.25%": 0.2}.items()
+    }
+    | {"answers": 50}
+    for name, scale in {"joined": 1, "keys": 4}.items()
+}
+"""Losses by budget: upper bounds 0.01, 0.03, 0.06 and 0.2, four times that without a window."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [
+        (dict(policy="auto"), "25%"),
+        (dict(policy="auto", budget="loss=0.3"), "6.25%"),
+        (dict(policy="probe", budget="loss=0.061", profile="auto"), "12.5%"),
+        (dict(policy="probe", budget="loss=0.06", profile="auto"), "25%"),
+        (dict(policy="ada-probe", budget="loss=0.001", profile="auto"), "100%"),
+        (dict(policy="auto", options=dict(probe_window="none")), "50%"),
+        (dict(policy="auto", budget="12.5%"), "12.5%"),
+        (dict(policy="auto", max_budget="20%"), "20%"),
+        (dict(policy="auto", prefill_interval=512), 1024),
+    ],
+)
+def test_a_budget_from_what_answers_lose(
+    build: Any, nothing_ships: Path, records: list[logging.LogRecord], asked: Any, budget: Any
+) -> None:
+    write(build, nothing_ships / "a.json", quality=MEASURED)
+    assert settled(build(asked)).budget == budget
+    lines = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.loss"]
+    chosen = "prefill_interval" not in asked and asked.get("budget") != "12.5%"
+    assert len(lines) == chosen
+    if chosen and "options" not in asked:
+        assert "12.5% 0.060" in lines[0] and "25% 0.030" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (dict(policy="auto", budget="loss=0.05"), "does not say what answers lose"),
+        (dict(policy="probe", budget="loss=0.05", profile="auto"), "does not say what answers"),
+        (dict(policy="snapkv", budget="loss=0.05"), "loss=0.05 needs --kv-eviction probe"),
+        (dict(policy="probe", budget="loss=0"), r"what answers may lose .* \(loss=0.05\), not"),
+        (dict(policy="probe", budget="loss=x"), r"what answers may lose .* \(loss=0.05\), not"),
+        (dict(policy="probe", budget="loss=inf"), r"what answers may lose .* \(loss=0.05\), not"),
+    ],
+)
+def test_a_loss_that_nothing_says(build: Any, nothing_ships: Path, asked: Any, says: str) -> None:
+    write(build, nothing_ships / "a.json", quality={"joined": {"12.50%": 0.03}})
+    with pytest.raises(ValueError, match=says) as caught:
+        build(asked)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_was_set_stays(build: Any, tmp_path: Path) -> None:
     file = write(build, tmp_path / "own.json")
     asked = dict(policy="auto", profile=str(file), budget=256, interval=0, allow="none")

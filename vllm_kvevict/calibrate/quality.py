@@ -1,0 +1,163 @@
+"""What answers lose by budget, of contexts from which nothing was learned."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm_kvevict.calibrate.lessons import Later, Lesson
+from vllm_kvevict.calibrate.options import CalibrateError
+from vllm_kvevict.config.probe_weights import prose_weight
+
+if TYPE_CHECKING:
+    from vllm_kvevict.calibrate.learn import Model
+
+BUDGETS = (0.5, 0.25, 0.125, 0.0625)
+"""Shares of the cache at which quality is measured."""
+
+KNOWN = 2
+"""Questions of a context that are also asked where the eviction knows them."""
+
+RESAMPLES = 2000
+
+NORMAL = 1.96
+"""Standard deviations that 95% of a normal distribution lie within."""
+
+
+def check(model: "Model", lessons: Sequence[Lesson], least: float) -> None:
+    """Refuse a model whose full cache does not answer what is asked about the contexts.
+
+    Args:
+        model: The model.
+        lessons: Contexts and questions; those without questions check nothing.
+        least: Share of the questions that must be answered.
+
+    Raises:
+        CalibrateError: In one sentence, how many were answered.
+
+    """
+    answered = []
+    for lesson in lessons:
+        if questions := [later for later in lesson.later if later.asked]:
+            model.hold(lesson.context)
+            right = (model.lost(later.ids, later.answer, [])[1] for later in questions)
+            answered += [bool(one[0]) for one in right]
+    if answered and sum(answered) < least * len(answered):
+        raise CalibrateError(
+            f"the full cache answers {sum(answered)} of {len(answered)} questions about the texts "
+            f"that a profile is learned from, and {least:.0%} is needed: check the tokenizer (does "
+            "it begin prompts as the model expects?), give --documents or --prompts of your own, "
+            "or lower --least-answered"
+        )
+
+
+def measured(
+    model: "Model", shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
+) -> dict[str, Any]:
+    """Losses of answers by budget.
+
+    Args:
+        model: The model, with probes.
+        shares: [L, H] of the budget.
+        lessons: Contexts held out.
+        progress: Shows a bar.
+
+    Returns:
+        ``keys`` and ``joined``: the question is not known at the eviction, and scores are those of
+        the keys alone or joined with the window's; ``known``: it is, and they are joined (not
+        there if nothing is asked). Each has ``answers``, their number, and by budget: ``kl``, the
+        mean KL divergence in nats per token of the answer and its 95% interval; and ``right``, the
+        share of questions that are answered right and its interval. ``full``: that share without
+        eviction.
+
+    """
+    rows: dict[str, dict[float, list[Answer]]] = {}
+    full: list[Answer] = []
+    for index, lesson in enumerate(progress(lessons, "quality")):
+        for names, context, texts in _asked(lesson):
+            model.hold(context)
+            length = len(context)
+            for _, alike in groupby(BUDGETS, partial(prose_weight, tokens=length)):
+                budgets = list(alike)
+                model.use(budgets[0], length)
+                trials = [counts_of(shares, share, length, model.recent) for share in budgets]
+                for name in names:
+                    model.scores(name != "keys")
+                    for later in texts:
+                        lost, right = model.lost(later.ids, later.answer, trials)
+                        whole, *each = (bool(ok) if later.asked else None for ok in right)
+                        if name == "joined" and budgets[0] == BUDGETS[0]:
+                            full.append(Answer(index, 0.0, whole))
+                        for share, kl, ok in zip(budgets, lost.tolist(), each, strict=True):
+                            answer = Answer(index, kl, ok)
+                            rows.setdefault(name, {}).setdefault(share, []).append(answer)
+    quality: dict[str, Any] = {"full": wilson(full)}
+    for name, by_share in rows.items():
+        quality[name] = {
+            f"{share:.2%}": {"kl": interval(mine), "right": wilson(mine)}
+            for share, mine in by_share.items()
+        } | {"answers": len(by_share[BUDGETS[0]])}
+    return quality
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: of which context, its KL divergence, and whether it is right.
+
+    ``right`` is None where nothing is asked.
+    """
+
+    context: int
+    kl: float
+    right: bool | None
+
+
+def interval(answers: Sequence[Answer]) -> list[float]:
+    """Mean KL divergence, and its 95% interval: the bootstrap over contexts."""
+    contexts = sorted({one.context for one in answers})
+    sums = np.array([[
+        sum(one.kl for one in answers if one.context == context),
+        sum(one.context == context for one in answers),
+    ] for context in contexts])  # fmt: skip
+    rng = np.random.default_rng(0)
+    drawn = sums[rng.integers(0, len(sums), (RESAMPLES, len(sums)))].sum(1)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+    total = sums.sum(0)
+    return [round(float(value), 4) for value in (total[0] / total[1], low, high)]
+
+
+def wilson(answers: Sequence[Answer]) -> list[float] | None:
+    """Share of the answers that are right, and its 95% interval; None where nothing is asked."""
+    asked = [one.right for one in answers if one.right is not None]
+    if not asked:
+        return None
+    count, share = len(asked), sum(asked) / len(asked)
+    middle = (share + NORMAL**2 / (2 * count)) / (1 + NORMAL**2 / count)
+    half = math.sqrt(share * (1 - share) / count + NORMAL**2 / (4 * count**2))
+    half *= NORMAL / (1 + NORMAL**2 / count)
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    return [round(value, 4) for value in (share, low, high)]
+
+
+def _asked(lesson: Lesson) -> Iterator[tuple[tuple[str, ...], list[int], list[Later]]]:
+    """Contexts that are evicted, and texts behind them: questions not known, and known."""
+    yield ("keys", "joined"), lesson.context, lesson.later
+    for later in [one for one in lesson.later if one.asked][:KNOWN]:
+        behind = Later(later.ids[later.asked :], later.answer, later.asked)
+        yield ("known",), [*lesson.context, *later.ids[: later.asked]], [behind]
+
+
+def kept_tokens(share: float, length: int, recent: int) -> float:
+    """Tokens that a head keeps beside the last ones, on average."""
+    return max(1.0, share * length - recent)
+
+
+def counts_of(shares: torch.Tensor, share: float, length: int, recent: int) -> list[list[int]]:
+    """Tokens that each head keeps beside the last ones of a context: single ones, not pages."""
+    wanted = shares * kept_tokens(share, length, recent)
+    return wanted.clamp(1, length - recent).round().long().tolist()

@@ -1,0 +1,86 @@
+"""Budgets that are given as what answers may lose: the share for it, from the model's profile."""
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_kvevict.config.budget import budget_loss
+from vllm_kvevict.config.names import LEARNED
+from vllm_kvevict.config.profile import Profile
+from vllm_kvevict.serving.profile import load
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvevict.config.config import EvictionConfig
+
+logger = init_logger("vllm.kv_eviction.loss")
+
+FLAG = "KV eviction: --kv-eviction-budget"
+WHOLE = "100%"
+
+
+def losses(profile: Profile, window: bool) -> dict[str, float]:
+    """Upper 95% bounds of what answers lose, by share, the smallest first; empty if unknown.
+
+    Args:
+        profile: The model's; the question is not known at its evictions.
+        window: Whether scores are joined with the window's.
+
+    """
+    rows = profile.quality.get("joined" if window else "keys")
+    if profile.probe is None or not isinstance(rows, dict):
+        return {}
+    found = {}
+    for share, row in rows.items():
+        if share.endswith("%") and isinstance(row, dict) and len(row.get("kl", ())) == 3:
+            found[f"{float(share[:-1]):g}%"] = float(row["kl"][2])
+    return dict(sorted(found.items(), key=lambda pair: float(pair[0][:-1])))
+
+
+def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
+    """The smallest measured share at which answers lose less, with 97.5% confidence.
+
+    Raises:
+        ValueError: In one sentence: the profile does not say what answers lose.
+
+    """
+    bounds = losses(profile, config.options.probe_window == "auto")
+    if not bounds:
+        raise ValueError(
+            f"{FLAG} loss={loss:g}: the profile does not say what answers lose; make a new one "
+            "with vllm-kvevict calibrate MODEL, or give tokens or a share"
+        )
+    chosen = next((share for share, bound in bounds.items() if bound < loss), WHOLE)
+    logger.info(
+        "KV eviction keeps %s, the smallest of the measured shares at which answers lose less than "
+        "%g nats per token (upper 95%% bounds of the profile: %s).",
+        chosen,
+        loss,
+        ", ".join(f"{share} {bound:.3f}" for share, bound in bounds.items()),
+    )
+    return chosen
+
+
+def resolved(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionConfig":
+    """The configuration with a share in the place of a loss.
+
+    Raises:
+        ValueError: In one sentence: there is no profile, or it does not say what answers lose, or
+            the policy is not the one that it measured.
+
+    """
+    loss = budget_loss(config.budget)
+    if loss is None:
+        return config
+    if config.policy not in LEARNED or config.profile is None:
+        raise ValueError(
+            f"{FLAG} loss={loss:g} needs --kv-eviction probe (or auto) and --kv-eviction-profile, "
+            "which says what answers lose by budget"
+        )
+    profile = load(config.profile, vllm_config)
+    share = share_for(config, profile, loss)
+    value = config.model_dump(mode="json", exclude_unset=True)
+    found = type(config).parse(value | {"budget": share})
+    assert found is not None
+    return found
