@@ -216,7 +216,7 @@ def test_eviction_before_the_question(tiny_model, prompt_file, monkeypatch, caps
     ]
     assert [found["cached"] for found in data["find"]] == [True, False]
     report = capsys.readouterr().out
-    assert "behind this eviction, so all of it is in the cache" in report
+    assert "after this eviction, so all of it is in the cache" in report
 
 
 def test_the_page_holds_what_the_json_says(tiny_model_kv4, prompt_file) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ import torch
 from vllm_kvevict.calibrate.lessons import Later, Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.config.probe_weights import prose_weight
-
-if TYPE_CHECKING:
-    from vllm_kvevict.calibrate.learn import Model
 
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 """Shares of the cache at which quality is measured."""
@@ -29,7 +26,7 @@ NORMAL = 1.96
 """Standard deviations that 95% of a normal distribution lie within."""
 
 
-def check(model: "Model", lessons: Sequence[Lesson], least: float) -> None:
+def check(model: Any, lessons: Sequence[Lesson], least: float) -> None:
     """Refuse a model whose full cache does not answer what is asked about the contexts.
 
     Args:
@@ -57,7 +54,7 @@ def check(model: "Model", lessons: Sequence[Lesson], least: float) -> None:
 
 
 def measured(
-    model: "Model", shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
+    model: Any, shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
 ) -> dict[str, Any]:
     """Losses of answers by budget.
 

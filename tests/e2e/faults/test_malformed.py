@@ -47,10 +47,7 @@ BAD = st.one_of(
         ),
     ),
     st.tuples(st.just("kv_eviction_interval"), st.integers(max_value=-1) | no_number),
-    st.tuples(
-        st.just("kv_eviction_protect_first"),
-        st.integers(max_value=-1) | st.integers(min_value=1000) | no_number,
-    ),
+    st.tuples(st.just("kv_eviction_protect_first"), st.integers(max_value=-1) | no_number),
     st.tuples(
         st.just("kv_eviction_at"),
         st.just(0) | st.integers(max_value=-120) | st.integers(min_value=121) | no_number,
