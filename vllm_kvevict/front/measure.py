@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.front.profile import FLAG, find
 from vllm_kvevict.front.recommend import BUDGET, WITH_PROFILE, budget_of, changed
 from vllm_kvevict.front.support import check
+from vllm_kvevict.settings.budget import budget_loss
 from vllm_kvevict.settings.names import AUTO, KEY, MEASURE
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def flags(engine_args: Any) -> list[str]:
 
 def _is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
     try:
+        if budget_loss(config.budget) is not None:
+            # It stands for a share, which the profile will say.
+            config = changed(config, {"budget": BUDGET})
         if config.policy == AUTO:
             config = changed(config, {"policy": WITH_PROFILE} | budget_of(config, BUDGET))
         check(vllm_config, config)
