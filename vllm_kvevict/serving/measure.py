@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_kvevict.config.budget import budget_loss
 from vllm_kvevict.config.names import AUTO, CONFIG_KEY, MEASURE
 from vllm_kvevict.serving.profile import FLAG, find
 from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, budget_of, changed
@@ -76,6 +77,9 @@ def flags(engine_args: Any) -> list[str]:
 
 def _is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
     try:
+        if budget_loss(config.budget) is not None:
+            # It stands for a share, which the profile will say.
+            config = changed(config, {"budget": BUDGET})
         if config.policy == AUTO:
             config = changed(config, {"policy": WITH_PROFILE} | budget_of(config, BUDGET))
         check(vllm_config, config)

@@ -65,6 +65,15 @@ def test_a_cap_below_the_usual_budget_measures(build: Any, runs: list[list[str]]
     assert len(runs) == 1
 
 
+@pytest.mark.parametrize("policy", ["auto", "probe"])
+def test_a_budget_from_what_answers_lose_measures(
+    build: Any, runs: list[list[str]], policy: str
+) -> None:
+    with pytest.raises(ValueError, match="it failed"):
+        build(ASKED | dict(policy=policy, budget="loss=0.05"))
+    assert len(runs) == 1
+
+
 def test_a_failure_is_one_sentence_with_the_command(build: Any, model: str, runs: Any) -> None:
     with pytest.raises(ValueError) as caught:
         build(ASKED)
