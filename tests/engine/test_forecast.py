@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.harness import Setup
 from tests.engine.test_scheduler import counters, engine, tokens, used_blocks
-from vllm_kvevict.engine import memory
+from vllm_kvevict.engine import memory_pressure
 from vllm_kvevict.engine.blocks import EvictionCore
 
 SYNC = Setup(interval=32, blocks=1200, max_num_seqs=12, max_batched=512)
@@ -24,7 +24,7 @@ def headroom(core) -> int:
 @BOTH
 @pytest.mark.parametrize("second_budget", [None, 72])
 def test_the_highest_point_is_forecast(setup, second_budget, monkeypatch):
-    monkeypatch.setattr(memory, "FORECAST_STEPS", 1)
+    monkeypatch.setattr(memory_pressure, "FORECAST_STEPS", 1)
     # Survivors go into own blocks, as they do where the pool is short.
     monkeypatch.setattr(EvictionCore, "free_after_step", 0)
     setup = replace(setup, second_budget=second_budget)
@@ -54,7 +54,7 @@ def test_who_is_let_in_is_not_preempted_again(setup, monkeypatch):
     results = {}
     for room in (True, False):
         if not room:
-            monkeypatch.setattr(memory.Forecast, "peak", lambda _: 0)
+            monkeypatch.setattr(memory_pressure.Forecast, "peak", lambda _: 0)
         core = engine(replace(setup, blocks=120, max_num_seqs=32, max_batched=64))
         for index in range(40):
             core.add(tokens(50 + index % 20, index), 180 + 3 * index)
