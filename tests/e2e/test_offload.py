@@ -248,7 +248,7 @@ def stored_over_a_store(monkeypatch):
 
 
 def no_cap(monkeypatch):
-    monkeypatch.setattr(OffloadGuard, "_most_loaded", lambda *args: None)
+    monkeypatch.setattr(OffloadGuard, "_max_loaded", lambda *args: None)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_accounting_catches_what_is_stored_over_a_store(monkeypatch):
 
 
 def test_accounting_catches_a_load_that_covers_the_window(monkeypatch):
-    monkeypatch.setattr(OffloadGuard, "_most_loaded", lambda *args: None)
+    monkeypatch.setattr(OffloadGuard, "_max_loaded", lambda *args: None)
     assert caught("a hit covers the window")
 
 

@@ -64,7 +64,7 @@ def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
     return layers * config.window * heads * model.get_head_size() * model.dtype.itemsize
 
 
-def beside_page_values(available: int, specs: "Iterable[AttentionSpec]", channels: int) -> int:
+def kv_cache_bytes(available: int, specs: "Iterable[AttentionSpec]", channels: int) -> int:
     """Return the memory for the KV cache if token statistics are stored in addition.
 
     Both grow with the number of blocks, so each gets a fixed share of the memory. The share is

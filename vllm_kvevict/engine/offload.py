@@ -48,11 +48,11 @@ class OffloadGuard(Part):
         self._scheduler = connector.scheduler
         self._table = core.table
         self._chunk = lcm(*(g.tokens_per_chunk for g in self._scheduler.config.kv_group_configs))
-        connector._max_loadable_tokens = self._most_loaded
+        connector._max_loadable_tokens = self._max_loaded
         self._paused = False
         """True if nothing is loaded in the next step."""
 
-    def _most_loaded(self, request: "Request", num_computed_tokens: int) -> int | None:
+    def _max_loaded(self, request: "Request", num_computed_tokens: int) -> int | None:
         """Return the tokens that a load may add to a hit of ``num_computed_tokens``; None for no
         limit."""
         if self._paused:

@@ -21,7 +21,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory_budget import beside_page_values, evictable_stages
+from vllm_kvevict.config.memory_budget import evictable_stages, kv_cache_bytes
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import read
 from vllm_kvevict.config.profile import Profile
@@ -126,7 +126,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self._allocate_rings()
         available = super().determine_available_memory()
         channels = floats_per_token(self.eviction_config)
-        return beside_page_values(available, self._evictable_specs, channels)
+        return kv_cache_bytes(available, self._evictable_specs, channels)
 
     def _allocate_rings(self) -> None:
         slots = ring_slots(self.vllm_config, self.eviction_config)

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.token_stats import TokenStats
-from vllm_kvevict.config.memory_budget import beside_page_values
+from vllm_kvevict.config.memory_budget import kv_cache_bytes
 
 BLOCKS, BLOCK_SIZE, SIZE = 6, 4, 3
 
@@ -74,7 +74,7 @@ def test_the_cache_and_its_numbers_fit_together(channels, available, shapes, dty
         FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=size, dtype=dtype)
         for heads, size in shapes
     ]
-    left = beside_page_values(available, specs, channels)
+    left = kv_cache_bytes(available, specs, channels)
     page = sum(spec.page_size_bytes for spec in specs)
     beside = sum(spec.num_kv_heads * 32 * channels * 4 for spec in specs)
     num_blocks = left // page

@@ -13,7 +13,7 @@ def peak_blocks(request: EvictionProgress, n: int) -> int:
     The prefill, the store, both stores while one is replaced, and the block that a step in flight
     adds before an eviction's blocks are free.
     """
-    bs, peak, freed, store = request.timeline.block_size, 0, 0, 0
+    bs, peak, freed, store = request.rule.block_size, 0, 0, 0
     if request.on_demand:
         return blocks_for(n, bs) + request.wanted(n)
     request = replace(request, tail_start=0, store_blocks=0, computed_valid=None)

@@ -10,7 +10,7 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.compat import shim
-from vllm_kvevict.config.memory_budget import beside_page_values
+from vllm_kvevict.config.memory_budget import kv_cache_bytes
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.ops.cuda.extension import is_built
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
@@ -128,7 +128,7 @@ def share_out(
     assert available is not None
     channels = floats_per_token(config)
     left = [
-        beside_page_values(available, evictable, channels) if evictable else available
+        kv_cache_bytes(available, evictable, channels) if evictable else available
         for evictable in (_evictable(specs) for specs in ranks)
     ]
     try:
