@@ -7,6 +7,7 @@ request alone, or from the same request without a stream.
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -150,6 +151,24 @@ def prompt_logprobs(answer: dict[str, Any], prompt: list[int]) -> list[float]:
     first, *others = answer["choices"][0]["prompt_logprobs"]
     assert first is None and len(others) == len(prompt) - 1
     return [entry[str(t)]["logprob"] for entry, t in zip(others, prompt[1:], strict=True)]
+
+
+def test_echo_gives_the_prompt_of_a_request_that_evicts(server):
+    prompt, options = random_prompt(350, seed=5), dict(echo=True, logprobs=1)
+    expected = post(server, prompt, NEW, vllm_xargs=NEVER, **options)["choices"][0]
+    alone = post(server, prompt)["choices"][0]
+    for _ in range(2):  # the second time the prompt is in the prefix cache
+        with evictions(server, 2):
+            found = post(server, prompt, NEW, **options)["choices"][0]
+        first, *others = found["logprobs"]["token_logprobs"]
+        assert first is None and len(others) == 350 + NEW - 1
+        # The prompt is computed before it is evicted, and so is the logit of the first new token.
+        assert others[:350] == pytest.approx(
+            expected["logprobs"]["token_logprobs"][1:351], abs=1e-3
+        )
+        assert all(math.isfinite(value) for value in others)
+        assert found["token_ids"] == alone["token_ids"] != expected["token_ids"]
+        assert found["text"].endswith(alone["text"])
 
 
 def test_prompt_logprobs_are_computed_over_a_shared_store(server):
