@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def completion() -> str:
-    """What bash and zsh need to complete commands and the flags of eviction."""
+    """Return the completion script for bash and zsh: commands and the flags of eviction."""
     from vllm_kvevict.config.config import EvictionConfig
     from vllm_kvevict.config.sentences import flag
 

@@ -1,4 +1,4 @@
-"""Attention that calibrate computes itself: of a prompt, or of rows of text behind one context."""
+"""Attention that calibrate computes itself: of a prompt, or of rows of text after one context."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ ROWS = 2**23
 
 @dataclass(frozen=True)
 class Kind:
-    """What a layer's attention multiplies, caps and sees.
+    """Scale, soft cap, window and sinks of a layer's attention.
 
     Args:
         scale: Softmax scale.
@@ -63,7 +63,7 @@ def of_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> 
 def weights_behind(
     q: torch.Tensor, keys: torch.Tensor, own: torch.Tensor, kind: Kind, keep: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention weights of R rows of T tokens, each right behind the same context.
+    """Attention weights of R rows of T tokens, each directly after the same context.
 
     Args:
         q: [R, H, G, T, D].

@@ -30,7 +30,7 @@ FEW_HEADS, SAMPLES = 16, {True: 48, False: 24}
 all its layers together. The fewer there are, the more each has to tell apart."""
 
 SCORED = 12
-"""Built-in texts where no probes are learned."""
+"""Number of built-in texts if no probes are learned."""
 
 QUESTION_TOKENS = 96
 """Kept free in a built-in prompt for facts, question and chat template."""
@@ -142,7 +142,7 @@ def probed(
 
 
 def _digest(texts: Sequence[Any]) -> str:
-    """What tells the prompts from others; nothing of them can be had from it."""
+    """Return a digest of the prompts, from which no prompt can be recovered."""
     digest = hashlib.sha256()
     for lesson in texts:
         digest.update(json.dumps([lesson.context, [x.ids for x in lesson.later]]).encode())
@@ -152,7 +152,7 @@ def _digest(texts: Sequence[Any]) -> str:
 def ranked(
     engine_args: Any, config: EvictionConfig, prompts: list[list[int]]
 ) -> tuple[list[torch.Tensor], ModelIdentity]:
-    """Tokens [L, H] that heads keep of each prompt's end, by scores; and whose they are."""
+    """Return the tokens [L, H] that heads keep of each prompt, by scores, and their owners."""
     llm = start(sized(engine_args, max(map(len, prompts)) + 2))
     try:
         mine = identity(llm.llm_engine.vllm_config)
@@ -175,12 +175,12 @@ def prompts_of(options: Options, tokenizer: Any) -> list[list[int]]:
 
 
 def kept_tokens(config: EvictionConfig, length: int) -> int:
-    """Tokens that a KV head keeps of a prompt beside the window, on average."""
+    """Return the tokens that a KV head keeps of a prompt on average, without the window."""
     return config.timeline(block_size=1).store_blocks(length)
 
 
 def scores_of(llm: Any, prompt: Sequence[int]) -> torch.Tensor:
-    """[L, H, N] scores of all evictable layers, by depth, where the prompt ends.
+    """[L, H, N] scores of all evictable layers, by depth, at the end of the prompt.
 
     Raises:
         CalibrateError: The prompt is too short to evict.

@@ -1,7 +1,7 @@
-"""What calibrate does on every rank: vLLM's own model, its weights and its parallelism.
+"""The part of calibrate that runs on every rank, with vLLM's own model and parallelism.
 
-vLLM mixes the class into its worker (``worker_extension_cls``), whose methods the command calls by
-name. Nothing here touches the KV cache: contexts are held beside it.
+vLLM mixes the class into its worker (``worker_extension_cls``), and the command calls its methods
+by name. Nothing here touches the KV cache: contexts are held outside of it.
 """
 
 from collections.abc import Sequence
@@ -102,10 +102,10 @@ class CalibratingWorker:
     def kvevict_learn(
         self, ids: Sequence[int], later: Sequence[Sequence[int]], held: bool | None
     ) -> None:
-        """Count a context and the texts that come right behind it, each alone.
+        """Count a context and the texts that follow it, each alone.
 
         The last of them is how the context goes on. ``held`` says whether networks are judged by
-        the context or learn from it; None where there are none.
+        the context or learn from it; None if there are none.
         """
         self.kvevict_context(ids)
         count = len(ids) - self._kvevict_recent
@@ -148,7 +148,7 @@ class CalibratingWorker:
     def _kvevict_most(
         self, later: Sequence[Sequence[int]], start: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """[H, n] the highest attention that texts behind the context give its tokens, by layer.
+        """[H, n] the highest attention that texts after the context give its tokens, by layer.
 
         Of all of them, averaged over neighbours; and of the last, of each token alone.
         """
@@ -183,11 +183,11 @@ class CalibratingWorker:
         return shares_of(values, sum_of_ranks) * self._kvevict_copies
 
     def kvevict_solve(self, strength: float, window: float) -> dict[str, Any]:
-        """What this rank's heads have learned, by the keys alone and joined with the window.
+        """Return what this rank's heads have learned, by the keys alone and joined with the window.
 
         Args:
             strength: Ridge penalty, for each token.
-            window: Weight of the window's score beside what answers taught.
+            window: Weight of the window's score relative to what answers taught.
 
         Returns:
             ``keys``: [L, H, 2, D + 4] probes of answers and of what follows; ``joined``: the same,
@@ -258,18 +258,19 @@ class CalibratingWorker:
     def kvevict_later(
         self, text: Sequence[int], answer: int, trials: Sequence[Any]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What an answer loses behind contexts with less in them.
+        """Return what an answer loses if parts of its context are evicted.
 
         Args:
-            text: Tokens behind the context, the answer at their end.
+            text: Tokens after the context, with the answer at their end.
             answer: Tokens of the answer.
-            trials: Each the tokens that every head of every layer keeps beside the last ones, by
-                the scores of :meth:`kvevict_score`: nested lists, of the heads of all ranks.
+            trials: Each the tokens that every head of every layer keeps by the scores of
+                :meth:`kvevict_score`, without the last ones: nested lists, of the heads of all
+                ranks.
 
         Returns:
             [len(trials)] mean over the answer's tokens of the KL divergence of the next token's
-            distribution from that behind the whole context; and [len(trials) + 1] whether every
-            token but the last, which ends the sentence, is the most probable one: behind the whole
+            distribution from that after the whole context; and [len(trials) + 1] whether every
+            token but the last, which ends the sentence, is the most probable one: after the whole
             context, and in the trials. None on a rank without logits.
 
         """

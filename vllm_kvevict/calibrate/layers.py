@@ -1,4 +1,4 @@
-"""The layers of a model in a worker, with calibrate's attention in the place of vLLM's."""
+"""The layers of a model in a worker, with calibrate's attention instead of vLLM's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from vllm_kvevict.calibrate.regression import KERNEL, neighbours
 
 @dataclass
 class Context:
-    """What one layer holds of a context: keys [H, n, D], values [H, n, V], and its last queries.
+    """The context in one layer: keys [H, n, D], values [H, n, V], and its last queries.
 
     Queries are [H, G, w, D]. Entries of a latent cache are keys of one head, their latents its
     values; queries are as they meet them.
@@ -27,13 +27,13 @@ class Context:
 
 @dataclass
 class Pass:
-    """What attention does in one forward pass.
+    """The work of attention in one forward pass.
 
     Args:
-        rows: Rows of text behind the context; 0 for the context itself, which is recorded.
+        rows: Rows of text after the context; 0 for the context itself, which is recorded.
         keep: [R, H, n] bool of single layers, by name: what the rows see of the context.
         most: By name, [H, n]: the highest attention that a query gave each token, averaged over
-            neighbours; filled where it is not None.
+            neighbours; filled if it is not None.
         single: The same, not averaged; filled with it.
 
     """
@@ -84,7 +84,7 @@ class Layers:
             self._pass = Pass()
 
     def kind(self, name: str) -> Kind:
-        """What the attention of a layer multiplies, caps and sees."""
+        """Return scale, soft cap, window and sinks of a layer's attention."""
         layer = self.attentions[name]
         sinks = getattr(layer.impl, "sinks", None)
         return Kind(

@@ -28,9 +28,9 @@ STRENGTH = 1e-4
 """Ridge penalty on a weight's square, for each token counted."""
 
 WINDOW_WEIGHT = 0.6
-"""What the logarithm of the window's score counts for beside what answers taught a probe.
+"""Weight of the logarithm of the window's score relative to what answers taught a probe.
 
-Not learned: windows of contexts, without the question, teach a weight that is too small where the
+Not learned: windows of contexts, without the question, teach a weight that is too small if the
 question is in them."""
 
 STEPS = 128
@@ -48,7 +48,7 @@ LEAST = 0.05
 
 @dataclass(frozen=True)
 class Learned:
-    """What a profile holds beside the model's identity."""
+    """The content of a profile without the model's identity."""
 
     weights: ProbeWeights
     shares: torch.Tensor
@@ -76,10 +76,10 @@ class Model:
         self._llm, self.recent = llm, recent
         self._answers: list[torch.Tensor] = []
         self._follows: list[torch.Tensor] = []
-        """What both kinds of texts taught: keys alone, and joined with the window."""
+        """Weights that both kinds of texts taught: keys alone, and joined with the window."""
         self.losses: tuple[float, ...] = ()
         """Mean held-out squared error of the linear probes and of the networks, relative to the
-        variance of what they should say; empty where no network was learned."""
+        variance of the targets; empty if no network was learned."""
         ranks = self._all("kvevict_begin", window, recent)
         problems = [found["problem"] for found in ranks if found["problem"]]
         if problems:
@@ -146,7 +146,7 @@ class Model:
         self._all("kvevict_use", *(torch.stack([one, weight * more]) for one, more in both))
 
     def hold(self, context: Sequence[int]) -> None:
-        """Run a context, behind which texts are tried."""
+        """Run a context, after which texts are tried."""
         self._all("kvevict_context", context)
 
     def scores(self, joined: bool) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Model:
     def lost(
         self, text: Sequence[int], answer: int, trials: Sequence[Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL divergences of an answer, and where it is right, as the worker's method has them."""
+        """Return KL divergences of an answer and whether it is right, as the worker does."""
         ranks = self._all("kvevict_later", text, answer, trials)
         return next(found for found in ranks if found is not None)
 
@@ -231,7 +231,7 @@ def learned(
 ) -> Learned:
     """Learn of all lessons, share out by the first ``answers``, judge by those held out.
 
-    ``prose``: factor of what the text that follows counts beside what is asked. ``least``: share of
+    ``prose``: factor of the text that follows relative to what is asked. ``least``: share of
     the questions about contexts held out that the full cache must answer.
     """
     clock, seconds = time.perf_counter(), {}
@@ -272,7 +272,7 @@ def extended(engine_args: Any) -> Any:
 
 
 def _lacks_bfloat16() -> bool:
-    """Whether this is a CPU that multiplies float32 several times faster than bfloat16."""
+    """Return True on a CPU that multiplies float32 several times faster than bfloat16."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -1,4 +1,4 @@
-"""What probes are learned from: a context, and texts that may come right behind it."""
+"""The texts that teach probes: a context, and texts that may follow it."""
 
 import importlib
 import inspect
@@ -23,11 +23,11 @@ MODULES = (
     "threading timeit tokenize trace traceback turtle types typing unittest urllib.parse "
     "urllib.request uuid warnings wave weakref xml.dom.minidom zipfile"
 ).split()
-"""Modules of Python's standard library, whose docstrings are the prose of the contexts."""
+"""Modules of Python's standard library. Their docstrings are the prose of the contexts."""
 
 FACTS = 6
 FOLLOWING = 80
-"""Tokens of the prose that goes on, which is what comes right behind a context."""
+"""Tokens of the prose that continues a context."""
 
 MOST_OF_PROMPT = 320
 """Tokens at the end of an operator's prompt that are what comes later."""
@@ -38,9 +38,9 @@ ASIDE = 160
 
 @dataclass(frozen=True)
 class Later:
-    """Token ids behind a context; the last ``answer`` of them are an answer.
+    """Token ids after a context; the last ``answer`` of them are an answer.
 
-    ``asked`` counts the tokens of the question, before the answer's opening; 0 where none is asked.
+    ``asked`` counts the tokens of the question, before the answer's opening; 0 if none is asked.
     """
 
     ids: list[int]
@@ -50,7 +50,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A context, and texts behind it."""
+    """A context, and texts that follow it."""
 
     context: list[int]
     later: list[Later]
@@ -171,7 +171,7 @@ def _lesson(
 
 
 def of_prompts(path: Path, tokenizer: Any) -> list[Lesson]:
-    """An operator's prompts: what comes behind a context is the prompt's own end.
+    """Return an operator's prompts: the text after a context is the prompt's own end.
 
     Raises:
         PromptsError: As ``from_file``, or a prompt is too short.

@@ -31,7 +31,7 @@ def load_tokenizer(engine_args: Any) -> Any:
 
 
 def sized(engine_args: Any, num_tokens: int) -> Any:
-    """Room for this one request, where the user has not said how much there is.
+    """Give the engine room for one request if the user has not set a size.
 
     Without a size vLLM plans for the model's longest context, and its CPU worker takes most
     of the machine's memory.
@@ -64,7 +64,7 @@ def start(engine_args: Any) -> Any:
     from vllm import LLM
 
     try:
-        # A copy has the fields alone, without what our flags noted beside them.
+        # A copy has the fields alone, without what our flags noted on the object.
         return LLM.from_engine_args(replace(engine_args))
     except (OSError, ValueError) as error:
         raise CommandError(first_line(error)) from None

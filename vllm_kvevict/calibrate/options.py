@@ -1,4 +1,4 @@
-"""The command line: our options beside vLLM's engine arguments and the ``--kv-eviction`` flags."""
+"""The command line: our options, vLLM's engine arguments and the ``--kv-eviction`` flags."""
 
 import argparse
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ LEAST_ANSWERED = 0.5
 
 
 class CalibrateError(CommandError):
-    """What went wrong, in one sentence."""
+    """Calibration failed. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and where to write the profile.
+    """The measurement that was asked for, and the place of the profile.
 
     ``output`` is None for the place where ``--kv-eviction-profile auto`` finds it. ``prompts`` is
     the operator's file, None for ``samples`` built-in texts of ``length`` tokens (None for as many
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="Texts, or folders of them, whose prose is used in the place of Python's docstrings.",
+        help="Texts, or folders of them, used as prose instead of Python's docstrings.",
     )
     group.add_argument(
         "--samples",
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=PROSE,
         metavar="FACTOR",
-        help="Of what the text that follows counts under probe beside what is asked later, which "
+        help="Factor of the text that follows under probe, relative to what is asked later, which "
         "grows with the share that is kept; 0 learns of questions alone.",
     )
     group.add_argument(

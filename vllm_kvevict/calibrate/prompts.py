@@ -1,4 +1,4 @@
-"""The prompts whose pages are ranked: a built-in set, or an operator's own."""
+"""The prompts for which pages are ranked: a built-in set, or an operator's own."""
 
 import json
 import random
@@ -25,12 +25,12 @@ ASKS = (
 
 
 class PromptsError(Exception):
-    """What is wrong with the prompts, in one sentence."""
+    """The prompts cannot be used. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text, and what is asked behind it."""
+    """A text, and the question that follows it."""
 
     context: str
     question: str

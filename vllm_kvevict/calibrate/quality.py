@@ -1,4 +1,4 @@
-"""What answers lose by budget, of contexts from which nothing was learned."""
+"""Measures what answers lose by budget, on contexts from which nothing was learned."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 """Shares of the cache at which quality is measured."""
 
 KNOWN = 2
-"""Questions of a context that are also asked where the eviction knows them."""
+"""Questions of a context that are also asked with the question known at the eviction."""
 
 RESAMPLES = 2000
 
@@ -106,7 +106,7 @@ def measured(
 class Answer:
     """One answer: of which context, its KL divergence, and whether it is right.
 
-    ``right`` is None where nothing is asked.
+    ``right`` is None if nothing is asked.
     """
 
     context: int
@@ -129,7 +129,7 @@ def interval(answers: Sequence[Answer]) -> list[float]:
 
 
 def wilson(answers: Sequence[Answer]) -> list[float] | None:
-    """Share of the answers that are right, and its 95% interval; None where nothing is asked."""
+    """Share of the answers that are right, and its 95% interval; None if nothing is asked."""
     asked = [one.right for one in answers if one.right is not None]
     if not asked:
         return None
@@ -142,7 +142,7 @@ def wilson(answers: Sequence[Answer]) -> list[float] | None:
 
 
 def _asked(lesson: Lesson) -> Iterator[tuple[tuple[str, ...], list[int], list[Later]]]:
-    """Contexts that are evicted, and texts behind them: questions not known, and known."""
+    """Return contexts that are evicted, and texts after them: questions not known, and known."""
     yield ("keys", "joined"), lesson.context, lesson.later
     for later in [one for one in lesson.later if one.asked][:KNOWN]:
         behind = Later(later.ids[later.asked :], later.answer, later.asked)
@@ -150,11 +150,11 @@ def _asked(lesson: Lesson) -> Iterator[tuple[tuple[str, ...], list[int], list[La
 
 
 def kept_tokens(share: float, length: int, recent: int) -> float:
-    """Tokens that a head keeps beside the last ones, on average."""
+    """Return the tokens that a head keeps on average, without the last ones."""
     return max(1.0, share * length - recent)
 
 
 def counts_of(shares: torch.Tensor, share: float, length: int, recent: int) -> list[list[int]]:
-    """Tokens that each head keeps beside the last ones of a context: single ones, not pages."""
+    """Return the number of tokens, not pages, that each head keeps without the last ones."""
     wanted = shares * kept_tokens(share, length, recent)
     return wanted.clamp(1, length - recent).round().long().tolist()

@@ -10,7 +10,7 @@ DIGITS = 4
 
 
 def kept(scores: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Tokens each head keeps where all heads of all layers share the budget.
+    """Return the tokens that each head keeps if all heads of all layers share the budget.
 
     Ada-KV's Algorithm 1 over the heads of the whole model instead of a layer's: the tokens with
     the highest scores, at least one a head.
@@ -50,7 +50,7 @@ def by_head(shares: torch.Tensor) -> list[list[float]]:
 
 
 def spread(prompts: Sequence[torch.Tensor]) -> float:
-    """What a layer's share differs from the mean of the prompts', on average."""
+    """Return the mean difference of a layer's share from the mean over prompts."""
     each = torch.stack([(counts / counts.double().mean()).mean(1) for counts in prompts])
     return round(float((each - each.mean(0)).abs().mean()), DIGITS)
 

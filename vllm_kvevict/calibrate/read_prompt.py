@@ -65,7 +65,7 @@ def read_prompt(
     Args:
         tokenizer: The model's tokenizer.
         text: The prompt, or the context in front of ``question``.
-        question: Text behind the eviction point, set off by an empty line.
+        question: Text after the eviction point, separated by an empty line.
         at: Eviction point in tokens.
         chat: Whether the chat template goes around it, as one message of the user.
 

@@ -1,4 +1,4 @@
-"""What a probe learns: features of a cached token, what to say of it, and ridge regression."""
+"""Features of a cached token, the targets that a probe learns, and ridge regression."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from vllm_kvevict.ops.torch.probe import with_prose
 from vllm_kvevict.ops.torch.value_shares import value_shares
 
 LEAST = 1e-6
-"""What stands below a logarithm at least."""
+"""Smallest argument of a logarithm."""
 
 KERNEL, REACH = 5, 17
-"""Neighbours over which attention is averaged, and whose highest a token has; as ``defensive``."""
+"""Neighbours for the average of attention and for its maximum, as in ``defensive``."""
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,7 +37,7 @@ def shares_of(values: torch.Tensor, sum_of_ranks: Sum) -> torch.Tensor:
 
 
 def target(most: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """What a probe should say: the logarithm of what a token will be worth.
+    """Return the target of a probe: the logarithm of what a token will be worth.
 
     Args:
         most: [H, N] the highest attention that a later query gave each token, averaged over
@@ -52,7 +52,7 @@ def target(most: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 def following(single: torch.Tensor) -> torch.Tensor:
-    """What a probe should say of a text that goes on: each token is worth what it alone is given.
+    """Return the target for a text that continues: a token is worth the attention that it receives.
 
     Whoever answers a question says a fact to its end, and needs the neighbours of what it looks at;
     who goes on with prose does not, and each neighbour takes the place of another token.
@@ -113,7 +113,7 @@ def scored(x: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> torch.
 
 
 def captured(scores: torch.Tensor, worth: torch.Tensor, steps: int) -> torch.Tensor:
-    """What heads hold of their tokens' worth when they keep a part of them, the best by score.
+    """Return the worth that heads hold if they keep a part of their tokens, the best by score.
 
     Args:
         scores: [H, n].
@@ -132,11 +132,11 @@ def captured(scores: torch.Tensor, worth: torch.Tensor, steps: int) -> torch.Ten
 
 
 REST = 4
-"""Features of a token beside its key's dimensions."""
+"""Features of a token without the dimensions of its key."""
 
 
 def features(keys: torch.Tensor, end: int) -> torch.Tensor:
-    """What is known of a token without a window.
+    """Return the features of tokens that need no window.
 
     Args:
         keys: [H, n, D] unrotated.
@@ -210,7 +210,7 @@ def spread_as(second: torch.Tensor, moments: torch.Tensor, one: int) -> torch.Te
     Args:
         second: [L, H, size] weights.
         moments: [L, H, 2, 3] of :meth:`Ridge.moments`, of the first and of the second.
-        one: Index of the feature that is 1, behind those of keys.
+        one: Index of the feature that is 1, after those of keys.
 
     """
     mean, square, of_keys = moments.double().mean(1).unbind(-1)

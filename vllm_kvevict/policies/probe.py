@@ -1,4 +1,4 @@
-"""Probe: what was learned once of a model's keys, joined with the window where there is one."""
+"""Probe: scores learned once per model from its keys, joined with the window if there is one."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from vllm_kvevict.ops.torch.defensive import window_peaks
 from vllm_kvevict.policies.base import PROTECTED, Candidates, Requirements, Scorer
 
 LEAST = 1e-6
-"""What stands below a logarithm at least: of a share of values, and of attention."""
+"""Smallest argument of a logarithm of a share of values or of attention."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Probe(Scorer):
     Ridge regression found for every KV head how this follows from a key whose rotation is taken
     out, ``a . k + b * |k| + c``, and how from the key and ``defensive``'s score of the window. A
     small network may add to both what is not linear. The worker applies both to a token's key when
-    the token first is a candidate, and keeps the two numbers beside the cache
+    the token first is a candidate, and keeps the two numbers outside the cache
     (:attr:`Candidates.key_scores`); nobody reads the key for it again.
 
     Args:

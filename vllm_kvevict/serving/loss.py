@@ -21,11 +21,11 @@ WHOLE = "100%"
 
 
 def losses(profile: Profile, window: bool) -> dict[str, float]:
-    """Upper 95% bounds of what answers lose, by share, the smallest first; empty if unknown.
+    """Return upper 95% bounds of what answers lose, by share, smallest first; empty if unknown.
 
     Args:
         profile: The model's; the question is not known at its evictions.
-        window: Whether scores are joined with the window's.
+        window: True if scores are joined with the window's.
 
     """
     rows = profile.quality.get("joined" if window else "keys")
@@ -39,7 +39,7 @@ def losses(profile: Profile, window: bool) -> dict[str, float]:
 
 
 def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
-    """The smallest measured share at which answers lose less, with 97.5% confidence.
+    """Return the smallest measured share at which answers lose less, with 97.5% confidence.
 
     Raises:
         ValueError: In one sentence: the profile does not say what answers lose.
@@ -63,7 +63,7 @@ def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
 
 
 def resolved(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionConfig":
-    """The configuration with a share in the place of a loss.
+    """Return the configuration with a share instead of a loss.
 
     Raises:
         ValueError: In one sentence: there is no profile, or it does not say what answers lose, or

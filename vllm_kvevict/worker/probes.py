@@ -30,7 +30,7 @@ class LayerProbe:
     Args:
         weights: [H, C, D + 2] float32 of :func:`key_scores`; C is 1 without a window, else 2. With
             ``age`` [H, 2 * C, D + 2], of :func:`with_prose`.
-        age: [H, C, 2] float32: of :func:`with_prose`; None where prose counts nothing.
+        age: [H, C, 2] float32: of :func:`with_prose`; None if prose counts nothing.
         window: [H] float32: weight of the logarithm of ``defensive``'s score in the second.
         rotary: What rotated the keys; None for keys that were not.
         prose: What :meth:`at` joins, as learned; None for nothing.
@@ -46,7 +46,7 @@ class LayerProbe:
     network: Network | None = None
 
     def at(self, weight: float) -> "LayerProbe":
-        """The probes where prose counts so much."""
+        """Return the probes for this weight of prose."""
         prose = self.prose
         if prose is None or not weight:
             return replace(self, prose=None)
@@ -125,7 +125,7 @@ class Probes:
         self.has_networks = first.network is not None
 
     def weight(self, eviction: Eviction) -> float:
-        """What prose counts in an eviction."""
+        """Return the weight of prose in an eviction."""
         if len(self.by_weight) == 1:
             return 0.0
         return prose_weight(eviction.share, eviction.num_tokens)
@@ -148,8 +148,8 @@ class Probes:
         Args:
             state: The group.
             grid: [L, H, P] int64 pages of the candidates.
-            store_pages: The first pages of each head, whose tokens were scored before.
-            positions: [N] or [3, N] int64 positions of the tokens behind them.
+            store_pages: The first pages of each head, with tokens that were scored before.
+            positions: [N] or [3, N] int64 positions of the tokens after them.
             ages: [N] of these tokens: tokens from each to the end of the cache, itself included.
             eviction: That of the request.
 
@@ -180,7 +180,7 @@ class Probes:
         return found
 
     def _rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
-        """That of the last call where it was for the same: groups and layers ask one by one."""
+        """Return the last rotation if it is the same: groups and layers ask one by one."""
         known = self._rotations.get(id(rotary.module))
         # On a GPU a comparison would wait for the device.
         same = known is not None and (

@@ -9,7 +9,7 @@ from torch.nn.functional import gelu
 
 @dataclass(frozen=True)
 class Rotation:
-    """What takes the rotation out of keys at N positions.
+    """The inverse rotation of keys at N positions.
 
     R pairs of dimensions are rotated, from ``first`` on; the others are not.
 
@@ -93,7 +93,7 @@ def key_scores(
 
 
 def _by_dimension(keys: torch.Tensor) -> bool:
-    """Whether keys [H, N, D] lie dimension by dimension in memory, as CPU kernels store them."""
+    """Return True if keys [H, N, D] are stored dimension by dimension, as on CPUs."""
     return keys.stride(-2) < keys.stride(-1)
 
 
@@ -106,7 +106,7 @@ class Network:
         rest: [H, U, 3] float32: weights of the key's norm, of 1, and of the logarithm of the head's
             share of the norms of the token's values.
         out: [H, 1, U] float32.
-        shares: [H, 1] float32: weight of the logarithm of the share beside the units.
+        shares: [H, 1] float32: weight of the logarithm of the share, in addition to the units.
 
     """
 
