@@ -148,7 +148,7 @@ def test_a_rank_draws_what_one_rank_alone_draws_for_its_heads():
 
 
 def test_what_it_cannot_do_is_an_error():
-    with pytest.raises(ValueError, match="needs 6 slots beside protected tokens, not 5"):
+    with pytest.raises(ValueError, match="needs 6 slots in addition to protected tokens, not 5"):
         Head(SubGenStream(), 32, protected=27).evict(400)
     assert Head(SubGenStream(), 32, protected=26).evict(400).kept.shape == (2, 32)
     columns = torch.ones(1, 40, dtype=torch.bool)

@@ -19,10 +19,10 @@ def requirements(name: str) -> Requirements:
 @pytest.mark.parametrize(
     "contradiction, says",
     [
-        (dict(value_shares=True), "1 floats"),
-        (dict(key_scores=True), "1 floats"),
-        (dict(every_query=True, attention="a:B"), "1 floats"),
-        (dict(weighs=True, floats_per_token=1, attention="a:B"), "2 floats"),
+        (dict(value_shares=True), "floats_per_token of at least 1"),
+        (dict(key_scores=True), "floats_per_token of at least 1"),
+        (dict(every_query=True, attention="a:B"), "floats_per_token of at least 1"),
+        (dict(weighs=True, floats_per_token=1, attention="a:B"), "floats_per_token of at least 2"),
         (dict(every_query=True, floats_per_token=1), "must name an attention extension"),
         (dict(weighs=True, floats_per_token=2), "must name an attention extension"),
         (dict(attention="a:B"), "must name an attention extension"),

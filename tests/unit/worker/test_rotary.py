@@ -98,7 +98,7 @@ def test_the_module_beside_the_attention_is_found():
     assert find(model, beside.attn).module is module
     assert find(model, none.attn) is None and find(model, off.attn) is None
     model.layers.append(bare)
-    with pytest.raises(ValueError, match="not near its attention"):
+    with pytest.raises(ValueError, match="in no module that contains its attention"):
         find(model, bare.attn)
     model.rotary_emb = module
     assert find(model, bare.attn).module is module
