@@ -323,6 +323,7 @@ class Day:
             "own_settings": self.wishes,
             "evictions_at_point": tally.at_point,
             "evictions_inside": tally.inside,
+            "evictions_at_once": counters.evictions - counters.evictions_pressure,
             "refused": self.refused,
             "steps_switched_off": tally.switched_off,
             "put_off": tally.put_off,

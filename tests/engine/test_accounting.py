@@ -42,12 +42,10 @@ def test_nor_under_pressure() -> None:
         run(under_pressure(scenario), totals)
 
     names = """
-        evictions_pressure requests_whole requests_evicted preemptions aborts
+        evictions_pressure evictions_at_once requests_whole requests_evicted preemptions aborts
         resets prefix_hits steps_switched_off skipped_shared
     """.split()
     play_until_seen(accounting, max(1, EXAMPLES // 2), totals, names)
-    always = totals["evictions"] - totals["evictions_pressure"]
-    assert always > 0, "no request asked to be evicted at once"
 
 
 def test_nor_where_prompts_evict_as_they_stream_in() -> None:
