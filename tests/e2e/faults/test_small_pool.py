@@ -50,7 +50,7 @@ def test_a_storm_leaves_nothing_behind(small_pool):
 
     # Admissions keep room for those that evict, so it is those that never do who are preempted.
     storm = Storm(small_pool, longest=900, limit=SMALL_LEN, seed=2, growing=16)
-    storm.run(size(300, 10000), concurrency=40)
+    storm.run(size(400, 10000), concurrency=40)
     print(f"\n{dict(storm.done)}")
     assert storm.wrong == []
 
