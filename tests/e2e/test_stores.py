@@ -171,7 +171,7 @@ def test_a_file_that_is_not_what_it_must_be_is_refused(tiny_model, tmp_path):
 
 
 def test_files_follow_the_weights_through_resets(tiny_model, tmp_path):
-    """As after sleep, whose weights are the same, and after updates, on which other ones follow."""
+    """Reload as vLLM does: sleep keeps the weights, and an update replaces them."""
     settings = SETTINGS | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as run:
         tiers = run.worker.kv_eviction.stores.tiers

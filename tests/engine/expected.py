@@ -39,7 +39,7 @@ class Expected:
         """Tokens that each request had when it was admitted last: its prompt, or all to replay."""
 
     def asked(self, request: Any) -> Asked:
-        """What the request asked for."""
+        """The eviction options that the request asked for."""
         setup = self._setup
         client = self._clients[request.request_id]
         return Asked(client, setup.policy, setup.when, setup.prefill_interval)
@@ -62,7 +62,7 @@ class Expected:
         return before > (tail // self._setup.block_size or self.store_blocks(group, request, n))
 
     def store_blocks(self, group: int, request: Any, n: int) -> int:
-        """What an eviction at ``n`` keeps, at least what it would keep of the prompt.
+        """Blocks that an eviction at ``n`` keeps, never fewer than it keeps of the prompt.
 
         The pages of protected tokens, which every head has, are added to the budget's.
         """

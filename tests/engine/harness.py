@@ -67,7 +67,7 @@ class Engine:
         self.pending: deque[Any] = deque()
         self.requests: list[Request] = []
         self.handed_over: set[str] = set()
-        """Requests whose answers say that another server finds their store."""
+        """Requests reported as having a store that another server can find."""
         self.steps = 0
 
     def _sample(self, request_id: str, tokens: list[int]) -> int:

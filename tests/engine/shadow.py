@@ -89,7 +89,7 @@ class ShadowWorker:
         self.files: StoreFiles | None = None
         """Where stores are written to; of their content only names and sizes are real."""
         self.disk: dict[str, list[tuple[Any, ...]]] = {}
-        """What the files stand for, as :attr:`host`."""
+        """The expected content of the store files, in the form of :attr:`host`."""
         self.tensors: Callable[[StoreCopy], dict[str, torch.Tensor]] = lambda copy: {}
         """Tensors of a store as a file must have them."""
         self.generation = ""

@@ -107,16 +107,16 @@ def with_a_prompt_that_waits(length: int) -> int:
 
 
 def test_a_prompt_that_waits_is_not_walked_through_in_every_step():
-    """A user beside whom a prompt of 131,072 tokens waits: 61 ms for each token.
+    """A user shares the server with a waiting prompt of 131,072 tokens: 61 ms per token.
 
-    The blocks that it holds at once were found by going through all its evictions, for each group.
+    That is the cost if each step goes through all evictions of the prompt, for each group.
     """
     short, long = with_a_prompt_that_waits(300), with_a_prompt_that_waits(5000)
     assert long - short < 30, f"lines: {short}, {long}"
 
 
 def test_prompts_that_evict_as_they_stream_in_do_not_all_do_so_in_one_step():
-    """A user whose tokens wait for the evictions of 40 prompts at short intervals."""
+    """The evictions of 40 prompts, at short intervals, delay the tokens of one user."""
     setup = replace(SYNC, prefill_interval=32, interval=0, longest=600, max_num_seqs=40)
     core = Bare(replace(setup, max_batched=2048, blocks=900))
     requests = [core.add(tokens(200, seed), 2) for seed in range(40)]

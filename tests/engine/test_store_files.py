@@ -49,7 +49,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def serve(folder: Path, setup=SYNC, memory: int = 0, **options: Any):
-    """An engine whose stores are in files of a folder, and in ``memory``."""
+    """Build an engine that keeps stores in the files of a folder and in ``memory``."""
     core: Any = engine(replace(setup, blocks=90, memory=10**9, max_batched=512, **options))
     core.regions = shared_memory()
     stores: Any = core.scheduler._stores

@@ -1,4 +1,4 @@
-"""What a profile says of answers: counted by hand, of a model that loses what it is told to."""
+"""A profile states its quality: compared with hand counts for a model with known losses."""
 
 import random
 from types import SimpleNamespace

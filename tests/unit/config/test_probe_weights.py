@@ -30,7 +30,7 @@ def prose(size: int = 8, **changes: Any) -> dict[str, Any]:
 
 
 def network(**changes: Any) -> dict[str, Any]:
-    """What a file has of networks of five units, over keys of eight dimensions."""
+    """Build a profile's networks: five units each, over keys of eight dimensions."""
     value: dict[str, Any] = random_weights(MODEL, 8, units=5).to_json()["network"]
     return value | changes
 
