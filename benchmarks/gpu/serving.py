@@ -6,8 +6,12 @@ graphs. ``--tiny`` replaces the model by a small one, to try the script on a CPU
 """
 
 import argparse
+import contextlib
 import re
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,41 +55,71 @@ def logged(log: str) -> dict[str, Any]:
     return {"cuda_kernels": KERNELS in log} | ({"attention": kernel[1]} if kernel else {})
 
 
-def run(service: Service, args: argparse.Namespace, part: Part, model: Path, vocab: int) -> None:
-    """A server and its missing rows, if there is time for all of them."""
-    jobs = [job for job in service.jobs if not part.has(job.key)]
-    needed = START_S + sum(job.seconds for job in jobs)
-    # A start is dear, so a server is asked everything or, in this call, nothing.
-    if not jobs or not part.fits(needed, *(job.key for job in jobs)):
-        return
+def command(service: Service, args: argparse.Namespace) -> list[str]:
+    """Arguments of ``vllm serve`` behind the model."""
     blocks = -(-service.longest // args.block_size)
     options = [
         "--load-format", "dummy", "--max-model-len", str(blocks * args.block_size),
         "--block-size", str(args.block_size), "--max-num-seqs", str(args.max_num_seqs),
         "--kv-cache-memory-bytes", str(service.kv_bytes),
     ]  # fmt: skip
-    log = args.scratch / f"{service.name}.log"
-    options += [*service.eviction, *args.serve_args.split()]
+    if args.together > 1:
+        # vLLM checks this share at start-up, also where the bytes of the KV cache are given.
+        options += ["--gpu-memory-utilization", f"{0.9 / args.together:.2f}"]
+    return [*options, *service.eviction, *args.serve_args.split()]
 
-    def asked(job: Job, server: Server) -> dict[str, Any]:
+
+def missing(service: Service, part: Part) -> list[Job]:
+    return [job for job in service.jobs if not part.has(job.key)]
+
+
+def ask_all(service: Service, server: Server, args: argparse.Namespace, part: Part) -> None:
+    """Measure the missing rows of a server that is ready, as far as the time allows."""
+    jobs, vocab = missing(service, part), args.vocab
+    # What only a whole request makes vLLM compile.
+    longest = max(job.key["input"] for job in jobs)
+    ask(server, longest, min(40, service.longest - longest), vocab, seed=-1)
+
+    def asked(job: Job) -> dict[str, Any]:
         try:
             found = figures(server, job, vocab)
         except Exception as error:
-            raise RuntimeError(f"{error}\n{log.read_text()[-2000:]}") from error
-        return found | logged(log.read_text()) | {"kv_bytes": service.kv_bytes}
+            raise RuntimeError(f"{error}\n{server.log.read_text()[-2000:]}") from error
+        return found | logged(server.log.read_text()) | {"kv_bytes": service.kv_bytes}
 
-    try:
-        with Server(model, options, log, READY_S) as server:
-            # What only a whole request makes vLLM compile.
-            longest = max(job.key["input"] for job in jobs)
-            ask(server, longest, min(40, service.longest - longest), vocab, seed=-1)
-            for job in jobs:
-                if part.fits(job.seconds, job.key):
-                    part.attempt(job.key, lambda job=job: asked(job, server))
-    except Exception as error:
-        for job in jobs:
-            if not part.has(job.key):
-                part.fail(job.key, error)
+    for job in jobs:
+        if part.fits(job.seconds, job.key):
+            part.attempt(job.key, lambda job=job: asked(job))
+
+
+def run(services: list[Service], args: argparse.Namespace, part: Part, model: Path) -> None:
+    """Start servers at the same time, ask one after another; or none, if time is short."""
+    services = [one for one in services if missing(one, part)]
+    jobs = [job for one in services for job in missing(one, part)]
+    # A start is dear, so a server is asked everything or, in this call, nothing.
+    if not jobs or not part.fits(
+        START_S + sum(job.seconds for job in jobs), *(j.key for j in jobs)
+    ):
+        return
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(services)) as pool:
+        starting = []
+        for one in services:
+            log = args.scratch / f"{one.name}.log"
+            server = Server(model, command(one, args), log, READY_S)
+            starting.append(pool.submit(stack.enter_context, server))
+        for one, future in zip(services, starting, strict=True):
+            try:
+                ask_all(one, future.result(), args, part)
+            except Exception as error:
+                for job in missing(one, part):
+                    part.fail(job.key, error)
+
+
+def batched(services: list[Service], size: int) -> Iterator[list[Service]]:
+    """Successive lists of at most ``size`` services."""
+    left = iter(services)
+    while turn := list(islice(left, size)):
+        yield turn
 
 
 def sweep(args: argparse.Namespace) -> Part:
@@ -95,8 +129,10 @@ def sweep(args: argparse.Namespace) -> Part:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     part = Part("serving", args, device, choice=("loads", "shares", "prefills", "only"))
     planned = [one for one in services(args, config) if one.name in (args.only or [one.name])]
-    for service in sorted(planned, key=lambda one: part.failed(job.key for job in one.jobs)):
-        run(service, args, part, model, config["vocab_size"])
+    args.vocab = config["vocab_size"]
+    planned.sort(key=lambda one: part.failed(job.key for job in one.jobs))
+    for services_of_a_turn in batched(planned, args.together):
+        run(services_of_a_turn, args, part, model)
     return part
 
 
@@ -113,6 +149,12 @@ def main() -> None:
     parser.add_argument("--policy", default="ada-snapkv")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        help="servers that start at the same time; each is measured alone",
+    )
     parser.add_argument("--serve-args", default="", help="further arguments of vllm serve")
     parser.add_argument("--scratch", type=Path, help="for the model and the servers' logs",
                         default=Path(tempfile.gettempdir()) / "kvevict-gpu")  # fmt: skip

@@ -13,6 +13,8 @@ SETTINGS = dict(policy="ada-snapkv", budget=96, interval=32)
 GRAPHS = dict(
     enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 )
+# vLLM checks this share even where the bytes of the KV cache are given; several tests may run.
+SHARED = dict(gpu_memory_utilization=0.1)
 PROMPTS = [random_prompt(n, seed=n) for n in (300, 133, 1, 280)]
 
 
@@ -42,7 +44,9 @@ def agreement(model, run, outputs) -> tuple[float, float]:
 
 
 def test_the_eviction_counter_rises_under_full_graphs(tiny_model):
-    with engine(tiny_model, SETTINGS, max_model_len=1024, max_num_seqs=8, **GRAPHS) as run:
+    with engine(
+        tiny_model, SETTINGS, max_model_len=1024, max_num_seqs=8, **GRAPHS, **SHARED
+    ) as run:
         sizes = replays(run)
         outputs = run.generate(PROMPTS, 150)
         assert len(sizes) > 100
@@ -56,7 +60,9 @@ def test_the_eviction_counter_rises_under_full_graphs(tiny_model):
 def test_xformers_runs_without_full_graphs(tiny_model):
     pytest.importorskip("xformers", reason="needs pip install 'vllm-kvevict[xformers]'")
     settings = dict(SETTINGS, attention="xformers")
-    with engine(tiny_model, settings, max_model_len=1024, max_num_seqs=8, **GRAPHS) as run:
+    with engine(
+        tiny_model, settings, max_model_len=1024, max_num_seqs=8, **GRAPHS, **SHARED
+    ) as run:
         sizes = replays(run)
         outputs = run.generate(PROMPTS, 150)
         assert not sizes and run.counters.evictions_decode >= 4
@@ -72,7 +78,12 @@ def test_graphs_and_eager_give_the_same_tokens(tiny_model, attention, cache):
     tokens = []
     for mode in (GRAPHS, dict(enforce_eager=True)):
         options = dict(
-            dtype="bfloat16", kv_cache_dtype=cache, max_model_len=1024, max_num_seqs=8, **mode
+            dtype="bfloat16",
+            kv_cache_dtype=cache,
+            max_model_len=1024,
+            max_num_seqs=8,
+            **mode,
+            **SHARED,
         )
         with engine(tiny_model, settings, **options) as run:
             sizes = replays(run)
@@ -92,13 +103,15 @@ def test_the_kernels_evict_between_replays(policy, head_dim, monkeypatch):
     launched: list[int] = []
     launch = FusedEvictions.run
 
-    def counted(self, name, evictions, rows):
+    def counted(self, name, evictions, *args):
         launched.append(len(evictions))
-        return launch(self, name, evictions, rows)
+        return launch(self, name, evictions, *args)
 
     monkeypatch.setattr(FusedEvictions, "run", counted)
     model = cached_tiny_llama(kv_heads=2, head_dim=head_dim, dtype="bfloat16")
-    options = dict(dtype="bfloat16", block_size=16, max_model_len=1024, max_num_seqs=8, **GRAPHS)
+    options = dict(
+        dtype="bfloat16", block_size=16, max_model_len=1024, max_num_seqs=8, **GRAPHS, **SHARED
+    )
     tokens = []
     for listened in (False, True):
         with engine(model, dict(SETTINGS, policy=policy), **options) as run:

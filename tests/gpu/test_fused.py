@@ -8,6 +8,7 @@ from vllm_kvevict.ops.cuda.extension import is_built
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("one_rank"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(not is_built(), reason="needs the extension: docs/kernels.md, Building"),
 ]

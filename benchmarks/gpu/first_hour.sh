@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# The first hour on a GPU machine, in parts of less than ten minutes, without a network.
+#
+#   OUT=folder benchmarks/gpu/first_hour.sh PART...
+#
+# Parts: unpack env tests attention eviction smoke serving sanitizer report. Each writes OUT/PART.log
+# and a line of OUT/parts.tsv (part, seconds, exit status); a part that fails does not stop the
+# others. Files in EARLIER (a folder) are continued: result files of the same commit and machine.
+# The following variables change parts:
+#   DEADLINE         seconds after the start at which everything has ended (570)
+#   SITE             folder with vLLM and this package's metadata (/tmp/site); "unpack" fills it
+#                    from .gpu/one/*.tar.xz, which prepare.sh makes
+#   TESTS            arguments of pytest instead of "tests/gpu"
+#   ATTENTION_ARGS, EVICTION_ARGS, SERVING_ARGS, SMOKE_ARGS   are added to each command
+set -uo pipefail
+started=$(date +%s)
+cd "$(dirname "$0")/../.."
+: "${OUT:?the folder that takes logs and results}"
+mkdir -p "$OUT"
+export until=0 OUT PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+export SITE=${SITE:-/tmp/site} PYTHON=${PYTHON:-python3}
+export PYTHONPATH=$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}
+if [[ -e $SITE/commit ]]; then
+    KVEVICT_COMMIT=$(<"$SITE/commit")
+    export KVEVICT_COMMIT
+fi
+until=$((started + ${DEADLINE:-570} - 10))
+[[ ${EARLIER:-} ]] && cp -n "$EARLIER"/*.json "$OUT/" 2>/dev/null
+
+unpack() {
+    mkdir -p "$SITE"
+    local archive
+    for archive in .gpu/one/*.tar.xz; do
+        xz -dc -T0 "$archive" | tar -x -C "$SITE" || return
+    done
+    cp "$SITE/_C.abi3.so" vllm_kvevict/ops/cuda/
+}
+
+env_() {
+    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.limit --format=csv
+    nvcc --version | tail -n 2
+    "$PYTHON" - <<'PY'
+from importlib import metadata
+import torch, triton, vllm
+print("vllm", vllm.__version__, "torch", torch.__version__, "triton", triton.__version__)
+print(*metadata.entry_points(group="vllm.general_plugins"))
+import vllm._custom_ops
+from vllm.vllm_flash_attn import is_fa_version_supported
+print("FlashAttention 3:", is_fa_version_supported(3))
+from vllm_kvevict.ops.cuda import extension
+print("CUDA extension:", extension.obstacle() or "loads")
+PY
+}
+
+tests_() {
+    # shellcheck disable=SC2086
+    "$PYTHON" -m pytest -p no:cacheprovider -m gpu -n 8 --dist worksteal -q --timeout 150 \
+        --durations 8 ${TESTS:-tests/gpu}
+}
+
+attention() {
+    # shellcheck disable=SC2086
+    "$PYTHON" -m benchmarks.gpu.attention --until "$until" --output "$OUT/attention.json" ${ATTENTION_ARGS:-}
+}
+
+eviction() {
+    # shellcheck disable=SC2086
+    "$PYTHON" -m benchmarks.gpu.eviction --until "$until" --output "$OUT/eviction.json" ${EVICTION_ARGS:-}
+}
+
+smoke() {
+    # shellcheck disable=SC2086
+    "$PYTHON" -m benchmarks.gpu.serving --output "$OUT/smoke.json" --loads 2000/64/4/8 \
+        --only 8x-2000 --until "$until" ${SMOKE_ARGS:-}
+}
+
+serving() {
+    # shellcheck disable=SC2086
+    "$PYTHON" -m benchmarks.gpu.serving --until "$until" --output "$OUT/serving.json" ${SERVING_ARGS:-}
+}
+
+sanitizer() {
+    compute-sanitizer --tool memcheck "$PYTHON" -m pytest -p no:cacheprovider -m gpu -q -x \
+        ${SANITIZED:-tests/gpu/test_kernels.py -k scores}
+}
+
+report() { "$PYTHON" -m benchmarks.gpu.report "$OUT"; }
+
+failed=()
+for part in "$@"; do
+    left=$((until - $(date +%s)))
+    if ((left < 5)); then
+        printf '%s\t0\tno time\n' "$part" >>"$OUT/parts.tsv"
+        failed+=("$part")
+        continue
+    fi
+    begun=$(date +%s)
+    name=$part
+    [[ $part == env || $part == tests ]] && name=${part}_
+    export -f "${name?}"
+    # In a session of its own: what a part leaves running ends with it.
+    timeout --kill-after=10 "$left" bash -c "$name" >"$OUT/$part.log" 2>&1
+    status=$?
+    printf '%s\t%s\t%s\n' "$part" "$(($(date +%s) - begun))" "$status" | tee -a "$OUT/parts.tsv"
+    tail -n "${TAIL:-12}" "$OUT/$part.log"
+    ((status)) && failed+=("$part")
+done
+if ((${#failed[@]})); then
+    echo "failed, or no time: ${failed[*]}" >&2
+    exit 1
+fi
