@@ -73,8 +73,8 @@ class SharedServers(LoadScopeScheduling):  # type: ignore[misc]
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedServers:
-    return SharedServers(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedServers | None:
+    return SharedServers(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,6 +47,7 @@ def runs(step: Step) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {TRITON: step.run_triton}
     if step.device.type == "cuda":
         found[FLASH] = flash_per_head(step)
+        found["flash, longest first"] = flash_per_head(step, longest_first=True)
         found["flash, equal lengths"] = flash_equal(step)
         capability = torch.cuda.get_device_capability(step.device)
         if capability <= GATHERED[1] and importlib.util.find_spec("xformers"):
@@ -62,7 +63,9 @@ def row(args: argparse.Namespace, requests: int, budget: int) -> dict[str, Any]:
     longest = max(args.max_model_len, 8 * budget + args.tail)
     shape = Shape(args.heads, args.group, args.head_size, args.block_size, requests, longest)
     dtype = getattr(torch, args.dtype)
-    step = Step(requests, budget, args.tail, shape, dtype, device, layers=args.layers)
+    step = Step(
+        requests, budget, args.tail, shape, dtype, device, sigma=args.sigma, layers=args.layers
+    )
     figures: dict[str, Any] = {
         "copy_gb_per_s": bandwidth / 1e9,
         "bytes": step.num_bytes,
@@ -102,6 +105,12 @@ def main() -> None:
     parser.add_argument("--budgets", type=numbers, default=list(BUDGETS))
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--tail", type=int, default=96, help="tokens behind the tail start")
+    parser.add_argument(
+        "--sigma",
+        type=float,
+        default=1.0,
+        help="spread of the heads' shares: standard deviation of their logarithm",
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")

@@ -23,15 +23,29 @@ def _common(step: Step) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def flash_per_head(step: Step) -> Callable[[], None]:
-    """A step of one sequence per head: lengths, and in each layer ring, page table, attention."""
+def flash_per_head(step: Step, longest_first: bool = False) -> Callable[[], None]:
+    """A step of one sequence per head: lengths, and in each layer ring, page table, attention.
+
+    With ``longest_first`` sequences are in descending order of length. The order changes only at
+    evictions, so it is made before; a step gathers the queries and scatters the results. The page
+    tables are made before as well, and a step writes another one, whose time is the same.
+    """
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     sequences, size = step.requests * step.shape.num_heads, step.shape.head_size
+    query, out = (x.view(sequences, -1, size) for x in (step.query, step.out))
     common = _common(step) | dict(
-        q=step.query.view(sequences, -1, size), out=step.out.view(sequences, -1, size),
         cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=step.device),
     )  # fmt: skip
+    orders, tables, lengths = [], [], []
+    if longest_first:
+        step.measure()
+        mine, done = torch.empty_like(query), torch.empty_like(out)
+        for layer in range(step.layers):
+            order = step.lengths[layer, :sequences].argsort(descending=True)
+            orders.append(order)
+            lengths.append(step.lengths[layer, order].contiguous())
+            tables.append(step.write_table(layer)[order].contiguous())
 
     def run() -> None:
         step.measure()
@@ -39,9 +53,18 @@ def flash_per_head(step: Step) -> Callable[[], None]:
             step.observe(layer)
             table = step.write_table(layer)
             keys, values = head_pages(step.cache(layer))
+            if not longest_first:
+                flash_attn_varlen_func(
+                    q=query, out=out, block_table=table, k=keys, v=values,
+                    seqused_k=step.lengths[layer], **common,
+                )  # fmt: skip
+                continue
+            torch.index_select(query, 0, orders[layer], out=mine)
             flash_attn_varlen_func(
-                block_table=table, k=keys, v=values, seqused_k=step.lengths[layer], **common
-            )
+                q=mine, out=done, block_table=tables[layer], k=keys, v=values,
+                seqused_k=lengths[layer], **common,
+            )  # fmt: skip
+            out.index_copy_(0, orders[layer], done)
 
     return run
 

@@ -3,7 +3,7 @@
 #
 #   OUT=folder benchmarks/gpu/first_hour.sh PART...
 #
-# Parts: unpack env tests attention eviction smoke serving sanitizer report. Each writes OUT/PART.log
+# Parts: unpack env tests attention tune eviction smoke serving sanitizer report. Each writes OUT/PART.log
 # and a line of OUT/parts.tsv (part, seconds, exit status); a part that fails does not stop the
 # others. Files in EARLIER (a folder) are continued: result files of the same commit and machine.
 # The following variables change parts:
@@ -11,13 +11,15 @@
 #   SITE             folder with vLLM and this package's metadata (/tmp/site); "unpack" fills it
 #                    from .gpu/one/*.tar.xz, which prepare.sh makes
 #   TESTS            arguments of pytest instead of "tests/gpu"
-#   ATTENTION_ARGS, EVICTION_ARGS, SERVING_ARGS, SMOKE_ARGS   are added to each command
+#   ATTENTION_ARGS, TUNE_ARGS, EVICTION_ARGS, SERVING_ARGS, SMOKE_ARGS   are added to each command
 set -uo pipefail
 started=$(date +%s)
 cd "$(dirname "$0")/../.."
 : "${OUT:?the folder that takes logs and results}"
 mkdir -p "$OUT"
 export until=0 OUT PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+# The bundle has no FlashInfer, whose sampler vLLM would import.
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 export SITE=${SITE:-/tmp/site} PYTHON=${PYTHON:-python3}
 export PYTHONPATH=$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}
 if [[ -e $SITE/commit ]]; then
@@ -54,13 +56,18 @@ PY
 
 tests_() {
     # shellcheck disable=SC2086
-    "$PYTHON" -m pytest -p no:cacheprovider -m gpu -n 8 --dist worksteal -q --timeout 150 \
-        --durations 8 ${TESTS:-tests/gpu}
+    "$PYTHON" -m pytest -p no:cacheprovider -m gpu -n 8 --dist load -v --timeout 150 \
+        --tb short --durations 8 ${TESTS:-tests/gpu}
 }
 
 attention() {
     # shellcheck disable=SC2086
     "$PYTHON" -m benchmarks.gpu.attention --until "$until" --output "$OUT/attention.json" ${ATTENTION_ARGS:-}
+}
+
+tune() {
+    # shellcheck disable=SC2086
+    "$PYTHON" -m benchmarks.gpu.tune --until "$until" --output "$OUT/tune.json" ${TUNE_ARGS:-}
 }
 
 eviction() {

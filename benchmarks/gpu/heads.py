@@ -30,6 +30,7 @@ class Step:
         dtype: Of queries and cache.
         device: Where.
         equal: Give every head as many pages.
+        sigma: Standard deviation of the logarithm of a head's share of the store.
         layers: Of a model, whose lengths and plans of work are made together.
         cache_bytes: As :data:`CACHE_BYTES`.
 
@@ -42,6 +43,7 @@ class Step:
     dtype: torch.dtype
     device: torch.device
     equal: bool = False
+    sigma: float = 1.0
     layers: int = 32
     cache_bytes: int = CACHE_BYTES
 
@@ -69,7 +71,7 @@ class Step:
         self.block_table = torch.zeros(self.requests, first + self.tail_blocks, **numbers)
         self.block_table[:, first:] = ids[:, self.store_blocks :].to(**numbers)
         splits = [
-            page_split(self.requests, heads, self.store_blocks, rand, self.equal)
+            page_split(self.requests, heads, self.store_blocks, rand, self.equal, self.sigma)
             for _ in range(self.layers)
         ]
         self.head_indptr = torch.stack(splits).to(**numbers)
@@ -150,14 +152,19 @@ class Step:
 
 
 def page_split(
-    requests: int, heads: int, store_blocks: int, rand: torch.Generator, equal: bool = False
+    requests: int,
+    heads: int,
+    store_blocks: int,
+    rand: torch.Generator,
+    equal: bool = False,
+    sigma: float = 1.0,
 ) -> torch.Tensor:
     """[R, H + 1] pages: log-normal shares, at least one each, as adaptive budgets look."""
     total = store_blocks * heads
     if equal:
         pages = torch.full((requests, heads), store_blocks)
     else:
-        share = torch.randn(requests, heads, generator=rand).exp()
+        share = (sigma * torch.randn(requests, heads, generator=rand)).exp()
         share = share / share.sum(1, keepdim=True) * (total - heads)
         pages = 1 + share.long()
         pages[:, 0] += total - pages.sum(1)
