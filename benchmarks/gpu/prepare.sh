@@ -1,73 +1,58 @@
 #!/usr/bin/env bash
-# Gathers in .gpu/ what a GPU machine without a network needs, and prints the commands to run there.
+# Gathers in .gpu/one what a GPU machine without a network needs: vLLM 0.32.0, its Python packages,
+# and this checkout's extension, in two archives of less than 60 MB together.
 #
-#   benchmarks/gpu/prepare.sh           once before measuring, on a host without a GPU
+#   benchmarks/gpu/prepare.sh           on a host with nvcc, without a GPU
 #
-# It needs nvcc, a package index and ../shared/gpu/offline_bundle.sh (BUNDLE names another). What is
-# there already is kept; the extension and the commit are made anew. ARCHS names what to compile
-# for: 90, of H100 and H200.
-# RESULTS names a folder of earlier result files that the machine goes on with.
+# The machine needs Python 3.12 and a CUDA 13 build of torch 2.11 or newer; benchmarks/gpu/first_hour.sh
+# unpacks the archives there. BUNDLE names the script that fetches vLLM and its packages in four parts
+# (../shared/gpu/offline_bundle.sh), and ARCHS the GPU (90: H100 and H200). Packages that are there
+# already are kept; the extension and the commit are made anew.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3}
+python=${PYTHON:-.venv/bin/python}
 bundle=${BUNDLE:-../shared/gpu/offline_bundle.sh}
-gpu=.gpu
-most_mib=64
-mkdir -p "$gpu/results" "$gpu/plugin"
+arch=${ARCHS:-90}
+gpu=$PWD/.gpu
+mkdir -p "$gpu/one"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 
-if [[ ! -e $gpu/bundle/part4/install.sh ]]; then
-    bash "$bundle" "$gpu/bundle"
+if [[ ! -e $gpu/one/site.tar.xz ]]; then
+    [[ -e $gpu/bundle/part4/install.sh ]] || bash "$bundle" "$gpu/bundle"
+    site=$work/site
+    mkdir "$site"
+    platforms=()
+    for version in 2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17; do
+        platforms+=(--platform "manylinux_${version}_x86_64")
+    done
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+        --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
+        --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
+        --target "$site" "$gpu"/bundle/part1/whl/*.whl
+    tar -C "$site" -xJf "$gpu/bundle/part2/vllm.tar.xz"
+    cat "$gpu"/bundle/part[34]/kernels.a? | tar -C "$site" -xJ
+    kernels=$site/vllm/_C_stable_libtorch.abi3.so
+    "$python" -m benchmarks.gpu.slim "$kernels" "$arch" "$work/slim.so"
+    mv "$work/slim.so" "$kernels"
+    rm -rf "$site/bin"
+    tar -C "$site" -c . | xz -T0 -6 >"$gpu/one/site.tar.xz"
 fi
 
 # Built from a copy: an extension that stands in the package is not touched.
-build=$(mktemp -d)
-trap 'rm -rf "$build"' EXIT
+build=$work/build plugin=$work/plugin
+mkdir "$build" "$plugin"
 git ls-files -z | tar -c --null -T - | tar -x -C "$build"
 (
     cd "$build"
-    export KVEVICT_CUDA=1 KVEVICT_CUDA_ARCHS=${ARCHS:-90}
-    "$python" setup.py -q build_ext --inplace
+    export KVEVICT_CUDA=1 KVEVICT_CUDA_ARCHS=$arch
+    "$OLDPWD/$python" setup.py -q build_ext --inplace
     # By its entry point vLLM finds the plugin, without an installation.
-    "$python" setup.py -q dist_info
+    "$OLDPWD/$python" setup.py -q dist_info
 )
-rm -rf "$gpu/plugin"/*
-cp -r "$build/vllm_kvevict/ops/cuda/_C.abi3.so" "$build"/*.dist-info "$gpu/plugin/"
-git describe --always --dirty >"$gpu/plugin/commit"
-if [[ -n ${RESULTS:-} ]]; then
-    cp "$RESULTS"/{attention,eviction,serving}*.json "$gpu/results/" 2>/dev/null || true
-fi
-
-mib() { du -cm "$@" | tail -n 1 | cut -f 1; }
-tracked=$(git ls-files -z --cached --others --exclude-standard | du -cm --files0-from=- |
-    tail -n 1 | cut -f 1)
-for number in 1 2 3; do
-    case $number in
-    1) carried=("$gpu/bundle/part1") ;;
-    2) carried=("$gpu/bundle/part2" "$gpu/bundle/part3") ;;
-    3) carried=("$gpu/bundle/part4" "$gpu/plugin" "$gpu/results") ;;
-    esac
-    total=$((tracked + $(mib "${carried[@]}")))
-    if ((total >= most_mib)); then
-        echo "error: call $number would carry $total MiB, and at most $most_mib travel" >&2
-        exit 1
-    fi
-    echo "call $number carries about $total MiB"
-done
-
-cat <<'END'
-
-Run on the device machine, in this order, each within 30 s of the end of the last. After a machine
-was given back the next one is bare: begin again with call 1.
-
-call 1: carry .gpu/bundle/part1
-    SITE=/tmp/site bash .gpu/bundle/part1/install.sh
-call 2: carry .gpu/bundle/part2 .gpu/bundle/part3
-    for p in 2 3; do SITE=/tmp/site bash .gpu/bundle/part$p/install.sh; done
-call 3: carry .gpu/bundle/part4 .gpu/plugin .gpu/results
-    STEPS=smoke DEADLINE=200 bash benchmarks/gpu/session.sh
-  says whether the kernels load, and whether a server starts and evicts.
-call 4, and again until no row is left: carry .gpu/plugin .gpu/results
-    bash benchmarks/gpu/session.sh
-
-After each: cp files_at/*.json .gpu/results/ (what it names; gpu.md is the table so far).
-END
+cp -r "$build/vllm_kvevict/ops/cuda/_C.abi3.so" "$build"/*.dist-info "$plugin/"
+git describe --always --dirty >"$plugin/commit"
+tar -C "$plugin" -cJf "$gpu/one/plugin.tar.xz" .
+du -cb "$gpu"/one/*.tar.xz
+echo "Copy this checkout and .gpu/one to the machine, and run there:"
+echo "  OUT=results benchmarks/gpu/first_hour.sh unpack env tests attention eviction smoke serving report"

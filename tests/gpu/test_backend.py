@@ -51,10 +51,12 @@ def test_a_decode_step_replayed_in_a_graph(kernel):
         live.seq_lens.copy_(host.seq_lens)
         live.block_table[:, : host.block_table.shape[1]] = host.block_table.cuda()
         backend.step.update(rows=host.rows[:6].long(), slots=torch.tensor([-1, 2, 0, -1, -1, -1]))
-        backend.builder.build(0, common_of(live, [1] * size))  # compiles, where it must
+        # It copies from the host, which waits.
+        common = common_of(live, [1] * size)
+        backend.builder.build(0, common)  # compiles, where it must
         torch.cuda.set_sync_debug_mode("error")
         try:
-            backend.builder.build(0, common_of(live, [1] * size))
+            backend.builder.build(0, common)
             graph.replay()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -12,7 +12,8 @@ from vllm_kvevict.timeline.rule import blocks_for
 
 Kernel = Literal["flash", "triton", "xformers"]
 
-SPLITS_PER_PROGRAM = 3
+SPLITS_PER_PROGRAM = 1
+"""Splits that fill the GPU, for each program. More of them cost time: measured on an H100."""
 MIN_SPLIT = 64
 MAX_SEQUENCES = 992
 """Maximum number of sequences of a call for which FlashAttention 3 splits keys."""

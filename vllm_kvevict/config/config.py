@@ -135,8 +135,8 @@ class EvictionConfig(BaseModel):
         description=(
             "Attention of evicted requests on a GPU: flash (FlashAttention), triton (a decode "
             "kernel that reads the eviction state), xformers (its memory-efficient attention; "
-            "decode steps without FULL graphs), or auto: flash if it is "
-            "version 3 or 4, else triton."
+            "decode steps without FULL graphs), or auto: flash with "
+            "FlashAttention 4, or with FlashAttention 3 and an FP8 cache; else triton."
         ),
     )
     store_memory: Size = Field(

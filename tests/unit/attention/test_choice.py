@@ -18,7 +18,9 @@ def config(attention: str = "auto") -> EvictionConfig:
 @pytest.mark.parametrize(
     ("capability", "dtype", "attention", "expected"),
     [
-        ((9, 0), "bfloat16", "auto", ("flash", "FLASH_ATTN")),
+        ((9, 0), "bfloat16", "auto", ("triton", "FLASH_ATTN")),
+        ((9, 0), "bfloat16", "flash", ("flash", "FLASH_ATTN")),
+        ((10, 0), "bfloat16", "auto", ("flash", "FLASH_ATTN")),
         ((8, 0), "float16", "flash", ("flash", "FLASH_ATTN")),
         ((8, 0), "float16", "auto", ("triton", "FLASH_ATTN")),
         ((12, 0), "bfloat16", "auto", ("triton", "FLASH_ATTN")),
@@ -82,7 +84,8 @@ def test_attention_sinks(build, gpu, names):
     for name, value in names.items():
         setattr(vllm_config.model_config.hf_text_config, name, value)
     gpu(9, 0)
-    assert choose(vllm_config, config()) == ("flash", "FLASH_ATTN")
+    assert choose(vllm_config, config()) == ("triton", "FLASH_ATTN")
+    assert choose(vllm_config, config("flash")) == ("flash", "FLASH_ATTN")
     gpu(8, 9)
     assert choose(vllm_config, config()) == ("triton", "TRITON_ATTN")
 

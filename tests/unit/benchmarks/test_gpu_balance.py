@@ -30,7 +30,7 @@ def test_schedules_of_splits():
 def test_the_longest_first_balance(requests):
     """What the decode kernel was built for: 95% of ideal on an H100, partial sums included."""
     args = Namespace(seed=1, heads=8, budget=1024, block_size=16, tail=96)
-    found, programs = balance.lengths(requests, args), 3 * 132
+    found, programs = balance.lengths(requests, args), 2 * 132
     costs = balance.Costs.of(group=4, head_size=128, itemsize=2)
     sequences = balance.cut(found, programs * SPLITS_PER_PROGRAM)
     ideal = sum(found) * costs.token

@@ -20,6 +20,7 @@ def arguments(folder: Path, **values: Any) -> Namespace:
         tiny=False, loads=serving.loads("6000/500/4/32,32000/4000/4/16"), shares=[12.5],
         prefills=[32768], few=16, repeats=3, policy="ada-snapkv", block_size=16, max_num_seqs=32,
         serve_args="", scratch=folder, output=folder / "serving.json", until=0, only=None,
+        together=1,
     )  # fmt: skip
     return Namespace(**given | values)
 

@@ -138,9 +138,8 @@ def test_programs_fit_a_multiprocessor(capability, size, fp8, tmp_path):
     tiles = re.findall(rf"local_alloc.*memdesc<(\d+)x{splits.TILE}x{size}x", made.asm["ttgir"])
     waits = set(re.findall(r"async_wait.*num = (\d+)", made.asm["ttgir"]))
     assert "mma.sync" in made.asm["ptx"]
-    ahead = stages == AHEAD
-    assert ahead == ((capability, size) != (80, 128))
-    assert tiles == [str(1 + ahead)] * 2 and (max(waits) > "0") == ahead
+    assert stages == AHEAD
+    assert tiles == ["2"] * 2 and max(waits) > "0"
 
 
 def resources(binary: bytes, folder: Path) -> dict[str, int]:
@@ -156,7 +155,7 @@ def resources(binary: bytes, folder: Path) -> dict[str, int]:
     [
         (128, 2, False, 100, (2, 3)),
         (64, 2, False, 100, (4, 3)),
-        (80, 2, False, 228, (3, 5)),
+        (80, 2, False, 228, (2, 5)),
         (256, 2, False, 228, (2, 2)),
         (256, 2, False, 100, (1, 2)),
         (256, 4, False, 100, (1, 1)),

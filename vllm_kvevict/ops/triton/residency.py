@@ -1,7 +1,8 @@
 """Number of programs of the decode kernel on a multiprocessor, and stages of their pipeline.
 
 A program that does not fit would start only after others end, and the launch would take twice as
-long. The numbers are those of the compiler in Triton 3.7; a test compiles the kernel and compares.
+long. A test compiles the kernel with Triton 3.7 and checks that the programs fit. For a row of 256
+bytes three programs would fit, but two were faster on an H100 (0.1 to 0.2 of its bandwidth).
 """
 
 from triton import next_power_of_2
@@ -26,8 +27,8 @@ def resident(head_size: int, itemsize: int, fp8: bool, shared_bytes: int) -> tup
 
     """
     row = max(16, next_power_of_2(head_size)) * itemsize
-    # Up to 128, 168 and 208 registers per thread. FP8 is widened in registers.
-    programs = 4 if row <= 128 else 3 if row <= 256 and not fp8 else 2
+    # Up to 128, 168 and 208 registers per thread.
+    programs = 4 if row <= 128 else 2
     tile = 2 * TILE * row // (itemsize if fp8 else 1)
     other = 3072 + 16 * row + RESERVED
     if programs * (2 * tile + other) <= shared_bytes:
