@@ -113,9 +113,9 @@ def balance(mine: Sequence[Sequence[int]], ideal: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=numbers, default=[16, 64, 128, 256, 512, 1024])
-    parser.add_argument("--splits", type=numbers, default=[SPLITS_PER_PROGRAM, 2, 6])
+    parser.add_argument("--splits", type=numbers, default=[SPLITS_PER_PROGRAM, 2, 3])
     parser.add_argument("--multiprocessors", type=int, default=132)
-    parser.add_argument("--programs", type=int, default=3, help="of a multiprocessor at once")
+    parser.add_argument("--programs", type=int, default=2, help="of a multiprocessor at once")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--tail", type=int, default=96)
     parser.add_argument("--heads", type=int, default=8)

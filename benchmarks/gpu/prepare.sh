@@ -10,7 +10,7 @@
 # already are kept; the extension and the commit are made anew.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-.venv/bin/python}
+python=${PYTHON:-$PWD/.venv/bin/python}
 bundle=${BUNDLE:-../shared/gpu/offline_bundle.sh}
 arch=${ARCHS:-90}
 gpu=$PWD/.gpu
@@ -46,9 +46,9 @@ git ls-files -z | tar -c --null -T - | tar -x -C "$build"
 (
     cd "$build"
     export KVEVICT_CUDA=1 KVEVICT_CUDA_ARCHS=$arch
-    "$OLDPWD/$python" setup.py -q build_ext --inplace
+    "$python" setup.py -q build_ext --inplace
     # By its entry point vLLM finds the plugin, without an installation.
-    "$OLDPWD/$python" setup.py -q dist_info
+    "$python" setup.py -q dist_info
 )
 cp -r "$build/vllm_kvevict/ops/cuda/_C.abi3.so" "$build"/*.dist-info "$plugin/"
 git describe --always --dirty >"$plugin/commit"

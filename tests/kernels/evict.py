@@ -182,7 +182,7 @@ def run(made: WorkerEviction, plans: list[StepPlan]) -> None:
 def assert_same(mine: WorkerEviction, other: WorkerEviction, near_ties: bool = False) -> None:
     """Both workers hold the same caches and tables.
 
-    With ``near_ties`` three pages in a hundred may differ, and heads may have one page more or less.
+    With ``near_ties`` 3% of the pages may differ, and heads may have one page more or less.
     """
     for name in NAMES:
         pages, theirs = (one.cache(name).pages.cpu() for one in (mine, other))
