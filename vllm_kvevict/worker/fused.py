@@ -34,6 +34,7 @@ from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
 from vllm_kvevict.policies.defensive import Defensive
+from vllm_kvevict.policies.kernels import has_kernels
 from vllm_kvevict.policies.probe import Probe
 from vllm_kvevict.policies.snapkv import SnapKV
 from vllm_kvevict.timeline.rule import blocks_for
@@ -108,13 +109,15 @@ class FusedEvictions:
     def takes(self, policy: str) -> bool:
         """Return True if the kernels compute a policy's scores."""
         scorer, groups = self._policies[policy].scorer, self._groups.values()
+        if not has_kernels(scorer):
+            return False
         if isinstance(scorer, Defensive | Probe):
             compiled = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
             if isinstance(scorer, Probe) and self._probes is not None:
                 compiled = compiled and not self._probes.has_networks
             inputs = [group.probes if isinstance(scorer, Probe) else group.kept for group in groups]
             return compiled and all(inputs)
-        return isinstance(scorer, SnapKV)
+        return True
 
     def run(
         self,

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -21,6 +22,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
+from vllm_kvevict.policies.kernels import check_kernels
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.worker.eviction import WorkerEviction
@@ -93,7 +95,12 @@ class EvictingWorker(EvictionWorkerMixin):
     ) -> FusedEvictions | None:
         if self._rings is None and probes is None:
             return None
-        problem = extension.obstacle() or obstacle(states, caches, self._rings)
+        policies = build_policies(self.eviction_config)
+        problem = extension.obstacle()
+        required = self.eviction_config.kernels == "required" and current_platform.is_cuda()
+        if problem is not None and required:
+            check_kernels(policies, problem)
+        problem = problem or obstacle(states, caches, self._rings)
         if problem is not None:
             # One line per machine, not per rank.
             logger.warning_once(
@@ -101,7 +108,6 @@ class EvictingWorker(EvictionWorkerMixin):
             )
             return None
         longest = self.model_config.max_model_len
-        policies = build_policies(self.eviction_config)
         fused = FusedEvictions(policies, states, caches, self._rings, values, longest, probes)
         logger.info(
             "KV eviction runs CUDA kernels for %s, with at most %d bytes of workspace on this rank",
