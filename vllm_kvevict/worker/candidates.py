@@ -148,6 +148,11 @@ class CandidateReader:
         pages = grid.shape[-1] - len(group.positional) + tail_blocks
         return Holdings(eviction, group, state, 0, row, grid, padding, pages, upload(group.store))
 
+    def release(self) -> None:
+        """Drop what was computed for an eviction and is shared by its groups of layers."""
+        if self.probes is not None:
+            self.probes.release()
+
     def inputs(self, needs: Requirements, holdings: Holdings) -> Inputs:
         """Read or compute the inputs that are needed for all layers at once."""
         made = None

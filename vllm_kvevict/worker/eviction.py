@@ -1,6 +1,7 @@
 """Eviction on a worker: follows the scheduler's plan and moves the surviving tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.settle import settle
 from vllm_kvevict.worker.shared_stores import SharedStores
+from vllm_kvevict.worker.workspace import Workspace
 
 logger = init_logger("vllm.kv_eviction.worker")
 
@@ -86,6 +88,7 @@ class WorkerEviction:
         head_shares: [L, H] float64 measured shares of the heads of every group, by group id; None
             if no shares were measured. :meth:`_shares_of` selects the policies that follow them.
         probes: Probes that score the keys, or None if no policy requires key scores.
+        workspace: Memory in which evictions run, or None for torch's own.
 
     """
 
@@ -100,6 +103,7 @@ class WorkerEviction:
         fused: FusedEvictions | None = None,
         head_shares: Mapping[int, torch.Tensor] | None = None,
         probes: Probes | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         self.policies = policies
         self.states = states
@@ -115,6 +119,7 @@ class WorkerEviction:
         self._rows = rows
         self._fused = fused
         self._head_shares = head_shares
+        self._workspace = workspace
         self.stores = SharedStores(states, lambda request: int(self._rows.rows([request])[0]))
         self.comparison: Comparison | None = None
         """None unless evictions are audited."""
@@ -130,7 +135,8 @@ class WorkerEviction:
     def warm_up(self) -> None:
         """Load the kernels of evictions, before there is a request."""
         if self._fused is not None:
-            self._fused.warm_up(self._shares_of)
+            with self._in_workspace():
+                self._fused.warm_up(self._shares_of)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
@@ -170,6 +176,18 @@ class WorkerEviction:
         unsettled, self._unsettled = self._unsettled, set()
         if unsettled:
             settle(unsettled)
+        if due:
+            with self._in_workspace():
+                self._evict_all(due)
+        if done:
+            self.stores.end_step(due)
+            if self.comparison is not None:
+                self.comparison.end_step()
+
+    def _in_workspace(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._workspace is None else self._workspace.use()
+
+    def _evict_all(self, due: Sequence[Eviction]) -> None:
         fused: dict[str, list[Eviction]] = {}
         for eviction in due:
             if self._takes_fused(eviction.policy):
@@ -180,10 +198,6 @@ class WorkerEviction:
                 self._evict(eviction)
         for policy, evictions in fused.items():
             self._evict_fused(policy, evictions)
-        if done:
-            self.stores.end_step(due)
-            if self.comparison is not None:
-                self.comparison.end_step()
 
     def _takes_fused(self, policy: str) -> bool:
         """Return True if the CUDA kernels run evictions under a policy."""
@@ -242,6 +256,7 @@ class WorkerEviction:
         row = int(self._rows.rows([eviction.request_id])[0])
         for group in eviction.groups:
             self._evict_group(eviction, group, row)
+        self._reader.release()
         self.evictions += 1
 
     def _evict_group(self, eviction: Eviction, group: GroupEviction, row: int) -> None:
