@@ -24,8 +24,8 @@ def obstacle() -> str | None:
     if not is_built():
         return (
             "this installation has no CUDA kernels (in a clone, on a machine with nvcc, "
-            "KVEVICT_CUDA=1 pip install --no-build-isolation --no-deps . builds and installs them, "
-            "and make wheel builds a wheel with them)"
+            "KVEVICT_CUDA=1 pip install --no-deps . builds and installs them, and make wheel "
+            "builds a wheel with them)"
         )
     try:
         _load_installed()
@@ -98,7 +98,6 @@ def _load_installed() -> None:
     if not is_built():
         raise RuntimeError(
             f"vllm-kvevict was installed without its CUDA extension ({LIBRARY.name}): reinstall "
-            "it with nvcc and a CUDA build of torch, KVEVICT_CUDA=1 pip install "
-            "--no-build-isolation ."
+            "it with nvcc and a CUDA build of torch, KVEVICT_CUDA=1 pip install --no-deps ."
         )
     load(LIBRARY, NAMESPACE, "cuda")
