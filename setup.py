@@ -4,6 +4,7 @@ KVEVICT_CUDA=1 demands it (an error says what is missing), KVEVICT_CUDA=0 leaves
 """
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,15 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from csrc.build import architectures, compile_extension, find_nvcc
+from csrc.build import (
+    OLDEST_NVCC,
+    architectures,
+    compile_extension,
+    find_nvcc,
+    find_torch,
+    nvcc_version,
+    torch_versions,
+)
 
 MODULE = "vllm_kvevict.ops.cuda._C"
 
@@ -23,24 +32,43 @@ class BuildWithNvcc(build_ext):
     def build_extension(self, ext: Extension) -> None:
         nvcc = find_nvcc()
         assert nvcc is not None
-        archs = architectures()
-        print(f"vllm-kvevict: compiling the CUDA extension for {', '.join(archs)}", file=sys.stderr)
+        try:
+            archs = architectures(nvcc)
+        except ValueError as error:
+            raise SystemExit(f"vllm-kvevict: {error}") from None
+        said = f"vllm-kvevict: compiling the CUDA extension for {', '.join(archs)} with {nvcc}"
+        print(said, file=sys.stderr)
         target = Path(self.get_ext_fullpath(ext.name))
-        compile_extension(nvcc, target, Path(self.build_temp) / "csrc", archs)
+        try:
+            compile_extension(nvcc, target, Path(self.build_temp) / "csrc", archs)
+        except subprocess.CalledProcessError:
+            raise SystemExit(
+                f"vllm-kvevict: {nvcc} failed, as shown above; KVEVICT_CUDA_ARCHS=90 compiles for "
+                f"one kind of GPU ({', '.join(archs)} were asked for), CUDA_HOME names another "
+                "compiler, and KVEVICT_CUDA=0 installs without the CUDA kernels"
+            ) from None
 
 
 def reason_to_skip(demanded: bool) -> str | None:
     """Why the extension is not built, or None."""
     if os.environ.get("KVEVICT_CUDA") == "0":
         return "KVEVICT_CUDA=0"
-    if find_nvcc() is None:
-        return "nvcc was not found"
+    nvcc, torch = find_nvcc(), find_torch()
+    if nvcc is None:
+        return "nvcc was not found (set CUDA_HOME to a CUDA toolkit)"
     try:
-        import torch
-    except ImportError:
-        return "torch does not import here (try pip install --no-build-isolation)"
-    if torch.version.cuda is None and not demanded:
-        return f"torch {torch.__version__} is built without CUDA"
+        version = nvcc_version(nvcc)
+    except ValueError as error:
+        return str(error)
+    if version < OLDEST_NVCC:
+        return (
+            f"{nvcc} is of CUDA {version[0]}.{version[1]}, and 12.0 is the oldest that compiles it"
+        )
+    if torch is None:
+        return "torch was not found (try pip install --no-build-isolation)"
+    name, cuda = torch_versions(torch)
+    if cuda is None and not demanded:
+        return f"torch {name} is built without CUDA"
     return None
 
 

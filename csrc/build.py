@@ -1,48 +1,123 @@
 """Compiles the extension with nvcc, for setup.py, ``make wheel`` and the tests.
 
-Not torch.utils.cpp_extension: it refuses beside a CPU build of torch, whose headers are enough.
+It does not use torch.utils.cpp_extension, which refuses to build with a CPU build of torch,
+although the headers of one suffice. Nothing here imports torch: pip's isolated builds cannot.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
+OLDEST_NVCC = (12, 0)
+"""The first nvcc that compiles C++20."""
+PLACES = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda", "/usr/lib/cuda")
+"""Folders of CUDA toolkits, where neither CUDA_HOME nor PATH names one; newer versions first."""
 TORCH_TARGET = "0x020b000000000000ULL"
 """The oldest torch that loads the extension: 2.11."""
 FLAGS = ["-std=c++20", "-O3", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
 
 
 def find_nvcc() -> str | None:
-    """nvcc of CUDA_HOME or of the PATH, or None."""
-    home = os.environ.get("CUDA_HOME")
-    if home and (Path(home) / "bin" / "nvcc").is_file():
-        return str(Path(home) / "bin" / "nvcc")
-    return shutil.which("nvcc")
+    """Return nvcc of CUDA_HOME, of CUDA_PATH, of PATH, of a usual folder, or of pip's package."""
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
+        if home and (Path(home) / "bin" / "nvcc").is_file():
+            return str(Path(home) / "bin" / "nvcc")
+    if found := shutil.which("nvcc"):
+        return found
+    folders = [folder for place in PLACES for folder in _newest_first(place)]
+    for site in site_packages():
+        folders += sorted(site.glob("nvidia/cu[0-9]*"), reverse=True)
+        folders.append(site / "nvidia" / "cuda_nvcc")
+    candidates = (folder / "bin" / "nvcc" for folder in folders)
+    return next((str(nvcc) for nvcc in candidates if nvcc.is_file()), None)
 
 
-def architectures() -> tuple[str, ...]:
-    """Compute capabilities to compile for: KVEVICT_CUDA_ARCHS ("90,100"), or all.
+def _newest_first(place: str) -> list[Path]:
+    folders = Path("/").glob(place.removeprefix("/"))
+    return sorted(folders, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)], reverse=True)
+
+
+def site_packages() -> Iterator[Path]:
+    """Yield the folders of packages of the environment that is installed into.
+
+    In pip's isolated builds Python does not look into them. Other installers build in an
+    environment of their own and name the one that they install into in VIRTUAL_ENV.
+    """
+    paths = sysconfig.get_paths()
+    yield from dict.fromkeys(Path(paths[name]) for name in ("platlib", "purelib"))
+    if environment := os.environ.get("VIRTUAL_ENV"):
+        yield from Path(environment).glob("lib/python3*/site-packages")
+
+
+def find_torch() -> Path | None:
+    """Return the folder of torch: the one that imports, or that of the environment; or None."""
+    for entry in map(Path, sys.path):
+        if (entry / "torch" / "version.py").is_file():
+            return entry / "torch"
+    found = (site / "torch" for site in site_packages())
+    return next((torch for torch in found if (torch / "version.py").is_file()), None)
+
+
+def torch_versions(torch: Path) -> tuple[str, str | None]:
+    """Return the version of torch and that of its CUDA, which is None for other builds."""
+    values: dict[str, str | None] = {}
+    for line in (torch / "version.py").read_text().splitlines():
+        if match := re.match(r"(__version__|cuda)\b[^=]*= *(?:'([^']*)'|None)", line):
+            values[match[1]] = match[2]
+    return values["__version__"] or "", values.get("cuda")
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int]:
+    """Return the version of CUDA of a compiler.
 
     Raises:
-        ValueError: One is not supported.
+        ValueError: It does not run, or does not name its version.
 
     """
-    chosen = os.environ.get("KVEVICT_CUDA_ARCHS")
-    if not chosen:
-        return ARCHITECTURES
-    names = tuple(name.strip() for name in chosen.split(","))
-    unknown = [name for name in names if name not in ARCHITECTURES]
-    if unknown:
+    said = _output([nvcc, "--version"])
+    match = re.search(r"release (\d+)\.(\d+)", said)
+    if match is None:
+        raise ValueError(f"{nvcc} --version names no release: {said.strip() or 'no output'}")
+    return int(match[1]), int(match[2])
+
+
+def architectures(nvcc: str) -> tuple[str, ...]:
+    """Return the compute capabilities to compile for.
+
+    Without KVEVICT_CUDA_ARCHS ("90,100") these are all that the compiler knows.
+
+    Args:
+        nvcc: The compiler.
+
+    Raises:
+        ValueError: KVEVICT_CUDA_ARCHS names one that the kernels or the compiler do not support,
+            or the compiler supports none.
+
+    """
+    chosen, served = os.environ.get("KVEVICT_CUDA_ARCHS"), ", ".join(ARCHITECTURES)
+    names = ARCHITECTURES
+    if chosen:
+        names = tuple(name.strip() for name in chosen.split(","))
+        if unknown := [name for name in names if name not in ARCHITECTURES]:
+            raise ValueError(f"KVEVICT_CUDA_ARCHS: {', '.join(unknown)} is not among {served}")
+    known = re.findall(r"compute_(\d+)\b", _output([nvcc, "--list-gpu-arch"]))
+    able = tuple(name for name in names if name in known)
+    if not able or (chosen and able != names):
+        missing = ", ".join(name for name in names if name not in known)
+        possible = ", ".join(name for name in ARCHITECTURES if name in known) or "none"
         raise ValueError(
-            f"KVEVICT_CUDA_ARCHS: {', '.join(unknown)} is not among {', '.join(ARCHITECTURES)}"
+            f"KVEVICT_CUDA_ARCHS: {nvcc} does not compile for compute capability {missing}; of "
+            f"{served} it serves {possible}"
         )
-    return names
+    return able
 
 
 def compile_extension(
@@ -60,11 +135,12 @@ def compile_extension(
 
     Raises:
         subprocess.CalledProcessError: nvcc failed; what it said is on stderr.
+        FileNotFoundError: There is no torch.
 
     """
-    import torch
-
-    root = Path(torch.__file__).parent
+    root = find_torch()
+    if root is None:
+        raise FileNotFoundError("torch, whose headers the extension includes")
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
@@ -92,3 +168,10 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         sys.stderr.write(done.stdout + done.stderr)
         raise subprocess.CalledProcessError(done.returncode, list(command))
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout
+    except OSError as error:
+        raise ValueError(f"{command[0]} does not run ({error})") from None

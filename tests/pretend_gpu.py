@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from vllm.utils import torch_utils
 
+from tests.pretend_memory import Memory
 from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
 from vllm_kvevict.attention import gpu_buffers
@@ -65,6 +66,7 @@ class Watch(TorchFunctionMode):
         self.waits: list[str] = []
         self.launches = 0
         self.stream = Stream(self.waits)
+        self.memory = Memory()
         # Held, as an address may not be used again for memory that is not pinned.
         self._pinned: dict[int, torch.UntypedStorage] = {}
 
@@ -144,8 +146,10 @@ class Watch(TorchFunctionMode):
             result = func(*plain[0], **plain[1])
         else:
             self.launches += 1
-            with Hidden(self.waits):
+            with Hidden(self.waits, self.memory):
                 result = func(*plain[0], **plain[1])
+        if cuda:
+            self.memory.follow(getattr(func, "__name__", ""), result, plain)
         return tree_map_only(torch.Tensor, on_device, result) if cuda else result
 
     def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -179,6 +183,8 @@ class Watch(TorchFunctionMode):
         elif not wanted and _is_mine(tensor):
             # Torch makes the host's memory, and pins it where nobody waits.
             self._download(self._pin(moved) if late else moved, moved, not late)
+        if wanted:
+            self.memory.follow(name, moved)
         return on_device(moved) if wanted else moved
 
     def _copy(self, func: Any, target: Any, src: Any, non_blocking: bool = False) -> Any:
@@ -261,6 +267,8 @@ def pretended(monkeypatch: Any) -> Iterator[Watch]:
         # vLLM 0.33 looks once, as the module is loaded.
         monkeypatch.setattr(torch_utils, "PIN_MEMORY", True, raising=False)
         monkeypatch.setattr(torch.cuda, "Event", watch.stream.event)
+        monkeypatch.setattr(torch.cuda, "MemPool", object)
+        monkeypatch.setattr(torch.cuda, "use_mem_pool", watch.memory.use)
         monkeypatch.setattr(torch.cuda, "synchronize", watch.stream.synchronize)
         monkeypatch.setattr(torch.accelerator, "synchronize", watch.stream.synchronize)
         yield watch

@@ -5,17 +5,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.pretend_memory import Memory
+
 WAITING = ("aten::isin", "aten::histc", "aten::multinomial")
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """What torch says of operations whose result's size or number the host must know."""
 
 
 class Hidden(TorchDispatchMode):
-    """Names what waits inside other operations."""
+    """Names what waits inside other operations, and follows the memory of their results."""
 
-    def __init__(self, waits: list[str]) -> None:
+    def __init__(self, waits: list[str], memory: Memory) -> None:
         super().__init__()
         self._waits = waits
+        self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -31,4 +34,6 @@ class Hidden(TorchDispatchMode):
             waits = waits or not TAGS.isdisjoint(func.tags)
         if waits:
             self._waits.append(f"{name} inside another operation")
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._memory.follow(name, result, (args, kwargs))
+        return result

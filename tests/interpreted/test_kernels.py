@@ -10,6 +10,7 @@ from tests.triton_cases import (
     check_observe,
     check_page_table,
 )
+from vllm_kvevict.ops.triton import page_table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -97,6 +98,23 @@ def test_page_table(block_size, store_blocks):
     check_page_table(
         "cpu", seed=4, block_size=block_size, store_blocks=store_blocks, heads=3, padding=1
     )
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("programs", [1, 100, 10_000])
+def test_page_table_by_several_programs(programs, block, monkeypatch):
+    """A sequence has up to 40 pages: many blocks, by one program, some, or one for each block."""
+    monkeypatch.setattr(page_table, "_BLOCK", block)
+    monkeypatch.setattr(page_table, "_PROGRAMS", programs)
+    check_page_table("cpu", seed=4, block_size=16, store_blocks=4, heads=3, longest_tail=200)
+
+
+def test_programs_of_a_page_table():
+    """Few long sequences get many programs, many get one each; none gets more than it has work."""
+    assert page_table._programs(8, 8192) == 64
+    assert page_table._programs(512, 8192) == 8
+    assert page_table._programs(4096, 8192) == page_table._programs(9999, 8192) == 1
+    assert page_table._programs(8, 100) == 1
 
 
 def test_observe():

@@ -12,6 +12,7 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.ops.torch.probe import Network
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.timeline.rule import EvictionRule
@@ -25,6 +26,8 @@ from vllm_kvevict.worker.rotary import Rotary
 BLOCK, HEADS, GROUP, SIZE, WINDOW, ROWS, BLOCKS = 16, 3, 2, 64, 8, 4, 120
 GROUPS = {0: ["layer.0", "layer.2"], 1: ["layer.1"]}
 NAMES = ["layer.0", "layer.1", "layer.2"]
+UNITS = 24
+"""Units of the networks of probes."""
 PROBES = ["probe", "ada-probe"]
 FUSED = [
     "snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid", "defensive", "ada-defensive", *PROBES
@@ -44,11 +47,13 @@ def worker(
     dims: int = SIZE,
     neox: bool = True,
     allow: str = "",
+    networks: bool = False,
 ) -> WorkerEviction:
     """A worker of three layers in two groups; the same numbers in each.
 
     ``fp8`` makes the caches FP8 with scales other than 1; ``shares`` gives heads fixed shares.
     ``dims`` of the keys are rotated, except in layer.2, and ``neox`` says which belong together.
+    ``networks`` adds a small network to every probe.
     """
     torch.manual_seed(0)
     where = torch.device(device)
@@ -91,7 +96,7 @@ def worker(
     if policy in PROBES:
         assert values is not None
         layers = layer_probes(
-            policies[policy].requirements.floats_per_token, head_size, dims, neox, where
+            policies[policy].requirements.floats_per_token, head_size, dims, neox, where, networks
         )
         probes = Probes(layers, caches, values)
         rings = rings if probe_window == "auto" else None
@@ -104,7 +109,12 @@ def worker(
 
 
 def layer_probes(
-    channels: int, size: int, dims: int, neox: bool, device: torch.device
+    channels: int,
+    size: int,
+    dims: int,
+    neox: bool,
+    device: torch.device,
+    networks: bool = False,
 ) -> dict[str, LayerProbe]:
     """Random probes; layers of the same group with rotary modules of their own, or none."""
     generator = torch.Generator().manual_seed(5)
@@ -120,6 +130,11 @@ def layer_probes(
 
         age = torch.randn(HEADS, channels, 2, generator=generator).to(device)
         made[name] = replace(drawn(None), prose=drawn(age))
+        if networks:
+            hidden = torch.randn(HEADS, UNITS, size + 3, generator=generator) / 8
+            out = torch.randn(HEADS, UNITS + 1, generator=generator)
+            network = Network.of(hidden.to(device), out.to(device))
+            made[name] = replace(made[name], network=network)
     return made
 
 

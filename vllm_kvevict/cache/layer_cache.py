@@ -6,8 +6,7 @@ import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
-from vllm_kvevict.ops.torch import probe
-from vllm_kvevict.ops.torch.probe import Network, Prose, Rotation
+from vllm_kvevict.ops.pieces import heads_at_once, joined
 
 
 @dataclass(frozen=True)
@@ -91,40 +90,6 @@ class LayerCache:
             return torch.empty(len(pages), 0, size, dtype=dtype, device=pages.device)
         return self.sequences(self.keys(pages))
 
-    def key_scores(
-        self,
-        pages: torch.Tensor,
-        rotation: Rotation | None,
-        weights: torch.Tensor,
-        prose: Prose | None = None,
-        network: Network | None = None,
-        shares: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the probes' scores of the keys of pages.
-
-        Args:
-            pages: [H, P] int64.
-            rotation: Inverse rotation of their tokens; None for keys that were not rotated.
-            weights: [H, C, D + 2] float32, for :func:`vllm_kvevict.ops.torch.probe.key_scores`;
-                with ``prose`` [H, 2 * C, D + 2].
-            prose: Arguments of :func:`vllm_kvevict.ops.torch.probe.with_prose`.
-            network: Arguments of :func:`vllm_kvevict.ops.torch.probe.network_scores`, which is
-                added to every score.
-            shares: [H, P * block_size] argument of the same function.
-
-        Returns:
-            [H, P * block_size, C] float32.
-
-        """
-        keys = self.sequences(self.keys(pages))
-        if network is not None:
-            keys, rotation = probe.unrotated(keys, rotation), None
-        scores = probe.key_scores(keys, rotation, weights)
-        scores = scores if prose is None else probe.with_prose(scores, *prose)
-        if network is not None:
-            scores.add_(probe.network_scores(keys, network, shares)[..., None])
-        return scores
-
     def value_sequences(self, pages: torch.Tensor) -> torch.Tensor:
         """Return the values of pages [H, P] int64, concatenated: [H, P * block_size, D] float32."""
         return self.sequences(self.values(pages)).float()
@@ -136,8 +101,12 @@ class LayerCache:
             [H, P * block_size] float32.
 
         """
-        values = self.sequences(self.values(pages))
-        return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+        size = pages.shape[1] * self.layout.values.numel()
+        norms = [
+            torch.linalg.vector_norm(self.sequences(self.values(some)), dim=-1, dtype=torch.float32)
+            for some in pages.split(heads_at_once(pages.device, len(pages), size))
+        ]
+        return joined(norms)
 
     def values(self, pages: torch.Tensor) -> torch.Tensor:
         """Return the values of pages, with the shape and dtype of :meth:`keys`."""

@@ -89,7 +89,7 @@ class TokenStats:
     def keep(
         self,
         layer_names: Sequence[str],
-        made: Sequence[torch.Tensor],
+        made: torch.Tensor,
         columns: torch.Tensor,
         pages: torch.Tensor,
         target_page: torch.Tensor,
@@ -98,7 +98,7 @@ class TokenStats:
 
         Args:
             layer_names: The layers of a group.
-            made: [H, N, C] floats of every candidate of each layer.
+            made: [L, H, N, C] floats of every candidate.
             columns: [L, S * H * block_size] int64 kept candidates, heads concatenated.
             pages: [L, H] int64 pages of each head.
             target_page: [S * H] int64 head pages that the tokens move to.
@@ -107,7 +107,7 @@ class TokenStats:
         tokens = pages.flatten() * self._layers[layer_names[0]].shape[1]
         rows = torch.arange(len(tokens), device=pages.device)
         rows = rows.repeat_interleave(tokens, output_size=columns.numel())
-        floats = torch.stack(list(made)).flatten(0, 1)[rows, columns.flatten()]
+        floats = made.flatten(0, 1)[rows, columns.flatten()]
         for name, kept in zip(layer_names, floats.unflatten(0, columns.shape), strict=True):
             self.write(name, kept, target_page)
 

@@ -139,6 +139,14 @@ class EvictionConfig(BaseModel):
             "FlashAttention 4, or with FlashAttention 3 and an FP8 cache; else triton."
         ),
     )
+    kernels: Literal["required", "optional"] = Field(
+        default="required",
+        description=(
+            "CUDA kernels of evictions on a GPU. required: a server whose policies have kernels "
+            "does not start if they are not installed or cannot run; optional: PyTorch operations "
+            "run instead, which take longer."
+        ),
+    )
     store_memory: Size = Field(
         default=0,
         description=(

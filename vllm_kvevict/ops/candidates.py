@@ -55,6 +55,8 @@ class Candidates:
             to the second of the ``key_scores``; None without a second score.
         protected: Number of first tokens that are kept regardless of the scores.
         sinks: [H, G] float32: attention sinks of the query heads, None if the layer has none.
+        padded: False if ``valid`` is known to be True everywhere. The host of a GPU would wait for
+            the GPU to look.
 
     """
 
@@ -79,6 +81,7 @@ class Candidates:
     window_weights: torch.Tensor | None = None
     protected: int = 0
     sinks: torch.Tensor | None = None
+    padded: bool = True
 
     @property
     def num_heads(self) -> int:

@@ -60,6 +60,9 @@ class Requirements:
         weighs: Kept tokens represent evicted ones: :meth:`Scorer.kept` returns two log-weights of
             each, for the numerator and the denominator of attention, which are its floats.
             Every head keeps the same number of tokens.
+        heads_alone: Scores of a head depend on the inputs of that head alone, and not on
+            ``num_heads``, ``seed``, ``layer``, ``row``, ``layer_name`` and ``first_head``. On a GPU
+            the scorer may then get the heads of several layers at once.
         attention: Class of the attention extension, as ``module:Class``, that accumulates the
             attention of every query or weighs tokens (``attention/extension.py``). Only the CPU
             backend runs extensions. "" names none.
@@ -80,6 +83,7 @@ class Requirements:
     random: bool = False
     crosses_ranks: bool = False
     weighs: bool = False
+    heads_alone: bool = False
     attention: str = ""
 
     def __post_init__(self) -> None:

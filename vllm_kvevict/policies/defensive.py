@@ -28,7 +28,9 @@ class Defensive(Scorer):
 
     """
 
-    requirements: ClassVar[Requirements] = Requirements(value_shares=True, floats_per_token=1)
+    requirements: ClassVar[Requirements] = Requirements(
+        value_shares=True, floats_per_token=1, heads_alone=True
+    )
 
     kernel: int = 5
     reach: int = 17

@@ -30,7 +30,7 @@ class Probe(Scorer):
     """
 
     requirements: ClassVar[Requirements] = Requirements(
-        window="optional", keys=False, key_scores=True, floats_per_token=2
+        window="optional", keys=False, key_scores=True, floats_per_token=2, heads_alone=True
     )
 
     kernel: int = 5
@@ -65,7 +65,7 @@ class KeyProbe(Probe):
     """The same from keys alone, on a server that records no windows for it."""
 
     requirements: ClassVar[Requirements] = Requirements(
-        window="none", keys=False, key_scores=True, floats_per_token=1
+        window="none", keys=False, key_scores=True, floats_per_token=1, heads_alone=True
     )
 
 

@@ -1,12 +1,12 @@
 """SnapKV: attention of the observation window."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from vllm_kvevict.ops.torch.score import pool, window_attention
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
@@ -24,6 +24,8 @@ class SnapKV(Scorer):
         kind: "max" or "avg".
 
     """
+
+    requirements: ClassVar[Requirements] = Requirements(heads_alone=True)
 
     kernel: int = 7
     kind: Literal["max", "avg"] = "max"

@@ -26,7 +26,7 @@ class StreamingLLM(Scorer):
 
     """
 
-    requirements: ClassVar[Requirements] = Requirements(window="none", keys=False)
+    requirements: ClassVar[Requirements] = Requirements(window="none", keys=False, heads_alone=True)
 
     sinks: int = 4
 

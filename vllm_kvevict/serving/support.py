@@ -316,9 +316,11 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
 
 
 def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
-    """Refuse policies that do not load, or whose attention this platform lacks."""
+    """Refuse policies that do not load, or whose attention or kernels this platform lacks."""
     from vllm.platforms import current_platform
 
+    from vllm_kvevict.ops.cuda.extension import is_built, obstacle
+    from vllm_kvevict.policies.kernels import check_kernels
     from vllm_kvevict.policies.registry import build_policies
 
     # Also where nothing is refused: a policy of another package may not load.
@@ -333,6 +335,8 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
             )
     if current_platform.is_cpu():
         return
+    if config.kernels == "required" and current_platform.is_cuda() and not is_built():
+        check_kernels(build_policies(config), str(obstacle()))
     for name, policy in policies:
         if policy.requirements.attention:
             raise ValueError(

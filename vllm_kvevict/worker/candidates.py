@@ -1,7 +1,7 @@
 """The cached tokens of a request at an eviction, read for the policy that scores them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from zlib import crc32
 
@@ -12,10 +12,12 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
-from vllm_kvevict.ops.torch.observe import window_queries
+from vllm_kvevict.ops.pieces import by_layer, head_blocks, heads_at_once, joined, layers_at_once
+from vllm_kvevict.ops.torch.observe import window_entries
 from vllm_kvevict.ops.torch.pages import candidate_grid
 from vllm_kvevict.ops.torch.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Requirements
+from vllm_kvevict.timeline.rule import blocks_for
 from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
@@ -25,12 +27,13 @@ from vllm_kvevict.worker.runners import RunnerRows
 
 @dataclass(frozen=True)
 class Holdings:
-    """The pages of one request in the L layers of a group, at an eviction.
+    """The pages of one request in L layers of a group, at an eviction.
 
     Args:
         eviction: The eviction.
         group: The eviction in this group.
         state: Device state of the group.
+        first: Index of the first of the layers in the group.
         row: State row of the request.
         grid: [L, H, P] int64 pages of the candidates and of the tokens after them.
         padding: [L, H] int64 padding pages at the left of each row.
@@ -42,6 +45,7 @@ class Holdings:
     eviction: Eviction
     group: GroupEviction
     state: GroupState
+    first: int
     row: int
     grid: torch.Tensor
     padding: torch.Tensor
@@ -49,8 +53,29 @@ class Holdings:
     store: torch.Tensor
 
     @property
+    def layer_names(self) -> Sequence[str]:
+        """Names of the L layers."""
+        return self.state.layer_names[self.first : self.first + len(self.grid)]
+
+    @property
     def block_size(self) -> int:
         return self.state.timeline.block_size
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of the candidates and of the tokens after them."""
+        after = self.eviction.num_tokens - self.group.old_tail_start
+        return self.store_pages * self.block_size + after
+
+    def parts(self) -> Iterator["Holdings"]:
+        """Yield the pages of as many layers as are evicted together (``ops/pieces.py``)."""
+        tokens = blocks_for(self.eviction.num_tokens, self.block_size) * self.block_size
+        layers, heads = self.grid.shape[:2]
+        count = layers_at_once(self.grid.device, layers, heads, tokens)
+        for start in range(0, layers, count):
+            part = slice(start, start + count)
+            grid, padding = self.grid[part], self.padding[part]
+            yield replace(self, first=self.first + start, grid=grid, padding=padding)
 
     @property
     def store_pages(self) -> int:
@@ -71,6 +96,22 @@ class Holdings:
     def caps(self) -> torch.Tensor:
         """[L, H] int64 candidate pages of each head."""
         return self.candidate_pages - self.padding
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of scores that are read for L layers at once.
+
+    Args:
+        made: [L, H, N or more, C] float32: the floats that are computed once for each token and
+            then kept with it; None for policies that require none.
+        queries: [L * H, G, w, D] float32 queries of the observation window; None if the policy
+            reads none or none were recorded.
+
+    """
+
+    made: torch.Tensor | None
+    queries: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -105,72 +146,114 @@ class CandidateReader:
         )
         tail_blocks = (group.tail_start - group.old_tail_start) // state.timeline.block_size
         pages = grid.shape[-1] - len(group.positional) + tail_blocks
-        return Holdings(eviction, group, state, row, grid, padding, pages, upload(group.store))
+        return Holdings(eviction, group, state, 0, row, grid, padding, pages, upload(group.store))
 
-    def made(self, needs: Requirements, holdings: Holdings) -> Sequence[torch.Tensor]:
-        """Compute the floats that are computed once for each token and then kept with it.
+    def release(self) -> None:
+        """Drop what was computed for an eviction and is shared by its groups of layers."""
+        if self.probes is not None:
+            self.probes.release()
 
-        Returns:
-            [H, N or more, C] float32 of each layer; empty for policies that require none.
-
-        """
+    def inputs(self, needs: Requirements, holdings: Holdings) -> Inputs:
+        """Read or compute the inputs that are needed for all layers at once."""
+        made = None
         if needs.value_shares:
-            return self._value_shares(holdings)[..., None].unbind()
-        return self._key_scores(holdings) if needs.key_scores else ()
+            made = self._value_shares(holdings)[..., None]
+        elif needs.key_scores:
+            made = self._key_scores(holdings)
+        observed = needs.window != "none" and holdings.eviction.ring is not None
+        assert observed or needs.window != "required"
+        return Inputs(made, self._queries(holdings) if observed else None)
+
+    def blocks(self, needs: Requirements, holdings: Holdings) -> Iterator[slice]:
+        """Yield the blocks of the L * H heads that are scored together."""
+        num_heads = holdings.grid.shape[1]
+        device, layout = holdings.grid.device, self.caches[holdings.layer_names[0]].layout
+        together = needs.heads_alone and device.type != "cpu"
+        at_once = num_heads
+        if together:
+            rows = 1
+            if self.rings is not None and needs.window != "none":
+                query_heads = self.rings.layer(holdings.layer_names[0]).shape[1]
+                rows = query_heads // num_heads * holdings.state.timeline.window
+            width = max(rows, layout.keys.shape[1])
+            at_once = heads_at_once(device, num_heads, holdings.num_columns * width)
+        kinds = [
+            (None if together else index, cache.scale, cache.softcap, cache.sinks is None)
+            for index, cache in enumerate(map(self.caches.__getitem__, holdings.layer_names))
+        ]
+        return head_blocks(kinds, num_heads, at_once)
 
     def candidates(
-        self,
-        needs: Requirements,
-        holdings: Holdings,
-        index: int,
-        made: Sequence[torch.Tensor],
+        self, needs: Requirements, holdings: Holdings, heads: slice, inputs: Inputs
     ) -> Candidates:
-        """Return the candidates of one layer, with the inputs that the policy requires.
+        """Return the candidates of a block of heads, with the inputs that the policy requires.
 
         Args:
             needs: The policy's requirements.
             holdings: The pages of the request.
-            index: Index of the layer in its group.
-            made: The result of :meth:`made`.
+            heads: One of :meth:`blocks`.
+            inputs: The result of :meth:`inputs`.
 
         """
-        state, eviction, group = holdings.state, holdings.eviction, holdings.group
-        layer_name, grid = state.layer_names[index], holdings.grid[index]
-        cache, bs, window = self.caches[layer_name], holdings.block_size, state.timeline.window
-        columns = holdings.store_pages * bs + eviction.num_tokens - group.old_tail_start
-        padding = holdings.padding[index] * bs
-        observed = needs.window != "none" and eviction.ring is not None
-        assert observed or needs.window != "required"
-        read = grid if needs.keys or observed else grid[:, :0]
-        accumulated = self._floats(layer_name, grid)[:, :columns] if needs.every_query else None
-        values = cache.value_sequences(grid)[:, :columns] if needs.values else None
-        shares = made[index][:, :columns, 0] if needs.value_shares else None
-        key_scores, window_weights = None, None
+        eviction, bs, made = holdings.eviction, holdings.block_size, inputs.made
+        parts = list(by_layer(heads, holdings.grid.shape[1]))
+        names = [holdings.layer_names[layer] for layer, _ in parts]
+        caches = [self.caches[name] for name in names]
+        grids = [holdings.grid[layer, some] for layer, some in parts]
+        columns, padded = holdings.num_columns, bool(holdings.group.old_store)
+        padding = holdings.padding.flatten()[heads] * bs
+        observed = inputs.queries is not None
+        read = [grid if needs.keys or observed else grid[:, :0] for grid in grids]
+        keys = [cache.key_sequences(pages) for cache, pages in zip(caches, read, strict=True)]
+        accumulated = values = None
+        if needs.every_query:
+            floats = [self._floats(name, grid) for name, grid in zip(names, grids, strict=True)]
+            accumulated = joined(floats)[:, :columns]
+        if needs.values:
+            tokens = [c.value_sequences(grid) for c, grid in zip(caches, grids, strict=True)]
+            values = joined(tokens)[:, :columns]
+        shares = key_scores = window_weights = sinks = None
+        if needs.value_shares:
+            assert made is not None
+            shares = made.flatten(0, 1)[heads, :columns, 0]
         if needs.key_scores:
-            assert self.probes is not None
-            key_scores, window_weights = made[index], self.probes.at(eviction)[layer_name].window
+            assert self.probes is not None and made is not None
+            probes = self.probes.at(eviction)
+            key_scores = made.flatten(0, 1)[heads]
+            window_weights = joined(
+                [probes[name].window[some] for name, (_, some) in zip(names, parts, strict=True)]
+            )
+        if caches[0].sinks is not None:
+            sinks = joined(
+                [
+                    cache.sinks[some].float()
+                    for cache, (_, some) in zip(caches, parts, strict=True)
+                    if cache.sinks is not None
+                ]
+            )
         return Candidates(
-            keys=cache.key_sequences(read)[:, :columns],
-            valid=torch.arange(columns, device=grid.device) >= padding[:, None],
-            queries=self._queries(holdings, layer_name) if observed else None,
-            window=window,
+            keys=joined(keys)[:, :columns],
+            valid=torch.arange(columns, device=padding.device) >= padding[:, None],
+            queries=None if inputs.queries is None else inputs.queries[heads],
+            window=holdings.state.timeline.window,
             num_candidates=holdings.candidate_pages * bs,
-            scale=cache.scale,
-            softcap=cache.softcap,
+            scale=caches[0].scale,
+            softcap=caches[0].softcap,
             mean_of_ranks=mean_of_ranks,
-            keep=len(group.store) * bs,
+            keep=len(holdings.group.store) * bs,
             seed=self._seed(eviction),
-            layer=crc32(layer_name.encode()),
+            layer=crc32(names[0].encode()),
             row=holdings.row,
-            layer_name=layer_name,
-            first_head=first_head(state.num_heads),
+            layer_name=names[0],
+            first_head=first_head(holdings.state.num_heads),
             accumulated=accumulated,
             values=values,
             value_shares=shares,
             key_scores=key_scores,
             window_weights=window_weights,
             protected=eviction.protect_first,
-            sinks=None if cache.sinks is None else cache.sinks.float(),
+            sinks=sinks,
+            padded=padded,
         )
 
     def _floats(self, layer_name: str, pages: torch.Tensor) -> torch.Tensor:
@@ -178,15 +261,20 @@ class CandidateReader:
         assert self.token_stats is not None
         return self.token_stats.layer(layer_name)[pages, :, 0].flatten(1)
 
-    def _queries(self, holdings: Holdings, layer_name: str) -> torch.Tensor:
-        """Return the queries [H, G, w, D] float32 of the observation window."""
+    def _queries(self, holdings: Holdings) -> torch.Tensor:
+        """Return the queries [L * H, G, w, D] float32 of the observation window."""
         eviction, state = holdings.eviction, holdings.state
         assert self.rings is not None and eviction.ring is not None
-        recorded = window_queries(
-            self.rings.layer(layer_name), eviction.ring, eviction.num_tokens, state.timeline.window
+        entries = window_entries(
+            eviction.ring, eviction.num_tokens, state.timeline.window, holdings.grid.device
         )
-        seen = recorded.float() * self.caches[layer_name].query_scale
-        return seen.unflatten(1, (state.num_heads, -1)).permute(1, 2, 0, 3)
+        layers = []
+        for name in holdings.layer_names:
+            recorded = self.rings.layer(name).index_select(0, entries).float()
+            scale = self.caches[name].query_scale
+            layers.append(recorded if scale == 1 else recorded * scale)
+        seen = torch.stack(layers).unflatten(2, (state.num_heads, -1))
+        return seen.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
     def _seed(self, eviction: Eviction) -> tuple[int, ...]:
         if self.prompts is None:
@@ -204,21 +292,21 @@ class CandidateReader:
 
         """
         stored, norms, first = [], [], holdings.store_pages
-        for name, pages in zip(holdings.state.layer_names, holdings.grid, strict=True):
+        for name, pages in zip(holdings.layer_names, holdings.grid, strict=True):
             stored.append(self._floats(name, pages[:, :first]))
             norms.append(self.caches[name].value_norms(pages[:, first:]))
         shares = value_shares(torch.stack(norms), sum_of_ranks)
         return torch.cat([torch.stack(stored), shares], dim=-1)
 
-    def _key_scores(self, holdings: Holdings) -> list[torch.Tensor]:
-        """Return the probes' scores [H, N, C] of the candidates of each layer."""
+    def _key_scores(self, holdings: Holdings) -> torch.Tensor:
+        """Return the probes' scores [L, H, N, C] of the candidates."""
         assert self.probes is not None
-        eviction, group, state = holdings.eviction, holdings.group, holdings.state
+        eviction, group = holdings.eviction, holdings.group
         grid = holdings.grid[..., : holdings.candidate_pages]
         positions = self.rows.positions(eviction.request_id, group.old_tail_start, group.tail_start)
         on_device = async_tensor_h2d(positions, device=grid.device)
         end = eviction.num_tokens
         first, last = end - group.old_tail_start, end - group.tail_start
         ages = torch.arange(first, last, -1, device=grid.device)
-        stored = holdings.store_pages
-        return self.probes.scores(state, grid, stored, on_device, ages, eviction)
+        names, stored = holdings.layer_names, holdings.store_pages
+        return self.probes.scores(names, grid, stored, on_device, ages, eviction)

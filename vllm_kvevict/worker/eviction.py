@@ -1,6 +1,7 @@
 """Eviction on a worker: follows the scheduler's plan and moves the surviving tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,13 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.names import keeps_by_layer
+from vllm_kvevict.ops.pieces import joined
 from vllm_kvevict.ops.torch.pages import compact_index
 from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.base import Policy, Scorer, protect
 from vllm_kvevict.timeline.rule import blocks_for
 from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepPlan
-from vllm_kvevict.worker.candidates import CandidateReader, Holdings
+from vllm_kvevict.worker.candidates import CandidateReader, Holdings, Inputs
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.meter import EvictionMeter
@@ -31,6 +33,7 @@ from vllm_kvevict.worker.record import EvictionRecord as EvictionRecord
 from vllm_kvevict.worker.runners import RunnerRows
 from vllm_kvevict.worker.settle import settle
 from vllm_kvevict.worker.shared_stores import SharedStores
+from vllm_kvevict.worker.workspace import Workspace
 
 logger = init_logger("vllm.kv_eviction.worker")
 
@@ -85,6 +88,7 @@ class WorkerEviction:
         head_shares: [L, H] float64 measured shares of the heads of every group, by group id; None
             if no shares were measured. :meth:`_shares_of` selects the policies that follow them.
         probes: Probes that score the keys, or None if no policy requires key scores.
+        workspace: Memory in which evictions run, or None for torch's own.
 
     """
 
@@ -99,6 +103,7 @@ class WorkerEviction:
         fused: FusedEvictions | None = None,
         head_shares: Mapping[int, torch.Tensor] | None = None,
         probes: Probes | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         self.policies = policies
         self.states = states
@@ -114,6 +119,7 @@ class WorkerEviction:
         self._rows = rows
         self._fused = fused
         self._head_shares = head_shares
+        self._workspace = workspace
         self.stores = SharedStores(states, lambda request: int(self._rows.rows([request])[0]))
         self.comparison: Comparison | None = None
         """None unless evictions are audited."""
@@ -129,7 +135,8 @@ class WorkerEviction:
     def warm_up(self) -> None:
         """Load the kernels of evictions, before there is a request."""
         if self._fused is not None:
-            self._fused.warm_up(self._shares_of)
+            with self._in_workspace():
+                self._fused.warm_up(self._shares_of)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
@@ -169,6 +176,18 @@ class WorkerEviction:
         unsettled, self._unsettled = self._unsettled, set()
         if unsettled:
             settle(unsettled)
+        if due:
+            with self._in_workspace():
+                self._evict_all(due)
+        if done:
+            self.stores.end_step(due)
+            if self.comparison is not None:
+                self.comparison.end_step()
+
+    def _in_workspace(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._workspace is None else self._workspace.use()
+
+    def _evict_all(self, due: Sequence[Eviction]) -> None:
         fused: dict[str, list[Eviction]] = {}
         for eviction in due:
             if self._takes_fused(eviction.policy):
@@ -179,10 +198,6 @@ class WorkerEviction:
                 self._evict(eviction)
         for policy, evictions in fused.items():
             self._evict_fused(policy, evictions)
-        if done:
-            self.stores.end_step(due)
-            if self.comparison is not None:
-                self.comparison.end_step()
 
     def _takes_fused(self, policy: str) -> bool:
         """Return True if the CUDA kernels run evictions under a policy."""
@@ -241,53 +256,60 @@ class WorkerEviction:
         row = int(self._rows.rows([eviction.request_id])[0])
         for group in eviction.groups:
             self._evict_group(eviction, group, row)
+        self._reader.release()
         self.evictions += 1
 
     def _evict_group(self, eviction: Eviction, group: GroupEviction, row: int) -> None:
         """Read the candidates, score them, allocate pages to heads and move the survivors."""
-        policy = self.policies[eviction.policy]
-        holdings = self._reader.holdings(eviction, group, self.states[group.group_id], row)
-        made = self._reader.made(policy.requirements, holdings)
-        try:
-            survivors = self._allocate(policy, holdings, self._score(policy, holdings, made))
-        except Exception:
-            if not replaceable(policy.scorer):
-                raise
-            self._note_failure(eviction.policy)
-            recency = torch.where(holdings.valid, holdings.columns.float(), -torch.inf)
-            survivors = self._allocate(policy, holdings, recency)
-        self._move(policy, holdings, survivors, made)
+        policy, state = self.policies[eviction.policy], self.states[group.group_id]
+        whole = self._reader.holdings(eviction, group, state, row)
+        failed, parts = False, []
+        for holdings in whole.parts():
+            inputs = self._reader.inputs(policy.requirements, holdings)
+            try:
+                survivors = self._allocate(policy, holdings, self._score(policy, holdings, inputs))
+            except Exception:
+                if not replaceable(policy.scorer):
+                    raise
+                if not failed:
+                    self._note_failure(eviction.policy)
+                failed = True
+                recency = torch.where(holdings.valid, holdings.columns.float(), -torch.inf)
+                survivors = self._allocate(policy, holdings, recency)
+            log_weights = self._move(policy, holdings, survivors, inputs.made)
+            parts.append((survivors, log_weights))
+        self._record(policy, whole, parts)
 
-    def _score(
-        self, policy: Policy, holdings: Holdings, made: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def _score(self, policy: Policy, holdings: Holdings, inputs: Inputs) -> torch.Tensor:
         """Return the scores [L, H, N] float32 of the candidates.
 
         Raises:
             ValueError: A scorer returns scores of another shape.
 
         """
-        by_layer, valid = [], holdings.valid
-        for index in range(len(holdings.state.layer_names)):
-            candidates = self._reader.candidates(policy.requirements, holdings, index, made)
+        needs, blocks, columns = policy.requirements, [], len(holdings.columns)
+        for heads in self._reader.blocks(needs, holdings):
+            candidates = self._reader.candidates(needs, holdings, heads, inputs)
             scores = policy.scorer.scores(candidates)
-            if scores.shape != valid.shape[1:]:
-                want, got = tuple(valid.shape[1:]), tuple(scores.shape)
+            want, got = (candidates.num_heads, columns), tuple(scores.shape)
+            if got != want:
                 raise ValueError(f"scores must be of shape {want}, not {got}")
-            by_layer.append(scores)
-        return torch.stack(by_layer)
+            blocks.append(scores)
+        return joined(blocks).unflatten(0, holdings.grid.shape[:2])
 
     def _allocate(self, policy: Policy, holdings: Holdings, scores: torch.Tensor) -> Survivors:
         """Share the store's pages between the heads, and select the best tokens of each head."""
         eviction, group, bs = holdings.eviction, holdings.group, holdings.block_size
         scores = protect(scores, holdings.valid, eviction.protect_first)
         by_group = self._shares_of(eviction.policy)
-        shares = None if by_group is None else by_group[group.group_id]
+        shares = None
+        if by_group is not None:
+            shares = by_group[group.group_id][holdings.first :][: len(scores)]
         # Measured shares divide the pages that remain after every head has its protected pages.
         first = 0 if shares is None else blocks_for(eviction.protect_first, bs)
         blocks = len(group.store) - first
         pages = first + policy.allocator.pages(scores, holdings.caps - first, blocks, bs, shares)
-        columns = select_tokens(scores, pages, bs)
+        columns = select_tokens(scores, pages, bs, len(group.store))
         moves = compact_index(holdings.grid, columns, pages, holdings.store, bs)
         return Survivors(scores, pages, columns, *moves)
 
@@ -296,46 +318,64 @@ class WorkerEviction:
         policy: Policy,
         holdings: Holdings,
         survivors: Survivors,
-        made: Sequence[torch.Tensor],
-    ) -> None:
-        """Copy the survivors and their floats to the new store, and record it in the state."""
-        state, group, needs = holdings.state, holdings.group, policy.requirements
-        target_page, log_weights = survivors.target_page, None
-        for index, name in enumerate(state.layer_names):
+        made: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Copy the survivors and their floats to the new store.
+
+        Returns:
+            [L, S * H * block_size, 2] log-weights of the survivors; None unless the policy weighs.
+
+        """
+        names, needs, target_page = holdings.layer_names, policy.requirements, survivors.target_page
+        for index, name in enumerate(names):
             cache = self._caches[name]
             source = survivors.source_page[index], survivors.source_slot[index]
             cache.layout.copy(cache.pages, *source, target_page)
-            if needs.floats_per_token and not made and not needs.weighs:
+            if needs.floats_per_token and made is None and not needs.weighs:
                 assert self.token_stats is not None
                 self.token_stats.move(name, *source, target_page)
-        if made:
+        if made is not None:
             assert self.token_stats is not None
-            kept = survivors.columns, survivors.pages, target_page
-            self.token_stats.keep(state.layer_names, made, *kept)
-        if needs.weighs:
-            log_weights = self._weigh(policy.scorer, holdings, survivors)
-        state.record(
-            holdings.row, group.tail_start, holdings.store, survivors.pages, weighted=needs.weighs
+            self.token_stats.keep(names, made, survivors.columns, survivors.pages, target_page)
+        return self._weigh(policy.scorer, holdings, survivors) if needs.weighs else None
+
+    def _record(
+        self,
+        policy: Policy,
+        holdings: Holdings,
+        parts: Sequence[tuple[Survivors, torch.Tensor | None]],
+    ) -> None:
+        """Record an eviction in the state, and report it.
+
+        Args:
+            policy: The policy.
+            holdings: The pages of all layers of the group.
+            parts: Survivors and log-weights of some layers each, in order.
+
+        """
+        weighted, group = policy.requirements.weighs, holdings.group
+        pages = joined([survivors.pages for survivors, _ in parts])
+        holdings.state.record(holdings.row, group.tail_start, holdings.store, pages, weighted)
+        self.meter.pages(pages)
+        if not self.listeners:
+            return
+        record = EvictionRecord(
+            holdings.eviction,
+            group,
+            joined([survivors.columns for survivors, _ in parts]),
+            pages,
+            holdings.padding * holdings.block_size,
+            joined([survivors.scores for survivors, _ in parts]),
+            joined([weights for _, weights in parts if weights is not None]) if weighted else None,
         )
-        self.meter.pages(survivors.pages)
         for listener in self.listeners:
-            listener(
-                EvictionRecord(
-                    holdings.eviction,
-                    group,
-                    survivors.columns,
-                    survivors.pages,
-                    holdings.padding * holdings.block_size,
-                    survivors.scores,
-                    log_weights,
-                )
-            )
+            listener(record)
 
     def _weigh(self, scorer: Scorer, holdings: Holdings, survivors: Survivors) -> torch.Tensor:
         """Write the log-weights of the kept tokens, and return them: [L, S * H * block_size, 2]."""
         assert self.token_stats is not None
         state, layers = holdings.state, []
-        for name, columns in zip(state.layer_names, survivors.columns, strict=True):
+        for name, columns in zip(holdings.layer_names, survivors.columns, strict=True):
             by_head = columns.unflatten(0, (state.num_heads, -1))
             weights = scorer.kept(holdings.row, name, by_head).flatten(0, 1)
             self.token_stats.write(name, weights, survivors.target_page)

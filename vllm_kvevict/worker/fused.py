@@ -4,7 +4,7 @@ The host never waits for the device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,11 @@ from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH, defensive_scores
 from vllm_kvevict.ops.cuda.limits import (
     BLOCK_SIZES,
-    CHUNK,
     DTYPES,
     HEAD_SIZES,
     MAX_LAYERS,
-    rows_at_once,
 )
-from vllm_kvevict.ops.cuda.pages import STAGING_BYTES, compact
+from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.cuda.probe import probe_scores
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
@@ -34,6 +32,7 @@ from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
 from vllm_kvevict.policies.defensive import Defensive
+from vllm_kvevict.policies.kernels import has_kernels
 from vllm_kvevict.policies.probe import Probe
 from vllm_kvevict.policies.snapkv import SnapKV
 from vllm_kvevict.timeline.rule import blocks_for
@@ -41,6 +40,7 @@ from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.fused_probes import GroupProbes
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.ranks import sum_of_ranks
+from vllm_kvevict.worker.workspace import EvictionSizes
 
 if TYPE_CHECKING:
     from vllm_kvevict.cache.layer_cache import LayerCache
@@ -60,6 +60,27 @@ class _Group:
     kept: list[torch.Tensor]
     probes: dict[float, GroupProbes]
     """Probes by the weight of the prose features."""
+    sizes: EvictionSizes
+    first: int = 0
+    """Index of the first layer in the group."""
+
+    def part(self, start: int, stop: int) -> "_Group":
+        """Return some of the layers."""
+        layers = slice(start, stop)
+        return replace(
+            self,
+            caches=self.caches[layers],
+            rings=self.rings[layers],
+            scales=self.scales[layers],
+            kept=self.kept[layers],
+            probes={weight: probes.part(layers) for weight, probes in self.probes.items()},
+            first=self.first + start,
+        )
+
+    @property
+    def head_indptr(self) -> torch.Tensor:
+        """[L, rows, H + 1] int32 head splits of these layers, a view."""
+        return self.state.head_indptr[self.first : self.first + len(self.caches)]
 
 
 class FusedEvictions:
@@ -77,6 +98,8 @@ class FusedEvictions:
         longest: Longest sequence in tokens. Requests share a launch as long as their number times
             the longest of them does not exceed it.
         probes: The model's probes, or None if no policy reads them.
+        workspace: Bytes of the workspace. Launches that need more run some layers at a time. None
+            if memory does not limit launches.
 
     Raises:
         ValueError: The kernels cannot serve these layers; the message is that of
@@ -93,6 +116,7 @@ class FusedEvictions:
         token_stats: TokenStats | None,
         longest: int,
         probes: Probes | None = None,
+        workspace: int | None = None,
     ) -> None:
         problem = obstacle(states, caches, rings)
         if problem is not None:
@@ -100,6 +124,7 @@ class FusedEvictions:
         self._policies = policies
         self._probes = probes
         self._longest = longest
+        self._workspace = workspace
         self._groups = {
             id_: _group(state, caches, rings, token_stats, probes, longest)
             for id_, state in states.items()
@@ -108,13 +133,15 @@ class FusedEvictions:
     def takes(self, policy: str) -> bool:
         """Return True if the kernels compute a policy's scores."""
         scorer, groups = self._policies[policy].scorer, self._groups.values()
+        if not has_kernels(scorer):
+            return False
         if isinstance(scorer, Defensive | Probe):
             compiled = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
             if isinstance(scorer, Probe) and self._probes is not None:
                 compiled = compiled and not self._probes.has_networks
             inputs = [group.probes if isinstance(scorer, Probe) else group.kept for group in groups]
             return compiled and all(inputs)
-        return isinstance(scorer, SnapKV)
+        return True
 
     def run(
         self,
@@ -138,17 +165,21 @@ class FusedEvictions:
         by_group: dict[tuple[int, bool, float], list[Due]] = {}
         for eviction, row in zip(evictions, rows, strict=True):
             prose = self._probes.weight(eviction) if self._probes is not None else 0.0
-            for group in eviction.groups:
-                key = group.group_id, eviction.ring is not None, prose
-                by_group.setdefault(key, []).append(_due(eviction, group, int(row)))
+            for share in eviction.groups:
+                key = share.group_id, eviction.ring is not None, prose
+                by_group.setdefault(key, []).append(_due(eviction, share, int(row)))
         kept: dict[int, torch.Tensor] = {}
         for (group_id, recorded, prose), due in by_group.items():
             due.sort(key=lambda eviction: eviction.in_place)
             group_shares = None if shares is None else shares[group_id]
-            for part in launches(due, self._longest):
+            group = self._groups[group_id]
+            longest = self._longest
+            if self._workspace is not None:
+                longest = group.sizes.tokens_at_once(longest, self._workspace)
+            for part in launches(due, longest):
                 pages = self._launch(
                     self._policies[policy],
-                    self._groups[group_id],
+                    group,
                     part,
                     group_shares,
                     recorded,
@@ -197,8 +228,39 @@ class FusedEvictions:
         prose: float = 0.0,
     ) -> torch.Tensor:
         """Run evictions of E requests, and return the pages [E, L, H] int32 that heads kept."""
+        count, layers = len(group.caches), len(group.caches)
+        if self._workspace is not None:
+            tokens = max(eviction.num_tokens for eviction in due) * len(due)
+            count = group.sizes.layers_at_once(tokens, self._workspace)
+        parts = []
+        for start in range(0, layers, count):
+            part = group.part(start, start + count)
+            part_shares = None if shares is None else shares[start : start + count]
+            batch, pages = self._evict(policy, part, due, part_shares, recorded, prose)
+            parts.append(pages)
+        pages = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        # Layers that follow read the tables of the former store.
+        entered = [(eviction.row, eviction.tail_start, len(eviction.store)) for eviction in due]
+        group.state.record_all(entered, batch.rows, batch.tail_starts, batch.store, pages)
+        return pages
+
+    def _evict(
+        self,
+        policy: Policy,
+        group: _Group,
+        due: Sequence[Due],
+        shares: torch.Tensor | None,
+        recorded: bool,
+        prose: float,
+    ) -> tuple[EvictionBatch, torch.Tensor]:
+        """Score the candidates in L layers and move the survivors.
+
+        Returns:
+            The batch, and the pages [E, L, H] int32 that heads kept.
+
+        """
         state, scorer = group.state, policy.scorer
-        bs, split = state.timeline.block_size, state.head_indptr
+        bs, split = state.timeline.block_size, group.head_indptr
         layers = WindowLayers(
             group.caches, group.rings, group.scales, split, state.stores, group.softcap
         )
@@ -231,9 +293,7 @@ class FusedEvictions:
         compact(group.caches, columns, pages, batch, split, state.stores)
         if made is not None:
             keep_page_values(group.kept, made, columns, pages, batch, split, state.stores)
-        entered = [(eviction.row, eviction.tail_start, len(eviction.store)) for eviction in due]
-        state.record_all(entered, batch.rows, batch.tail_starts, batch.store, pages)
-        return pages
+        return batch, pages
 
 
 def obstacle(
@@ -271,42 +331,6 @@ def obstacle(
     return None
 
 
-def workspace_bytes(
-    layers: int,
-    heads: int,
-    query_rows: int,
-    block_size: int,
-    longest: int,
-    slot_bytes: int,
-    made: int = 0,
-) -> int:
-    """Return the maximum number of bytes of workspace of a launch.
-
-    The staging buffer of survivors reuses the memory of the scores, which are no longer needed
-    when tokens move.
-
-    Args:
-        layers: Evictable layers on this rank.
-        heads: KV heads on this rank.
-        query_rows: Query heads of a KV head, times the window; 0 if no policy reads queries.
-        block_size: Tokens in a page.
-        longest: Longest sequence in tokens.
-        slot_bytes: Bytes of a cached token of a head: key, value, and scales if any.
-        made: Floats that a policy computes once for each token and keeps with it.
-
-    """
-    groups = blocks_for(query_rows, min(map(rows_at_once, HEAD_SIZES)))
-    scores_and_sort = 4 * groups + 4 + 2 * 4 + blocks_for(8, block_size)
-    kept_columns = 4
-    lse = 4 * query_rows * (1 + 2 * blocks_for(longest, CHUNK))
-    # A norm for each candidate, a sum for each token and a mean for each head.
-    norms = (made > 0) * 4 * layers * (longest * (heads + 1) + heads)
-    scoring = layers * heads * (longest * scores_and_sort + lse) + norms
-    moving = max(STAGING_BYTES, heads * longest * slot_bytes)
-    kept = layers * heads * longest * (kept_columns + made * 4)
-    return kept + max(scoring, moving)
-
-
 def launches(due: Sequence[Due], longest: int) -> Iterator[list[Due]]:
     """Split evictions into launches that need no more workspace than one of ``longest`` tokens."""
     launch: list[Due] = []
@@ -330,7 +354,19 @@ def _group(
 ) -> _Group:
     names = state.layer_names
     kept = [token_stats.layer(name) for name in names] if token_stats is not None else []
-    shape = (-1, state.num_heads, state.timeline.block_size)
+    bs, first = state.timeline.block_size, caches[names[0]]
+    shape = (-1, state.num_heads, bs)
+    heads, head_size = state.num_heads, first.layout.keys.shape[-1]
+    query_heads = 0 if rings is None else rings.layer(names[0]).shape[1]
+    sizes = EvictionSizes(
+        layers=len(names),
+        heads=heads,
+        query_rows=query_heads // heads * state.timeline.window,
+        head_size=head_size,
+        block_size=bs,
+        slot_bytes=2 * head_size * first.stored.itemsize,
+        made=kept[0].shape[-1] if kept else 0,
+    )
     return _Group(
         state=state,
         caches=[
@@ -344,6 +380,7 @@ def _group(
         softcap=caches[names[0]].softcap,
         kept=kept,
         probes={} if probes is None else _by_weight(probes, caches, names, longest),
+        sizes=sizes,
     )
 
 

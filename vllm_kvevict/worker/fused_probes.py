@@ -1,7 +1,7 @@
 """The model's probes of one group's layers, as the CUDA operations read them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -78,6 +78,15 @@ class GroupProbes:
             torch.stack([one.window for one in mine]),
             [none if table is None else table for table in rotary],
             any(one.interleaved for one in modules),
+        )
+
+    def part(self, layers: slice) -> "GroupProbes":
+        """The probes of some layers."""
+        return replace(
+            self,
+            weights=self.weights[layers],
+            window=self.window[layers],
+            rotary=self.rotary[layers],
         )
 
     def layers(

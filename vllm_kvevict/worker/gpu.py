@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -20,14 +21,22 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.cuda import extension
+from vllm_kvevict.ops.cuda.limits import HEAD_SIZES
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
+from vllm_kvevict.policies.kernels import check_kernels
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.worker.eviction import WorkerEviction
-from vllm_kvevict.worker.fused import FusedEvictions, obstacle, workspace_bytes
+from vllm_kvevict.worker.fused import FusedEvictions, obstacle
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.tables import table_bytes
+from vllm_kvevict.worker.workspace import (
+    EvictionSizes,
+    Workspace,
+    eviction_sizes,
+    pytorch_bytes,
+    workspace_bytes,
+)
 
 logger = init_logger("vllm.kv_eviction.worker")
 
@@ -52,12 +61,13 @@ class EvictingWorker(EvictionWorkerMixin):
         return choose(self.vllm_config, self.eviction_config)[0]
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for the KV cache, with attention's buffers already allocated.
+        """Return the bytes for the KV cache, with the buffers of eviction already allocated.
 
-        Memory that kernels allocate themselves, and the tables that are allocated after the cache,
-        stay free, unless ``--kv-cache-memory-bytes`` sets the size of the cache.
+        The tables that are allocated after the cache, and memory that kernels of attention allocate
+        themselves, stay free, unless ``--kv-cache-memory-bytes`` sets the size of the cache.
         """
         self._allocate_scratch()
+        self._allocate_workspace()
         # The call below may set it to a value that an earlier start measured.
         given = self.cache_config.kv_cache_memory_bytes
         available = super().determine_available_memory()
@@ -66,22 +76,31 @@ class EvictingWorker(EvictionWorkerMixin):
         scratch = self._allocate_scratch()
         specs = dict(zip(self._evictable_layers, self._evictable_specs, strict=True))
         tables = table_bytes(self.vllm_config, specs, scratch, available)
-        return available - tables - self._workspace_bytes() - scratch.op_bytes
+        return available - tables - scratch.op_bytes
+
+    def _allocate_workspace(self) -> Workspace:
+        """Allocate the memory in which evictions run, before vLLM measures what is left."""
+        if self._workspace is None:
+            self._workspace = Workspace(self._workspace_bytes(), self.device)
+        return self._workspace
 
     def _workspace_bytes(self) -> int:
-        made = floats_per_token(self.eviction_config)
-        if (self._rings is None and not made) or not extension.is_built():
-            return 0
-        impl, spec = self._layer(self._evictable_layers[0]).impl, self._evictable_specs[0]
-        rows = impl.num_heads // impl.num_kv_heads * self.eviction_config.window
+        impls = [self._layer(name).impl for name in self._evictable_layers]
+        serves = all(impl.head_size in HEAD_SIZES and sinks_of(impl) is None for impl in impls)
         return workspace_bytes(
+            self.eviction_config,
+            self._eviction_sizes(),
+            self.model_config.max_model_len,
+            kernels=serves and extension.obstacle() is None,
+        )
+
+    def _eviction_sizes(self) -> EvictionSizes:
+        impl, spec = self._layer(self._evictable_layers[0]).impl, self._evictable_specs[0]
+        return eviction_sizes(
+            self.eviction_config,
+            spec,
             layers=len(self._evictable_layers),
-            heads=impl.num_kv_heads,
-            query_rows=rows if self._rings is not None else 0,
-            block_size=spec.block_size,
-            longest=self.model_config.max_model_len,
-            slot_bytes=spec.page_size_bytes // (spec.num_kv_heads * spec.block_size),
-            made=made,
+            query_heads=impl.num_heads // impl.num_kv_heads * spec.num_kv_heads,
         )
 
     def _fused(
@@ -93,21 +112,30 @@ class EvictingWorker(EvictionWorkerMixin):
     ) -> FusedEvictions | None:
         if self._rings is None and probes is None:
             return None
-        problem = extension.obstacle() or obstacle(states, caches, self._rings)
+        policies = build_policies(self.eviction_config)
+        problem = extension.obstacle()
+        required = self.eviction_config.kernels == "required" and current_platform.is_cuda()
+        if problem is not None and required:
+            check_kernels(policies, problem)
+        problem = problem or obstacle(states, caches, self._rings)
         if problem is not None:
             # One line per machine, not per rank.
             logger.warning_once(
                 "KV eviction runs its PyTorch operations, which are slower, because %s", problem
             )
             return None
-        longest = self.model_config.max_model_len
-        policies = build_policies(self.eviction_config)
-        fused = FusedEvictions(policies, states, caches, self._rings, values, longest, probes)
-        logger.info(
-            "KV eviction runs CUDA kernels for %s, with at most %d bytes of workspace on this rank",
-            ", ".join(filter(fused.takes, policies)) or "none of the policies",
-            self._workspace_bytes(),
+        longest, workspace = self.model_config.max_model_len, self._allocate_workspace()
+        fused = FusedEvictions(
+            policies, states, caches, self._rings, values, longest, probes, workspace.num_bytes
         )
+        taken = list(filter(fused.takes, policies))
+        logger.info(
+            "KV eviction runs CUDA kernels for %s", ", ".join(taken) or "none of the policies"
+        )
+        if len(taken) < len(policies):
+            # Layers may differ in what was not known when the workspace was allocated.
+            sizes = self._eviction_sizes()
+            workspace.extend(pytorch_bytes(self.eviction_config, sizes, longest))
         return fused
 
     def _allocate_scratch(self) -> Scratch:
@@ -155,15 +183,17 @@ class EvictingWorker(EvictionWorkerMixin):
                     builder.buffers = buffers
         logger.info(
             "KV eviction attention on this rank: %s kernel, %d bytes of scratch, %d bytes of "
-            "lengths and splits",
+            "lengths and splits, %d bytes of workspace for evictions",
             scratch.kernel,
             scratch.num_bytes + scratch.op_bytes,
             sum(buffers.num_bytes for buffers in self._buffers),
+            self._allocate_workspace().num_bytes,
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up eviction and then vLLM, which starts to watch for compilation at its end."""
         assert self.kv_eviction is not None
+        self._allocate_workspace().open()
         for buffers in self._buffers:
             state = buffers.state
             layers = [self._layer(name) for name in state.layer_names]

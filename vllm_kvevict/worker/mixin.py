@@ -42,6 +42,7 @@ from vllm_kvevict.worker.probes import LayerProbe, Probes
 from vllm_kvevict.worker.ranks import first_head, of_ranks
 from vllm_kvevict.worker.rotary import Rotary, find
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
+from vllm_kvevict.worker.workspace import Workspace
 
 logger = init_logger("vllm.kv_eviction.worker")
 
@@ -59,6 +60,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self.eviction_config = config
         self.kv_eviction: WorkerEviction | None = None
         self._rings: ObservationRings | None = None
+        self._workspace: Workspace | None = None
         register_spec()
         self._register_backend()
 
@@ -183,6 +185,8 @@ class EvictionWorkerMixin(Worker, ABC):
         values = TokenStats(caches, heads, channels) if channels else None
         probes = self._probes(states, caches, values)
         rows = self._rows(states)
+        # It may extend the workspace.
+        fused = self._fused(states, caches, values, probes)
         self.kv_eviction = WorkerEviction(
             build_policies(self.eviction_config),
             states,
@@ -190,9 +194,10 @@ class EvictionWorkerMixin(Worker, ABC):
             self._rings,
             values,
             rows,
-            self._fused(states, caches, values, probes),
+            fused,
             self._head_shares(states),
             probes,
+            self._workspace,
         )
         self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
         # Only the last pipeline stage has the hidden states from which logits are computed.

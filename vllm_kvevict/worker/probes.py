@@ -1,13 +1,12 @@
 """The model's probes on this rank: scores of keys, made once for each token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from vllm_kvevict.cache.layer_cache import LayerCache
-from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.probe_weights import (
     STEPS,
@@ -15,7 +14,8 @@ from vllm_kvevict.config.probe_weights import (
     ProseWeights,
     prose_weight,
 )
-from vllm_kvevict.ops.torch.probe import Network, Rotation, age_features
+from vllm_kvevict.ops.pieces import by_layer, head_blocks, heads_at_once, joined
+from vllm_kvevict.ops.torch.probe import Network, Rotation, age_features, probe_scores
 from vllm_kvevict.ops.torch.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
 from vllm_kvevict.timeline.step_plan import Eviction
@@ -54,6 +54,37 @@ class LayerProbe:
         both = torch.cat([self.weights, weight * prose.weights], dim=1)
         window = self.window + weight * prose.window
         return replace(self, weights=both, age=weight * prose.age, window=window, prose=None)
+
+    def part(self, heads: slice) -> "LayerProbe":
+        """Return the probes of some heads, as views."""
+        network, age = self.network, self.age
+        return replace(
+            self,
+            weights=self.weights[heads],
+            age=None if age is None else age[heads],
+            window=self.window[heads],
+            network=None
+            if network is None
+            else Network(*(t[heads] for t in vars(network).values())),
+            prose=None,
+        )
+
+    @classmethod
+    def joined(cls, parts: "Sequence[LayerProbe]") -> "LayerProbe":
+        """Return the probes of the heads of several layers whose keys are rotated alike."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        networks = [vars(part.network).values() for part in parts if part.network is not None]
+        return replace(
+            first,
+            weights=torch.cat([part.weights for part in parts]),
+            age=None
+            if first.age is None
+            else torch.cat([p.age for p in parts if p.age is not None]),
+            window=torch.cat([part.window for part in parts]),
+            network=Network(*map(torch.cat, zip(*networks, strict=True))) if networks else None,
+        )
 
     @classmethod
     def of(
@@ -136,17 +167,17 @@ class Probes:
 
     def scores(
         self,
-        state: GroupState,
+        names: Sequence[str],
         grid: torch.Tensor,
         store_pages: int,
         positions: torch.Tensor,
         ages: torch.Tensor,
         eviction: Eviction,
-    ) -> list[torch.Tensor]:
-        """Scores of all candidates of one request in every layer of a group.
+    ) -> torch.Tensor:
+        """Scores of all candidates of one request in L layers of a group.
 
         Args:
-            state: The group.
+            names: The layers.
             grid: [L, H, P] int64 pages of the candidates.
             store_pages: The first pages of each head, with tokens that were scored before.
             positions: [N] or [3, N] int64 positions of the tokens after them.
@@ -154,30 +185,60 @@ class Probes:
             eviction: That of the request.
 
         Returns:
-            [H, P * block_size, C] float32 of each layer; anything on padding.
+            [L, H, P * block_size, C] float32; anything on padding.
 
         """
-        latent = any(self._caches[name].is_latent for name in state.layer_names)
+        num_heads, caches = grid.shape[1], [self._caches[name] for name in names]
+        latent = any(cache.is_latent for cache in caches)
         shares = None
         # The one head of a latent cache has all of a token's value, of which the logarithm is 0.
         if (self.channels > 1 or self.has_networks) and not latent:
-            shares = self._log_shares(state, grid[..., store_pages:])
-        found, layers, of_ages = [], self.at(eviction), age_features(ages)
-        for index, (name, pages) in enumerate(zip(state.layer_names, grid, strict=True)):
-            probe, cache = layers[name], self._caches[name]
-            rotation = None
-            if probe.rotary is not None:
-                rotation = self._rotation(probe.rotary, positions)
+            shares = self._log_shares(names, grid[..., store_pages:])
+        probes, of_ages = self.at(eviction), age_features(ages)
+        layers = [probes[name] for name in names]
+        elements = (grid.shape[-1] - store_pages) * caches[0].layout.keys.numel()
+        blocks = head_blocks(
+            [self._kind(index, layer, grid.is_cpu) for index, layer in enumerate(layers)],
+            num_heads,
+            heads_at_once(grid.device, num_heads, elements),
+        )
+        found = []
+        for block in blocks:
+            parts = list(by_layer(block, num_heads))
+            rotary = layers[parts[0][0]].rotary
+            rotation = None if rotary is None else self._rotation(rotary, positions)
+            probe = LayerProbe.joined([layers[layer].part(heads) for layer, heads in parts])
+            keys = joined(
+                [
+                    caches[layer].key_sequences(grid[layer, heads, store_pages:])
+                    for layer, heads in parts
+                ]
+            )
+            mine = None if shares is None else shares.flatten(0, 1)[block]
             prose = None if probe.age is None else (of_ages, probe.age)
-            more = probe.network, None if shares is None else shares[index]
-            new = cache.key_scores(pages[:, store_pages:], rotation, probe.weights, prose, *more)
-            if self.channels > 1 and shares is not None:
-                new[..., 1].addcmul_(shares[index], probe.window[:, None])
-            if store_pages:
-                stored = self._page_values.layer(name)[pages[:, :store_pages]]
-                new = torch.cat([stored[..., : self.channels].flatten(1, 2), new], dim=1)
+            new = probe_scores(keys, rotation, probe.weights, prose, probe.network, mine)
+            if self.channels > 1 and mine is not None:
+                new[..., 1].addcmul_(mine, probe.window[:, None])
             found.append(new)
-        return found
+        scores = joined(found).unflatten(0, (len(names), num_heads))
+        if not store_pages:
+            return scores
+        stored = [
+            self._page_values.layer(name)[pages[:, :store_pages]][..., : self.channels].flatten(
+                1, 2
+            )
+            for name, pages in zip(names, grid, strict=True)
+        ]
+        return torch.cat([torch.stack(stored), scores], dim=2)
+
+    @staticmethod
+    def _kind(index: int, probe: LayerProbe, alone: bool) -> Hashable:
+        """Return a value that is equal for layers whose keys may be scored together."""
+        return index if alone else None if probe.rotary is None else id(probe.rotary.module)
+
+    def release(self) -> None:
+        """Drop the rotations of the last eviction, which take 8 * R bytes per token."""
+        self._rotations.clear()
 
     def _rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
         """Return the last rotation if it is the same: groups and layers ask one by one."""
@@ -191,11 +252,10 @@ class Probes:
             self._rotations[id(rotary.module)] = known
         return known[1]
 
-    def _log_shares(self, state: GroupState, grid: torch.Tensor) -> torch.Tensor:
+    def _log_shares(self, names: Sequence[str], grid: torch.Tensor) -> torch.Tensor:
         """[L, H, N] logarithms of each head's share in the value norms of the grid's tokens."""
         norms = [
-            self._caches[name].value_norms(pages)
-            for name, pages in zip(state.layer_names, grid, strict=True)
+            self._caches[name].value_norms(pages) for name, pages in zip(names, grid, strict=True)
         ]
         found = value_shares(torch.stack(norms), sum_of_ranks)
         return found.clamp_(min=LEAST).log_()

@@ -20,6 +20,7 @@ from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.worker import gpu as gpu_worker
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
+from vllm_kvevict.worker.workspace import Workspace
 
 CONFIG = EvictionConfig(policy="snapkv", attention="xformers")
 
@@ -85,6 +86,7 @@ def worker(soft_cap: float, sinks: torch.Tensor | None = None) -> EvictingWorker
         _evictable_layers=["a"],
         _evictable_specs=[SimpleNamespace(block_size=16)],
         _rings=None,
+        _workspace=Workspace(0, torch.device("cpu")),
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, cache_dtype="auto"),
@@ -109,7 +111,6 @@ def test_a_layer_with_attention_sinks():
 def test_memory_of_the_op_is_left_free(monkeypatch):
     monkeypatch.setattr(EvictionWorkerMixin, "determine_available_memory", lambda self: 10**9)
     monkeypatch.setattr(gpu_worker, "table_bytes", lambda *arguments: 0)
-    monkeypatch.setattr(gpu_worker.EvictingWorker, "_workspace_bytes", lambda self: 0)
     one = worker(soft_cap=0.0)
     one.vllm_config = None
     assert one.determine_available_memory() == 10**9

@@ -15,7 +15,15 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.timeline.layers import by_layer, pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
-FIELDS += ["allow", "max_budget", "shared_blocks", "attention", "store_memory", "store_path"]
+FIELDS += [
+    "allow",
+    "max_budget",
+    "shared_blocks",
+    "attention",
+    "kernels",
+    "store_memory",
+    "store_path",
+]
 FIELDS += ["audit", "options"]
 
 
@@ -46,6 +54,7 @@ def test_defaults() -> None:
         "max_budget": None,
         "shared_blocks": "keep",
         "attention": "auto",
+        "kernels": "required",
         "store_memory": 0,
         "store_path": None,
         "audit": 0,

@@ -31,7 +31,8 @@ def test_policies_and_what_they_read():
     for name, allocator in [("ada-defensive", Adaptive(0.35)), ("defensive", Uniform())]:
         policy = build_policy(config.model_copy(update={"policy": name}))
         assert policy.allocator == allocator and policy.scorer == Defensive(5, 17)
-        assert policy.requirements == Requirements(value_shares=True, floats_per_token=1)
+        needs = Requirements(value_shares=True, floats_per_token=1, heads_alone=True)
+        assert policy.requirements == needs
 
 
 def test_needs_value_shares():

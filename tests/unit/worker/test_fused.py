@@ -27,9 +27,11 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.worker import fused as fused_pass
-from vllm_kvevict.worker.fused import launches, obstacle, workspace_bytes
+from vllm_kvevict.worker import workspace
+from vllm_kvevict.worker.fused import launches, obstacle
 from vllm_kvevict.worker.fused_probes import GroupProbes
 from vllm_kvevict.worker.rotary import Rotary
+from vllm_kvevict.worker.workspace import EvictionSizes
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -214,8 +216,9 @@ def test_other_policies_and_listeners_take_the_pytorch_operations(monkeypatch):
 def test_workspace_is_no_larger_than_said(monkeypatch):
     """Everything that a launch allocates, which is more than is alive at once."""
     longest, sizes = 230, []
-    monkeypatch.setattr(fused_pass, "STAGING_BYTES", 0)
-    said = workspace_bytes(2, HEADS, GROUP * WINDOW, BLOCK, longest, slot_bytes=8)
+    monkeypatch.setattr(workspace, "STAGING_BYTES", 0)
+    of_two_layers = EvictionSizes(2, HEADS, GROUP * WINDOW, 1, BLOCK, slot_bytes=8)
+    said = of_two_layers.kernel_bytes(2, longest)
     made = worker("ada-snapkv", fused=True, longest=longest)
     plain_empty = torch.empty
 

@@ -7,6 +7,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.pretend_gpu import pretended
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
@@ -15,6 +16,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.tables import table_bytes
+from vllm_kvevict.worker.workspace import SMALL_BYTES, SMALL_COUNT
 
 HEADS, SIZE, BLOCK, LENGTH, REQUESTS = 2, 64, 16, 4096, 8
 CPU = torch.device("cpu")
@@ -65,6 +67,7 @@ class Sized(Worker):
     found: int | None = None
 
     def determine_available_memory(self):
+        self.held = self.memory.live
         self.cache_config.kv_cache_memory_bytes = self.found or self.asked
         return self.found or self.asked or 10**9
 
@@ -90,5 +93,11 @@ def test_what_is_left_of_the_memory(asked, found, whole, monkeypatch):
     made._rings, made._scratch = None, scratch()
     monkeypatch.setattr(made, "_allocate_rings", lambda: None)
     monkeypatch.setattr(made, "_workspace_bytes", lambda: 1000)
-    left = 0 if whole else 1000 + table_bytes(made.vllm_config, layers(), scratch(), 10**9)
-    assert made.determine_available_memory() == 10**9 - left
+    left = 0 if whole else table_bytes(made.vllm_config, layers(), scratch(), 10**9)
+    made._workspace, made.device = None, torch.device("cuda")
+    with pretended(monkeypatch) as watch:
+        made.memory = watch.memory
+        assert made.determine_available_memory() == 10**9 - left
+        held = 1000 + SMALL_COUNT * SMALL_BYTES
+        assert made.held == held == watch.memory.live, "vLLM's profile contains it"
+        made._workspace.open()

@@ -23,8 +23,9 @@ def obstacle() -> str | None:
     """Return the reason why the extension does not run on this machine; None if it does."""
     if not is_built():
         return (
-            "this installation has no CUDA kernels; install the wheel that make wheel builds on a "
-            "machine with nvcc 13 (deploy/README.md, CUDA kernels)"
+            "this installation has no CUDA kernels (in a clone, on a machine with nvcc, "
+            "KVEVICT_CUDA=1 pip install --no-deps . builds and installs them, and make wheel "
+            "builds a wheel with them)"
         )
     try:
         _load_installed()
@@ -97,6 +98,6 @@ def _load_installed() -> None:
     if not is_built():
         raise RuntimeError(
             f"vllm-kvevict was installed without its CUDA extension ({LIBRARY.name}): reinstall "
-            "it with nvcc and a CUDA build of torch, pip install --no-build-isolation ."
+            "it with nvcc and a CUDA build of torch, KVEVICT_CUDA=1 pip install --no-deps ."
         )
     load(LIBRARY, NAMESPACE, "cuda")

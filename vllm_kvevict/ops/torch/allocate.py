@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_kvevict.ops.torch.preconditions import require
 from vllm_kvevict.ops.torch.select import descending
 
 
@@ -19,8 +20,9 @@ def uniform_pages(caps: torch.Tensor, store_blocks: int) -> torch.Tensor:
         ValueError: A head has fewer than S pages of candidates.
 
     """
-    if bool((caps < store_blocks).any()):
-        raise ValueError(f"a head has fewer than {store_blocks} pages of candidates")
+    require(
+        caps >= store_blocks, lambda: f"a head has fewer than {store_blocks} pages of candidates"
+    )
     return torch.full_like(caps, store_blocks)
 
 
@@ -79,8 +81,7 @@ def adaptive_pages(
     num_pages = columns // block_size
     if store_blocks < 1 or columns % block_size or not 0 <= floor <= 1:
         raise ValueError("store_blocks must be at least 1, N whole pages, and floor in [0, 1]")
-    if bool((caps > num_pages).any()):
-        raise ValueError(f"caps {caps.tolist()} are above {num_pages} pages per head")
+    require(caps <= num_pages, lambda: f"caps {caps.tolist()} are above {num_pages} pages per head")
 
     ordered = descending(scores)
     gains = ordered.unflatten(-1, (num_pages, block_size)).double().sum(-1)
@@ -97,8 +98,7 @@ def _best_pages(
 
     ``gains`` is [L, H, P].
     """
-    if bool((caps.sum(-1) < total).any()):
-        raise ValueError(f"caps {caps.tolist()} cannot hold {total} pages")
+    require(caps.sum(-1) >= total, lambda: f"caps {caps.tolist()} cannot hold {total} pages")
     num_pages = gains.shape[2]
     page = torch.arange(num_pages, device=gains.device)
     gains = gains.masked_fill(page < guaranteed[..., None], float("inf"))

@@ -53,7 +53,8 @@ def _highest_sums(weights: torch.Tensor, kernel: int) -> torch.Tensor:
     Neighbours beyond the ends count as zeros.
     """
     half = kernel // 2
-    if weights.shape[-1] < kernel:
+    # On a GPU launches cost more than the copy.
+    if weights.shape[-1] < kernel or not weights.is_cpu:
         return _sums(functional.pad(weights, (half, half)), kernel).amax(1)
     # Only the ends are padded, because a padded copy of all columns takes as long as the sums.
     left = functional.pad(weights[..., : 2 * half], (half, 0))

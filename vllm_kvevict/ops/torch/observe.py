@@ -58,8 +58,13 @@ def window_queries(rings: torch.Tensor, slot: int, num_tokens: int, window: int)
         [window, query heads, D], a copy.
 
     """
-    positions = torch.arange(num_tokens - window, num_tokens, device=rings.device)
-    return rings[slot * window + positions % window]
+    return rings[window_entries(slot, num_tokens, window, rings.device)]
+
+
+def window_entries(slot: int, num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return the ring entries [window] int64 of the queries that :func:`window_queries` returns."""
+    positions = torch.arange(num_tokens - window, num_tokens, device=device)
+    return slot * window + positions % window
 
 
 def _ranges(counts: torch.Tensor) -> torch.Tensor:

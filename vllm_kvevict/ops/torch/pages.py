@@ -92,7 +92,7 @@ def candidate_grid(
     num_layers, num_heads = head_indptr.shape[0], head_indptr.shape[1] - 1
     device = head_indptr.device
     pages = head_indptr.diff(dim=-1).long()
-    max_pages = int(pages.max())
+    max_pages = int(pages.max()) if store.numel() else 0
     padding = max_pages - pages
     column = torch.arange(max_pages, device=device)
     used = column >= padding[..., None]

@@ -92,6 +92,37 @@ def key_scores(
     return scores.addcmul_(norms, b.mT)
 
 
+def probe_scores(
+    keys: torch.Tensor,
+    rotation: Rotation | None,
+    weights: torch.Tensor,
+    prose: "Prose | None" = None,
+    network: "Network | None" = None,
+    shares: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the scores of keys by C probes of each head and their network.
+
+    Args:
+        keys: [H, N, D] of any float type.
+        rotation: Inverse rotation of these N tokens; None for keys that were not rotated.
+        weights: [H, C, D + 2] float32, for :func:`key_scores`; with ``prose`` [H, 2 * C, D + 2].
+        prose: Arguments of :func:`with_prose`.
+        network: Of these heads: :func:`network_scores` are added to every score.
+        shares: [H, N] argument of the same function.
+
+    Returns:
+        [H, N, C] float32.
+
+    """
+    if network is not None:
+        keys, rotation = unrotated(keys, rotation), None
+    scores = key_scores(keys, rotation, weights)
+    scores = scores if prose is None else with_prose(scores, *prose)
+    if network is not None:
+        scores.add_(network_scores(keys, network, shares)[..., None])
+    return scores
+
+
 def _by_dimension(keys: torch.Tensor) -> bool:
     """Return True if keys [H, N, D] are stored dimension by dimension, as on CPUs."""
     return keys.stride(-2) < keys.stride(-1)

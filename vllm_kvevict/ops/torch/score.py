@@ -9,7 +9,11 @@ from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.torch.sinks import attention_weights
 
 LOGITS = 2**20
-"""Maximum number of logits in memory at once, 4 MiB, unless :data:`MIN_ROWS` rows have more."""
+"""Maximum number of logits in memory at once, 4 MiB, unless :data:`MIN_ROWS` rows have more. The
+caches of a CPU hold them."""
+
+DEVICE_LOGITS = 2**24
+"""The same on a GPU, 64 MiB: an operation then takes longer than its launch."""
 
 MIN_ROWS = 16
 """Minimum number of rows of a block. With fewer, a product is bound by reading the keys."""
@@ -35,13 +39,18 @@ def window_attention(candidates: Candidates) -> torch.Tensor:
     return sums / (candidates.queries.shape[1] * candidates.window)
 
 
+def logits_at_once(device: torch.device) -> int:
+    """Return the maximum number of logits in memory at once on a device."""
+    return LOGITS if device.type == "cpu" else DEVICE_LOGITS
+
+
 def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield the attention weights of the window's queries to the cached tokens, in blocks of rows.
 
     Row ``g * w + i`` belongs to query head g of the group and query i of the window. It is 0 if
     the head holds no token up to the query's position. A block has all rows of several heads, with
-    at most :data:`LOGITS` logits, or at least :data:`MIN_ROWS` rows of one head, so memory grows
-    with the number of columns only.
+    at most :func:`logits_at_once` logits, or at least :data:`MIN_ROWS` rows of one head, so memory
+    grows with the number of columns only.
 
     Yields:
         Heads, and [h, b, columns] float32 weights of some of their rows, in which each row sums to
@@ -58,12 +67,14 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor
     rows = queries.float().flatten(1, 2) * candidates.scale
     own = torch.arange(rows.shape[1], device=rows.device) % window
     ahead = torch.arange(window, device=rows.device) > own[:, None]
-    padding = None if bool(valid.all()) else ~valid
+    # On a GPU the host does not look, because it would wait.
+    padding = ~valid if candidates.padded and not (valid.is_cpu and bool(valid.all())) else None
+    most = logits_at_once(valid.device)
     sinks = candidates.sinks
     if sinks is not None:
         sinks = sinks.repeat_interleave(window, dim=1)
-    heads_at_once = max(1, LOGITS // (rows.shape[1] * columns))
-    rows_at_once = rows.shape[1] if heads_at_once > 1 else max(MIN_ROWS, LOGITS // columns)
+    heads_at_once = max(1, most // (rows.shape[1] * columns))
+    rows_at_once = rows.shape[1] if heads_at_once > 1 else max(MIN_ROWS, most // columns)
     for head in range(0, len(rows), heads_at_once):
         heads = slice(head, head + heads_at_once)
         keys = candidates.keys[heads].float().mT
@@ -76,6 +87,7 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor
             if padding is not None:
                 logits.masked_fill_(padding[heads, None], float("-inf"))
             weights = attention_weights(logits, None if sinks is None else sinks[heads, block])
+            del logits
             if padding is not None:
                 held = columns - padding[heads].sum(-1, keepdim=True)
                 weights.masked_fill_((own[block] < window - held)[..., None], 0.0)

@@ -6,6 +6,9 @@ import triton.language as tl
 
 _BLOCK = 128
 
+_PROGRAMS = 4096
+"""Programs of a launch, unless there are more sequences: about twice what an H100 runs at once."""
+
 
 @triton.jit(
     do_not_specialize=["stores_row", "block_row", "table_row"],
@@ -39,7 +42,8 @@ def _page_table_kernel(
     first = tl.load(indptr, mask=tail > 0, other=0)
     pages = tl.load(indptr + 1, mask=tail > 0, other=0) - first
     count = (tl.load(lengths + sequence) + PAGE - 1) // PAGE
-    for base in range(0, count, BLOCK):
+    # Programs of one sequence take its columns in turn.
+    for base in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         column = base + tl.arange(0, BLOCK)
         used = column < count
         in_store = column < pages
@@ -66,6 +70,8 @@ def write_page_table(
 ) -> None:
     """Write the physical head pages of every (request, KV head): store pages, then tail pages.
 
+    The number of programs depends on R, H and V only, so that a graph serves every length.
+
     Args:
         rows: [R] int32 state rows, -1 for none.
         places: [R] int32 batch indices.
@@ -79,7 +85,8 @@ def write_page_table(
 
     """
     heads = head_indptr.shape[1] - 1
-    _page_table_kernel[(rows.shape[0] * heads,)](
+    sequences = rows.shape[0] * heads
+    _page_table_kernel[(sequences, _programs(sequences, table.shape[1]))](
         rows,
         places,
         tail_start,
@@ -95,3 +102,8 @@ def write_page_table(
         PAGE=block_size,
         BLOCK=_BLOCK,
     )
+
+
+def _programs(sequences: int, width: int) -> int:
+    """Return the number of programs of each sequence of at most ``width`` pages."""
+    return max(1, min(triton.cdiv(width, _BLOCK), _PROGRAMS // max(1, sequences)))

@@ -13,12 +13,13 @@ from vllm_kvevict.compat import shim
 from vllm_kvevict.config.memory_budget import kv_cache_bytes
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.ops.cuda.extension import is_built
+from vllm_kvevict.ops.cuda.limits import HEAD_SIZES
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.requirements import floats_per_token, ring_slots
 from vllm_kvevict.tools.plan.options import Options, SizingError
 from vllm_kvevict.tools.plan.weights import assumed_activations, rank_weights
-from vllm_kvevict.worker.fused import workspace_bytes
 from vllm_kvevict.worker.tables import table_bytes
+from vllm_kvevict.worker.workspace import eviction_sizes, workspace_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,8 +104,7 @@ def share_out(
     rings = max(_rings(vllm_config, config, slots, specs) for specs in ranks)
     scratches = [_scratch(vllm_config, config, specs) for specs in ranks]
     attention = max(one.num_bytes + one.op_bytes if one else 0 for one in scratches)
-    needed = slots or floats_per_token(config)
-    workspace = max(_workspace(vllm_config, config, specs) for specs in ranks) if needed else 0
+    workspace = max(_workspace(vllm_config, config, specs) for specs in ranks)
     weights = activations = None
     weights_from = ""
     available = vllm_config.cache_config.kv_cache_memory_bytes
@@ -208,19 +208,12 @@ def _workspace(
     from vllm.platforms import current_platform
 
     evictable = _evictable(specs)
-    if not (current_platform.is_cuda() and evictable and is_built()):
+    if not (current_platform.is_cuda_alike() and evictable):
         return 0
-    heads = evictable[0].num_kv_heads
     query_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-    return workspace_bytes(
-        len(evictable),
-        heads,
-        query_heads // heads * config.window if ring_slots(vllm_config, config) else 0,
-        evictable[0].block_size,
-        vllm_config.model_config.max_model_len,
-        evictable[0].page_size_bytes // (heads * evictable[0].block_size),
-        floats_per_token(config),
-    )
+    sizes = eviction_sizes(config, evictable[0], len(evictable), query_heads)
+    kernels = current_platform.is_cuda() and is_built() and sizes.head_size in HEAD_SIZES
+    return workspace_bytes(config, sizes, vllm_config.model_config.max_model_len, kernels)
 
 
 def _tables(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:

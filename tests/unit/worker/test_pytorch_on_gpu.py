@@ -1,0 +1,147 @@
+"""Evictions by PyTorch operations on a GPU: many heads at once, with the results of one layer."""
+
+import pytest
+import torch
+
+from tests.kernels.evict import FUSED, assert_same, run, steps, worker
+from tests.meta_eviction import Operations
+from tests.meta_eviction import worker as meta_worker
+from tests.pretend_gpu import pretended
+from vllm_kvevict.ops import pieces
+from vllm_kvevict.ops.torch import score
+from vllm_kvevict.policies.registry import build_policies
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+OTHERS = ["streaming-llm", "tova", "scissorhands", "subgen"]
+SIZES = {
+    "all at once": (2**24, 2**21),
+    "some heads, some layers": (2 * 230 * 64, 2 * 230 * 3),
+    "one head, one layer": (1, 1),
+}
+"""Numbers in memory at once, and columns of the layers that are evicted together."""
+
+
+@pytest.mark.parametrize(("numbers", "columns"), SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("policy", [*FUSED, *OTHERS])
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+def test_the_result_is_that_of_one_layer_at_a_time(policy, fp8, numbers, columns, monkeypatch):
+    plain, plans = worker(policy, fused=False, fp8=fp8), steps(policy, in_place=True)
+    run(plain, plans)
+    monkeypatch.setattr(score, "DEVICE_LOGITS", numbers)
+    monkeypatch.setattr(pieces, "COLUMNS", columns)
+    with pretended(monkeypatch):
+        made = worker(policy, fused=False, device="cuda", fp8=fp8)
+        run(made, plans)
+    assert made.evictions == plain.evictions == 4
+    assert_same(made, plain)
+
+
+@pytest.mark.parametrize(("numbers", "columns"), SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("window", ["auto", "none"])
+def test_networks_of_several_layers_are_evaluated_together(window, numbers, columns, monkeypatch):
+    options = dict(fused=False, networks=True, probe_window=window)
+    plain, plans = worker("probe", **options), steps("probe")
+    run(plain, plans)
+    other = worker("probe", fused=False, probe_window=window)
+    run(other, plans)
+    assert not torch.equal(plain.cache("layer.0").pages, other.cache("layer.0").pages)
+    monkeypatch.setattr(score, "DEVICE_LOGITS", numbers)
+    monkeypatch.setattr(pieces, "COLUMNS", columns)
+    with pretended(monkeypatch):
+        made = worker("probe", device="cuda", **options)
+        run(made, plans)
+    assert_same(made, plain)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "defensive"])
+def test_measured_shares_divide_the_pages(policy, monkeypatch):
+    plain, plans = worker(policy, fused=False, shares=True), steps(policy)
+    run(plain, plans)
+    monkeypatch.setattr(pieces, "COLUMNS", 1)
+    with pretended(monkeypatch):
+        made = worker(policy, fused=False, device="cuda", shares=True)
+        run(made, plans)
+    assert_same(made, plain)
+    split = made.states[0].head_indptr[:, 2].diff(dim=-1)
+    assert bool((split[0] != split[1]).any()), "each layer has its own shares"
+
+
+@pytest.mark.parametrize("policy", FUSED)
+def test_the_host_waits_for_the_width_of_a_store_and_nothing_else(policy, monkeypatch):
+    with pretended(monkeypatch) as watch:
+        made = worker(policy, fused=False, device="cuda")
+        first, second = steps(policy)
+        watch.waits.clear()
+        run(made, [first])
+        assert made.evictions == 2 and not watch.waits
+        run(made, [second])
+    # One of the two requests has a store in two groups, of two layers and of one.
+    reads = [wait for wait in watch.waits if "inside another" not in wait]
+    assert made.evictions == 4 and reads == ["__int__ of a CUDA tensor"] * 2
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe", "streaming-llm"])
+def test_an_eviction_takes_few_launches(policy):
+    made, eviction = meta_worker(policy, num_tokens=8192)
+    with Operations() as used:
+        made._evict(eviction)
+    assert made.evictions == 1 and 300 < used.launches < 2000
+    assert used.names["aten::index_copy_"] >= 32, "tokens moved in every layer"
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe"])
+def test_launches_do_not_grow_with_heads(policy):
+    counts = []
+    for heads in (2, 8):
+        made, eviction = meta_worker(policy, num_tokens=1024, layers=8, heads=heads)
+        with Operations() as used:
+            made._evict(eviction)
+        counts.append(used.launches)
+    assert counts[1] <= 1.2 * counts[0]
+
+
+def test_policies_that_mix_heads_are_scored_layer_by_layer():
+    mixing = [name for name, needs in _needs().items() if not needs.heads_alone]
+    assert {"tova", "nacl", "scissorhands", "subgen"} <= set(mixing)
+    assert not set(mixing) & {"snapkv", "ada-defensive", "probe", "streaming-llm"}
+
+
+def _needs():
+    from vllm_kvevict.config.config import EvictionConfig
+    from vllm_kvevict.config.names import POLICY_NAMES
+
+    return {
+        name: build_policies(EvictionConfig(policy=name))[name].requirements
+        for name in POLICY_NAMES
+    }
+
+
+@pytest.mark.parametrize("kinds", [["a"] * 5, ["a", "a", "b", "b", "a"], list("abcde")])
+@pytest.mark.parametrize("at_once", [1, 2, 3, 6, 100])
+def test_blocks_hold_every_head_once(kinds, at_once):
+    heads = 3
+    blocks = list(pieces.head_blocks(kinds, heads, at_once))
+    assert [head for block in blocks for head in range(block.start, block.stop)] == list(range(15))
+    for block in blocks:
+        parts = list(pieces.by_layer(block, heads))
+        assert block.stop - block.start <= at_once
+        assert len({kinds[layer] for layer, _ in parts}) == 1
+        assert at_once >= heads or len(parts) == 1
+        named = [
+            layer * heads + head for layer, own in parts for head in range(own.start, own.stop)
+        ]
+        assert named == list(range(block.start, block.stop))
+
+
+def test_a_cpu_takes_one_layer_at_a_time():
+    cpu, gpu = torch.device("cpu"), torch.device("meta")
+    assert (
+        pieces.heads_at_once(cpu, 8, 10**9) == 8 and pieces.layers_at_once(cpu, 32, 8, 10**6) == 32
+    )
+    assert pieces.heads_at_once(gpu, 8, 2**20) == 16 and pieces.heads_at_once(gpu, 8, 2**22) == 4
+    assert pieces.heads_at_once(gpu, 8, 2**30) == 1
+    assert (
+        pieces.layers_at_once(gpu, 32, 8, 2**17) == 2
+        and pieces.layers_at_once(gpu, 32, 8, 2**30) == 1
+    )
