@@ -217,7 +217,11 @@ HOOKS = {
             Scheduler.kv_cache_manager Scheduler.num_spec_tokens Scheduler.connector
             Scheduler.num_lookahead_tokens Scheduler.prefix_replay_tokens
             Scheduler._handle_blocked_waiting_request(request)
+            Scheduler._mark_prefix_replay(request,num_hit_tokens,window_loaded)
+            Scheduler._update_waiting_for_remote_kv(request)
+            Scheduler._handle_invalid_blocks(invalid_block_ids,num_scheduled_tokens)
         """,
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)
         """,

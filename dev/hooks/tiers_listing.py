@@ -19,6 +19,20 @@ TIER_HOOKS = {
             KVTransferConfig.kv_connector_extra_config
         """,
     },
+    "serving/connectors.py": {
+        "vllm.config": """
+            KVTransferConfig.kv_connector KVTransferConfig.kv_connector_module_path
+            VllmConfig.kv_transfer_config VllmConfig.speculative_config
+            ParallelConfig.pipeline_parallel_size ModelConfig.use_mla
+            ModelConfig.get_total_num_hidden_layers
+        """,
+    },
+    "engine/remote_prefill.py": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": """
+            KVConnectorBase_V1.get_num_new_matched_tokens(request,num_computed_tokens)
+        """,
+        "vllm.v1.request": "Request.num_computed_tokens Request.num_tokens",
+    },
     "engine/offload.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """
             OffloadingConnector._max_loadable_tokens(request,num_computed_tokens)

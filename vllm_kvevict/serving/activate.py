@@ -15,8 +15,9 @@ from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.serving import admission
+from vllm_kvevict.serving.connectors import serve_connector
 from vllm_kvevict.serving.loss import resolved
-from vllm_kvevict.serving.offload import serve_offload, without_prefix_cache
+from vllm_kvevict.serving.offload import without_prefix_cache
 from vllm_kvevict.serving.profile import check_learned, load
 from vllm_kvevict.serving.recommend import recommended
 from vllm_kvevict.serving.support import check
@@ -82,7 +83,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         if folder.exists():
             check_owner(folder)
     check_audit(vllm_config, config)
-    serve_offload(vllm_config)
+    serve_connector(vllm_config, config)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, OURS[bool(scheduler.async_scheduling)])
     vllm_config.additional_config[CONFIG_KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls
