@@ -32,6 +32,7 @@ HOOKS = {
             VllmConfig.additional_config VllmConfig.parallel_config VllmConfig.scheduler_config
             VllmConfig.model_config VllmConfig.cache_config VllmConfig.lora_config
             CacheConfig.enable_prefix_caching ParallelConfig.worker_cls
+            ParallelConfig.distributed_executor_backend ParallelConfig.world_size
             ParallelConfig._api_process_count ParallelConfig._api_process_rank
             SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling
         """,

@@ -73,6 +73,13 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores of "
             "layers that one process has; set --pipeline-parallel-size to 1 or remove these."
         )
+    launched = parallel.distributed_executor_backend == "external_launcher"
+    if config.has_tiers and launched and parallel.world_size > 1:
+        raise ValueError(
+            "KV eviction does not support --kv-eviction-store-memory and --kv-eviction-store-path "
+            "with the executor external_launcher on several ranks, because each rank schedules for "
+            "itself and files arrive at different times; remove these flags."
+        )
     if config.has_tiers and not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores that "

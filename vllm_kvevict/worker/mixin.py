@@ -226,6 +226,8 @@ class EvictionWorkerMixin(Worker, ABC):
         files = store_files(self.vllm_config, kv_cache_config, config)
         assert self.kv_eviction is not None
         content, meter = StoreContent(states, caches, values), self.kv_eviction.meter
+        if files is not None:
+            self._watch_weights()
         return HostStores(content, files, self.rank, meter.restore, self._weights)
 
     def _weights(self) -> str:
@@ -235,9 +237,27 @@ class EvictionWorkerMixin(Worker, ABC):
             digests = of_ranks(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
             return sha256(digests.cpu().numpy().tobytes()).hexdigest()
 
+    def _watch_weights(self) -> None:
+        """Notice updates that call the model's ``load_weights``, as worker extensions of trainers
+        do."""
+        model = self.model_runner.get_model()
+        load = getattr(model, "load_weights", None)
+        if load is None:
+            return
+
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            self._weights_change()
+            return load(*args, **kwargs)
+
+        setattr(model, "load_weights", load_weights)  # noqa: B010
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self._weights_change()
         super().reload_weights(*args, **kwargs)
+
+    def start_weight_update(self) -> None:
+        self._weights_change()
+        super().start_weight_update()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         self._weights_change()
