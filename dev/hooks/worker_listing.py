@@ -14,7 +14,8 @@ WORKER_HOOKS = {
             Worker.reload_weights Worker.update_weights(update_info) Worker.start_weight_update()
         """,
         "vllm.v1.worker.gpu_model_runner": """
-            GPUModelRunner.reload_weights GPUModelRunner.attn_groups GPUModelRunner.get_model GPUModelRunner.drafter
+            GPUModelRunner.reload_weights GPUModelRunner.attn_groups GPUModelRunner.get_model
+            GPUModelRunner.drafter
         """,
         "vllm.v1.spec_decode.llm_base_proposer": """
             SpecDecodeBaseProposer.draft_attn_groups
