@@ -25,11 +25,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.tiny_model import cached_tiny_llama
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.connectors import DUMMY
 from vllm_kvevict.config.names import PYRAMIDS
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.engine.scheduler import EvictingAsyncScheduler, EvictingScheduler
-from vllm_kvevict.serving.connectors import DUMMY
 from vllm_kvevict.serving.offload import CONNECTOR, OURS
 from vllm_kvevict.worker.cpu_offload import MainMemorySpec
 

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
                     bar.set_description(f"{setting}, memory {memory}")
                     log = FOLDER / f"{setting.split()[0]}-{memory}-{repeat}.log"
                     flags = server_args(args, num_bytes, setting == EVICTION)
-                    with Server(model, flags, log, timeout_s=600) as server:
+                    with Server(model, flags, log, timeout_s=1800) as server:
                         # The first requests of a server pay for warm-up.
                         measure(server, model, Load(min(64, args.prompt), 8, 4, 4, seed=99))
                         before = server.evictions()["evictions"]

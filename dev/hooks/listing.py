@@ -63,7 +63,10 @@ HOOKS = {
         """,
         "vllm.entrypoints.launchers.api_server.entry": "run_server",
         "vllm.v1.engine": "EngineCoreRequest.resumable",
-        "vllm.config": "VllmConfig.speculative_config",
+        "vllm.config": """
+            VllmConfig.speculative_config VllmConfig.kv_transfer_config
+            KVTransferConfig.kv_connector
+        """,
         "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },

@@ -24,8 +24,19 @@ TIER_HOOKS = {
             KVTransferConfig.kv_connector KVTransferConfig.kv_connector_module_path
             VllmConfig.kv_transfer_config VllmConfig.speculative_config
             ParallelConfig.pipeline_parallel_size ModelConfig.use_mla
-            ModelConfig.get_total_num_hidden_layers
+            ModelConfig.get_total_num_hidden_layers KVTransferConfig.enable_permute_local_kv
+            KVTransferConfig.kv_connector_extra_config KVTransferConfig.kv_buffer_device
         """,
+    },
+    "worker/load_fence.py": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": """
+            KVConnectorBase_V1.start_load_kv(forward_context)
+            KVConnectorBase_V1._get_connector_metadata
+        """,
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata": """
+            NixlConnectorMetadata.reqs_to_recv NixlConnectorMetadata.push_registrations
+        """,
+        "vllm.utils.gpu_sync_debug": "gpu_sync_allowed",
     },
     "engine/remote_prefill.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.base": """

@@ -22,6 +22,7 @@ WORKER_HOOKS = {
             SpecDecodeBaseProposer.net_num_new_slots_per_request
         """,
         "vllm.v1.worker.utils": "AttentionGroup.kv_cache_group_id",
+        "vllm.distributed.kv_transfer": "get_kv_transfer_group",
         "vllm.distributed.parallel_state": """
             get_pp_group GroupCoordinator.rank_in_group GroupCoordinator.is_last_rank
         """,

@@ -26,8 +26,8 @@ from benchmarks.bare_scheduler import (
 )
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker, extend_chain
+from vllm_kvevict.config.connectors import DUMMY
 from vllm_kvevict.metrics.report import MEASURED
-from vllm_kvevict.serving.connectors import DUMMY
 from vllm_kvevict.stores.host import StoreNews
 
 __all__ = [

@@ -17,9 +17,9 @@ from tests.engine.harness import (
     vllm_config,
 )
 from tests.engine.wishes import WISHES, Wish
+from vllm_kvevict.config.connectors import DUMMY
 from vllm_kvevict.config.requests import parse_options
 from vllm_kvevict.serving.capacity import check_capacity
-from vllm_kvevict.serving.connectors import DUMMY
 from vllm_kvevict.serving.context import common_prefix
 
 

@@ -15,7 +15,7 @@ from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.serving import admission
-from vllm_kvevict.serving.connectors import serve_connector
+from vllm_kvevict.serving.connectors import serve_connector, with_one_group
 from vllm_kvevict.serving.loss import resolved
 from vllm_kvevict.serving.offload import without_prefix_cache
 from vllm_kvevict.serving.profile import check_learned, load
@@ -60,7 +60,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """
     if config.policy == AUTO:
         config = recommended(vllm_config, config)
-    config = resolved(vllm_config, config)
+    config = with_one_group(vllm_config, resolved(vllm_config, config))
     check(vllm_config, config)
     if config.profile is not None:
         config = config.model_copy(update={"profile": load(config.profile, vllm_config)})

@@ -7,6 +7,9 @@ and this one evicts them in its first step.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.logger import init_logger
+
+from vllm_kvevict.config.connectors import LOADING, NIXL
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.serving.offload import CONNECTOR as OFFLOAD
 from vllm_kvevict.serving.offload import serve_offload
@@ -16,11 +19,7 @@ if TYPE_CHECKING:
 
     from vllm_kvevict.config.config import EvictionConfig
 
-DUMMY = "DecodeBenchConnector"
-"""vLLM's connector for load tests of decode servers, which fills prompts with dummy values."""
-
-LOADING = (DUMMY,)
-"""Connectors that load the KV of whole prompts."""
+logger = init_logger("vllm.kv_eviction.connectors")
 
 SERVED = (OFFLOAD, *LOADING)
 
@@ -100,6 +99,66 @@ BESIDE_LOADS = (
 )
 
 
+def _extra(vllm_config: "VllmConfig", key: str) -> Any:
+    return vllm_config.kv_transfer_config.kv_connector_extra_config.get(key)
+
+
+def _staged(vllm_config: "VllmConfig", _: "EvictionConfig") -> bool:
+    from vllm.platforms import current_platform
+
+    buffer = vllm_config.kv_transfer_config.kv_buffer_device
+    return not current_platform.is_cpu() and buffer == "cpu"
+
+
+BESIDE_TRANSFERS = (
+    *BESIDE_LOADS,
+    Beside(
+        "groups of layers with individual budgets",
+        "the other server has one group with all layers",
+        "set groups in --kv-eviction-options to 1 under --kv-eviction-profile, or choose another "
+        "policy than pyramidkv and ada-pyramid",
+        lambda _, config: config.has_groups,
+    ),
+    Beside(
+        "bidirectional_kv_xfer",
+        "a prefill server would read blocks that this server has evicted",
+        "remove it from kv_connector_extra_config",
+        lambda c, _: _extra(c, "bidirectional_kv_xfer"),
+    ),
+    Beside(
+        "enable_permute_local_kv",
+        UNTRIED,
+        "remove it from --kv-transfer-config",
+        lambda c, _: c.kv_transfer_config.enable_permute_local_kv,
+    ),
+    Beside(
+        "transfers through buffers in host memory",
+        UNTRIED,
+        "remove kv_buffer_device from --kv-transfer-config",
+        _staged,
+    ),
+)
+
+
+def with_one_group(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionConfig":
+    """Return the settings with one budget for all layers if blocks come from another server.
+
+    Both servers must have the same groups of layers. The probes of a profile stay in use; an
+    explicit number of groups is not changed.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector not in NIXL:
+        return config
+    if config.profile is None or config.options.groups is not None:
+        return config
+    logger.info(
+        "KV eviction gives all layers one budget, as if the option groups were 1, because the "
+        "other server has one group with all layers."
+    )
+    options = config.options.model_copy(update={"groups": 1})
+    return config.model_copy(update={"options": options})
+
+
 def serve_connector(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     """Check the KV connector of a server, if it has one.
 
@@ -127,6 +186,6 @@ def serve_connector(vllm_config: "VllmConfig", config: "EvictionConfig") -> None
     if name == OFFLOAD:
         serve_offload(vllm_config)
         return
-    for one in BESIDE_LOADS:
+    for one in BESIDE_TRANSFERS if name in NIXL else BESIDE_LOADS:
         if one.applies(vllm_config, config):
             raise ValueError(one.sentence(name))

@@ -24,6 +24,7 @@ from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepP
 from vllm_kvevict.worker.candidates import CandidateReader, Holdings
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fused import FusedEvictions
+from vllm_kvevict.worker.load_fence import LoadFence
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
@@ -115,6 +116,8 @@ class WorkerEviction:
         self._fused = fused
         self._head_shares = head_shares
         self.stores = SharedStores(states, lambda request: int(self._rows.rows([request])[0]))
+        self.fence: LoadFence | None = None
+        """None unless a connector posts transfers past the stream."""
         self.comparison: Comparison | None = None
         """None unless evictions are audited."""
         self._plan: StepPlan | None = None
@@ -179,6 +182,8 @@ class WorkerEviction:
                 self._evict(eviction)
         for policy, evictions in fused.items():
             self._evict_fused(policy, evictions)
+        if due and self.fence is not None:
+            self.fence.record()
         if done:
             self.stores.end_step(due)
             if self.comparison is not None:

@@ -5,6 +5,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -21,6 +22,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.connectors import NIXL
 from vllm_kvevict.config.memory_budget import evictable_stages, kv_cache_bytes
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import read
@@ -37,6 +39,7 @@ from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.head_shares import by_group
+from vllm_kvevict.worker.load_fence import LoadFence
 from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.probes import LayerProbe, Probes
 from vllm_kvevict.worker.ranks import first_head, of_ranks
@@ -204,6 +207,9 @@ class EvictionWorkerMixin(Worker, ABC):
                 self.kv_eviction.meter.compared,
             )
         self._bind(self.kv_eviction)
+        transfer = self.vllm_config.kv_transfer_config
+        if self.device.type == "cuda" and transfer is not None and transfer.kv_connector in NIXL:
+            self.kv_eviction.fence = LoadFence(get_kv_transfer_group())
         logger.info(
             "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
             "%d bytes of floats of cached tokens",

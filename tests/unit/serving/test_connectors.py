@@ -6,10 +6,13 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from tests.unit.serving.configurations import NGRAM, Build, assert_sentence, build, refusal
-from vllm_kvevict.serving.connectors import BESIDE_LOADS, DUMMY, LOADING, SERVED
+from vllm_kvevict.config.connectors import DUMMY, LOADING, NIXL
+from vllm_kvevict.config.profile import ModelIdentity, Profile
+from vllm_kvevict.serving.connectors import BESIDE_TRANSFERS, SERVED
 
 __all__ = ["build"]
 
+MODEL = ModelIdentity(architecture="LlamaForCausalLM", layers=2, kv_heads=1, config="any")
 REFUSED = (
     "ExampleHiddenStatesConnector",
     "FlexKVConnectorV1",
@@ -85,7 +88,55 @@ def test_latent_caches_are_refused(build: Build) -> None:
     assert "MLA models" in message
 
 
+def nixl(**given: Any) -> dict[str, Any]:
+    return transfer(**dict(kv_connector="NixlConnector", kv_role="kv_consumer") | given)
+
+
+@pytest.mark.parametrize("name", NIXL)
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
+def test_transfers_are_served_in_every_role(build: Build, name: str, role: str) -> None:
+    config = build(**nixl(kv_connector=name, kv_role=role))
+    assert config.scheduler_config.scheduler_cls.startswith("vllm_kvevict.engine.scheduler")
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "advice"),
+    [
+        (
+            nixl(kv_connector_extra_config=dict(bidirectional_kv_xfer=True)),
+            "bidirectional_kv_xfer",
+            "kv_connector_extra_config",
+        ),
+        (nixl(enable_permute_local_kv=True), "enable_permute_local_kv", "--kv-transfer-config"),
+        (nixl() | eviction(policy="ada-pyramid"), "groups of layers", "set groups"),
+        (nixl() | eviction(policy="h2o"), "h2o", "another policy"),
+        (nixl() | dict(speculative_config=NGRAM), "speculative decoding", "--speculative-config"),
+    ],
+)
+def test_beside_transfers(build: Build, options: Any, what: str, advice: str) -> None:
+    message = refusal(build, **options)
+    assert_sentence(message)
+    assert what in message.split(", because ")[0] and advice in message.split("; ")[-1]
+    assert "NixlConnector" in message
+
+
+def test_a_profile_has_one_group_beside_transfers(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: str, vllm_config: Any) -> Profile:
+        return Profile(model=MODEL, policy="ada-snapkv", budget="25%", layers=(1.5, 0.5))
+
+    monkeypatch.setattr("vllm_kvevict.serving.activate.load", load)
+    profiled = eviction(profile="some.json")
+    config = build(**nixl(), **profiled)
+    settings = config.additional_config["kv_eviction"]
+    assert settings["options"] == {"groups": 1} and settings["profile"]["layers"] == [1.5, 0.5]
+    assert "groups" not in build(**profiled).additional_config["kv_eviction"]["options"]
+    two = eviction(profile="some.json", options=dict(groups=2))
+    assert "set groups in --kv-eviction-options to 1" in refusal(build, **nixl(), **two)
+
+
 def test_every_refusal_is_a_sentence() -> None:
-    for one in BESIDE_LOADS:
+    for one in BESIDE_TRANSFERS:
         for name in LOADING:
             assert_sentence(one.sentence(name))
