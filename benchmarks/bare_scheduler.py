@@ -25,6 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.tiny_model import cached_tiny_llama
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.connectors import DUMMY
 from vllm_kvevict.config.names import PYRAMIDS
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.engine.blocks import register_spec
@@ -45,7 +46,8 @@ class Setup:
     number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
     ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
     ``memory`` is for stores outside the KV cache; ``offload`` is the number of chunks, of
-    ``chunk`` blocks, that vLLM's own offload has, which stores ``answers``, too.
+    ``chunk`` blocks, that vLLM's own offload has, which stores ``answers``, too. ``connector`` is
+    one that loads whole prompts.
     """
 
     budget: int | str = 40
@@ -78,6 +80,7 @@ class Setup:
     offload: int = 0
     chunk: int = 1
     answers: bool = False
+    connector: str = ""
 
     @property
     def offloads(self) -> int:
@@ -181,6 +184,12 @@ def vllm_config(setup: Setup) -> Any:
         )
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra
+        )
+    elif setup.connector:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=setup.connector,
+            kv_role="kv_both" if setup.connector == DUMMY else "kv_consumer",
+            kv_load_failure_policy="recompute",
         )
     return config
 

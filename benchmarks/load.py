@@ -43,7 +43,7 @@ def measure(server: Server, model: Path, load: BenchArguments) -> dict[str, floa
     """Run a load.
 
     Returns:
-        Output tokens per second, median TTFT, TPOT, ITL and p99 TTFT, ITL in ms, peak running
+        Output tokens per second, median and p99 TTFT, TPOT, ITL in ms, peak running
         sequences, preemptions, completed and failed requests.
 
     Raises:
@@ -70,6 +70,7 @@ def measure(server: Server, model: Path, load: BenchArguments) -> dict[str, floa
         "ttft_ms_median": data["median_ttft_ms"],
         "ttft_ms_p99": data["p99_ttft_ms"],
         "tpot_ms_median": data["median_tpot_ms"],
+        "tpot_ms_p99": data["p99_tpot_ms"],
         "itl_ms_median": data["median_itl_ms"],
         "itl_ms_p99": data["p99_itl_ms"],
         "peak_running": watch.peak_running,

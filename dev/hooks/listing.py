@@ -32,6 +32,7 @@ HOOKS = {
             VllmConfig.additional_config VllmConfig.parallel_config VllmConfig.scheduler_config
             VllmConfig.model_config VllmConfig.cache_config VllmConfig.lora_config
             CacheConfig.enable_prefix_caching ParallelConfig.worker_cls
+            ParallelConfig.distributed_executor_backend ParallelConfig.world_size
             ParallelConfig._api_process_count ParallelConfig._api_process_rank
             SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling
         """,
@@ -62,7 +63,10 @@ HOOKS = {
         """,
         "vllm.entrypoints.launchers.api_server.entry": "run_server",
         "vllm.v1.engine": "EngineCoreRequest.resumable",
-        "vllm.config": "VllmConfig.speculative_config",
+        "vllm.config": """
+            VllmConfig.speculative_config VllmConfig.kv_transfer_config
+            KVTransferConfig.kv_connector
+        """,
         "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "vllm.utils": "length_from_prompt_token_ids_or_embeds",
     },
@@ -217,7 +221,11 @@ HOOKS = {
             Scheduler.kv_cache_manager Scheduler.num_spec_tokens Scheduler.connector
             Scheduler.num_lookahead_tokens Scheduler.prefix_replay_tokens
             Scheduler._handle_blocked_waiting_request(request)
+            Scheduler._mark_prefix_replay(request,num_hit_tokens,window_loaded)
+            Scheduler._update_waiting_for_remote_kv(request)
+            Scheduler._handle_invalid_blocks(invalid_block_ids,num_scheduled_tokens)
         """,
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)
         """,

@@ -19,6 +19,31 @@ TIER_HOOKS = {
             KVTransferConfig.kv_connector_extra_config
         """,
     },
+    "serving/connectors.py": {
+        "vllm.config": """
+            KVTransferConfig.kv_connector KVTransferConfig.kv_connector_module_path
+            VllmConfig.kv_transfer_config VllmConfig.speculative_config
+            ParallelConfig.pipeline_parallel_size ModelConfig.use_mla
+            ModelConfig.get_total_num_hidden_layers KVTransferConfig.enable_permute_local_kv
+            KVTransferConfig.kv_connector_extra_config KVTransferConfig.kv_buffer_device
+        """,
+    },
+    "worker/load_fence.py": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": """
+            KVConnectorBase_V1.start_load_kv(forward_context)
+            KVConnectorBase_V1._get_connector_metadata
+        """,
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata": """
+            NixlConnectorMetadata.reqs_to_recv NixlConnectorMetadata.push_registrations
+        """,
+        "vllm.utils.gpu_sync_debug": "gpu_sync_allowed",
+    },
+    "engine/remote_prefill.py": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": """
+            KVConnectorBase_V1.get_num_new_matched_tokens(request,num_computed_tokens)
+        """,
+        "vllm.v1.request": "Request.num_computed_tokens Request.num_tokens",
+    },
     "engine/offload.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """
             OffloadingConnector._max_loadable_tokens(request,num_computed_tokens)

@@ -11,15 +11,18 @@ WORKER_HOOKS = {
             Worker.get_kv_cache_spec Worker.determine_available_memory
             Worker.initialize_from_config(kv_cache_config) Worker.execute_model(scheduler_output)
             Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
+            Worker.reload_weights Worker.update_weights(update_info) Worker.start_weight_update()
         """,
         "vllm.v1.worker.gpu_model_runner": """
-            GPUModelRunner.attn_groups GPUModelRunner.get_model GPUModelRunner.drafter
+            GPUModelRunner.reload_weights GPUModelRunner.attn_groups GPUModelRunner.get_model
+            GPUModelRunner.drafter
         """,
         "vllm.v1.spec_decode.llm_base_proposer": """
             SpecDecodeBaseProposer.draft_attn_groups
             SpecDecodeBaseProposer.net_num_new_slots_per_request
         """,
         "vllm.v1.worker.utils": "AttentionGroup.kv_cache_group_id",
+        "vllm.distributed.kv_transfer": "get_kv_transfer_group",
         "vllm.distributed.parallel_state": """
             get_pp_group GroupCoordinator.rank_in_group GroupCoordinator.is_last_rank
         """,

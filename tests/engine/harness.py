@@ -25,7 +25,8 @@ from benchmarks.bare_scheduler import (
     vllm_config,
 )
 from tests.engine.invariants import Invariants
-from tests.engine.shadow import ShadowWorker
+from tests.engine.shadow import ShadowWorker, extend_chain
+from vllm_kvevict.config.connectors import DUMMY
 from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.stores.host import StoreNews
 
@@ -66,6 +67,10 @@ class Engine:
         self.invariants = Invariants(setup, self.scheduler, self.worker)
         self.pending: deque[Any] = deque()
         self.requests: list[Request] = []
+        self.prefilled: set[str] = set()
+        """Requests whose prompts another server has computed for this one."""
+        if self.worker.remote is not None:
+            self.worker.remote.content = self._content
         self.handed_over: set[str] = set()
         """Requests reported as having a store that another server can find."""
         self.steps = 0
@@ -73,10 +78,32 @@ class Engine:
     def _sample(self, request_id: str, tokens: list[int]) -> int:
         return STOP_TOKEN if self.rng.random() < 0.01 else self.rng.randrange(2, VOCABULARY)
 
+    def _content(self, request_id: str) -> list[int]:
+        chain: list[int] = []
+        (request,) = [one for one in self.requests if one.request_id == request_id]
+        extend_chain(chain, list(request.all_token_ids))
+        return chain
+
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
-        request = make_request(
-            self.setup, f"r{len(self.requests)}", list(prompt), max_tokens, **options
-        )
+        """Add a request; ``prefilled`` is whether another server has computed its prompt."""
+        request_id = f"r{len(self.requests)}"
+        if options.pop("prefilled", self.setup.connector != DUMMY) and self.setup.connector:
+            asked = dict(options.get("asked") or {})
+            blocks = -(-len(prompt) // self.setup.block_size)
+            asked["kv_transfer_params"] = dict(
+                do_remote_prefill=True,
+                do_remote_decode=False,
+                remote_block_ids=tuple([*range(1, blocks + 1)] for _ in range(self.setup.groups)),
+                remote_engine_id="prefill",
+                remote_request_id=request_id,
+                remote_host="host",
+                remote_port=1,
+                tp_size=1,
+                remote_num_tokens=len(prompt),
+            )
+            options["asked"] = asked
+            self.prefilled.add(request_id)
+        request = make_request(self.setup, request_id, list(prompt), max_tokens, **options)
         self.requests.append(request)
         self.scheduler.add_request(request)
         return request
@@ -146,10 +173,10 @@ class Engine:
     def reset(self) -> None:
         """What sleep mode and weight updates do: preempt all, forget the prefix cache."""
         # vLLM resets none of what a load has written to, or will.
-        offload = self.worker.offload
-        while offload is not None and (self.scheduler.kv_holding_waiting or offload.loading):
+        offload, transfers = self.worker.offload, self.worker.offload or self.worker.remote
+        while transfers is not None and (self.scheduler.kv_holding_waiting or transfers.loading):
             self.step()
-        if offload is not None:
+        if transfers is not None:
             self.settle()
         connector = offload is not None and self.rng.random() < 0.5
         assert self.scheduler.reset_prefix_cache(
@@ -174,7 +201,8 @@ class Engine:
             idle = 0 if any(one.total_num_scheduled_tokens for one in busy) else idle + 1
             stuck, known = (stuck + 1 if self._tokens() == known else 0), self._tokens()
             counts = f"{self.scheduler.get_request_counts()} (running, waiting)"
-            assert idle < (16 if self.setup.offloads else 4), f"livelock: {counts}"
+            slow = self.setup.offloads or self.setup.connector
+            assert idle < (16 if slow else 4), f"livelock: {counts}"
             assert stuck < patience, f"no token in {patience} steps: {counts}"
         self.settle()
         self.step()
@@ -182,6 +210,10 @@ class Engine:
         stores = self.scheduler._stores
         if hasattr(stores, "_kept"):
             assert self.worker.host.keys() - set(stores._next.forgotten) == stores._kept.keys()
+        remote = self.worker.remote
+        if remote is not None:
+            assert not remote.loading
+            assert self.prefilled <= remote.released, "the other server was never told"
         assert not self.worker.left, "workers keep hidden states for ever"
         self.invariants.check_idle()
 

@@ -322,6 +322,8 @@ class Invariants:
         entries, turns = admitted(self.scheduler), self.scheduler._turns
         running = {request.request_id for request in self.scheduler.running}
         running |= {request.request_id for request in self.scheduler.kv_holding_waiting}
+        # An aborted request keeps its blocks until its transfer ends.
+        running |= {r for r, one in self.scheduler.requests.items() if one.is_finished()}
         # A session of streaming input keeps its blocks while it waits.
         assert {r for r, state in entries.items() if state.evicts} <= running
         slots = [e.ring for e in self.scheduler._table.states.values() if e.ring is not None]
@@ -347,6 +349,10 @@ class Invariants:
                 held += len(holding.blocks) if holding else 0
                 reach = request.num_computed_tokens + 1 + self.scheduler.num_lookahead_tokens
                 bound = self.expected.max_blocks(group, request, reach)
+                if self.setup.connector:
+                    # A prompt is loaded as a whole before its first eviction.
+                    size = self.setup.block_size
+                    bound += max(0, -(-request.num_tokens // size) - -(-reach // size))
                 assert held <= bound, f"{request_id} holds {held} blocks, bound {bound}"
 
     def check_idle(self) -> None:

@@ -17,6 +17,7 @@ from tests.engine.harness import (
     vllm_config,
 )
 from tests.engine.wishes import WISHES, Wish
+from vllm_kvevict.config.connectors import DUMMY
 from vllm_kvevict.config.requests import parse_options
 from vllm_kvevict.serving.capacity import check_capacity
 from vllm_kvevict.serving.context import common_prefix
@@ -144,6 +145,20 @@ def streaming_in(scenario: Scenario) -> Scenario:
     return replace(scenario, setup=setup, events=events)
 
 
+def loading(scenario: Scenario) -> Scenario:
+    """The same day on a server whose prompts another one has computed, most of them."""
+    seed, setup = scenario.seed, scenario.setup
+    setup = replace(
+        setup,
+        connector="NixlConnector" if seed % 4 else DUMMY,
+        sliding_window=None,
+        memory=0,
+        audit=0.0,
+        offload=0,
+    )
+    return replace(scenario, setup=setup)
+
+
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
     """Play a scenario to its end; adds what happened to ``totals``."""
     day = Day(scenario)
@@ -191,8 +206,11 @@ class Day:
         if self.setup.prefill_interval and not self._fits(asked, len(prompt), max_tokens):
             self.refused += 1
             return
+        more: dict[str, Any] = {}
+        if self.setup.connector:
+            more["prefilled"] = self.setup.connector != DUMMY and self.rng.random() < 0.8
         request = self.engine.add(
-            prompt, max_tokens, priority=priority, asked=asked, cache_salt=salt
+            prompt, max_tokens, priority=priority, asked=asked, cache_salt=salt, **more
         )
         # A refused wish would silently become the server's settings.
         config = self.engine.scheduler._table.config
@@ -309,7 +327,7 @@ class Day:
 
     def totals(self) -> dict[str, int]:
         tally, counters = self.engine.invariants.tally, self.engine.scheduler.eviction_counters
-        offload = self.engine.worker.offload
+        offload, remote = self.engine.worker.offload, self.engine.worker.remote
         return {
             "scenarios": 1,
             "steps": self.engine.steps,
@@ -335,5 +353,8 @@ class Day:
             "taken_again": tally.taken_again,
             "offload_loads": offload.loads if offload else 0,
             "offload_waits": offload.waited if offload else 0,
+            "remote_loads": remote.loads if remote else 0,
+            "remote_failures": remote.failures if remote else 0,
+            "filled": remote.filled if remote else 0,
             **counters.as_dict(),
         }

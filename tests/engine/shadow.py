@@ -16,6 +16,7 @@ import torch
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from tests.engine.offloaded import ShadowOffload
+from tests.engine.remote import ShadowRemote
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.region import open_region
 from vllm_kvevict.timeline.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
@@ -103,11 +104,25 @@ class ShadowWorker:
         self.offload: ShadowOffload | None = None
         if setup.offloads:
             self.offload = ShadowOffload(self.memory, setup.chunk, setup.blocks)
+        self.remote: ShadowRemote | None = None
+        if setup.connector:
+            self.remote = ShadowRemote(self.memory, setup.block_size, setup.blocks)
+        self.fenced = True
+        """Whether loads wait for the evictions of the step before."""
+        self.lags = bool(setup.connector)
+        """Whether evictions of a step end only when something waits for them, as on a GPU."""
+        self._enqueued: list[Callable[[], None]] = []
         self.transferred: Any = None
         """What the last step reported of copies."""
 
     def execute(self, output: Any) -> dict[str, list[int]]:
         """Run a step; returns the sampled tokens by request id."""
+        if self.fenced:
+            self._catch_up()
+        if self.remote is not None:
+            self.remote.begin(output.kv_connector_metadata)
+        # The forward pass comes later in the stream than the evictions of the step before.
+        self._catch_up()
         self._follow(output)
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
         if self.offload is not None and plan.settle_first:
@@ -141,6 +156,8 @@ class ShadowWorker:
         if self.offload is not None:
             self.transferred = self.offload.after(output.kv_connector_metadata)
             self.offload.settle(plan.settle)
+        elif self.remote is not None:
+            self.transferred = self.remote.after()
         for eviction in plan.evictions:
             self._evict(eviction, spans)
         self._hear(plan, spans)
@@ -158,6 +175,12 @@ class ShadowWorker:
                 sampled[request_id] = [self.sample(request_id, row.tokens)]
                 row.tokens.append(sampled[request_id][0])
         return sampled
+
+    def _catch_up(self) -> None:
+        """Run what is in the stream."""
+        enqueued, self._enqueued = self._enqueued, []
+        for kernel in enqueued:
+            kernel()
 
     def _follow(self, output: Any) -> None:
         for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
@@ -337,7 +360,7 @@ class ShadowWorker:
 
     def _evict(self, eviction: Eviction, spans: dict[str, tuple[int, int]]) -> None:
         row, n = self.rows[eviction.request_id], eviction.num_tokens
-        bs, window = self.setup.block_size, self.setup.window
+        window = self.setup.window
         assert spans[eviction.request_id][1] == n
         needs_window = self.setup.needs_window and eviction.policy not in ("streaming-llm", "h2o")
         assert (eviction.ring is not None) == needs_window, "evicts without its window"
@@ -347,6 +370,15 @@ class ShadowWorker:
             for p in range(n - window, n):
                 recorded = self.rings.get((eviction.ring, p % window))
                 assert recorded == (row.life, p), f"{row.life}: query {p} is not in the ring"
+        if self.lags and not any(part.published for part in eviction.groups):
+            self._enqueued.append(lambda: self._move(row, eviction))
+        else:
+            self._move(row, eviction)
+        self.evictions += 1
+
+    def _move(self, row: Row, eviction: Eviction) -> None:
+        """Read the candidates of an eviction, and write its survivors."""
+        n, bs, window = eviction.num_tokens, self.setup.block_size, self.setup.window
         row.evictions += 1
         for part in eviction.groups:
             group = part.group_id
@@ -373,4 +405,3 @@ class ShadowWorker:
             if part.published:
                 self.published[group, part.store[0]] = (part.tail_start, part.store, content, n)
         row.over = (hash(repr(row.store_content)),)
-        self.evictions += 1

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_kvevict.serving.connectors import BESIDE_TRANSFERS
 from vllm_kvevict.serving.support import REFUSALS
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +15,11 @@ TEXT = " ".join((ROOT / "docs" / "compatibility.md").read_text().split())
 @pytest.mark.parametrize("what", sorted({refusal.what for refusal in REFUSALS}))
 def test_every_refusal_is_listed(what):
     assert what in TEXT
+
+
+def test_every_refusal_beside_connectors_is_listed():
+    plain = TEXT.replace("`", "")
+    assert [one.what for one in BESIDE_TRANSFERS if one.what not in plain] == []
 
 
 def test_the_tests_it_names_exist():

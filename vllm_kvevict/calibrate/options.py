@@ -89,7 +89,8 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     except (OSError, ValueError) as error:
         raise CalibrateError(first_line(error)) from None
     config = EvictionConfig.parse((engine_args.additional_config or {}).get(CONFIG_KEY))
-    if config is None or config.policy not in COMPARABLE or config.has_groups:
+    profiled = config is not None and (config.has_groups or config.profile is not None)
+    if config is None or config.policy not in COMPARABLE or profiled:
         raise CalibrateError(
             f"--kv-eviction: give a policy whose scores compare across layers "
             f"({', '.join(COMPARABLE)}), without --kv-eviction-profile"

@@ -262,6 +262,16 @@ class EvictionConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _pyramids_have_groups(self) -> Self:
+        if self.options.groups == 1 and (names := [n for n in self.policies if n in PYRAMIDS]):
+            raise ValueError(
+                f"the option groups of --kv-eviction-options is 1, which gives all layers one "
+                f"budget, but {names[0]} gives them individual budgets; set groups to at least 2 "
+                "or choose another policy"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _cap_means_something(self) -> Self:
         if self.max_budget is not None and NONE in self.allow:
             raise ValueError(
@@ -310,6 +320,8 @@ class EvictionConfig(BaseModel):
     @property
     def has_groups(self) -> bool:
         """True if layers have individual budgets under a policy that may be chosen."""
+        if self.options.groups == 1:
+            return False
         return self.profile is not None or any(name in PYRAMIDS for name in self.policies)
 
     @property

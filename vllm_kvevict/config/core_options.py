@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.handover import one_token
 from vllm_kvevict.config.limits import check_limits, max_blocks_for
 from vllm_kvevict.config.names import NONE
 from vllm_kvevict.config.requests import BEAM_SEARCH, RequestOptions, asks, parse_options
@@ -25,6 +26,7 @@ def read_options(
     drafts: bool,
     max_model_len: int,
     blocks: int,
+    handed_over: bool = False,
 ) -> RequestOptions:
     """Return the settings of a request; the server's settings if it has none or invalid ones.
 
@@ -35,8 +37,15 @@ def read_options(
         drafts: True if the server uses speculative decoding.
         max_model_len: Maximum length of a sequence in tokens.
         blocks: Number of blocks of the pool for requests.
+        handed_over: True if another server reads the blocks of the prompt, which then stay whole.
 
     """
+    if handed_over:
+        if request.max_tokens > 1:
+            # The front end rejects such requests; only a client of the engine core gets here.
+            logger.warning("%s: %s", request.request_id, one_token(request.max_tokens))
+            request.max_tokens = 1
+        return RequestOptions(NONE)
     sampling = request.sampling_params
     extra = sampling.extra_args if sampling is not None else None
     prompt = request.num_prompt_tokens

@@ -24,3 +24,11 @@ def shares_prompt(extra_args: Mapping[str, Any] | None) -> bool:
     """Return whether one server computes a request's prompt and another one answers it."""
     params = (extra_args or {}).get(PARAMS)
     return hands_over(params) or takes_over(params)
+
+
+def one_token(max_tokens: int | None) -> str:
+    """Return why a prompt whose blocks another server reads is answered with one token."""
+    return (
+        "KV eviction: a request with do_remote_decode is never evicted, because another server "
+        f"reads its blocks and answers it; set max_tokens to 1, not {max_tokens}"
+    )

@@ -132,12 +132,13 @@ class PolicyOptions(BaseModel):
     )
     groups: int | None = Field(
         default=None,
-        ge=2,
+        ge=1,
         strict=True,
         description=(
             "Groups of layers with individual budgets, at most one per layer. Default: 4 under "
             "pyramidkv and ada-pyramid; under --kv-eviction-profile, the smallest number, up to 8, "
-            "that keeps layers of similar share together."
+            "that keeps layers of similar share together. 1 gives all layers the same budget and "
+            "still uses the probes of --kv-eviction-profile."
         ),
     )
     low_mark: float = Field(

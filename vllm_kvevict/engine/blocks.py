@@ -99,7 +99,7 @@ class EvictableAttentionManager(FullAttentionManager):
             if apply_admission_cap:
                 num_tokens = min(num_tokens, self._at_once(state, num_tokens))
             if not state.holds_blocks:
-                state.admitted_at = total_computed_tokens
+                state.admitted_at = min(total_computed_tokens, state.replayed_from)
                 more = sum(block.ref_cnt == 0 for block in self._reused(state))
                 computed = list(new_computed_blocks)
                 if self._has_partial_local_hit(computed, num_local_computed_tokens):

@@ -119,6 +119,9 @@ class RequestState:
     publishing."""
     admitted_at: int | None = None
     """First position of the step that admits the request; None once that step is planned."""
+    replayed_from: int = sys.maxsize
+    """First position that is computed again after a load by a connector; later than every position
+    if nothing was loaded."""
     ring: int | None = None
     recorded_from: int = 0
     """First position with its query in the ring. All positions from there to the last scheduled
@@ -187,6 +190,7 @@ class RequestState:
 
         """
         assert self.phase is Phase.WAITING
+        self.replayed_from = sys.maxsize
         if self._begun_with != self.request.num_tokens or self.pending_store is not None:
             self.timelines = self.fresh_timelines()
             self._begun_with = self.request.num_tokens

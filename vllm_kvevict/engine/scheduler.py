@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -11,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kvevict.config.budget_log import report_budgets
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.core_options import read_options
-from vllm_kvevict.config.handover import TAKEN_OVER
+from vllm_kvevict.config.handover import TAKEN_OVER, hands_over
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.config.store_tiers import parse_size
@@ -21,6 +22,7 @@ from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.prefix import PrefixCaps
+from vllm_kvevict.engine.remote_prefill import RemotePrefill
 from vllm_kvevict.engine.replays import Replays
 from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
@@ -90,6 +92,7 @@ class EvictingScheduler(Scheduler):
         self._memory = MemoryPressure(core, self._turns, self._planner)
         self._prefix = PrefixCaps(core, self._stores)
         self._parts += build_parts(core, config, self._stores)
+        self._remote = next((p for p in self._parts if isinstance(p, RemotePrefill)), None)
         groups = self.kv_cache_config.kv_cache_groups
         self._layers = {group: len(groups[group].layer_names) for group in managers}
         # Otherwise the front end writes the totals in its periodic line.
@@ -114,7 +117,8 @@ class EvictingScheduler(Scheduler):
         config, rules = self._table.config, list(self._table.rules.values())
         drafts = self.vllm_config.speculative_config is not None
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        return read_options(request, config, rules, drafts, self.max_model_len, blocks)
+        handed_over = self._remote is not None and hands_over(request.kv_transfer_params)
+        return read_options(request, config, rules, drafts, self.max_model_len, blocks, handed_over)
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
@@ -271,6 +275,32 @@ class EvictingScheduler(Scheduler):
             return True
         return ready and not self._stores.waits(state)
 
+    def _mark_prefix_replay(
+        self, request: "Request", num_hit_tokens: int, window_loaded: bool
+    ) -> int:
+        """Return the number of tokens at the end of a hit or of a load that are computed again."""
+        replayed = super()._mark_prefix_replay(request, num_hit_tokens, window_loaded)
+        if self._remote is None:
+            return replayed
+        return max(replayed, self._remote.replayed(request, num_hit_tokens))
+
+    def _update_waiting_for_remote_kv(self, request: "Request") -> None:
+        if self._remote is not None:
+            self._remote.rewind(request)
+        super()._update_waiting_for_remote_kv(request)
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        """Ignore block ids that do not name a group, because the connector names the requests, too.
+
+        vLLM would end the engine core. Only connectors that also report the requests in
+        ``failed_recving`` are served with several groups.
+        """
+        if self._remote is not None and len(self.kv_cache_config.kv_cache_groups) > 1:
+            return set()
+        return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
@@ -346,8 +376,10 @@ def build_parts(core: EvictionCore, config: EvictionConfig, stores: PublishedSto
 
     """
     parts: list[Part] = []
-    if core.scheduler.connector is not None:
+    if isinstance(core.scheduler.connector, OffloadingConnector):
         parts.append(OffloadGuard(core))
+    elif core.scheduler.connector is not None:
+        parts.append(RemotePrefill(core))
     if config.audits:
         parts.append(Replays(core, config, stores))
     return parts

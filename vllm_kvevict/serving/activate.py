@@ -15,8 +15,9 @@ from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.serving import admission
+from vllm_kvevict.serving.connectors import serve_connector, with_one_group
 from vllm_kvevict.serving.loss import resolved
-from vllm_kvevict.serving.offload import serve_offload, without_prefix_cache
+from vllm_kvevict.serving.offload import without_prefix_cache
 from vllm_kvevict.serving.profile import check_learned, load
 from vllm_kvevict.serving.recommend import recommended
 from vllm_kvevict.serving.support import check
@@ -59,7 +60,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """
     if config.policy == AUTO:
         config = recommended(vllm_config, config)
-    config = resolved(vllm_config, config)
+    config = with_one_group(vllm_config, resolved(vllm_config, config))
     check(vllm_config, config)
     if config.profile is not None:
         config = config.model_copy(update={"profile": load(config.profile, vllm_config)})
@@ -72,6 +73,13 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores of "
             "layers that one process has; set --pipeline-parallel-size to 1 or remove these."
         )
+    launched = parallel.distributed_executor_backend == "external_launcher"
+    if config.has_tiers and launched and parallel.world_size > 1:
+        raise ValueError(
+            "KV eviction does not support --kv-eviction-store-memory and --kv-eviction-store-path "
+            "with the executor external_launcher on several ranks, because each rank schedules for "
+            "itself and files arrive at different times; remove these flags."
+        )
     if config.has_tiers and not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores that "
@@ -82,7 +90,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         if folder.exists():
             check_owner(folder)
     check_audit(vllm_config, config)
-    serve_offload(vllm_config)
+    serve_connector(vllm_config, config)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, OURS[bool(scheduler.async_scheduling)])
     vllm_config.additional_config[CONFIG_KEY] = config.model_dump(mode="json")
     parallel.worker_cls = worker_cls

@@ -12,9 +12,10 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from vllm_kvevict.config.handover import shares_prompt
+from vllm_kvevict.config.connectors import NIXL
+from vllm_kvevict.config.handover import PARAMS, hands_over, one_token, shares_prompt
 from vllm_kvevict.config.limits import check_limits
-from vllm_kvevict.config.names import CONFIG_KEY, REPLAY, is_replay
+from vllm_kvevict.config.names import CONFIG_KEY, NONE, REPLAY, is_replay
 from vllm_kvevict.config.requests import AT, PREFILL_INTERVAL, RequestOptions, asks, parse_options
 from vllm_kvevict.serving import beam_search, context
 from vllm_kvevict.serving.capacity import capacity, check_capacity
@@ -55,6 +56,12 @@ def check_request(
     config, rules = known
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
     options = parse_options(config, extra_args, length, rules)
+    transfer = vllm_config.kv_transfer_config
+    moves = transfer is not None and transfer.kv_connector in NIXL
+    if moves and hands_over((extra_args or {}).get(PARAMS)):
+        if (max_tokens := getattr(params, "max_tokens", None)) != 1:
+            raise ValueError(one_token(max_tokens))
+        return RequestOptions(NONE)
     check_limits(options, drafts=vllm_config.speculative_config is not None)
     check_capacity(vllm_config, rules, options, length, getattr(params, "max_tokens", None))
 

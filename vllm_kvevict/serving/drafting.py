@@ -77,7 +77,10 @@ UNTRIED: tuple[tuple[str, Callable[["VllmConfig", "EvictionConfig"], Any]], ...]
     ("with another number or size of heads than the model", _shape),
     ("with --kv-cache-dtype fp8", _cache),
     ("in parallel, by several modules or in varying number", _way),
-    ("with --kv-eviction-profile, pyramidkv or ada-pyramid", lambda _, e: e.has_groups),
+    (
+        "with --kv-eviction-profile, pyramidkv or ada-pyramid",
+        lambda _, e: e.has_groups or e.profile is not None,
+    ),
     ("with h2o, ada-h2o or subgen-stream", _policies),
     ("with --kv-eviction-prefill-interval", lambda _, e: e.prefill_interval),
     ("with --kv-eviction-audit", lambda _, e: e.audits),

@@ -34,14 +34,10 @@ def without_prefix_cache(vllm_config: "VllmConfig") -> str:
 
 REFUSALS = (
     Refusal(
-        "KV connectors other than vLLM's own offload",
-        "they move positional blocks, which eviction frees",
-        "set --kv-offloading-size alone, or remove --kv-transfer-config and "
-        "--kv-offloading-backend, or serve without --kv-eviction",
-        lambda c: (
-            c.kv_transfer_config.kv_connector != CONNECTOR
-            or c.kv_transfer_config.kv_role != "kv_both"
-        ),
+        "vLLM's offload in this role",
+        "a server stores blocks and loads them again",
+        "set --kv-offloading-size alone, or kv_role of --kv-transfer-config to kv_both",
+        lambda c: c.kv_transfer_config.kv_role != "kv_both",
     ),
     Refusal(
         "this kind of KV offloading",
@@ -83,7 +79,7 @@ REFUSALS = (
 
 
 def serve_offload(vllm_config: "VllmConfig") -> None:
-    """Check vLLM's offload if it is on, and give it our copies on the CPU platform.
+    """Check vLLM's offload, which is on, and give it our copies on the CPU platform.
 
     Raises:
         ValueError: In one sentence, what does not work with eviction.
@@ -91,8 +87,6 @@ def serve_offload(vllm_config: "VllmConfig") -> None:
     """
     from vllm.platforms import current_platform
 
-    if vllm_config.kv_transfer_config is None:
-        return
     for refusal in REFUSALS:
         if refusal.applies(vllm_config):
             raise ValueError(refusal.sentence())

@@ -26,6 +26,7 @@ from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepP
 from vllm_kvevict.worker.candidates import CandidateReader, Holdings, Inputs
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fused import FusedEvictions
+from vllm_kvevict.worker.load_fence import LoadFence
 from vllm_kvevict.worker.meter import EvictionMeter
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
@@ -121,6 +122,8 @@ class WorkerEviction:
         self._head_shares = head_shares
         self._workspace = workspace
         self.stores = SharedStores(states, lambda request: int(self._rows.rows([request])[0]))
+        self.fence: LoadFence | None = None
+        """None unless a connector posts transfers past the stream."""
         self.comparison: Comparison | None = None
         """None unless evictions are audited."""
         self._plan: StepPlan | None = None
@@ -179,6 +182,8 @@ class WorkerEviction:
         if due:
             with self._in_workspace():
                 self._evict_all(due)
+            if self.fence is not None:
+                self.fence.record()
         if done:
             self.stores.end_step(due)
             if self.comparison is not None:

@@ -5,6 +5,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -21,6 +22,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.connectors import NIXL
 from vllm_kvevict.config.memory_budget import evictable_stages, kv_cache_bytes
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import read
@@ -37,6 +39,7 @@ from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.head_shares import by_group
+from vllm_kvevict.worker.load_fence import LoadFence
 from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.probes import LayerProbe, Probes
 from vllm_kvevict.worker.ranks import first_head, of_ranks
@@ -209,6 +212,9 @@ class EvictionWorkerMixin(Worker, ABC):
                 self.kv_eviction.meter.compared,
             )
         self._bind(self.kv_eviction)
+        transfer = self.vllm_config.kv_transfer_config
+        if self.device.type == "cuda" and transfer is not None and transfer.kv_connector in NIXL:
+            self.kv_eviction.fence = LoadFence(get_kv_transfer_group())
         logger.info(
             "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
             "%d bytes of floats of cached tokens",
@@ -231,6 +237,8 @@ class EvictionWorkerMixin(Worker, ABC):
         files = store_files(self.vllm_config, kv_cache_config, config)
         assert self.kv_eviction is not None
         content, meter = StoreContent(states, caches, values), self.kv_eviction.meter
+        if files is not None:
+            self._watch_weights()
         return HostStores(content, files, self.rank, meter.restore, self._weights)
 
     def _weights(self) -> str:
@@ -240,9 +248,27 @@ class EvictionWorkerMixin(Worker, ABC):
             digests = of_ranks(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
             return sha256(digests.cpu().numpy().tobytes()).hexdigest()
 
+    def _watch_weights(self) -> None:
+        """Notice updates that call the model's ``load_weights``, as worker extensions of trainers
+        do."""
+        model = self.model_runner.get_model()
+        load = getattr(model, "load_weights", None)
+        if load is None:
+            return
+
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            self._weights_change()
+            return load(*args, **kwargs)
+
+        setattr(model, "load_weights", load_weights)  # noqa: B010
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self._weights_change()
         super().reload_weights(*args, **kwargs)
+
+    def start_weight_update(self) -> None:
+        self._weights_change()
+        super().start_weight_update()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         self._weights_change()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.config.policy_options import PolicyOptions, options_of
+from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.config.sentences import flag
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.timeline.layers import by_layer, pyramid
@@ -195,7 +196,7 @@ def test_bad_field(field: str, value: Any, says: str) -> None:
         ("h2o", "recent_share", -0.1, "must be greater than or equal to 0"),
         ("nacl", "random_share", 1.5, "must be less than or equal to 1"),
         ("nacl", "random_share", float("inf"), "must be a finite number"),
-        ("tova", "groups", 1, "must be greater than or equal to 2"),
+        ("tova", "groups", 0, "must be greater than or equal to 1"),
         ("tova", "groups", 2.0, "must be a valid integer"),
         ("pyramidkv", "beta", 0.9, "must be greater than or equal to 1"),
         ("ada-pyramid", "beta", float("inf"), "must be a finite number"),
@@ -259,6 +260,19 @@ def test_layers_have_budgets_of_their_own_where_a_request_may_ask_for_it(
     assert places == by_layer(pyramid(6, 10.0), 3, steepest=1.9)
     flat = parse(allow="ada-snapkv,none", options=dict(groups=3))
     assert flat.timelines(32, 6) == (flat.timeline(32),) * 6
+
+
+def test_one_group_gives_all_layers_one_budget() -> None:
+    model = ModelIdentity(architecture="any", layers=3, kv_heads=2, config="any")
+    profile = Profile(model=model, policy="snapkv", budget="25%", layers=(1.5, 1.0, 0.5))
+    for groups in (1, 3):
+        config = parse(policy="snapkv", profile=profile, options=dict(groups=groups))
+        assert config.has_groups == config.keeps_by_layer("snapkv") == (groups > 1)
+        rules = config.timelines(32, 3)
+        assert len(rules) == 3 and len(set(rules)) == groups
+    for policy, allow in (("ada-pyramid", ""), ("snapkv", "none,pyramidkv")):
+        settings = {"policy": policy, "allow": allow, "options": {"groups": 1}}
+        assert "set groups to at least 2 or choose another policy" in complaint(settings)
 
 
 def test_a_share_of_some_tokens_at_least() -> None:

@@ -90,6 +90,15 @@ def test_tiers_need_all_layers_in_one_process(build: Any) -> None:
         build({"policy": "snapkv", "store_path": "/tmp/stores"}, pipeline_parallel_size=2)
 
 
+def test_tiers_need_one_scheduler_for_all_ranks(build: Any) -> None:
+    launched = dict(distributed_executor_backend="external_launcher")
+    build({"policy": "snapkv", "store_path": "/tmp/stores"}, **launched)
+    build("snapkv", tensor_parallel_size=2, **launched)
+    for tier in (dict(store_path="/tmp/stores"), dict(store_memory="1G")):
+        with pytest.raises(ValueError, match=r"external_launcher on several ranks.*remove these"):
+            build({"policy": "snapkv", **tier}, tensor_parallel_size=2, **launched)
+
+
 def test_a_folder_of_stores_that_everybody_may_write_to_is_refused(
     build: Any, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ def engine(eviction: Any = "snapkv") -> SimpleNamespace:
     return SimpleNamespace(
         additional_config=additional,
         speculative_config=None,
+        kv_transfer_config=None,
         # As vLLM has it before an engine is ready.
         cache_config=SimpleNamespace(
             block_size=32,
@@ -69,6 +70,22 @@ def test_a_point_in_a_seeded_prompt_is_refused_where_it_would_end_the_worker(mon
         check_request(engine(), harmless, [1] * 5, None)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     check_request(engine(), seeded(kv_eviction_at=4), [1] * 5, None)
+
+
+def test_a_prompt_that_another_server_reads_is_answered_with_one_token():
+    handed = {"kv_transfer_params": {"do_remote_decode": True}}
+    server = engine()
+    server.kv_transfer_config = SimpleNamespace(kv_connector="NixlConnector")
+    for tokens in (2, None):
+        params = SamplingParams(max_tokens=tokens, extra_args=handed)
+        with pytest.raises(ValueError, match=f"set max_tokens to 1, not {tokens}"):
+            check_request(server, params, [1] * 5, None)
+        assert check_request(engine(), params, [1] * 5, None) is not None, "no connector"
+    options = check_request(server, SamplingParams(max_tokens=1, extra_args=handed), [1] * 5, None)
+    assert options is not None and not options.evicts
+    taken = {"kv_transfer_params": {"do_remote_prefill": True}}
+    options = check_request(server, SamplingParams(max_tokens=9, extra_args=taken), [1] * 5, None)
+    assert options is not None and options.evicts
 
 
 @pytest.mark.parametrize("off", [None, "none", {"policy": None}])

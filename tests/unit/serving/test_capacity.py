@@ -20,6 +20,7 @@ def engine(times: float | None = None, **settings: Any) -> Any:
     return SimpleNamespace(
         additional_config={"kv_eviction": SERVER | settings},
         speculative_config=None,
+        kv_transfer_config=None,
         cache_config=SimpleNamespace(
             block_size=32,
             effective_attention_block_size=None,

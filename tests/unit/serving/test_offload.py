@@ -38,12 +38,7 @@ AUDIT = dict(policy="ada-snapkv", audit="1%")
 @pytest.mark.parametrize(
     ("options", "what", "advice"),
     [
-        (
-            transfer(kv_connector="ExampleConnector"),
-            "KV connectors other than",
-            "--kv-offloading-size",
-        ),
-        (transfer(kv_role="kv_producer"), "KV connectors other than", "--kv-transfer-config"),
+        (transfer(kv_role="kv_producer"), "vLLM's offload in this role", "--kv-transfer-config"),
         (
             extra(spec_name="TieringOffloadingSpec"),
             "this kind of KV offloading",

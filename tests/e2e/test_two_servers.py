@@ -1,0 +1,251 @@
+"""A stock prefill server and an evicting decode server, with vLLM's NixlConnector between them.
+
+A stand-in for the module ``nixl`` copies between the two processes (``tests/nixl_stand_in``).
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from benchmarks.server import Server, free_port
+from tests.e2e.test_stores import computed
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from tests.oracles.masked import MaskedModel, check_tokens
+from tests.profiles import random_profile
+from vllm_kvevict.engine.remote_prefill import RemotePrefill
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = str(ROOT / "tests" / "nixl_stand_in")
+NEW_TOKENS = 50
+SETTINGS = dict(policy="ada-snapkv", budget=128, interval=32, allow="none")
+OPTIONS = dict(max_num_batched_tokens=256, max_model_len=1024, enable_prefix_caching=True)
+ASKED = dict(do_remote_decode=True, do_remote_prefill=False)
+
+
+def prompts(count, first=200):
+    return [random_prompt(300 + 41 * (i % 6), seed=first + i) for i in range(count)]
+
+
+def prefill_args(connector, *more):
+    transfer = dict(kv_connector=connector, kv_role="kv_producer")
+    return [
+        "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024",
+        "--kv-cache-memory-bytes", str(128 << 20), "--seed", "0",
+        "--kv-transfer-config", json.dumps(transfer), *more,
+    ]  # fmt: skip
+
+
+class Prefill:
+    """A server that computes prompts and holds their blocks until they are read."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def compute(self, prompt, **more):
+        """Compute a prompt; returns what its decode server is told."""
+        body = dict(prompt=prompt, max_tokens=1, temperature=0, kv_transfer_params=ASKED) | more
+        return self.server.post("/v1/completions", body)["kv_transfer_params"]
+
+
+def serve(model, folder, connector, *more, **environment):
+    path = os.pathsep.join([STAND_IN, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    env = dict(PYTHONPATH=path, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **environment)
+    return Server(model, prefill_args(connector, *more), folder / "prefill.log", env=env)
+
+
+@pytest.fixture(scope="module")
+def prefill(tiny_model, tmp_path_factory):
+    """Stock vLLM: no flag of the plugin."""
+    with serve(tiny_model, tmp_path_factory.mktemp("p"), "NixlConnector") as server:
+        yield Prefill(server)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return MaskedModel(tiny_model)
+
+
+@pytest.fixture
+def agents(monkeypatch):
+    """The stand-in in this process; its agents, of which the last one is the decode server's."""
+    monkeypatch.syspath_prepend(STAND_IN)
+    for name in [one for one in sys.modules if one.split(".")[0] == "nixl"]:
+        monkeypatch.delitem(sys.modules, name)
+    api = importlib.import_module("nixl._api")
+    worker = importlib.import_module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
+    )
+    made = []
+
+    class Agent(api.nixl_agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(worker, "NixlWrapper", Agent)
+    monkeypatch.setattr(worker, "nixl_agent_config", api.nixl_agent_config)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+    affinity = os.sched_getaffinity(0)
+    yield made
+    # vLLM moves the process to the core that it reserves for transfers.
+    os.sched_setaffinity(0, affinity)
+
+
+def decode(connector="NixlConnector", **options):
+    transfer = KVTransferConfig(
+        kv_connector=connector, kv_role="kv_consumer", kv_load_failure_policy="recompute"
+    )
+    return OPTIONS | dict(kv_transfer_config=transfer) | options
+
+
+def answer(run, prefill, texts, asked=None, new_tokens=NEW_TOKENS):
+    """Compute prompts on the one server and answer them on the other."""
+    more = asked or [{}] * len(texts)
+    params = [
+        dict(mine, kv_transfer_params=prefill.compute(p))
+        for p, mine in zip(texts, more, strict=True)
+    ]
+    assert all(one["kv_transfer_params"]["do_remote_prefill"] for one in params)
+    return run.generate(texts, new_tokens, params)
+
+
+def check(run, oracle, texts, outputs, loaded=True):
+    for text, output, lives in zip(texts, outputs, run.lives(), strict=True):
+        assert check_tokens(oracle, text, output, lives) == (len(output), len(output))
+        if loaded:
+            assert lives[0].evictions[0].n == len(text), "did not evict in its first step"
+
+
+def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, agents):
+    texts = prompts(6)
+    with engine(tiny_model, SETTINGS, **OPTIONS) as alone:
+        expected = alone.generate(texts, NEW_TOKENS)
+    with engine(tiny_model, SETTINGS, **decode()) as run:
+        free, counts = run.free_blocks(), computed(run)
+        outputs = answer(run, prefill, texts)
+        check(run, oracle, texts, outputs)
+        # The servers compute prompts in other chunks, so that near ties may fall otherwise.
+        equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
+        assert equal >= len(texts) - 2
+        assert agents[-1].posted == len(texts) and not agents[-1].failed
+        assert sum(counts) <= len(texts) * (NEW_TOKENS - 1 + 64)
+        # Prompts are in the prefix cache now, as far as a hit may cover them.
+        again = answer(run, prefill, texts)
+        assert again == outputs and agents[-1].posted == len(texts)
+        assert run.free_blocks() == free
+    # Every prompt's blocks were read or let go.
+    until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.nightly)])
+def test_late_and_failing_transfers(tiny_model, oracle, prefill, agents, monkeypatch, count):
+    """One in ten fails; the prompt is then computed here."""
+    monkeypatch.setenv("NIXL_STAND_IN", "late=6,fail=10,seed=3")
+    with engine(tiny_model, SETTINGS, **decode(num_gpu_blocks_override=90)) as run:
+        free = run.free_blocks()
+        for first in range(0, count, 8):
+            texts = prompts(min(8, count - first), 300 + first)
+            outputs = answer(run, prefill, texts, new_tokens=40)
+            check(run, oracle, texts, outputs)
+        agent = agents[-1]
+        assert agent.posted == count and count / 20 <= agent.failed <= count / 5
+        assert run.free_blocks() == free
+
+
+def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agents):
+    """What follows a point is computed again over the loaded blocks."""
+    texts = prompts(3, 600)
+    asked = [{"kv_eviction_at": 200}, {"kv_eviction": "none"}, {}]
+    with engine(tiny_model, SETTINGS, **OPTIONS) as alone:
+        expected = alone.generate(texts, NEW_TOKENS, asked)
+    with engine(tiny_model, SETTINGS, **decode()) as run:
+        outputs = answer(run, prefill, texts, asked)
+        check(run, oracle, texts, outputs, loaded=False)
+        assert outputs[1] == expected[1], "the request that never evicts"
+        first = [lives[0].evictions[0].n for lives in run.lives() if lives[0].evictions]
+        assert first == [200, len(texts[2])] and agents[-1].posted == 3
+        # The prefix cache holds nothing that was computed after an eviction.
+        again = run.generate(texts, NEW_TOKENS, [{"kv_eviction": "none"}] * 3)
+        check(run, oracle, texts, again, loaded=False)
+    until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+def test_auto_gives_all_layers_one_budget(tiny_model_kv4, tmp_path, agents):
+    """A profile would make several groups, and the other server has one."""
+    path, _ = random_profile(tmp_path, tiny_model_kv4)
+    settings = dict(policy="auto", budget="25%", interval=32, profile=str(path))
+    texts = prompts(3)
+    with (
+        serve(tiny_model_kv4, tmp_path, "NixlConnector") as server,
+        engine(tiny_model_kv4, settings, **decode()) as run,
+    ):
+        assert run.worker.eviction_config.policy == "probe"
+        assert len(run.scheduler.kv_cache_config.kv_cache_groups) == 1
+        outputs = answer(run, Prefill(server), texts)
+        check(run, MaskedModel(tiny_model_kv4), texts, outputs)
+        assert agents[-1].posted == 3
+
+
+def without_replay(monkeypatch):
+    monkeypatch.setattr(RemotePrefill, "rewind", lambda *_: None)
+    monkeypatch.setattr(RemotePrefill, "replayed", lambda *_: 0)
+
+
+def test_without_replay_it_evicts_later(tiny_model, oracle, prefill, agents, monkeypatch):
+    without_replay(monkeypatch)
+    texts = prompts(2, 700)
+    with engine(tiny_model, SETTINGS, **decode()) as run:
+        outputs = answer(run, prefill, texts)
+        with pytest.raises(AssertionError, match="did not evict in its first step"):
+            check(run, oracle, texts, outputs)
+
+
+def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agents):
+    """It never evicts what it hands over, which is then whole; other requests evict."""
+    flags = "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"
+    texts = prompts(3, 800)
+    with (
+        serve(tiny_model, tmp_path, "NixlConnector", *flags) as server,
+        engine(tiny_model, SETTINGS, **decode()) as run,
+    ):
+        prefill = Prefill(server)
+        outputs = answer(run, prefill, texts)
+        check(run, oracle, texts, outputs)
+        assert agents[-1].posted == 3 and server.evictions()["evictions"] == 0
+        with pytest.raises(HTTPError) as refused:
+            prefill.compute(texts[0], max_tokens=2)
+        assert refused.value.code == 400
+        message = json.loads(refused.value.read())["error"]["message"]
+        assert "set max_tokens to 1, not 2" in message
+        server.post("/v1/completions", dict(prompt=texts[0], max_tokens=4))
+        assert server.evictions()["evictions"] == 1
+        until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+def test_push(tiny_model, oracle, tmp_path, agents):
+    """The prefill server writes into the blocks of the decode server."""
+    texts = prompts(4, 900)
+    with (
+        serve(tiny_model, tmp_path, "NixlPushConnector") as server,
+        engine(tiny_model, SETTINGS, **decode("NixlPushConnector")) as run,
+    ):
+        free = run.free_blocks()
+        outputs = answer(run, Prefill(server), texts)
+        check(run, oracle, texts, outputs)
+        assert run.scheduler._remote is not None and run.free_blocks() == free
+        until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+def until(condition):
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -1,0 +1,153 @@
+"""Random days of a server that loads prompts which another one has computed, and mutants."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.engine import days
+from tests.engine.harness import Engine, Setup
+from tests.engine.scenarios import Scenario, loading, run
+from tests.engine.shadow import ShadowWorker
+from vllm_kvevict.engine.remote_prefill import RemotePrefill
+from vllm_kvevict.engine.scheduler import EvictingScheduler
+
+SEEN = (
+    "remote_loads", "remote_failures", "filled", "evictions", "preemptions", "aborts", "resets",
+    "prefix_hits", "taken", "evictions_at_point", "evictions_inside",
+)  # fmt: skip
+WRONG = "overwritten or never computed|holds something else"
+NIXL = Setup(connector="NixlConnector", blocks=80)
+PROMPT = [2 + number % 700 for number in range(195)]
+
+
+def play(scenario: Scenario, totals: Counter[str]) -> None:
+    run(loading(scenario), totals)
+
+
+def test_random_days():
+    totals: Counter[str] = Counter()
+    days.play_until_seen(lambda scenario: play(scenario, totals), 60, totals, SEEN)
+    assert totals["remote_loads"] > 5 * totals["remote_failures"] > 0
+
+
+@pytest.mark.nightly
+def test_many_random_days():
+    """200,000 steps in all."""
+    totals: Counter[str] = Counter()
+    number = 0
+    while totals["steps"] < 200_000:
+        days.play(lambda scenario: play(scenario, totals), 200, number)
+        number += 1
+    assert not [name for name in SEEN if not totals[name]]
+    print(dict(totals))
+
+
+def pulls(scenario: Scenario) -> None:
+    """A day on which every prompt is pulled by NIXL."""
+    setup = replace(loading(scenario).setup, connector="NixlConnector")
+    run(replace(scenario, setup=setup))
+
+
+def caught(message: str) -> bool:
+    return days.hunt(pulls, message)
+
+
+def test_accounting_catches_that_the_window_is_not_computed_again(monkeypatch):
+    monkeypatch.setattr(RemotePrefill, "rewind", lambda *_: None)
+    monkeypatch.setattr(RemotePrefill, "replayed", lambda *_: 0)
+    assert caught("a hit covers the window|postponed at the end of prefill")
+
+
+def test_accounting_catches_a_rewind_after_the_blocks_are_published(monkeypatch):
+    def late(self, request):
+        Scheduler._update_waiting_for_remote_kv(self, request)
+        self._remote.rewind(request)
+
+    monkeypatch.setattr(EvictingScheduler, "_update_waiting_for_remote_kv", late)
+    monkeypatch.setattr(RemotePrefill, "replayed", lambda *_: 0)
+    assert caught("holds something else")
+
+
+def test_accounting_catches_a_shorter_load(monkeypatch):
+    make = RemotePrefill.__init__
+
+    def capped(self, core):
+        make(self, core)
+        connector = core.scheduler.connector
+        match = connector.get_num_new_matched_tokens
+
+        def get_num_new_matched_tokens(request, num_computed_tokens):
+            found, is_async = match(request, num_computed_tokens)
+            state = self._table.states[request.request_id]
+            return min(found, max(0, state.hit_cap - num_computed_tokens)), is_async
+
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+
+    monkeypatch.setattr(RemotePrefill, "__init__", capped)
+    assert caught(WRONG)
+
+
+def test_accounting_catches_a_load_for_a_request_that_starts_with_a_store(monkeypatch):
+    may_load = RemotePrefill._may_load
+
+    def loads(self, request, num_computed_tokens, is_async):
+        state = self._table.states[request.request_id]
+        started = state.pending_store is not None and request.num_tokens > 1
+        return started or may_load(self, request, num_computed_tokens, is_async)
+
+    monkeypatch.setattr(RemotePrefill, "_may_load", loads)
+    with pytest.raises(AssertionError):
+        days.play(pulls, 300)
+
+
+def test_two_groups_survive_a_failed_transfer(monkeypatch):
+    """vLLM's own method ends the engine core."""
+
+    def day() -> Engine:
+        engine = Engine(replace(NIXL, second_budget=64), lambda *_: 5)
+        for number in range(12):
+            engine.add([number + 2, *PROMPT], 9)
+        engine.finish()
+        assert engine.worker.remote is not None and engine.worker.remote.failures
+        return engine
+
+    engine = day()
+    assert all(request.num_output_tokens == 9 for request in engine.requests)
+    stock = Scheduler._handle_invalid_blocks
+    monkeypatch.setattr(EvictingScheduler, "_handle_invalid_blocks", stock)
+    with pytest.raises(RuntimeError, match="block-level load failures"):
+        day()
+
+
+def test_accounting_catches_loads_that_do_not_wait_for_evictions(monkeypatch):
+    make = ShadowWorker.__init__
+
+    def unfenced(self, *args):
+        make(self, *args)
+        self.fenced = False
+
+    monkeypatch.setattr(ShadowWorker, "__init__", unfenced)
+    assert caught(WRONG)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_loaded_prompt_evicts_in_its_first_step(asynchronous):
+    engine = Engine(replace(NIXL, asynchronous=asynchronous), lambda *_: 5, seed=1)
+    request = engine.add(PROMPT, 9)
+    computed = []
+    while not request.num_output_tokens:
+        computed.append(engine.step().total_num_scheduled_tokens)
+        engine.settle()
+    # Window 8, blocks of 8 tokens: the tail starts at 184.
+    assert [count for count in computed if count] == [11]
+    assert engine.scheduler.eviction_counters.evictions_prefill == 1
+    engine.finish()
+
+
+def test_a_prompt_of_one_token_is_computed():
+    engine = Engine(NIXL, lambda *_: 5)
+    engine.add([7], 60)
+    engine.finish()
+    assert engine.worker.remote is not None and engine.worker.remote.loads == 0

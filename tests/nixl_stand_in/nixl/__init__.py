@@ -1,0 +1,1 @@
+"""A stand-in for the package ``nixl`` (see :mod:`nixl._api`)."""

@@ -1,0 +1,208 @@
+"""A stand-in for NIXL that copies between processes of one machine.
+
+vLLM's real ``NixlConnector`` runs over it. Memory of other processes is read and written with
+``process_vm_readv`` and ``process_vm_writev``; notifications are datagrams. The variable
+``NIXL_STAND_IN`` makes transfers late and lets some fail: ``late=6,fail=10,seed=1`` ends each after
+0 to 6 polls, and one in 10 in an error after it wrote garbage.
+"""
+
+import ctypes
+import json
+import os
+import random
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nixl._bindings import nixlXferTelemetry
+
+PR_SET_PTRACER = 0x59616D61
+ANY = ctypes.c_ulong(-1)
+PIECES = 256
+"""Pieces of memory in one call, at most IOV_MAX."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("len", ctypes.c_size_t))
+
+
+def _copy(call: Any, pid: int, local: np.ndarray, remote: np.ndarray) -> None:
+    """Copy pieces [n, (address, bytes, ...)] between this process and another."""
+    assert (local[:, 1] == remote[:, 1]).all(), "pieces of different sizes"
+    for first in range(0, len(local), PIECES):
+        mine, theirs = local[first : first + PIECES], remote[first : first + PIECES]
+        vectors = [
+            (iovec * len(part))(*((int(row[0]), int(row[1])) for row in part))
+            for part in (mine, theirs)
+        ]
+        count, wanted = len(mine), int(mine[:, 1].sum())
+        done = call(pid, vectors[0], count, vectors[1], count, 0)
+        if done != wanted:
+            raise OSError(ctypes.get_errno(), f"copied {done} of {wanted} bytes")
+
+
+for _name in ("process_vm_readv", "process_vm_writev"):
+    getattr(_libc, _name).restype = ctypes.c_ssize_t
+
+
+class nixl_agent_config:
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+
+class _Transfer:
+    def __init__(self, operation: str, pid: int, pieces: tuple[np.ndarray, np.ndarray]) -> None:
+        self.operation = operation
+        self.pid = pid
+        self.pieces = pieces
+        self.notify: tuple[str, bytes] | None = None
+        self.left = 0
+        self.fails = False
+        self.state = "INIT"
+
+
+class nixl_agent:
+    def __init__(self, name: str, config: nixl_agent_config | None = None) -> None:
+        self.name = name
+        settings = dict(
+            part.split("=") for part in os.environ.get("NIXL_STAND_IN", "").split(",") if part
+        )
+        self._late, self._fail = int(settings.get("late", 0)), int(settings.get("fail", 0))
+        self._rng = random.Random(int(settings.get("seed", 0)))
+        # Other processes may read this one's memory.
+        _libc.prctl(PR_SET_PTRACER, ANY, 0, 0, 0)
+        self._folder = tempfile.TemporaryDirectory(prefix="nixl-")
+        self._path = str(Path(self._folder.name) / "socket")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self._path)
+        self._socket.setblocking(False)
+        self._remote: dict[str, dict[str, Any]] = {}
+        self._lists: dict[int, tuple[str, np.ndarray]] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._handles = 0
+        self.posted = self.failed = 0
+
+    def _handle(self) -> int:
+        self._handles += 1
+        return self._handles
+
+    # Memory.
+
+    def get_reg_descs(self, ranges: Any, mem_type: str) -> Any:
+        assert mem_type == "DRAM"
+        return ranges
+
+    def register_memory(self, descs: Any, backends: Any = None) -> None:
+        pass
+
+    def deregister_memory(self, desc: Any) -> None:
+        pass
+
+    def get_xfer_descs(self, blocks: Any, mem_type: str) -> np.ndarray:
+        assert mem_type == "DRAM"
+        return np.asarray(blocks, dtype=np.int64)
+
+    def prep_xfer_dlist(self, agent: str, descs: np.ndarray) -> int:
+        handle = self._handle()
+        self._lists[handle] = agent, descs
+        return handle
+
+    def release_dlist_handle(self, handle: int) -> None:
+        del self._lists[handle]
+
+    # Other agents.
+
+    def get_agent_metadata(self) -> bytes:
+        return json.dumps(dict(name=self.name, pid=os.getpid(), path=self._path)).encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        agent = json.loads(metadata)
+        self._remote[agent["name"]] = agent
+        return agent["name"]
+
+    def remove_remote_agent(self, agent: str) -> None:
+        self._remote.pop(agent, None)
+
+    def check_remote_metadata(self, agent: str) -> bool:
+        return agent in self._remote and Path(f"/proc/{self._remote[agent]['pid']}").exists()
+
+    def send_notif(self, agent: str, notif_msg: bytes) -> None:
+        message = json.dumps([self.name, notif_msg.hex()]).encode()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(message, self._remote[agent]["path"])
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        found: dict[str, list[bytes]] = {}
+        while True:
+            try:
+                name, message = json.loads(self._socket.recv(1 << 16))
+            except BlockingIOError:
+                return found
+            found.setdefault(name, []).append(bytes.fromhex(message))
+
+    # Transfers.
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local: int,
+        local_ids: Any,
+        remote: int,
+        remote_ids: Any,
+        notif_msg: bytes = b"",
+    ) -> int:
+        agent, there = self._lists[remote]
+        _, here = self._lists[local]
+        pieces = here[np.asarray(local_ids)], there[np.asarray(remote_ids)]
+        transfer = _Transfer(operation, self._remote[agent]["pid"], pieces)
+        if notif_msg:
+            transfer.notify = agent, notif_msg
+        transfer.left = self._rng.randint(0, self._late)
+        transfer.fails = bool(self._fail) and self._rng.randrange(self._fail) == 0
+        handle = self._handle()
+        self._transfers[handle] = transfer
+        return handle
+
+    def transfer(self, handle: int) -> str:
+        transfer = self._transfers[handle]
+        transfer.state = "PROC"
+        self.posted += 1
+        if transfer.left == 0:
+            self._run(transfer)
+        return transfer.state
+
+    def _run(self, transfer: _Transfer) -> None:
+        local, remote = transfer.pieces
+        if transfer.fails:
+            self.failed += 1
+            transfer.state = "ERR"
+            if transfer.operation == "READ":
+                for address, size, *_ in local.tolist():
+                    ctypes.memset(address, 0x7F, size // 2)
+            return
+        read = transfer.operation == "READ"
+        call = _libc.process_vm_readv if read else _libc.process_vm_writev
+        _copy(call, transfer.pid, local, remote)
+        transfer.state = "DONE"
+        if transfer.notify is not None:
+            self.send_notif(*transfer.notify)
+
+    def check_xfer_state(self, handle: int) -> str:
+        transfer = self._transfers[handle]
+        if transfer.state == "PROC":
+            transfer.left -= 1
+            if transfer.left <= 0:
+                self._run(transfer)
+        return transfer.state
+
+    def get_xfer_telemetry(self, handle: int) -> nixlXferTelemetry:
+        local, _ = self._transfers[handle].pieces
+        return nixlXferTelemetry(totalBytes=int(local[:, 1].sum()), descCount=len(local))
+
+    def release_xfer_handle(self, handle: int) -> None:
+        self._transfers.pop(handle, None)

@@ -1,0 +1,83 @@
+"""The benchmark of decode servers: its servers, its memory, its table. No vLLM runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import decode_node
+from benchmarks.decode_node import COLUMNS, kv_bytes, parse, ratios, run, server_args, table
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_memory(model: Path) -> None:
+    args = parse([])
+    block = 30 * 3 * 32 * 2 * 64 * 2  # layers, KV heads, tokens, K and V, head size, bytes
+    assert kv_bytes(args, model, "2") == (2 * 51 + 1) * block
+    assert kv_bytes(args, model, "all") == (24 * 51 + 1) * block
+    assert kv_bytes(args, model, "84M") == 84_000_000
+    for wrong in ("0", "some", "2.5", "M"):
+        with pytest.raises(ValueError, match="--memory: give whole requests"):
+            kv_bytes(args, model, wrong)
+
+
+def test_the_servers_of_a_pair_differ_in_eviction_alone() -> None:
+    args = parse(["--groups", "1"])
+    stock, evicting = (server_args(args, 1000, evicts) for evicts in (False, True))
+    assert evicting[: len(stock)] == stock
+    assert evicting[len(stock) :] == [
+        "--kv-eviction", "auto", "--kv-eviction-budget", "12.5%",
+        "--kv-eviction-options.groups", "1",
+    ]  # fmt: skip
+    connector = json.loads(stock[stock.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector"] == "DecodeBenchConnector"
+    assert connector["kv_connector_extra_config"]["fill_std"] > 0
+
+
+class FakeServer:
+    def __init__(self, model: Path, flags: list[str], log: Path, timeout_s: float) -> None:
+        self.evicts = "--kv-eviction" in flags
+        self.count = 0
+
+    def __enter__(self) -> "FakeServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def evictions(self) -> dict[str, int]:
+        self.count += 10 * self.evicts
+        return {"evictions": self.count}
+
+
+def fake_measure(server: FakeServer, model: Path, load: decode_node.Load) -> dict[str, float]:
+    row = {key: 1.0 for _, key, _ in COLUMNS}
+    rate = 30.0 if server.evicts else 10.0
+    return row | dict(output_tokens_per_s=rate, completed=load.num_prompts, failed=0)
+
+
+def test_pairs_and_ratios(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_node, "Server", FakeServer)
+    monkeypatch.setattr(decode_node, "measure", fake_measure)
+    args = parse(["--memory", "2, all", "--repeats", "2"])
+    rows = run(args, model)
+    assert [row["setting"] for row in rows] == ["stock vLLM", "eviction"] * 4
+    assert ratios(rows) == {"2": [3.0, 3.0], "all": [3.0, 3.0]}
+    lines = table(rows).splitlines()
+    assert len(lines) == 10 and "| 2 | 76 | eviction | 30.0 | 1 | 1.0 | 1.0 | 1 | 10 |" in lines
+
+
+def test_a_server_that_does_not_evict_ends_the_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_node, "Server", FakeServer)
+    monkeypatch.setattr(decode_node, "measure", fake_measure)
+    monkeypatch.setattr(FakeServer, "evictions", lambda self: {"evictions": 0})
+    with pytest.raises(RuntimeError, match="0 evictions"):
+        run(parse(["--memory", "2"]), model)

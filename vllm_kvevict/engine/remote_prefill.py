@@ -1,0 +1,84 @@
+"""Prompts whose KV a connector loads: the window is computed again before the first eviction.
+
+vLLM computes one token after a load, so the queries of the observation window would be missing.
+A loaded prompt therefore continues where a prefix-cache hit would end
+(:attr:`RequestState.hit_cap`): the last 32 to 63 tokens are computed over the loaded blocks, as
+one server would after a hit. The load itself is never shortened, because point-to-point
+connectors pair the blocks of both servers from the end.
+
+vLLM publishes the blocks of an asynchronous load when it is complete, and those of a synchronous
+load when the request is scheduled. The first can be limited to the tokens before an eviction
+point; the second cannot, so requests with eviction points load nothing synchronously.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.part import Part
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class RemotePrefill(Part):
+    """Decides what of a prompt is loaded, and what is computed again after the load.
+
+    Args:
+        core: The engine core. Its scheduler has a connector that loads whole prompts.
+
+    """
+
+    def __init__(self, core: EvictionCore) -> None:
+        connector = core.scheduler.connector
+        assert connector is not None
+        self._table = core.table
+        match = connector.get_num_new_matched_tokens
+
+        def get_num_new_matched_tokens(
+            request: "Request", num_computed_tokens: int
+        ) -> tuple[int | None, bool]:
+            found, is_async = match(request, num_computed_tokens)
+            if found and not self._may_load(request, num_computed_tokens, is_async):
+                return 0, False
+            return found, is_async
+
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+
+    def _may_load(self, request: "Request", num_computed_tokens: int, is_async: bool) -> bool:
+        """Return whether a request loads tokens after a hit of ``num_computed_tokens``.
+
+        The connector learns from ``update_state_after_alloc`` with 0 tokens that nothing is loaded,
+        and a point-to-point connector then lets the other server free its blocks.
+        """
+        state = self._table.states.get(request.request_id)
+        if state is None:
+            return True
+        if state.pending_store is not None or (not is_async and state.has_eviction_points):
+            return False
+        # At least one token is computed, and vLLM would look up a request again that continues at
+        # token 0.
+        return min(state.hit_cap, request.num_tokens - 1) > num_computed_tokens
+
+    def replayed(self, request: "Request", num_hit_tokens: int) -> int:
+        """Return how many of the last ``num_hit_tokens`` tokens are computed again.
+
+        Args:
+            request: A request that is admitted now, or whose load is complete.
+            num_hit_tokens: Tokens that were found in the cache or loaded.
+
+        """
+        state = self._table.states.get(request.request_id)
+        if state is None or not state.evicts or state.pending_store is not None:
+            return 0
+        start = min(num_hit_tokens, state.hit_cap)
+        state.replayed_from = start
+        return num_hit_tokens - start
+
+    def rewind(self, request: "Request") -> None:
+        """Limit the tokens of a completed load before vLLM publishes its blocks.
+
+        A load that failed has no tokens, or those before the first missing block.
+        """
+        state = self._table.states.get(request.request_id)
+        if state is not None and state.evicts:
+            request.num_computed_tokens = min(request.num_computed_tokens, state.hit_cap)
