@@ -45,9 +45,10 @@ class Setup:
     second evictable group and ``sliding_window`` a group that does not evict. ``pyramid`` is the
     number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
     ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
-    ``memory`` is for stores outside the KV cache; ``offload`` is the number of chunks, of
-    ``chunk`` blocks, that vLLM's own offload has, which stores ``answers``, too. ``connector`` is
-    one that loads whole prompts.
+    ``memory`` is for stores outside the KV cache, and ``disk`` the share of the operations on their
+    files that fail, None for no files; ``offload`` is the number of chunks, of ``chunk`` blocks,
+    that vLLM's own offload has, which stores ``answers``, too. ``connector`` is one that loads
+    whole prompts.
     """
 
     budget: int | str = 40
@@ -76,6 +77,7 @@ class Setup:
     prefill_interval: int = 0
     longest: int | None = None
     memory: int = 0
+    disk: float | None = None
     audit: float = 0.0
     offload: int = 0
     chunk: int = 1
@@ -94,8 +96,12 @@ class Setup:
 
     @property
     def keeps(self) -> int:
-        """Bytes of host memory for stores, where the server shares any."""
-        return self.memory if self.caching and self.sliding_window is None else 0
+        """Bytes of host memory for stores, where the server shares any.
+
+        One byte, which holds no store, where there are only files.
+        """
+        shares = self.caching and self.sliding_window is None
+        return (self.memory or int(self.disk is not None)) if shares else 0
 
     @property
     def groups(self) -> int:

@@ -8,6 +8,7 @@ after every move.
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm.v1.outputs import ModelRunnerOutput
@@ -24,9 +25,11 @@ from benchmarks.bare_scheduler import (
     make_scheduler,
     vllm_config,
 )
+from tests.engine.faulty_disk import SECONDS_A_STEP, FaultyDisk
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker, extend_chain
 from vllm_kvevict.config.connectors import DUMMY
+from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S
 from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.stores.host import StoreNews
 
@@ -74,6 +77,13 @@ class Engine:
         self.handed_over: set[str] = set()
         """Requests reported as having a store that another server can find."""
         self.steps = 0
+        self.disk: FaultyDisk | None = None
+        if setup.disk is not None and setup.keeps:
+            self.disk = FaultyDisk(self, setup.disk, random.Random(seed))
+
+    def clock(self) -> AbstractContextManager[None]:
+        """Within this context the file tier's time is that of the engine's steps."""
+        return self.disk.clock() if self.disk is not None else nullcontext()
 
     def _sample(self, request_id: str, tokens: list[int]) -> int:
         return STOP_TOKEN if self.rng.random() < 0.01 else self.rng.randrange(2, VOCABULARY)
@@ -109,6 +119,8 @@ class Engine:
         return request
 
     def schedule(self) -> Any:
+        if self.disk is not None:
+            self.disk.step()
         output = self.scheduler.schedule()
         self.steps += output.total_num_scheduled_tokens > 0
         self.pending.append(output)
@@ -131,7 +143,7 @@ class Engine:
         if self.worker.files is not None:
             written, weighed = self.worker.files.results(), self.worker.weighed
             news = StoreNews(written, weighed, self.worker.generation)
-            setattr(done, MEASURED, {"stores": [news]})
+            setattr(done, MEASURED, dict(seconds=[], head_spread=[], stores=[news]))
         outputs = self.scheduler.update_from_output(output, done)
         for one in (one for each in outputs.values() for one in each.outputs):
             if one.kv_transfer_params is not None:
@@ -179,6 +191,8 @@ class Engine:
         if transfers is not None:
             self.settle()
         connector = offload is not None and self.rng.random() < 0.5
+        if self.disk is not None and self.rng.random() < 0.5:
+            self.disk.change_weights()
         assert self.scheduler.reset_prefix_cache(
             reset_running_requests=True, reset_connector=connector
         )
@@ -194,6 +208,9 @@ class Engine:
         steps nobody gets a token, or four steps have nothing to do.
         """
         idle = stuck = 0
+        # A request waits for its file for a limited time, and for a second one that was queued.
+        patience_idle = 16 if self.setup.offloads or self.setup.connector else 4
+        patience_idle += 3 * int(READ_TIMEOUT_S / SECONDS_A_STEP) if self.disk else 0
         known = self._tokens()
         while self.scheduler.has_unfinished_requests() or self._comes_to_more():
             output = self.step()
@@ -201,8 +218,7 @@ class Engine:
             idle = 0 if any(one.total_num_scheduled_tokens for one in busy) else idle + 1
             stuck, known = (stuck + 1 if self._tokens() == known else 0), self._tokens()
             counts = f"{self.scheduler.get_request_counts()} (running, waiting)"
-            slow = self.setup.offloads or self.setup.connector
-            assert idle < (16 if slow else 4), f"livelock: {counts}"
+            assert idle < patience_idle, f"livelock: {counts}"
             assert stuck < patience, f"no token in {patience} steps: {counts}"
         self.settle()
         self.step()
@@ -216,6 +232,8 @@ class Engine:
             assert self.prefilled <= remote.released, "the other server was never told"
         assert not self.worker.left, "workers keep hidden states for ever"
         self.invariants.check_idle()
+        if self.disk is not None:
+            self.disk.check_idle()
 
     def _comes_to_more(self) -> bool:
         """Whether what is in flight leaves requests of the engine's own."""

@@ -96,6 +96,12 @@ SCENARIOS = st.builds(
     Scenario, setups(), st.integers(0, 2**16), st.lists(EVENTS, min_size=12, max_size=60)
 )
 
+HANDOVERS = (
+    {"do_remote_decode": True, "do_remote_prefill": False},
+    {"do_remote_prefill": True, "do_remote_decode": False},
+)
+"""What a proxy adds to a request whose prompt another server shall compute, or has computed."""
+
 MARKS = ((0.05, 0.1), (0.0, 0.0), (0.3, 0.6), (0.9, 0.95))
 """The default, marks that are hardly reached, and marks that always are."""
 
@@ -159,12 +165,34 @@ def loading(scenario: Scenario) -> Scenario:
     return replace(scenario, setup=setup)
 
 
+def in_files(scenario: Scenario) -> Scenario:
+    """The same day on a server that writes stores to files, most of them on a disk that fails.
+
+    Clients ask about the same documents again and again, and the KV cache loses them in between.
+    """
+    seed = scenario.seed
+    events: list[tuple[Any, ...]] = []
+    for number, event in enumerate(scenario.events, seed):
+        events.append(event)
+        if number % 3 == 0:
+            events += [("forget",), ("ask", number // 3 % 4, 2, 1 + number % 40, 8)]
+            events.append(("steps", 4 + number % 20))
+        elif number % 19 == 0:
+            events.append(("reset", 0, False))
+    setup = replace(
+        scenario.setup, caching=True, sliding_window=None, disk=(0.0, 0.05, 0.1, 0.4)[seed % 4],
+        memory=(0, 0, 20_000)[seed % 3], blocks=max(40, scenario.setup.blocks),
+    )  # fmt: skip
+    return replace(scenario, setup=setup, events=events)
+
+
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
     """Play a scenario to its end; adds what happened to ``totals``."""
     day = Day(scenario)
-    for event in scenario.events:
-        getattr(day, event[0])(*event[1:])
-    day.engine.finish()
+    with day.engine.clock():
+        for event in scenario.events:
+            getattr(day, event[0])(*event[1:])
+        day.engine.finish()
     if totals is not None:
         totals.update(day.totals())
     return day.engine
@@ -212,6 +240,8 @@ class Day:
         request = self.engine.add(
             prompt, max_tokens, priority=priority, asked=asked, cache_salt=salt, **more
         )
+        if self.engine.disk is not None and asked and "kv_eviction_at" in asked:
+            request.kv_transfer_params = self.rng.choice([None, None, *HANDOVERS])
         # A refused wish would silently become the server's settings.
         config = self.engine.scheduler._table.config
         rules = list(self.engine.scheduler._table.rules.values())
@@ -288,14 +318,18 @@ class Day:
 
     def lose(self, index: int, max_tokens: int) -> None:
         """The pool loses what nobody holds, and a client says the same again."""
-        pool = self.engine.scheduler.kv_cache_manager.block_pool
-        idle = [b for b in pool.blocks if b.block_hash is not None and not b.ref_cnt]
-        pool.evict_blocks({block.block_id for block in idle})
+        self.forget()
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
             asked = former.sampling_params.extra_args
             prompt = list(former.prompt_token_ids or ())
             self._submit(prompt, max_tokens, asked=asked, salt=former.cache_salt)
+
+    def forget(self) -> None:
+        """The pool loses what nobody holds."""
+        pool = self.engine.scheduler.kv_cache_manager.block_pool
+        idle = [b for b in pool.blocks if b.block_hash is not None and not b.ref_cnt]
+        pool.evict_blocks({block.block_id for block in idle})
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -328,6 +362,7 @@ class Day:
     def totals(self) -> dict[str, int]:
         tally, counters = self.engine.invariants.tally, self.engine.scheduler.eviction_counters
         offload, remote = self.engine.worker.offload, self.engine.worker.remote
+        disk = self.engine.disk
         return {
             "scenarios": 1,
             "steps": self.engine.steps,
@@ -356,5 +391,10 @@ class Day:
             "remote_loads": remote.loads if remote else 0,
             "remote_failures": remote.failures if remote else 0,
             "filled": remote.filled if remote else 0,
+            "files_hung": disk.hung if disk else 0,
+            "files_failed": disk.failed if disk else 0,
+            "files_damaged": disk.damaged if disk else 0,
+            "weights_changed": disk.generations if disk else 0,
+            "handed_over": len(self.engine.handed_over),
             **counters.as_dict(),
         }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from tests.engine.faulty_disk import tag_of
 from tests.engine.offloaded import ShadowOffload
 from tests.engine.remote import ShadowRemote
 from vllm_kvevict.stores.files import StoreFiles, unpack
@@ -34,6 +35,19 @@ def extend_chain(chain: list[int], tokens: list[int], *over: int) -> None:
     """Continue ``chain`` with the content of further tokens, computed ``over`` what was kept."""
     for token in tokens:
         chain.append(hash((chain[-1] if chain else 0, token, *over)))
+
+
+@dataclass
+class Saved:
+    """A store outside the KV cache.
+
+    ``content`` has of each group what ``ShadowWorker.published`` has, and what stood in its
+    blocks; ``generation`` is the checksum of the weights that computed it.
+    """
+
+    name: str
+    generation: str
+    content: list[tuple[Any, ...]]
 
 
 @dataclass
@@ -83,16 +97,15 @@ class ShadowWorker:
         self.evictions = 0
         self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]], int]] = {}
         """Tail start, store, its content and point, by group and first block of the store."""
-        self.host: dict[str, list[tuple[Any, ...]]] = {}
-        """What host memory holds of stores: of each group what :attr:`published` has, and what
-        stood in its blocks."""
+        self.host: dict[str, Saved] = {}
+        """What host memory holds of stores."""
         self.restored = 0
         self.files: StoreFiles | None = None
         """Where stores are written to; of their content only names and sizes are real."""
-        self.disk: dict[str, list[tuple[Any, ...]]] = {}
-        """The expected content of the store files, in the form of :attr:`host`."""
-        self.tensors: Callable[[StoreCopy], dict[str, torch.Tensor]] = lambda copy: {}
-        """Tensors of a store as a file must have them."""
+        self.disk: list[Saved] = []
+        """What was written to files, by the tag in the file."""
+        self.tensors: Callable[[StoreCopy, int], dict[str, torch.Tensor]] = lambda copy, tag: {}
+        """Tensors of a store as a file must have them, with a tag."""
         self.generation = ""
         """Checksum of the weights, if they are others than at first."""
         self.weighed = 0
@@ -276,23 +289,27 @@ class ShadowWorker:
             )
             for one in copy.groups
         ]
+        saved = Saved(copy.name, self.generation, content)
         if copy.keep:
-            self.host[copy.name] = content
+            self.host[copy.name] = saved
         if copy.write and self.files is not None:
-            self.disk[copy.name] = content
-            self.files.write_soon(copy.name, 0, self.tensors(copy), lambda: None)
+            tensors = self.tensors(copy, len(self.disk))
+            self.disk.append(saved)
+            self.files.write_soon(copy.name, 0, tensors, lambda: None)
 
     def _load(self, copy: StoreCopy) -> None:
         self.restored += 1
-        content = self.host.get(copy.name)
-        if copy.payload is not None and self.files is not None:
+        saved = self.host.get(copy.name)
+        if saved is None:
+            assert copy.payload is not None, "no memory holds it"
             mapping = open_region(copy.payload[0])
-            assert mapping is not None and unpack(mapping), "its memory is gone"
-            content = self.disk[copy.name]
+            assert mapping is not None, "its memory is gone"
+            saved = self.disk[tag_of(unpack(mapping))]
             if copy.keep:
-                self.host[copy.name] = content
-        assert content is not None
-        for one, (published, memory) in zip(copy.groups, content, strict=True):
+                self.host[copy.name] = saved
+        assert saved.name == copy.name, "it is another store"
+        assert saved.generation == self.generation, "other weights computed it"
+        for one, (published, memory) in zip(copy.groups, saved.content, strict=True):
             if published is not None:
                 tail_start, store, content, point = published
                 assert len(one.store) == len(store)

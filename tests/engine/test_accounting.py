@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from tests.engine.days import play_until_seen
-from tests.engine.scenarios import Scenario, run, streaming_in, under_pressure
+from tests.engine.scenarios import Scenario, in_files, run, streaming_in, under_pressure
 
 pytestmark = pytest.mark.slow
 
@@ -58,5 +58,19 @@ def test_nor_where_prompts_evict_as_they_stream_in() -> None:
         evictions_inside evictions_at_point refused preemptions aborts
         resets prefix_hits prefix_hits_capped evictions_in_place put_off
         taken
+    """.split()
+    play_until_seen(accounting, max(1, EXAMPLES // 4), totals, names)
+
+
+def test_nor_with_stores_in_files_of_a_disk_that_fails() -> None:
+    totals: Counter[str] = Counter()
+
+    def accounting(scenario: Scenario) -> None:
+        run(in_files(scenario), totals)
+
+    names = """
+        stores_published stores_saved stores_restored_file stores_restored_memory files_refused
+        files_hung files_failed files_damaged weights_changed handed_over taken taken_behind
+        preemptions aborts resets evictions_at_point
     """.split()
     play_until_seen(accounting, max(1, EXAMPLES // 4), totals, names)

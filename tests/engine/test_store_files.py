@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm.lora.request import LoRARequest
 
 from tests.engine.cases import ASYNC, BOTH, SYNC, counters, engine, lose, tokens
+from tests.engine.faulty_disk import raising, tensors_for
 from vllm_kvevict.engine import tiered_stores as stores_module
-from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S, READERS, name_of
+from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S, READERS
 from vllm_kvevict.stores import files as files_module
 from vllm_kvevict.stores.files import StoreFiles
 
@@ -55,22 +55,7 @@ def serve(folder: Path, setup=SYNC, memory: int = 0, **options: Any):
     stores: Any = core.scheduler._stores
     stores._memory, stores._files = memory, StoreFiles(folder, {"model": "a"})
     core.worker.files = StoreFiles(folder, {"model": "a"})
-
-    def contents(copy: Any) -> dict[str, torch.Tensor]:
-        """Empty tensors of the right shapes, and heads that share the pages equally."""
-        (key,) = [key for key in stores._published if name_of(key) == copy.name]
-        shapes = stores_module.group_shapes(key, core.scheduler._table.rules)
-        expected = stores._sizes._expected(shapes)
-        tensors = {
-            name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in expected.items()
-        }
-        for group, shape in shapes.items():
-            if shape.store:
-                heads = stores._sizes.specs[group].num_kv_heads
-                tensors[f"{group}.split"][:] = torch.arange(heads + 1) * shape.store
-        return tensors
-
-    core.worker.tensors = contents
+    core.worker.tensors = tensors_for(stores._sizes)
     return core
 
 
@@ -130,13 +115,6 @@ def test_a_store_comes_back_from_its_file(setup, tmp_path):
 
 def cut_short(descriptor, buffers, offset):
     return 0
-
-
-def raising(error: type[BaseException], *about: Any):
-    def fail(*args: Any) -> int:
-        raise error(*about)
-
-    return fail
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,17 @@ class Stream(threading.Thread):
     With ``again`` it asks once more after each whole answer, until one is not whole.
     """
 
-    def __init__(self, server: Server, prompt: list[int], tokens: int, again: bool = False) -> None:
+    def __init__(
+        self,
+        server: Server,
+        prompt: list[int],
+        tokens: int,
+        again: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(daemon=True)
         body = dict(model="tiny", prompt=prompt, stream=True) | GREEDY | dict(max_tokens=tokens)
+        body |= options
         self._request = urllib.request.Request(
             server.url + "/v1/completions",
             json.dumps(body).encode(),

@@ -8,6 +8,9 @@ request alone, or from the same request without a stream.
 import itertools
 import json
 import math
+import socket
+import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,11 +19,13 @@ from typing import Any
 import pytest
 
 from benchmarks.server import Server
+from tests import forked
 from tests.e2e.faults.conftest import EVICTION, PATIENCE_S, arguments
+from tests.e2e.faults.test_lifecycle import Stream
 from tests.e2e.faults.test_malformed import status
 from tests.e2e.test_own_settings import asks
 from tests.e2e.test_own_settings_server import refusal, settled
-from tests.e2e.test_server import events, wait_for
+from tests.e2e.test_server import SCHEMA, events, wait_for
 from tests.models import random_prompt, random_text
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -62,6 +67,10 @@ def evictions(server: Server, fewest: int) -> Iterator[None]:
     assert caused >= fewest if fewest else caused == 0, caused
 
 
+ONE_CHOICE = dict(temperature=1, top_k=1)
+"""Greedy for vLLM too, which takes several answers at temperature 0 for a mistake."""
+
+
 def body(prompt: Any, tokens: int = NEW, **options: Any) -> dict[str, Any]:
     """A greedy completion request for exactly ``tokens`` tokens."""
     sampling = dict(temperature=0, max_tokens=tokens, ignore_eos=True, return_token_ids=True)
@@ -85,6 +94,10 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
 def cached(answer: dict[str, Any]) -> int:
     """Tokens of the prompt that were not computed."""
     return (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
+def switch(server: Server, path: str) -> dict[str, Any]:
+    return server.post(path, {})
 
 
 def turn_over(server: Server) -> None:
@@ -186,7 +199,22 @@ def test_prompt_logprobs_are_computed_over_a_shared_store(server):
     assert found[DOCUMENT:] != pytest.approx(whole[DOCUMENT:], abs=1e-3)
 
 
-# Beams
+# Several answers
+
+
+@pytest.mark.parametrize("asked", [{}, POINT], ids=["", "at a point"])
+def test_several_answers_to_one_prompt(server, asked):
+    prompt = random_prompt(DOCUMENT + 30, seed=7)
+    with evictions(server, 1):
+        alone = post(server, prompt, vllm_xargs=asked)
+        same = post(server, prompt, vllm_xargs=asked, n=4, **ONE_CHOICE)
+    assert [one["token_ids"] for one in same["choices"]] == [tokens_of(alone)] * 4
+    assert same["usage"]["completion_tokens"] == 4 * NEW
+    with evictions(server, 0 if asked else 4):
+        drawn = post(server, prompt, vllm_xargs=asked, n=4, temperature=1.5, logprobs=0)["choices"]
+    assert len({tuple(one["token_ids"]) for one in drawn}) == 4
+    best = max(drawn, key=lambda one: sum(one["logprobs"]["token_logprobs"]))
+    assert len(best["token_ids"]) == NEW and best["finish_reason"] == "length"
 
 
 def test_beams_evict_nothing_and_take_no_keys(server):
@@ -252,6 +280,88 @@ def test_characters_of_several_bytes_and_stops_across_evictions(server, asked):
     assert streamed(server, requests[0])[0] == whole[: whole.index(stop)]
 
 
+# Usage
+
+
+def test_usage_of_streams(server):
+    """Cached tokens are tokens of the prompt, and a stream says what the whole answer says."""
+    prompt = random_prompt(DOCUMENT + 50, seed=10)
+    reported = dict(stream_options=dict(include_usage=True, continuous_usage_stats=True))
+    hits = []
+    with evictions(server, 6):
+        for asked in ({}, POINT, asks(budget="30%")):
+            for n in (1, 1, 2):
+                request = body(prompt, vllm_xargs=asked, n=n, **ONE_CHOICE) | reported
+                _, chunks = streamed(server, request)
+                *others, last = [chunk["usage"] for chunk in chunks]
+                assert chunks[-1]["choices"] == []
+                details = last["prompt_tokens_details"] or {}
+                hits.append(details.get("cached_tokens") or 0)
+                assert 0 <= hits[-1] <= last["prompt_tokens"] == len(prompt)
+                assert last["completion_tokens"] == n * NEW
+                assert last["total_tokens"] == len(prompt) + n * NEW
+                assert all(usage["prompt_tokens"] == len(prompt) for usage in others)
+                counts = [usage["completion_tokens"] for usage in others]
+                assert max(counts) <= n * NEW
+                assert n > 1 or counts == sorted(counts)
+    assert hits[0] == 0 and hits[1] > 0
+    assert DOCUMENT <= hits[4] < len(prompt), "the store, and what followed it"
+    whole = post(server, prompt, vllm_xargs=POINT)
+    assert cached(whole) == hits[4]
+
+
+# Preemption
+
+PROCESSORS: list[dict[str, Any]] = [
+    dict(repetition_penalty=1.3),
+    dict(frequency_penalty=1.0, presence_penalty=0.5),
+    dict(logit_bias={"40": 3.0, "41": -100.0}),
+    dict(allowed_token_ids=list(range(100, 400))),
+    dict(bad_words=["ba", "na"]),
+    dict(min_tokens=160, stop_token_ids=list(range(10, 500))),
+]
+
+
+def test_sampling_and_grammars_survive_preemptions(server):
+    """Penalties count, and grammars go on, from where a preempted request was.
+
+    Requests that are never evicted are exact; all others must be what they were asked to be.
+    """
+    growing = [
+        body(random_prompt(8 + n, seed=500 + n), 200, vllm_xargs=NEVER, **processors)
+        for n, processors in enumerate(PROCESSORS * 3)
+    ]
+    shape = dict(type="json_schema", json_schema=dict(name="two", schema=SCHEMA, strict=True))
+    grammar = [
+        chat_body(
+            messages=[dict(role="user", content=random_text(5 if asked == NEVER else 120, seed=n))],
+            response_format=shape, ignore_eos=False, max_tokens=300, vllm_xargs=asked,
+        )
+        for n, asked in enumerate([{}, NEVER, asks(budget=64), NEVER, NEVER, asks("tova")])
+    ]  # fmt: skip
+    load = [("completions", one) for one in growing] + [("chat/completions", g) for g in grammar]
+
+    def answer(one: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+        return server.post(f"/v1/{one[0]}", one[1])
+
+    preempted = server.metric("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(4) as threads:
+        alone = list(threads.map(answer, load))
+    assert server.metric("vllm:num_preemptions_total") == preempted, "four at once fit"
+    with evictions(server, 3), ThreadPoolExecutor(len(load)) as threads:
+        together = list(threads.map(answer, load))
+    assert server.metric("vllm:num_preemptions_total") - preempted >= 5
+    for (_, request), first, second in zip(load, alone, together, strict=True):
+        usage = second["usage"]
+        assert cached(second) <= usage["prompt_tokens"] == first["usage"]["prompt_tokens"]
+        if request["vllm_xargs"] == NEVER:
+            assert tokens_of(first) == tokens_of(second)
+        if "response_format" in request:
+            value = json.loads(text_of(second))
+            assert list(value) == ["first", "second"]
+            assert all(len(text) == 30 and text.islower() for text in value.values())
+
+
 # Tenants
 
 
@@ -272,3 +382,230 @@ def test_a_store_outside_the_cache_is_its_tenants_alone(server):
     again = ask(mine)
     assert restored() == before + 1 and cached(again) == DOCUMENT
     assert tokens_of(again) == tokens_of(first)
+
+
+# Resets and pauses
+
+
+def test_a_reset_while_a_request_runs(server):
+    """One that fails drops no store; one that succeeds drops them all, in host memory too."""
+    restored = lambda: server.metric("vllm_kvevict:restored_stores_total")  # noqa: E731
+    prompt = random_prompt(DOCUMENT + 40, seed=12)
+    expected = post(server, prompt, vllm_xargs=POINT)
+    runs = body(random_prompt(60, seed=13), 200, vllm_xargs=NEVER)
+    whole = server.post("/v1/completions", runs)
+    for path, succeeds in (
+        ("/reset_prefix_cache", False),
+        ("/reset_prefix_cache?reset_running_requests=true", True),
+    ):
+        stream = events(server, "/v1/completions", runs)
+        chunks = [next(stream)]
+        assert switch(server, path) == dict(success=succeeds)
+        assert server.metric("vllm:num_requests_running") == 1
+        answer = post(server, prompt, vllm_xargs=POINT)
+        assert cached(answer) == 0 if succeeds else cached(answer) >= DOCUMENT
+        assert tokens_of(answer) == tokens_of(expected)
+        chunks += stream
+        ids = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"] or []]
+        assert ids == tokens_of(whole)
+        # Host memory has kept the store, or has the one that was made since.
+        turn_over(server)
+        before = restored()
+        assert cached(post(server, prompt, vllm_xargs=POINT)) == DOCUMENT
+        assert restored() == before + 1
+    wait_for(server, "vllm:num_requests_running", 0)
+    assert switch(server, "/reset_prefix_cache") == dict(success=True)
+    with evictions(server, 1):
+        answer = post(server, prompt, vllm_xargs=POINT)
+    assert cached(answer) == 0 and tokens_of(answer) == tokens_of(expected)
+    assert restored() == before + 1
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_pause_and_resume(server, mode):
+    """Requests that were paused go on where they were, and those that came meanwhile begin."""
+    prompts = [random_prompt(150 + n, seed=20 + n) for n in range(3)]
+    alone = [tokens_of(one) for one in post_all(server, [body(p, 240) for p in prompts])]
+    with evictions(server, 3), paused(server, prompts, f"mode={mode}&clear_cache=false") as clients:
+        count = sum(len(client.lines) for client in clients)
+        with ThreadPoolExecutor(1) as threads:
+            late = threads.submit(post, server, prompts[0], 240)
+            time.sleep(1)
+            # A line and an empty one may have been under way to each client.
+            assert mode != "keep" or sum(len(c.lines) for c in clients) <= count + 6
+            assert not late.done()
+            switch(server, "/resume")
+            assert tokens_of(late.result(300)) == alone[0]
+        for client, tokens in zip(clients, alone, strict=True):
+            client.join(300)
+            if mode == "abort":
+                assert any(b'"finish_reason":"abort"' in line for line in client.lines)
+            else:
+                assert client.whole() and ids_of(client) == tokens
+    wait_for(server, "vllm:kv_cache_usage_perc", 0)
+
+
+def test_a_pause_that_clears_the_cache_computes_running_requests_again(server):
+    """This is vLLM's default. The requests are evicted at their new length, as if preempted."""
+    prompts = [random_prompt(150 + n, seed=50 + n) for n in range(3)]
+    for asked, evicted in ((NEVER, 0), ({}, 3)):
+        bodies = [body(prompt, 240, vllm_xargs=asked) for prompt in prompts]
+        alone = [tokens_of(one) for one in post_all(server, bodies)]
+        preempted = server.metric("vllm:num_preemptions_total")
+        with evictions(server, evicted), paused(server, prompts, "mode=keep", asked) as clients:
+            switch(server, "/resume")
+            for client, tokens in zip(clients, alone, strict=True):
+                client.join(300)
+                found = ids_of(client)
+                assert client.whole() and len(found) == 240
+                # The client has these tokens: they were sampled before the pause.
+                assert found[:SAMPLED] == tokens[:SAMPLED]
+                assert found == tokens or evicted
+        assert server.metric("vllm:num_preemptions_total") == preempted + 3
+    wait_for(server, "vllm:kv_cache_usage_perc", 0)
+
+
+SAMPLED = 70
+"""Tokens that a stream has received when it is ready."""
+
+
+@contextmanager
+def paused(
+    server: Server, prompts: list[list[int]], query: str, asked: dict[str, Any] | None = None
+) -> Iterator[list[Stream]]:
+    """Clients of long streams on a server that was paused while they ran."""
+    clients = [Stream(server, prompt, 240, vllm_xargs=asked or {}) for prompt in prompts]
+    assert all(client.ready.wait(300) for client in clients)
+    switch(server, f"/pause?{query}")
+    assert json.loads(status_of(server, "/is_paused")) == dict(is_paused=True)
+    try:
+        yield clients
+    finally:
+        switch(server, "/resume")
+
+
+def status_of(server: Server, path: str) -> str:
+    with urllib.request.urlopen(server.url + path, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def ids_of(client: Stream) -> list[int]:
+    """Token ids of a stream that has ended."""
+    found = [json.loads(line[6:]) for line in client.lines if line.startswith(b"data: {")]
+    return [t for chunk in found for c in chunk["choices"] for t in c["token_ids"] or []]
+
+
+# Clients that leave
+
+
+def leave(server: Server, request: dict[str, Any], after_s: float) -> None:
+    """Send a whole request and close the connection before its answer."""
+    data = json.dumps(request).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(head.encode() + data)
+        time.sleep(after_s)
+
+
+def test_clients_that_leave_in_a_prefill(server):
+    """Those who wait for the store of one who left get it from somebody else; blocks return."""
+    point = asks(at=900, interval=0)
+    for number, after_s in enumerate((0.0, 0.03, 0.1)):
+        document = random_prompt(900, seed=30 + number)
+        questions = [document + random_prompt(20, seed=q) for q in range(3)]
+        with ThreadPoolExecutor(3) as threads:
+            left = threads.submit(leave, server, body(questions[0], vllm_xargs=point), after_s)
+            time.sleep(0.01)
+            asked = [
+                threads.submit(post, server, question, 20, vllm_xargs=point)
+                for question in questions[1:]
+            ]
+            left.result()
+            found = [tokens_of(one.result(300)) for one in asked]
+        wait_for(server, "vllm:num_requests_running", 0)
+        wait_for(server, "vllm:num_requests_waiting", 0)
+        wait_for(server, "vllm:kv_cache_usage_perc", 0)
+        wait_for(server, "vllm_kvevict:blocks_saved", 0)
+        with evictions(server, 2):
+            for question, tokens in zip(questions[1:], found, strict=True):
+                salt = str(question[-1])
+                again = post(server, question, 20, vllm_xargs=point, cache_salt=salt)
+                assert tokens_of(again) == tokens
+    assert status(server, "/v1/completions", body([9], 1))[0] == 200
+
+
+# Other interfaces
+
+
+def test_responses_over_turns(server):
+    """A turn that names the one before is the turn that carries the whole conversation."""
+    common = dict(model="tiny", temperature=0, max_output_tokens=80)
+    text, question = random_text(120, seed=40), random_text(15, seed=41)
+    for asked in ({}, asks(at=120), asks(budget=64)):
+        with evictions(server, 2):
+            first = server.post("/v1/responses", common | dict(input=text, vllm_xargs=asked))
+            named = dict(input=question, previous_response_id=first["id"])
+            second = server.post("/v1/responses", common | named | dict(vllm_xargs=asked))
+            carried = [
+                dict(role="user", content=text),
+                dict(role="assistant", content=spoken(first)),
+                dict(role="user", content=question),
+            ]
+            whole = server.post("/v1/responses", common | dict(input=carried, vllm_xargs=asked))
+        assert spoken(second) == spoken(whole) != spoken(first)
+        for turn in (first, second, whole):
+            usage = turn["usage"]
+            assert usage["input_tokens_details"]["cached_tokens"] <= usage["input_tokens"]
+        assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+        assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+
+
+def spoken(response: dict[str, Any]) -> str:
+    return "".join(
+        part["text"]
+        for item in response["output"] if item["type"] == "message"
+        for part in item["content"]
+    )  # fmt: skip
+
+
+def test_run_batch(server, tiny_model, tmp_path):
+    """Each line of a batch has its settings, and a bad one is refused alone."""
+    cases = [{}, asks(at=100), asks(at_message=0), asks(budget=64), NEVER, asks("nonsense")]
+    turns = [*MESSAGES, dict(role="assistant", content="yes"), dict(role="user", content="who?")]
+    requests = [chat_body(messages=turns, vllm_xargs=asked) for asked in cases]
+    requests.append(chat_body(messages=turns, vllm_xargs=asks(budget=64), use_beam_search=True))
+    file, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        dict(custom_id=str(n), method="POST", url="/v1/chat/completions", body=request)
+        for n, request in enumerate(requests)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = forked.run(
+        "vllm.entrypoints.cli.main", "run-batch", "-i", file, "-o", results,
+        "--model", tiny_model, *ARGUMENTS, VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {one["custom_id"]: one for one in map(json.loads, results.read_text().splitlines())}
+    answers = [found[line["custom_id"]]["response"] for line in lines]
+    with evictions(server, 4):
+        for request, answer in zip(requests[:5], answers, strict=False):
+            assert answer["status_code"] == 200
+            expected = server.post("/v1/chat/completions", request)
+            assert tokens_of(answer["body"]) == tokens_of(expected)
+    refused = [found[line["custom_id"]] for line in lines[5:]]
+    for line, reason in zip(refused, ("'nonsense'", "use_beam_search"), strict=True):
+        assert line["response"]["status_code"] == 400
+        assert reason in json.dumps(line), line
+    assert len({tuple(tokens_of(answer["body"])) for answer in answers[:5]}) >= 4
+
+
+def test_answers_after_all_of_this(server):
+    """Complete answers to a crowd: the server lost nothing on the way."""
+    prompts = [random_prompt(200 + n, seed=60 + n) for n in range(8)]
+    with evictions(server, 24):
+        alone = [tokens_of(post(server, prompt)) for prompt in prompts]
+        together = post_all(server, [body(prompt) for prompt in prompts])
+    assert list(map(tokens_of, together)) == alone
