@@ -55,8 +55,17 @@ class Examples:
     @classmethod
     def joined(cls, parts: Sequence["Examples"]) -> "Examples":
         """Tokens of several prompts."""
+        return cls._cat(parts, 1)
+
+    @classmethod
+    def of_heads(cls, parts: Sequence["Examples"]) -> "Examples":
+        """The same tokens in the heads of several layers."""
+        return cls._cat(parts, 0)
+
+    @classmethod
+    def _cat(cls, parts: Sequence["Examples"], dim: int) -> "Examples":
         rows = zip(*((one.x, one.y, one.seen) for one in parts), strict=True)
-        return cls(*(torch.cat(one, 1) for one in rows))
+        return cls(*(torch.cat(one, dim) for one in rows))
 
     def scores(self, linear: torch.Tensor, network: Network) -> torch.Tensor:
         """[H, n] what a linear probe [H, D + 2] and a network say."""
@@ -85,6 +94,11 @@ class Trained:
     hidden: torch.Tensor
     out: torch.Tensor
     loss: torch.Tensor
+
+    def split(self, heads: int) -> list["Trained"]:
+        """The probes of so many heads each, in their order."""
+        parts = (self.linear, self.hidden, self.out, self.loss)
+        return [Trained(*some) for some in zip(*(one.split(heads) for one in parts), strict=True)]
 
 
 def trained(
