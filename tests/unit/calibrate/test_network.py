@@ -71,6 +71,6 @@ def test_layers_that_are_trained_together_keep_their_own_networks() -> None:
     mine, judges = Examples.of_heads(learn), Examples.of_heads(held)
     found = trained(mine.x, mine.y, judges.x, judges.y, linear).split(HEADS)
     assert [len(one.linear) for one in found] == [HEADS, HEADS]
-    for network, layer in zip(found, held, strict=True):
-        said = layer.scores(network.linear, Network.of(network.hidden, network.out))
+    for own, layer in zip(found, held, strict=True):
+        said = layer.scores(own.linear, Network.of(own.hidden, own.out))
         assert ((said - layer.y).square().mean(1) < 0.1 * layer.y.var(1)).all()
