@@ -55,9 +55,9 @@ class Endpoint:
         """Token ids of a chat under the server's template, ready for an answer."""
         return self._post("/tokenize", {"messages": messages})["tokens"]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text alone, without special tokens."""
-        return self._post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of a text alone; ``special``: after the tokens with which a prompt begins."""
+        return self._post("/tokenize", {"prompt": text, "add_special_tokens": special})["tokens"]
 
     def complete(
         self, ids: tuple[int, ...], max_tokens: int, xargs: dict[str, str | int]

@@ -82,7 +82,7 @@ def texts(endpoint: Endpoint, options: argparse.Namespace) -> list[tuple[int, ..
     for seed in range(options.first, options.first + options.texts):
         rng = random.Random(f"fidelity/{seed}")
         place = spread(seed, options.texts) if options.spread else None
-        ids = endpoint.encode(" ".join(passage(rng, 6 * wanted, place)))[:wanted]
+        ids = endpoint.encode(" ".join(passage(rng, 6 * wanted, place)), special=True)[:wanted]
         if len(ids) < wanted:
             raise ValueError(f"text {seed} has {len(ids)} tokens, {wanted} are needed")
         found.append(tuple(ids))

@@ -1,4 +1,8 @@
-"""The chats of a model folder as its server renders them, without a server."""
+"""The chats of a model folder as its server renders them, without a server.
+
+A base model has no chat template: its prompt is the messages' text, after the tokens with which its
+tokenizer begins a text, and a line break at the end.
+"""
 
 from pathlib import Path
 
@@ -13,6 +17,9 @@ class LocalChat:
 
     def tokenize(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat, ready for an answer."""
+        if not self._tokenizer.chat_template:
+            text = "".join(f"{message['content']}\n" for message in messages)
+            return list(self._tokenizer(text)["input_ids"])
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HELD_OUT = 8
 """Built-in contexts of which quality is measured, and nothing learned."""
 
-FEW_HEADS, SAMPLES = 16, {True: 48, False: 24}
+FEW_HEADS, SAMPLES = 16, {True: 60, False: 30}
 """Built-in texts that probes are learned from, by whether a model has at most so many KV heads in
 all its layers together. The fewer there are, the more each has to tell apart."""
 
@@ -105,10 +105,13 @@ def probed(
         # Prose of the contexts that judge is not learned from.
         cut = len(paragraphs) * 5 // 6
         most = options.samples or max(SAMPLES.values())
-        made_of = (paragraphs[:cut], most, "learn"), (paragraphs[cut:], HELD_OUT, "held")
+        made_of = (
+            (paragraphs[:cut], most, "learn", True),
+            (paragraphs[cut:], HELD_OUT, "held", False),
+        )
         texts, held_out = (
-            lessons.lessons(tokenizer, prose, count, options.length, seed)
-            for prose, count, seed in made_of
+            lessons.lessons(tokenizer, prose, count, options.length, seed, varied)
+            for prose, count, seed, varied in made_of
         )
     longest = max(
         len(lesson.context) + len(later.ids)

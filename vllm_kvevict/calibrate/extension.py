@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache.spec import is_evictable
 from vllm_kvevict.calibrate.layers import Layers, Pass
-from vllm_kvevict.calibrate.network import Examples, trained
+from vllm_kvevict.calibrate.network import HEADS, Examples, Trained, trained
 from vllm_kvevict.calibrate.regression import (
     LEAST,
     REST,
@@ -198,19 +198,17 @@ class CalibratingWorker:
         """
         names = self._kvevict.evictable
         found: dict[str, list[torch.Tensor]] = {}
+        linears = {name: self._kvevict_ridge[name].solve(strength) for name in names}
+        learned = self._kvevict_train(linears)
         for name in names:
-            answers, follows = self._kvevict_ridge[name], self._kvevict_following[name]
-            linear, learn = answers.solve(strength), self._kvevict_examples[False][name]
-            network = None
-            if learn and (held := self._kvevict_examples[True][name]):
-                some, judged = Examples.joined(learn), Examples.joined(held)
-                network = trained(some.x, some.y, judged.x, judged.y, linear)
+            follows, linear = self._kvevict_following[name], linears[name]
+            if network := learned.get(name):
+                some = Examples.joined(self._kvevict_examples[False][name])
+                self._kvevict_examples[False][name].clear()
                 self._kvevict_networks[name] = Network.of(network.hidden, network.out)
                 for part in ("hidden", "out", "loss"):
                     found.setdefault(part, []).append(getattr(network, part))
                 linear = network.linear
-                learn.clear()
-                held.clear()
             keys = torch.nn.functional.pad(linear, (0, REST - 2))
             size = keys.shape[-1]
             for kind, first, count in (
@@ -230,6 +228,26 @@ class CalibratingWorker:
         return {kind: torch.stack(rows).cpu() for kind, rows in found.items()} | dict(
             rotated=rotated
         )
+
+    def _kvevict_train(self, linears: dict[str, torch.Tensor]) -> dict[str, Trained]:
+        """Networks by layer; none if no context was held out. Several layers are trained together,
+        because the operations on one layer's few heads are too small for a device."""
+        learn, held = (self._kvevict_examples[part] for part in (False, True))
+        names = [name for name in linears if learn[name] and held[name]]
+        found: dict[str, Trained] = {}
+        while names:
+            heads = len(linears[names[0]])
+            some, names = names[: -(-HEADS // heads)], names[-(-HEADS // heads) :]
+            mine, judges = (
+                Examples.of_heads([Examples.joined(part[name]) for name in some])
+                for part in (learn, held)
+            )
+            linear = torch.cat([linears[name] for name in some])
+            networks = trained(mine.x, mine.y, judges.x, judges.y, linear)
+            found |= zip(some, networks.split(heads), strict=True)
+            for name in some:
+                held[name].clear()
+        return found
 
     def kvevict_use(self, keys: torch.Tensor, joined: torch.Tensor) -> None:
         """Score by these probes [2, L, H, D + 4] and [2, L, H, D + 5], of the heads of all ranks.

@@ -1,5 +1,7 @@
 """Facts that probes are learned from: kinds, names and values. Evaluations share none of them."""
 
+import itertools
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,3 +134,75 @@ def draw(rng: random.Random, count: int, kinds: tuple[Kind, ...] = KINDS) -> lis
             )
         )
     return found
+
+
+THINGS = "router printer warehouse barge apartment tractor laboratory computer".split()
+CALLED = "Atlas Borealis Cobalt Delta Echo Gamma Helios Indigo Juniper Krypton Lotus".split()
+TOWNS = "Fernley|Karlstad|Toledo|Varna|Leeds|Porto|Aarhus|Gdansk"
+ATTRIBUTES: tuple[tuple[str, Value], ...] = (
+    ("owner", person),
+    ("price", number(20, 9000)),
+    ("opening date", date),
+    ("access code", code),
+    ("colour", one_of("|".join(COLOURS))),
+    ("town", one_of(TOWNS)),
+    ("port", number(1024, 60000)),
+    ("state", one_of("closed|under repair|rented|sold|ready|on hold")),
+    ("supplier", one_of("Kessel Ltd|Brandt & Sons|Orion Trading|Maple Works|Nordwind")),
+)
+ROWS, COLUMNS = 5, 3
+
+Rows = dict[str, dict[str, str]]
+"""Values by the name of a thing and by attribute."""
+
+
+def _table(thing: str, rows: Rows) -> str:
+    head = next(iter(rows.values()))
+    cells = [(thing, *head), *((name, *row.values()) for name, row in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _json(thing: str, rows: Rows) -> str:
+    return json.dumps([{thing: name, **row} for name, row in rows.items()])
+
+
+def _code(thing: str, rows: Rows) -> str:
+    def arguments(row: dict[str, str]) -> str:
+        return ", ".join(f"{key.replace(' ', '_')}={value!r}" for key, value in row.items())
+
+    return "\n".join(
+        f"{name.lower()}_{thing} = dict({arguments(row)})" for name, row in rows.items()
+    )
+
+
+def _list(thing: str, rows: Rows) -> str:
+    def items(row: dict[str, str]) -> str:
+        return "; ".join(f"{key} {value}" for key, value in row.items())
+
+    return "\n".join(f"- {thing} {name}: {items(row)}" for name, row in rows.items())
+
+
+def _dialogue(thing: str, rows: Rows) -> str:
+    speakers = itertools.cycle(FIRST[:2])
+    return "\n".join(
+        f"{next(speakers)}: The {key} of the {thing} {name} is {value}."
+        for name, row in rows.items()
+        for key, value in row.items()
+    )
+
+
+FORMS = _table, _json, _code, _list, _dialogue
+
+
+def record(rng: random.Random) -> Fact:
+    """Several things with some attributes, in one of :data:`FORMS`; one value is asked for."""
+    thing, names = rng.choice(THINGS), rng.sample(CALLED, ROWS)
+    columns = rng.sample(ATTRIBUTES, COLUMNS)
+    rows = {name: {key: value(rng) for key, value in columns} for name in names}
+    name, key = rng.choice(names), rng.choice(columns)[0]
+    return Fact(
+        rng.choice(FORMS)(thing, rows),
+        f"What is the {key} of the {thing} {name}?",
+        f"The {key} of the {thing} {name} is",
+        f" {rows[name][key]}.",
+    )

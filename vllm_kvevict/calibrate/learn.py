@@ -40,10 +40,22 @@ HELD = 6
 """Networks are judged by every so many-th lesson; fewer lessons teach linear probes."""
 
 ASKED = 4
-"""Contexts about which the full cache is asked first."""
+"""Contexts about which the full cache is asked first, and questions of a context by which the
+effect of layers is measured."""
 
 LEAST = 0.05
 """Share of the mean that a head has at least."""
+
+CUT, OF_BUDGET = 0.6, 0.75
+"""What a layer keeps of its share while its effect on answers is measured, and what all layers keep
+of the budget: at the budget itself, good probes lose too little to tell layers apart."""
+
+STEP, LEAST_EFFECT = 0.35, 0.15
+"""Power of a layer's effect per token by which its share changes, and the smallest effect relative
+to the mean: effects are differences of few answers."""
+
+ROWS = 32
+"""Most trials that run as rows of one batch."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +230,63 @@ def shares_of(
     return together / together.mean(), each
 
 
+def by_effect(
+    model: Model,
+    config: EvictionConfig,
+    shares: torch.Tensor,
+    lessons: Sequence[Lesson],
+    progress: Any,
+) -> torch.Tensor:
+    """Move the budget to layers without which answers lose the most.
+
+    Attention says which heads hold what is asked, but not whether an answer needs it. All layers
+    are cut to their shares, and each in turn to :data:`CUT` of its own. Cutting one layer while the
+    others are whole would say less, because whole layers make up for it.
+
+    Args:
+        model: The model, with probes.
+        config: The budget.
+        shares: [L, H] of mean 1.
+        lessons: Contexts and questions; without questions the shares stay.
+        progress: Shows a bar.
+
+    Returns:
+        [L, H] of mean 1.
+
+    """
+    layers, rule = len(shares), config.timeline(block_size=1)
+    # The last row of factors cuts no layer.
+    factors = torch.ones(layers + 1, layers, 1)
+    factors[range(layers), range(layers)] = CUT
+    lost = []
+    for lesson in progress(lessons, "effects"):
+        questions = [later for later in lesson.later if later.asked][:ASKED]
+        length = len(lesson.context)
+        share = OF_BUDGET * rule.budget(length) / length
+        if not questions or share >= 1:
+            continue
+        model.use(share, length)
+        model.hold(lesson.context)
+        model.scores(joined=False)
+        trials = [
+            quality.counts_of(factor * shares, share, length, model.recent) for factor in factors
+        ]
+        for later in questions:
+            parts = [
+                model.lost(later.ids, later.answer, trials[first : first + ROWS])[0]
+                for first in range(0, len(trials), ROWS)
+            ]
+            # The logarithm: one lost answer must not decide.
+            lost.append(torch.cat(parts).clamp(min=0).log1p())
+    if not lost:
+        return shares
+    mean = torch.stack(lost).double().mean(0)
+    effect = (mean[:-1] - mean[-1]) / shares.mean(1)
+    effect = effect.clamp(min=LEAST_EFFECT * float(effect.clamp(min=0).mean()) + 1e-9)
+    shares = shares * (effect / effect.mean())[:, None] ** STEP
+    return (shares / shares.mean()).clamp(min=LEAST)
+
+
 def learned(
     llm: Any,
     config: EvictionConfig,
@@ -250,6 +319,8 @@ def learned(
         raise CalibrateError("the probes are no numbers: give other --prompts or --documents")
     lap("probes")
     shares, each = shares_of(model, config, lessons[:answers], progress)
+    shares = by_effect(model, config, shares, lessons[:answers], progress)
+    shares = shares / shares.mean()
     lap("shares")
     found = quality.measured(model, shares, held_out, progress)
     lap("quality")

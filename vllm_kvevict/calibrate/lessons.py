@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvevict.calibrate.facts import draw
+from vllm_kvevict.calibrate.facts import draw, record
 from vllm_kvevict.calibrate.prompts import PromptsError, from_file
 from vllm_kvevict.calibrate.read_prompt import read_prompt
 
@@ -25,7 +25,20 @@ MODULES = (
 ).split()
 """Modules of Python's standard library. Their docstrings are the prose of the contexts."""
 
+SOURCES = "argparse csv calendar queue shlex textwrap statistics zipfile tarfile difflib".split()
+"""Modules of Python's standard library whose code stands between the facts of some contexts."""
+
 FACTS = 6
+RECORDS = 2
+"""Facts of a varied context that are in records: tables, JSON, code, lists and dialogues."""
+
+PLAIN = 0.35
+"""Share of the answers in varied contexts that begin with the value, without an opening."""
+
+VARIED = 6
+"""Of so many contexts in a row, every second one is varied, and then of the next the others: any
+regular choice among contexts, as of those held out, has both kinds."""
+
 FOLLOWING = 80
 """Tokens of the prose that continues a context."""
 
@@ -74,6 +87,16 @@ def prose() -> list[str]:
     return list(found)
 
 
+def source() -> list[str]:
+    """Pieces of the standard library's code, without docstrings, in a fixed order."""
+    found: list[str] = []
+    for name in SOURCES:
+        text = inspect.getsource(importlib.import_module(name))
+        parts = (part.rstrip() for part in re.split(r"\n\s*\n", text))
+        found += [part for part in parts if 60 <= len(part) <= 800 and '"""' not in part]
+    return found
+
+
 def _name(pair: tuple[str, Any]) -> str:
     return pair[0]
 
@@ -116,7 +139,12 @@ def documents(paths: Sequence[Path]) -> list[str]:
 
 
 def lessons(
-    tokenizer: Any, paragraphs: Sequence[str], count: int, length: int, seed: str
+    tokenizer: Any,
+    paragraphs: Sequence[str],
+    count: int,
+    length: int,
+    seed: str,
+    varied: bool = False,
 ) -> list[Lesson]:
     """Contexts of prose with facts in it, what is asked of them, and how the prose goes on.
 
@@ -126,6 +154,8 @@ def lessons(
         count: How many.
         length: Tokens of a context with a question and the chat template.
         seed: Contexts of other seeds have other facts at other places.
+        varied: Whether half of the contexts have code between the facts and records among them, and
+            answers without an opening.
 
     """
     chat = bool(getattr(tokenizer, "chat_template", None))
@@ -133,10 +163,14 @@ def lessons(
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
+    code = source() if varied else []
     return [
-        _lesson(random.Random(f"{seed} {index}"), tokenizer, encode, paragraphs, length, chat)
+        _lesson(
+            random.Random(f"{seed} {index}"), tokenizer, encode, paragraphs, length, chat,
+            code if (index + index // VARIED) % 2 else [],
+        )
         for index in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def _lesson(
@@ -146,12 +180,17 @@ def _lesson(
     paragraphs: Sequence[str],
     length: int,
     chat: bool,
+    code: Sequence[str],
 ) -> Lesson:
-    facts = draw(rng, FACTS)
+    facts = draw(rng, FACTS - RECORDS if code else FACTS)
+    facts += [record(rng) for _ in range(FACTS - len(facts))]
     room = max(32, length - ASIDE - sum(len(encode(fact.statement)) for fact in facts))
-    at, lines, tokens = rng.randrange(len(paragraphs)), [], 0
+    at, tokens = rng.randrange(len(paragraphs)), 0
+    lines: list[str] = []
     while tokens < room:
-        lines.append(paragraphs[at % len(paragraphs)])
+        # Every other piece of a varied context is code.
+        pieces = code if code and len(lines) % 2 else paragraphs
+        lines.append(pieces[at % len(pieces)])
         tokens += len(encode(lines[-1])) + 1
         at += 1
     for fact in facts:
@@ -163,6 +202,8 @@ def _lesson(
         context = prompt.ids[: prompt.context]
         answer = encode(f" {fact.begin}" if not chat else fact.begin)
         said = encode(fact.answer)
+        if code and rng.random() < PLAIN:
+            answer, said = [], encode(fact.answer.lstrip() if chat else fact.answer)
         question = prompt.ids[prompt.context :]
         found.append(Later([*question, *answer, *said], len(said), len(question)))
     goes_on = encode("\n" + "\n".join(paragraphs[(at + i) % len(paragraphs)] for i in range(6)))

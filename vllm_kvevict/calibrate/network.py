@@ -15,10 +15,10 @@ UNITS = 32
 SEEDS = 2
 """Networks trained for each head, of which the one with the lowest held-out loss is kept."""
 
-STEPS, BATCH, RATE = 1500, 512, 6e-3
+STEPS, BATCH, RATE = 400, 512, 3e-3
 DECAY, DROPOUT = 1e-2, 0.1
 
-EVERY = 100
+EVERY = 25
 """Steps between measurements of the held-out loss."""
 
 JUDGED = 4096
@@ -55,8 +55,17 @@ class Examples:
     @classmethod
     def joined(cls, parts: Sequence["Examples"]) -> "Examples":
         """Tokens of several prompts."""
+        return cls._cat(parts, 1)
+
+    @classmethod
+    def of_heads(cls, parts: Sequence["Examples"]) -> "Examples":
+        """The same tokens in the heads of several layers."""
+        return cls._cat(parts, 0)
+
+    @classmethod
+    def _cat(cls, parts: Sequence["Examples"], dim: int) -> "Examples":
         rows = zip(*((one.x, one.y, one.seen) for one in parts), strict=True)
-        return cls(*(torch.cat(one, 1) for one in rows))
+        return cls(*(torch.cat(one, dim) for one in rows))
 
     def scores(self, linear: torch.Tensor, network: Network) -> torch.Tensor:
         """[H, n] what a linear probe [H, D + 2] and a network say."""
@@ -85,6 +94,11 @@ class Trained:
     hidden: torch.Tensor
     out: torch.Tensor
     loss: torch.Tensor
+
+    def split(self, heads: int) -> list["Trained"]:
+        """The probes of so many heads each, in their order."""
+        parts = (self.linear, self.hidden, self.out, self.loss)
+        return [Trained(*some) for some in zip(*(one.split(heads) for one in parts), strict=True)]
 
 
 def trained(
@@ -181,7 +195,7 @@ def _trained(
         out, line = weights[2].clone(), weights[2].zero_()
         first = judge()[:, 0]
         line.copy_(out)
-    optimizer = torch.optim.AdamW(weights, RATE, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(weights, RATE, weight_decay=DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
     for count in range(1, STEPS + 1):
         at = torch.randint(0, tokens, (BATCH,), generator=generator).to(device)

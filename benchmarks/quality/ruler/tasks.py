@@ -1,4 +1,4 @@
-"""RULER's tasks by name, and three of our own; samples of a length in tokens."""
+"""RULER's tasks by name, and some of our own; samples of a length in tokens."""
 
 import random
 from collections.abc import Callable
@@ -7,10 +7,12 @@ from benchmarks.quality.ruler.counting import common_words, frequent_words
 from benchmarks.quality.ruler.facts import fact
 from benchmarks.quality.ruler.later import later
 from benchmarks.quality.ruler.needles import needles
+from benchmarks.quality.ruler.options import default_value
 from benchmarks.quality.ruler.questions import question
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tracking import tracking
 from benchmarks.quality.ruler.unseen import unseen
+from benchmarks.quality.ruler.uuids import uuids
 
 Make = Callable[[random.Random, str, int], RulerSample]
 
@@ -31,6 +33,8 @@ MAKE: dict[str, Make] = {
     "facts": fact,
     "unseen": unseen,
     "later": later,
+    "uuids": uuids,
+    "defaults": default_value,
 }
 TASKS = tuple(MAKE)
 

@@ -63,6 +63,30 @@ def test_needles(task, keys, values, asked):
         assert sample.prefix.endswith(" is" if one else " are")
 
 
+def test_keys_of_needles_differ_in_one_group():
+    needle = re.compile(r"One of the special magic numbers for ([0-9a-f-]{36}) is: (\d{7})\.")
+    for seed in range(5):
+        sample = make("uuids", 4000, seed)
+        found = dict(needle.findall(sample.context))
+        assert len(found) == 4
+        groups = [set(group) for group in zip(*(key.split("-") for key in found), strict=True)]
+        assert sorted(map(len, groups)) == [1, 1, 1, 1, 4]
+        (asked,) = (key for key in found if key in sample.question)
+        assert asked in sample.prefix and sample.answers == (found[asked],)
+
+
+def test_a_default_value_is_documented_once():
+    for seed in range(20):
+        sample = make("defaults", 4000, seed)
+        name = re.search(r"`(\w+)`", sample.question)[1]
+        assert f"`{name}`" in sample.prefix
+        (line,) = (x for x in sample.context.splitlines() if re.search(rf"\b{name}\b", x))
+        assert line.startswith(f"{name} (")
+        stated = re.search(r"defaults to ([^)]+)\):", line)[1]
+        assert stated.strip("`\"'") == sample.answers[0]
+        assert sample.answers[0] not in ("None", "True", "False")
+
+
 def test_tracking_follows_the_copies():
     for seed in range(5):
         sample = make("vt", 4000, seed)

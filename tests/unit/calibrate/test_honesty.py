@@ -6,11 +6,11 @@ import re
 import pytest
 
 from benchmarks.quality.ruler import facts as measured
-from benchmarks.quality.ruler import later, unseen
+from benchmarks.quality.ruler import later, options, unseen
 from benchmarks.quality.ruler import prose as needles_in
 from benchmarks.quality.ruler.needles import CONTEXT, PREFIX, QUESTION
 from vllm_kvevict.calibrate import facts as learned
-from vllm_kvevict.calibrate.lessons import prose
+from vllm_kvevict.calibrate.lessons import prose, source
 
 MEASURED = measured.KINDS + unseen.KINDS + later.KINDS
 
@@ -21,18 +21,22 @@ def words(text: str) -> set[str]:
 
 def test_no_kind_of_fact_is_both_learned_and_measured() -> None:
     templates = [kind.statement for kind in learned.KINDS]
-    for theirs in [kind[0] for kind in MEASURED] + [CONTEXT, QUESTION, PREFIX]:
+    templates += [f"{key} {thing}" for key, _ in learned.ATTRIBUTES for thing in learned.THINGS]
+    asked = [CONTEXT, QUESTION, PREFIX, options.QUESTION, options.PREFIX]
+    for theirs in [kind[0] for kind in MEASURED] + asked:
         for mine in templates:
             common = words(mine) & words(theirs)
             assert len(common) <= 1, f"{mine} and {theirs} share {common}"
 
 
 def test_no_name_and_no_answer_is_both_learned_and_measured() -> None:
-    assert not set(learned.FIRST + learned.LAST) & set(measured.FIRST + measured.LAST)
+    names = set(learned.FIRST + learned.LAST + learned.CALLED)
+    assert not names & set(measured.FIRST + measured.LAST)
     answers: list[set[str]] = [set(), set()]
     rng = random.Random(0)
     for _ in range(200):
         answers[0] |= {kind.value(rng) for kind in learned.KINDS}
+        answers[0] |= {value(rng) for _, value in learned.ATTRIBUTES}
         answers[1] |= {value(rng) for *_, value in MEASURED}
     common = answers[0] & answers[1]
     # Numbers of one range may coincide; words may not.
@@ -48,10 +52,10 @@ def test_no_prose_is_both_learned_and_measured() -> None:
             found.update(zip(*(tokens[i:] for i in range(8)), strict=False))
         return found
 
-    mine = runs(prose())
+    mine = runs(prose()) | runs(source())
     assert len(mine) > 20_000
     packages = [measured.sentences(package) for package in ("vllm", unseen.PACKAGE, later.PACKAGE)]
-    for texts in [*packages, needles_in.sentences()]:
+    for texts in [*packages, needles_in.sentences(), options.paragraphs()]:
         theirs = runs(texts)
         assert len(theirs) > 5_000
         assert len(theirs & mine) < 0.01 * len(theirs), "but for idioms of documentation"

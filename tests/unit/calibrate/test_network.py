@@ -59,3 +59,18 @@ def test_a_feature_that_never_changes_is_no_obstacle() -> None:
     _, of_network, found = learned(lambda keys, shares: shares.fill_(1.0) * keys[..., 0].abs())
     assert found.hidden.isfinite().all() and found.out.isfinite().all()
     assert (of_network < 0.2).all()
+
+
+def test_layers_that_are_trained_together_keep_their_own_networks() -> None:
+    worths = (
+        lambda keys, shares: 2 * (keys[..., 0] - 5).abs(),
+        lambda keys, shares: 2 * (keys[..., 1] - 5).abs(),
+    )
+    learn, held = ([tokens(seed, worth)[0] for worth in worths] for seed in (1, 2))
+    linear = torch.zeros(2 * HEADS, SIZE + 2)
+    mine, judges = Examples.of_heads(learn), Examples.of_heads(held)
+    found = trained(mine.x, mine.y, judges.x, judges.y, linear).split(HEADS)
+    assert [len(one.linear) for one in found] == [HEADS, HEADS]
+    for own, layer in zip(found, held, strict=True):
+        said = layer.scores(own.linear, Network.of(own.hidden, own.out))
+        assert ((said - layer.y).square().mean(1) < 0.1 * layer.y.var(1)).all()
