@@ -1,0 +1,134 @@
+"""Runs the bodies of ``tests/gpu`` on a CPU, as a plugin of pytest: ``-p tests.gpu_bodies``.
+
+Tensors on ``cuda`` are CPU tensors, Triton's interpreter runs its kernels, and the CUDA kernels are
+those compiled for the host. A body that reaches something that only a device can do (the replay of
+a graph, an engine) ends there and passes. Fixtures, imports, signatures and arguments are thereby
+those of a run on a GPU. Of each test two cases are run.
+"""
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests import conftest
+from vllm_kvevict.ops.cuda import extension
+
+CASES = 2
+LARGE = ("131072", "long_requests", "many_splits", "decode_blocks_and_groups")
+"""Parts of names of tests whose tensors are too large for emulated kernels."""
+
+
+class Reached(Exception):
+    """A body came to what only a device can do."""
+
+
+def reached(*_: Any, **__: Any) -> Any:
+    raise Reached
+
+
+def on_cpu(value: Any) -> Any:
+    """The same argument, with the CPU in place of a CUDA device."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    return value
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Creates and moves tensors on the CPU if a CUDA device is named."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "cuda":
+            return args[0]
+        named = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
+        named.pop("pin_memory", None)
+        return func(*map(on_cpu, args), **named)
+
+
+class Stream:
+    """A stream on which everything has ended."""
+
+    def wait_stream(self, other: "Stream") -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextlib.contextmanager
+def nothing(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    torch.cuda.device_count = lambda: 1
+    conftest.no_gpu_reason = lambda: None
+    extension.is_built = lambda: True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    kept, left = [], []
+    for item in items:
+        name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+        seen[name] += 1
+        few = seen[name] <= CASES and not any(part in name for part in LARGE)
+        (kept if few else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+@pytest.fixture(autouse=True)
+def pretended_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Everything of ``torch.cuda`` that the bodies use, and the emulated kernels."""
+    from tests.emulation.build import NAMESPACE, build
+
+    library = build()
+    extension.load(library, NAMESPACE, "cpu")
+    monkeypatch.setattr(extension, "NAMESPACE", NAMESPACE)
+    for name in ("synchronize", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("_sleep", "Event"):
+        monkeypatch.setattr(torch.cuda, name, reached)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=reached))
+    if hasattr(request.module, "engine"):
+        monkeypatch.setattr(request.module, "engine", engine_of(request.module.engine))
+    with CudaIsCpu():
+        yield
+
+
+def engine_of(real: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for an engine: it checks its arguments, and what the test replaced."""
+    from vllm_kvevict.worker.fused import FusedEvictions
+
+    signature, run = inspect.signature(real), inspect.signature(FusedEvictions.run)
+
+    def engine(*args: Any, **options: Any) -> None:
+        signature.bind(*args, **options)
+        inspect.signature(FusedEvictions.run).bind(*run.parameters)
+        raise Reached
+
+    return engine
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    with contextlib.suppress(Reached):
+        return (yield)
+    return True  # type: ignore[return-value]

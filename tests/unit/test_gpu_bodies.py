@@ -1,0 +1,25 @@
+"""The tests that need a GPU cannot rot: their bodies run on a CPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_body_runs():
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "triton_cpu")]),
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_bodies", "-m", "gpu", "tests/gpu"]
+    command += ["-q", "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 40, done.stdout[-3000:]
