@@ -184,6 +184,36 @@ def check_page_table(device: str, **options: int) -> None:
             assert row == pages + [-9] * (40 - len(pages))
 
 
+def check_recording_page_table(device: str, dtype: torch.dtype = torch.float32) -> None:
+    """The launch writes the queries of every other request to the rings, and the same table."""
+    window, group, dim, width = 4, 3, 48, 40
+    host = random_ragged(4, heads=3, padding=1)
+    batch = host.to(device)
+    count, heads = len(batch.rows), batch.num_heads
+    query = torch.randn(count, heads * group, 2 * dim).to(dtype)[..., :dim]
+    slots = torch.full((count,), -1, dtype=torch.int32)
+    slots[::2] = torch.arange(len(slots[::2]), dtype=torch.int32).flip(0)
+    slots[host.rows < 0] = -1
+    assert 1 < int((slots >= 0).sum()) < count
+    rings = torch.full((count * window, heads * group, dim), float("nan")).to(dtype)
+    expected = rings.clone()
+    for request in (slots >= 0).nonzero().flatten().tolist():
+        length = int(host.seq_lens[request])
+        expected[int(slots[request]) * window + (length - 1) % window] = query[request]
+    rings, places = rings.to(device), torch.arange(count, dtype=torch.int32, device=device)
+    ring = Ring(rings, slots.to(device), batch.seq_lens, window)
+    for layer, more in ((0, (query.to(device), ring)), (0, ())):
+        table = torch.full((count * heads, width), -9, dtype=torch.int32, device=device)
+        write_page_table(
+            batch.rows, places, batch.tail_start, batch.stores, batch.head_indptr[layer],
+            batch.block_table, lengths_of(batch)[layer], table, batch.block_size, *more,
+        )  # fmt: skip
+        for sequence, row in enumerate(table.tolist()):
+            pages = host.pages(layer, sequence // heads, sequence % heads)
+            assert row == pages + [-9] * (width - len(pages))
+    torch.testing.assert_close(rings.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def check_observe(device: str, dtype: torch.dtype = torch.float32) -> None:
     """Recorded queries lie where their position says; all other entries stay as they were."""
     window, heads, dim = 4, 3, 48

@@ -139,7 +139,8 @@ def _ring_slots(vllm_config: "VllmConfig", setting: Setting) -> Any:
     config = EvictionConfig.parse(setting.eviction)
     assert config is not None
     bytes_of_one = requirements.ring_bytes(vllm_config, config)
-    return mock.patch.object(requirements, "RING_BYTES", setting.rings * bytes_of_one)
+    given = setting.rings * bytes_of_one
+    return mock.patch.object(requirements, "parse_size", lambda _: given)
 
 
 def _kv_cache(

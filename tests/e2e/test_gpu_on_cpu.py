@@ -23,7 +23,7 @@ RUNNERS = {"0": "vllm.v1.worker.cpu_model_runner", "1": "vllm.v1.worker.cpu.mode
 """By ``VLLM_USE_V2_MODEL_RUNNER``; each derives from the GPU's."""
 
 LAUNCHES = {
-    "flash": ["_observe_kernel", "_page_table_kernel", "flash_attn"],
+    "flash": ["_page_table_kernel", "flash_attn"],
     "triton": ["_attend_kernel"],
 }
 

@@ -6,7 +6,8 @@ import pytest
 
 from tests.engine.harness import Setup, vllm_config
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory_budget import ring_bytes
+from vllm_kvevict.config.memory_budget import RING_BYTES, ring_bytes
+from vllm_kvevict.config.store_tiers import parse_size
 from vllm_kvevict.policies import requirements
 from vllm_kvevict.timeline.ring_slots import RingSlots
 from vllm_kvevict.timeline.rule import EvictionRule
@@ -44,10 +45,23 @@ def test_one_ring_holds_the_window_of_every_layer():
     "policy, megabytes, slots",
     [("snapkv", 512, 8), ("ada-snapkv", 512, 8), ("snapkv", 0.25, 4), ("snapkv", 0, 1)],
 )
-def test_one_slot_for_every_sequence_where_memory_allows(monkeypatch, policy, megabytes, slots):
+def test_one_slot_for_every_sequence_where_memory_allows(policy, megabytes, slots):
     # 16 * 4096 bytes a ring: 16 rings fit into 1 MB.
-    monkeypatch.setattr(requirements, "RING_BYTES", int(megabytes * 2**20))
-    assert requirements.ring_slots(vllm_config(Setup(max_num_seqs=8)), config(policy)) == slots
+    limited = config(policy).model_copy(update={"ring_memory": int(megabytes * 2**20)})
+    assert requirements.ring_slots(vllm_config(Setup(max_num_seqs=8)), limited) == slots
+
+
+def test_the_limit_is_a_flag():
+    default = config("snapkv")
+    assert parse_size(default.ring_memory) == RING_BYTES
+    # 16 * 4096 bytes a ring, for each of 100,000 requests.
+    setup = vllm_config(Setup())
+    setup.scheduler_config.max_num_seqs = 100_000
+    assert requirements.ring_slots(setup, default) == RING_BYTES // 2**16 == 8192
+    more = EvictionConfig.parse({"policy": "snapkv", "window": default.window, "ring_memory": "1G"})
+    assert requirements.ring_slots(setup, more) == 16384
+    with pytest.raises(ValueError, match="--kv-eviction-ring-memory: give bytes such as 4G"):
+        EvictionConfig.parse({"policy": "snapkv", "ring_memory": "much"})
 
 
 def test_no_slot_if_the_policy_reads_no_queries():

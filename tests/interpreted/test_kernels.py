@@ -9,6 +9,7 @@ from tests.triton_cases import (
     check_lengths_and_splits,
     check_observe,
     check_page_table,
+    check_recording_page_table,
 )
 from vllm_kvevict.ops.triton import page_table
 
@@ -115,6 +116,12 @@ def test_programs_of_a_page_table():
     assert page_table._programs(512, 8192) == 8
     assert page_table._programs(4096, 8192) == page_table._programs(9999, 8192) == 1
     assert page_table._programs(8, 100) == 1
+
+
+@pytest.mark.parametrize("block", [4, 128])
+def test_a_page_table_records_queries(block, monkeypatch):
+    monkeypatch.setattr(page_table, "_BLOCK", block)
+    check_recording_page_table("cpu")
 
 
 def test_observe():

@@ -15,7 +15,7 @@ LAYOUT = {
 }
 """Launches of a step for all layers, and below those of a layer."""
 LAUNCHES = {
-    "flash": ["_observe_kernel", "_page_table_kernel", "flash_attn"],
+    "flash": ["_page_table_kernel", "flash_attn"],
     "triton": ["_attend_kernel"],
 }
 

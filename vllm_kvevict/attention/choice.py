@@ -111,6 +111,12 @@ def kernel_asked(vllm_config: "VllmConfig") -> str:
     return settings["attention"] if isinstance(settings, dict) else "auto"
 
 
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.kv_eviction.attention")
+
+
 def arrange(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     """Make vLLM select the backend that the evicting backend replaces.
 
@@ -140,5 +146,15 @@ def arrange(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
         raise ValueError(
             f"KV eviction runs on top of {name} here and cannot use --attention-backend "
             f"{asked.name}: remove that flag; {FLAG} chooses the kernel of evicted requests."
+        )
+    capability = current_platform.get_device_capability()
+    if asked is None and current_platform.is_cuda() and capability and capability.major == 10:
+        # vLLM's order of backends (platforms/cuda.py) begins with FlashInfer on these GPUs.
+        _logger().warning(
+            "KV eviction replaces FLASHINFER, vLLM's default attention backend on this GPU, by %s "
+            "for all requests, which may be slower. vllm bench throughput --model MODEL "
+            "--attention-backend FLASHINFER, and the same with %s, compare them without eviction.",
+            name,
+            name,
         )
     vllm_config.attention_config.backend = backend

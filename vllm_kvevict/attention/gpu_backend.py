@@ -123,8 +123,8 @@ class EvictingImplMixin:
         metadata, name = attn_metadata, layer.layer_name
         state = metadata.buffers.state
         seen = metadata.recording if metadata.binding.scores(name) else None
-        # In decode-only steps, the Triton decode kernel also records the queries.
-        fused = (step := metadata.decode) is not None and step.in_order and step.splits is not None
+        # In decode-only steps, the decode kernel or the page table also records the queries.
+        fused = (step := metadata.decode) is not None and step.in_order
         if seen is not None and not fused:
             observe_tokens(
                 metadata.binding.rings(name),
@@ -160,23 +160,23 @@ class EvictingImplMixin:
         """Run requests with one query token each; ``recording`` names the queries to record."""
         buffers = metadata.buffers
         index = buffers.state.layer_index[layer.layer_name]
+        ring = None
+        if recording is not None:
+            rings, window = metadata.binding.rings, buffers.state.timeline.window
+            entries = rings(layer.layer_name)
+            ring = Ring(entries, recording.slots, recording.seq_lens, window)
         if step.splits is not None:
             scale = self.scale * layer._k_scale_float
             if query.dtype == FP8:
                 scale *= layer._q_scale_float
             caps = (self.logits_soft_cap, layer._v_scale_float)
-            ring = None
-            if recording is not None:
-                rings, window = metadata.binding.rings, buffers.state.timeline.window
-                entries = rings(layer.layer_name)
-                ring = Ring(entries, recording.slots, recording.seq_lens, window)
             decode(query, kv_cache, output, step, buffers, index, scale, *caps, self._sinks(), ring)
             return
         assert step.in_order
         requests, size = len(step.rows), query.shape[2]
         sequences = requests * buffers.state.num_heads
         table = buffers.scratch.table[:sequences]
-        self._write_table(step, buffers, index, table)
+        self._write_table(step, buffers, index, table, query, ring)
         sinks = self._sinks()
         self.attend_pages(
             layer,
@@ -267,7 +267,13 @@ class EvictingImplMixin:
         return self.sinks.float().view(self.num_kv_heads, -1)
 
     def _write_table(
-        self, step: Decode | Extend, buffers: GroupBuffers, index: int, table: torch.Tensor
+        self,
+        step: Decode | Extend,
+        buffers: GroupBuffers,
+        index: int,
+        table: torch.Tensor,
+        query: torch.Tensor | None = None,
+        ring: Ring | None = None,
     ) -> None:
         state = buffers.state
         write_page_table(
@@ -280,6 +286,8 @@ class EvictingImplMixin:
             step.lengths[index],
             table,
             state.timeline.block_size,
+            query,
+            ring,
         )
 
 

@@ -147,6 +147,14 @@ class EvictionConfig(BaseModel):
             "run instead, which take longer."
         ),
     )
+    ring_memory: Size = Field(
+        default="512M",
+        description=(
+            "Maximum memory of the observation rings of one rank, such as 2G. They hold the "
+            "windows of the requests that evict next; with fewer slots than running requests need, "
+            "requests evict less often."
+        ),
+    )
     store_memory: Size = Field(
         default=0,
         description=(

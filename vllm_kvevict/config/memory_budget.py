@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
 
 RING_BYTES = 512 * 2**20
-"""Maximum bytes of the observation rings of one rank."""
+"""Maximum bytes of the observation rings of one rank, unless ``ring_memory`` is set."""
 
 FULL_ATTENTION = ("full_attention", "attention", "hybrid")
 """Names of layers with full attention in configurations, some with an additional recurrent part."""

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory_budget import RING_BYTES, ring_bytes
+from vllm_kvevict.config.memory_budget import ring_bytes
+from vllm_kvevict.config.store_tiers import parse_size
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
 
@@ -24,12 +25,13 @@ def policy_requirements(config: EvictionConfig) -> dict[str, Requirements]:
 def ring_slots(vllm_config: "VllmConfig", config: EvictionConfig) -> int:
     """Return the number of ring slots of one rank; 0 if no policy reads queries.
 
-    There is one slot for every sequence, but at most as many as fit into :data:`RING_BYTES`. With
-    fewer slots than sequences, an eviction without a slot is postponed and counted.
+    There is one slot for every sequence, but at most as many as fit into the ``ring_memory`` of the
+    configuration, and at least one. With fewer slots than sequences, an eviction without a slot is
+    postponed and counted.
     """
     if all(needs.window == "none" for needs in policy_requirements(config).values()):
         return 0
-    affordable = max(1, RING_BYTES // ring_bytes(vllm_config, config))
+    affordable = max(1, parse_size(config.ring_memory) // ring_bytes(vllm_config, config))
     return min(vllm_config.scheduler_config.max_num_seqs, affordable)
 
 

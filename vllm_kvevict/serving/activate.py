@@ -178,7 +178,8 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         config.window,
         config.interval,
         rings / 2**20,
-        f" ({slots} slots: {most} sequences evict at this interval, more less often)"
+        f" ({slots} slots: {most} sequences evict at this interval, more less often; "
+        "--kv-eviction-ring-memory sets their memory)"
         if most is not None and most < vllm_config.scheduler_config.max_num_seqs
         else "",
     )

@@ -1,6 +1,9 @@
 """Which attention runs evicted requests on a GPU, and what the flag refuses."""
 
+import logging
+
 import pytest
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvevict.attention import choice
@@ -23,6 +26,7 @@ def config(attention: str = "auto") -> EvictionConfig:
         ((10, 0), "bfloat16", "auto", ("flash", "FLASH_ATTN")),
         ((8, 0), "float16", "flash", ("flash", "FLASH_ATTN")),
         ((8, 0), "float16", "auto", ("triton", "FLASH_ATTN")),
+        ((10, 0), "bfloat16", "auto", ("flash", "FLASH_ATTN")),
         ((12, 0), "bfloat16", "auto", ("triton", "FLASH_ATTN")),
         ((9, 0), "bfloat16", "triton", ("triton", "FLASH_ATTN")),
         ((7, 5), "float16", "auto", ("triton", "TRITON_ATTN")),
@@ -40,6 +44,40 @@ def test_kernel_and_stock_backend(build, gpu, capability, dtype, attention, expe
     assert vllm_config.attention_config.backend is AttentionBackendEnum[expected[1]]
     assert expected[1] in BACKENDS
     arrange(vllm_config, config(attention))  # again, as further engines of a process do
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "replaced"),
+    [
+        ((10, 0), "bfloat16", "FLASH_ATTN"),
+        ((10, 3), "float32", "TRITON_ATTN"),
+        ((9, 0), "bfloat16", None),
+        ((12, 0), "bfloat16", None),
+    ],
+)
+def test_the_backend_that_is_replaced_is_named(
+    build, gpu, capability, dtype, replaced, monkeypatch, caplog
+):
+    """vLLM's own order says which; the oracle asks it."""
+    from vllm.platforms.cuda import _get_backend_priorities
+
+    vllm_config = build(dtype=dtype)
+    gpu(*capability)
+    default = _get_backend_priorities(False, DeviceCapability(*capability))[0]
+    assert (default is AttentionBackendEnum.FLASHINFER) == (replaced is not None)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for _ in range(2):
+        arrange(vllm_config, config())
+    said = [record.getMessage() for record in caplog.records if "replaces" in record.getMessage()]
+    assert len(said) == (replaced is not None)
+    for line in said:
+        assert f"by {replaced} for all requests" in line
+        assert "--attention-backend FLASHINFER" in line
+    # Who names a backend gets no line.
+    caplog.clear()
+    vllm_config.attention_config.backend = AttentionBackendEnum[replaced or "FLASH_ATTN"]
+    arrange(vllm_config, config())
+    assert not caplog.records
 
 
 def test_without_its_newest_version_flash_attention_is_version_2(build, gpu, monkeypatch):

@@ -22,6 +22,7 @@ FIELDS += [
     "shared_blocks",
     "attention",
     "kernels",
+    "ring_memory",
     "store_memory",
     "store_path",
 ]
@@ -56,6 +57,7 @@ def test_defaults() -> None:
         "shared_blocks": "keep",
         "attention": "auto",
         "kernels": "required",
+        "ring_memory": "512M",
         "store_memory": 0,
         "store_path": None,
         "audit": 0,

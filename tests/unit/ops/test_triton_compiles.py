@@ -21,6 +21,7 @@ ATTEND = dict(
     HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, MERGE_ROWS=4, MERGE_AT_ONCE=8, PAGE=16,
     TILE=splits.TILE, SOFTCAP=False, SINKS=True, RECORD=True, LOG2E=1.44, FP8=False,
 )  # fmt: skip
+TABLE = dict(HEADS=8, PAGE=16, BLOCK=128, GROUP=5, DIM=80, QUERY=512, RECORD=True)
 PLAN = dict(CLASSES=splits.CLASSES)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
@@ -34,7 +35,7 @@ KERNELS = [
     (splits._lengths_kernel, dict(HEADS=8, BLOCK=256), {}),
     (splits._starts_kernel, dict(PLAN, TARGET=1188, SMALLEST=64, STEP=16, BLOCK=1024), {}),
     (splits._queue_kernel, dict(PLAN, BLOCK=64), dict(num_warps=2)),
-    (page_table._page_table_kernel, dict(HEADS=8, PAGE=16, BLOCK=128), {}),
+    (page_table._page_table_kernel, TABLE, {}),
     (gather._gather_kernel, dict(PAGE=16, CONTENT=4096, PROGRAMS=64, BLOCK=1024), {}),
     (observe._observe_kernel, dict(HEADS=32, DIM=128, BLOCK=1024), {}),
 ]

@@ -28,6 +28,8 @@ DEFAULTS = {
     "max_budget": None,
     "shared_blocks": "keep",
     "attention": "auto",
+    "kernels": "required",
+    "ring_memory": "512M",
     "store_memory": 0,
     "store_path": None,
     "audit": 0,

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_kvevict.ops.triton.decode import Ring
+
 _BLOCK = 128
 
 _PROGRAMS = 4096
@@ -14,6 +16,7 @@ _PROGRAMS = 4096
     do_not_specialize=["stores_row", "block_row", "table_row"],
     do_not_specialize_on_alignment=[
         *("rows", "places", "head_indptr", "block_table", "lengths", "table"),
+        *("slots", "seq_lens"),
     ],
 )
 def _page_table_kernel(
@@ -25,12 +28,23 @@ def _page_table_kernel(
     block_table,
     lengths,
     table,
+    query,
+    rings,
+    slots,
+    seq_lens,
     stores_row,
     block_row,
     table_row,
+    query_token,
+    query_head,
+    window,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERY: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     request = sequence // HEADS
@@ -42,6 +56,17 @@ def _page_table_kernel(
     first = tl.load(indptr, mask=tail > 0, other=0)
     pages = tl.load(indptr + 1, mask=tail > 0, other=0) - first
     count = (tl.load(lengths + sequence) + PAGE - 1) // PAGE
+    if RECORD:
+        slot = tl.load(slots + request)
+        if (slot >= 0) & (tl.program_id(1) == 0):
+            element = tl.arange(0, QUERY)
+            own = element < GROUP * DIM
+            own_head = head * GROUP + element // DIM
+            at = request.to(tl.int64) * query_token + own_head * query_head + element % DIM
+            value = tl.load(query + at, mask=own, other=0.0)
+            entry = slot.to(tl.int64) * window + (tl.load(seq_lens + place) - 1) % window
+            target = (entry * HEADS + head) * (GROUP * DIM) + element
+            tl.store(rings + target, value.to(rings.dtype.element_ty), mask=own)
     # Programs of one sequence take its columns in turn.
     for base in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         column = base + tl.arange(0, BLOCK)
@@ -67,10 +92,13 @@ def write_page_table(
     lengths: torch.Tensor,
     table: torch.Tensor,
     block_size: int,
+    query: torch.Tensor | None = None,
+    ring: Ring | None = None,
 ) -> None:
     """Write the physical head pages of every (request, KV head): store pages, then tail pages.
 
-    The number of programs depends on R, H and V only, so that a graph serves every length.
+    In decode steps the launch also records queries, which saves one launch for each layer. The
+    number of programs depends on R, H and V only, so that a graph serves every length.
 
     Args:
         rows: [R] int32 state rows, -1 for none.
@@ -82,10 +110,17 @@ def write_page_table(
         lengths: [>= R * H] int32 of this layer.
         table: [>= R * H, V] int32, written up to the length of each sequence.
         block_size: Tokens in a page.
+        query: [>= R, H * G, D], dimensions contiguous: the single query of each request, in order;
+            read only if there is a ring.
+        ring: Ring entries to which the queries are written; None for none.
 
     """
     heads = head_indptr.shape[1] - 1
     sequences = rows.shape[0] * heads
+    group = dim = 1
+    if ring is not None:
+        assert query is not None
+        group, dim = query.shape[1] // heads, query.shape[2]
     _page_table_kernel[(sequences, _programs(sequences, table.shape[1]))](
         rows,
         places,
@@ -95,12 +130,23 @@ def write_page_table(
         block_table,
         lengths,
         table,
+        rows if query is None or ring is None else query,
+        rows if ring is None else ring.entries,
+        rows if ring is None else ring.slots,
+        rows if ring is None else ring.seq_lens,
         stores.stride(0),
         block_table.stride(0),
         table.stride(0),
+        1 if query is None or ring is None else query.stride(0),
+        1 if query is None or ring is None else query.stride(1),
+        1 if ring is None else ring.window,
         HEADS=heads,
         PAGE=block_size,
         BLOCK=_BLOCK,
+        GROUP=group,
+        DIM=dim,
+        QUERY=triton.next_power_of_2(group * dim),
+        RECORD=ring is not None,
     )
 
 
