@@ -1,4 +1,4 @@
-"""Prompts whose KV a connector loads: the window is computed again before the first eviction.
+"""Prompts that a connector loads or saves: what is computed again, and what is never saved.
 
 vLLM computes one token after a load, so the queries of the observation window would be missing.
 A loaded prompt therefore continues where a prefix-cache hit would end
@@ -9,14 +9,21 @@ connectors pair the blocks of both servers from the end.
 vLLM publishes the blocks of an asynchronous load when it is complete, and those of a synchronous
 load when the request is scheduled. The first can be limited to the tokens before an eviction
 point; the second cannot, so requests with eviction points load nothing synchronously.
+
+Some connectors save what a request computes under a hash of its tokens. Tokens that were computed
+over an evicted cache must not be saved so, and the block table of an evicted request no longer
+holds its prompt. Such a request is therefore hidden from the connector.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.config.connectors import EXAMPLE
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.part import Part
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -32,6 +39,9 @@ class RemotePrefill(Part):
         connector = core.scheduler.connector
         assert connector is not None
         self._table = core.table
+        transfer = core.scheduler.vllm_config.kv_transfer_config
+        self.saves = transfer is not None and transfer.kv_connector == EXAMPLE
+        """True if the connector saves what requests compute, by their tokens."""
         match = connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(
@@ -82,3 +92,53 @@ class RemotePrefill(Part):
         state = self._table.states.get(request.request_id)
         if state is not None and state.evicts:
             request.num_computed_tokens = min(request.num_computed_tokens, state.hit_cap)
+
+    def visible(self, scheduler_output: "SchedulerOutput") -> "SchedulerOutput":
+        """Return the step without the requests that a connector must not save.
+
+        Finished and preempted requests stay visible, so that the connector forgets them.
+
+        Args:
+            scheduler_output: The scheduled step, before its evictions are planned.
+
+        """
+        hidden = {r for r in scheduler_output.num_scheduled_tokens if self._hides(r)}
+        if not hidden:
+            return scheduler_output
+        tokens = {r: n for r, n in scheduler_output.num_scheduled_tokens.items() if r not in hidden}
+        return replace(
+            scheduler_output,
+            scheduled_new_reqs=[
+                new for new in scheduler_output.scheduled_new_reqs if new.req_id not in hidden
+            ],
+            scheduled_cached_reqs=_without(scheduler_output.scheduled_cached_reqs, hidden),
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+        )
+
+    def _hides(self, request_id: str) -> bool:
+        """Return whether a request computes, or reads, something else than its tokens alone say.
+
+        A request with eviction points counts from its start: a connector may save a prompt in the
+        first step, before the point is reached.
+        """
+        state = self._table.states.get(request_id)
+        if state is None or not state.evicts:
+            return False
+        store = state.pending_store or state.base_store
+        return store is not None or state.has_eviction_points or state.computed_valid is not None
+
+
+def _without(cached: "CachedRequestData", hidden: set[str]) -> "CachedRequestData":
+    """Return the data of running requests without the hidden ones."""
+    rows = [row for row, request_id in enumerate(cached.req_ids) if request_id not in hidden]
+    return replace(
+        cached,
+        req_ids=[cached.req_ids[row] for row in rows],
+        resumed_req_ids=cached.resumed_req_ids - hidden,
+        new_token_ids=[cached.new_token_ids[row] for row in rows] if cached.new_token_ids else [],
+        all_token_ids={r: ids for r, ids in cached.all_token_ids.items() if r not in hidden},
+        new_block_ids=[cached.new_block_ids[row] for row in rows],
+        num_computed_tokens=[cached.num_computed_tokens[row] for row in rows],
+        num_output_tokens=[cached.num_output_tokens[row] for row in rows],
+    )

@@ -17,6 +17,7 @@ from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.config.store_tiers import parse_size
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore, register_spec
+from vllm_kvevict.engine.grouped_events import GroupedEvents
 from vllm_kvevict.engine.memory_pressure import MemoryPressure
 from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.part import Part
@@ -39,6 +40,10 @@ from vllm_kvevict.timeline.ring_slots import RingSlots
 from vllm_kvevict.timeline.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -94,6 +99,8 @@ class EvictingScheduler(Scheduler):
         self._parts += build_parts(core, config, self._stores)
         self._remote = next((p for p in self._parts if isinstance(p, RemotePrefill)), None)
         groups = self.kv_cache_config.kv_cache_groups
+        if 1 < len(managers) == len(groups):
+            GroupedEvents(core)
         self._layers = {group: len(groups[group].layer_names) for group in managers}
         # Otherwise the front end writes the totals in its periodic line.
         several = self.vllm_config.parallel_config._api_process_count > 1
@@ -288,6 +295,13 @@ class EvictingScheduler(Scheduler):
         if self._remote is not None:
             self._remote.rewind(request)
         super()._update_waiting_for_remote_kv(request)
+
+    def _build_kv_connector_meta(
+        self, connector: "KVConnectorBase_V1", scheduler_output: SchedulerOutput
+    ) -> "KVConnectorMetadata":
+        if self._remote is not None and self._remote.saves:
+            scheduler_output = self._remote.visible(scheduler_output)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _handle_invalid_blocks(
         self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]

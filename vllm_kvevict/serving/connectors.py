@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.config.connectors import LOADING, NIXL
+from vllm_kvevict.config.connectors import LOADING, NIXL, ONE_GROUP
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.serving.offload import CONNECTOR as OFFLOAD
 from vllm_kvevict.serving.offload import serve_offload
@@ -110,15 +110,19 @@ def _staged(vllm_config: "VllmConfig", _: "EvictionConfig") -> bool:
     return not current_platform.is_cpu() and buffer == "cpu"
 
 
-BESIDE_TRANSFERS = (
+BESIDE_ONE_GROUP = (
     *BESIDE_LOADS,
     Beside(
         "groups of layers with individual budgets",
-        "the other server has one group with all layers",
+        "it serves one group with all layers",
         "set groups in --kv-eviction-options to 1 under --kv-eviction-profile, or choose another "
         "policy than pyramidkv and ada-pyramid",
         lambda _, config: config.has_groups,
     ),
+)
+
+BESIDE_TRANSFERS = (
+    *BESIDE_ONE_GROUP,
     Beside(
         "bidirectional_kv_xfer",
         "a prefill server would read blocks that this server has evicted",
@@ -141,19 +145,20 @@ BESIDE_TRANSFERS = (
 
 
 def with_one_group(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionConfig":
-    """Return the settings with one budget for all layers if blocks come from another server.
+    """Return the settings with one budget for all layers if the connector serves one group only.
 
-    Both servers must have the same groups of layers. The probes of a profile stay in use; an
-    explicit number of groups is not changed.
+    Servers that exchange blocks must have the same groups of layers. The probes of a profile stay
+    in use; an explicit number of groups is not changed.
     """
     transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector not in NIXL:
+    if transfer is None or transfer.kv_connector not in ONE_GROUP:
         return config
     if config.profile is None or config.options.groups is not None:
         return config
     logger.info(
-        "KV eviction gives all layers one budget, as if the option groups were 1, because the "
-        "other server has one group with all layers."
+        "KV eviction gives all layers one budget, as if the option groups were 1, because "
+        "%s serves one group with all layers.",
+        transfer.kv_connector,
     )
     options = config.options.model_copy(update={"groups": 1})
     return config.model_copy(update={"options": options})
@@ -186,6 +191,7 @@ def serve_connector(vllm_config: "VllmConfig", config: "EvictionConfig") -> None
     if name == OFFLOAD:
         serve_offload(vllm_config)
         return
-    for one in BESIDE_TRANSFERS if name in NIXL else BESIDE_LOADS:
+    beside = BESIDE_ONE_GROUP if name in ONE_GROUP else BESIDE_LOADS
+    for one in BESIDE_TRANSFERS if name in NIXL else beside:
         if one.applies(vllm_config, config):
             raise ValueError(one.sentence(name))
