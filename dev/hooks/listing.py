@@ -216,7 +216,7 @@ HOOKS = {
             Scheduler.update_draft_token_ids(draft_token_ids) Scheduler.block_size
             Scheduler.kv_cache_manager Scheduler.num_spec_tokens Scheduler.connector
             Scheduler.num_lookahead_tokens Scheduler.prefix_replay_tokens
-            Scheduler._handle_blocked_waiting_request(request)
+            Scheduler._handle_blocked_waiting_request(request) Scheduler.waiting
         """,
         "vllm.v1.core.sched.async_scheduler": """
             AsyncScheduler._update_after_schedule(scheduler_output)
@@ -227,6 +227,15 @@ HOOKS = {
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.coordinator",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
         "vllm.v1.request": "RequestStatus.RUNNING",
+    },
+    "engine/waiting_queue.py": {
+        "vllm.v1.core.sched.request_queue": """
+            FCFSRequestQueue RequestQueue.add_request(request) RequestQueue.pop_request()
+            RequestQueue.peek_request() RequestQueue.prepend_request(request)
+            RequestQueue.prepend_requests(requests) RequestQueue.remove_request(request)
+            RequestQueue.remove_requests(requests)
+        """,
+        "vllm.v1.request": "Request.arrival_time",
     },
     "engine/prefix.py": {
         "vllm.v1.core.kv_cache_manager": """
