@@ -224,6 +224,7 @@ HOOKS = {
             Scheduler._mark_prefix_replay(request,num_hit_tokens,window_loaded)
             Scheduler._update_waiting_for_remote_kv(request)
             Scheduler._handle_invalid_blocks(invalid_block_ids,num_scheduled_tokens)
+            Scheduler.waiting
         """,
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
         "vllm.v1.core.sched.async_scheduler": """
@@ -235,6 +236,15 @@ HOOKS = {
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.coordinator",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
         "vllm.v1.request": "RequestStatus.RUNNING",
+    },
+    "engine/waiting_queue.py": {
+        "vllm.v1.core.sched.request_queue": """
+            FCFSRequestQueue RequestQueue.add_request(request) RequestQueue.pop_request()
+            RequestQueue.peek_request() RequestQueue.prepend_request(request)
+            RequestQueue.prepend_requests(requests) RequestQueue.remove_request(request)
+            RequestQueue.remove_requests(requests)
+        """,
+        "vllm.v1.request": "Request.arrival_time",
     },
     "engine/prefix.py": {
         "vllm.v1.core.kv_cache_manager": """

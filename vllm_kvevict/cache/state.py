@@ -88,6 +88,7 @@ class GroupState:
         cleared = cleared[self.evicted[cleared]]
         if len(cleared):
             self.evicted[cleared] = False
+            self.weighted[cleared] = False
             index = async_tensor_h2d(cleared, device=self.tail_start.device)
             self.tail_start.index_fill_(0, index, 0)
 

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kvevict.config.budget_log import report_budgets
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.core_options import read_options
-from vllm_kvevict.config.handover import TAKEN_OVER, hands_over
+from vllm_kvevict.config.handover import TAKEN_OVER, hands_over, takes_over
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.config.store_tiers import parse_size
@@ -29,6 +29,7 @@ from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.engine.tiered_stores import TieredStores
+from vllm_kvevict.engine.waiting_queue import WaitingQueue
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
     )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
@@ -68,6 +70,8 @@ class EvictingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         register_spec()
         super().__init__(*args, **kwargs)
+        self._waiting_queue = WaitingQueue(self.waiting)
+        self.waiting: RequestQueue = self._waiting_queue
         config = EvictionConfig.parse(self.vllm_config.additional_config.get(CONFIG_KEY))
         coordinator = self.kv_cache_manager.coordinator
         managers: dict[int, EvictableAttentionManager] = {
@@ -141,12 +145,18 @@ class EvictingScheduler(Scheduler):
         for part in self._parts:
             part.before_schedule()
         self._core.consider(None)
+        self._waiting_queue.return_unless(self._waits)
         self._memory.begin_step()
         self._inside = 0
         self.need_mamba_block_aligned_split = bool(
             self._aligns_mamba or self._table.stopping or self.num_spec_tokens
         )
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        self._waiting_queue.set_aside()
+        return output
+
+    def _waits(self, request: "Request") -> bool:
+        return self._stores.waits(self._table.states[request.request_id])
 
     def _mamba_block_aligned_split(
         self,
@@ -280,7 +290,13 @@ class EvictingScheduler(Scheduler):
             # look-up.
             self._core.consider(state)
             return True
-        return ready and not self._stores.waits(state)
+        if not ready:
+            return False
+        waits = self._stores.waits(state)
+        # A request that another server computed waits for its file on its own.
+        if waits and state.store_key is not None and not takes_over(request.kv_transfer_params):
+            self._waiting_queue.examined(request, state.store_key)
+        return not waits
 
     def _mark_prefix_replay(
         self, request: "Request", num_hit_tokens: int, window_loaded: bool

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.files import StoreFiles, Tensors, unpack
+from vllm_kvevict.stores.pinned import PinnedMemory
 from vllm_kvevict.stores.region import open_region
 from vllm_kvevict.timeline.step_plan import StoreCopy
 
@@ -62,6 +63,7 @@ class HostStores:
         self._files = files
         self._rank = rank
         self._kept: dict[str, Tensors] = {}
+        self._pinned = PinnedMemory() if content.device.type == "cuda" else None
         self._checksum = checksum
         self._first = checksum() if files is not None else ""
         self._weights_known = True
@@ -102,7 +104,7 @@ class HostStores:
         if tensors is None:
             tensors = self._from_file(copy)
             if copy.keep:
-                tensors = self._kept[copy.name] = _own(tensors, self._content.device)
+                tensors = self._kept[copy.name] = _own(tensors, self._pinned)
         self._content.write(copy.groups, tensors)
 
     def _from_file(self, copy: StoreCopy) -> Tensors:
@@ -137,11 +139,13 @@ class HostStores:
                 self._news.written[copy.name] = False
             if not (copy.keep or write):
                 continue
-            tensors, ready = _on_host(self._content.read(copy.groups), self._content.device)
+            tensors, ready = _on_host(self._content.read(copy.groups), self._pinned)
             if copy.keep:
                 self._kept[copy.name] = tensors
             if write and self._files is not None:
                 self._files.write_soon(copy.name, self._rank, tensors, ready)
+        if self._pinned is not None:
+            self._pinned.trim()
 
     def flush(self) -> None:
         """Wait until all files are written, for a limited time."""
@@ -149,21 +153,27 @@ class HostStores:
             self._files.flush()
 
 
-def _own(tensors: Tensors, device: torch.device) -> Tensors:
-    """Return copies that outlive a mapping, pinned for CUDA."""
-    return {n: t.pin_memory() if device.type == "cuda" else t.clone() for n, t in tensors.items()}
+def _own(tensors: Tensors, pinned: PinnedMemory | None) -> Tensors:
+    """Return copies that outlive a mapping, in pinned memory if there is any."""
+    if pinned is None:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+    copies = {}
+    for name, tensor in tensors.items():
+        copies[name] = pinned.empty(tensor.shape, tensor.dtype)
+        copies[name].copy_(tensor)
+    return copies
 
 
 def _on_host(
-    tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
+    tensors: Iterable[tuple[str, torch.Tensor]], pinned: PinnedMemory | None
 ) -> tuple[Tensors, Callable[[], None]]:
     """Return the tensors in host memory, and a function that waits until they are complete."""
-    if device.type == "cpu":
+    if pinned is None:
         return dict(tensors), lambda: None
     host = {}
     for name, tensor in tensors:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host[name] = pinned.copy_(tensor, non_blocking=True)
+        host[name] = pinned.empty(tensor.shape, tensor.dtype)
+        host[name].copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return host, event.synchronize

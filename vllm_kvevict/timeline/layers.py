@@ -156,6 +156,9 @@ MAX_GROUPS, MAX_RESIDUAL_VARIANCE = 8, 1 / 30
 that may remain inside groups. For SmolLM2-135M-Instruct, 4 groups leave 1/13, 5 leave 1/16 and 6
 leave 1/35, and 6 groups gave the most accurate answers (docs/layers.md)."""
 
+MIN_VARIANCE = 1e-12
+"""Sum of the squared differences of shares that are equal but for rounding."""
+
 MAX_PADDING_SHARE = 0.1
 """Share of the KV cache that uneven groups may leave unused before fewer groups are used."""
 
@@ -211,11 +214,11 @@ def _fewest_groups(shares: Sequence[float], stages: Sequence[int] = ()) -> list[
 
     The memory that a padded group leaves unused counts like a share of the variance.
     """
-    variance = _spread(shares)
+    variance = max(_spread(shares), MIN_VARIANCE)
 
     def left(groups: list[tuple[int, ...]]) -> float:
         inside = fsum(_spread([shares[layer] for layer in group]) for group in groups)
-        return inside / variance if variance else 0.0
+        return inside / variance
 
     def loss(groups: list[tuple[int, ...]]) -> float:
         missing = padding(*sizes_by_stage(groups, stages or (len(shares),)))

@@ -234,6 +234,26 @@ def test_beams_evict_nothing_and_take_no_keys(server):
     assert len({one["text"] for one in two}) == 2
 
 
+def test_beams_are_those_of_stock_vllm(server, tiny_model, tmp_path):
+    chat = chat_body(max_tokens=20) | dict(use_beam_search=True, n=3)
+    requests = [("chat/completions", chat)] + [
+        ("completions", body(random_prompt(length, seed=70 + n), new) | dict(beams, n=n))
+        for n, length, new in ((2, 150, 60), (4, 300, 30), (3, 40, 120))
+        for beams in (dict(use_beam_search=True), dict(use_beam_search=True, length_penalty=0.5))
+    ]
+
+    def searched(server: Server) -> list[list[str]]:
+        answers = [server.post(f"/v1/{path}", content) for path, content in requests]
+        return [[text_of(dict(choices=[one])) for one in each["choices"]] for each in answers]
+
+    plain = arguments(64, LIMIT)
+    with Server(tiny_model, plain, tmp_path / "log", PATIENCE_S, dict(VLLM_PLUGINS="")) as stock:
+        expected = searched(stock)
+    with evictions(server, 0):
+        assert searched(server) == expected
+    assert all(len(set(beams)) == len(beams) for beams in expected)
+
+
 def chat_body(**options: Any) -> dict[str, Any]:
     content = body(None) | dict(messages=MESSAGES) | options
     del content["prompt"]

@@ -41,3 +41,11 @@ def test_only_the_evicted_are_forgotten():
     made.clear([0, 1])
     assert not made.tail_start.any() and not made.evicted.any()
     assert not made.indptr(1).any()
+
+
+def test_a_row_forgets_that_its_store_was_weighted():
+    made = state()
+    made.record(1, 96, torch.tensor([5]), torch.ones(LAYERS, HEADS, dtype=torch.int64), True)
+    made.record(2, 96, torch.tensor([6]), torch.ones(LAYERS, HEADS, dtype=torch.int64), True)
+    made.clear([1])
+    assert made.weighted.tolist() == [False, False, True, False]

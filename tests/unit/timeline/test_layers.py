@@ -250,6 +250,12 @@ def test_four_groups_or_fewer_where_padding_would_cost_more_than_a_tenth(layers,
     assert padding(sizes) == unused
 
 
+@pytest.mark.parametrize("near", [0.9999999999999999, 1.0000000000000002])
+def test_shares_that_differ_by_rounding_are_equal(near):
+    groups = by_layer((1.0,) * 4, None)
+    assert by_layer((near, 1.0, 1.0, 1.0), None)[0].sizes == groups[0].sizes == (2, 2)
+
+
 def test_the_shipped_shares_ask_for_six_groups():
     """The layers that look a fact up, 17 and 21, then have no group with layers of share 1."""
     (path,) = SHIPPED.glob("*.json")
@@ -258,6 +264,7 @@ def test_the_shipped_shares_ask_for_six_groups():
     assert min(places[layer].value for layer in (17, 21)) > 1.5
 
 
+@example(shares=(0.9999999999999999, 1.0, 1.0, 1.0))
 @given(shares=SHARES)
 def test_without_a_number_the_fewest_groups_that_come_near(shares):
     """Those of up to 8 which leave a thirtieth of the variance inside groups, or lose least.
