@@ -79,6 +79,9 @@ class Options(BaseModel):
     groups: int | None = Field(
         None, ge=2, description="groups of layers, with --layers; the server's choice without it"
     )
+    server_args: str = Field(
+        "", description="more arguments of the servers with --layers, in one word (own server only)"
+    )
     window: int = Field(32, ge=1, description="observation window of the server")
     block_size: int | None = Field(
         None, ge=1, description="block size of the server, where it does not publish it"

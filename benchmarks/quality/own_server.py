@@ -1,5 +1,6 @@
 """The servers that the benchmark starts itself, and what they say they evicted."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def variants(options: Options) -> list[Variant]:
         flags: tuple[str, ...] = ("--kv-eviction-profile", options.layers)
         if options.groups:
             flags += "--kv-eviction-options.groups", str(options.groups)
+        flags += tuple(shlex.split(options.server_args))
         chosen.append(Variant(LAYERS, flags, shared))
     return chosen
 

@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--samples",
         type=int,
-        help="Texts of the built-in set (default: 24, or 48 for a model with few KV heads, which "
+        help="Texts of the built-in set (default: 30, or 60 for a model with few KV heads, which "
         "each see little of a text; 12 without probe).",
     )
     group.add_argument(

@@ -214,6 +214,10 @@ def test_a_server_with_shares_of_layers(tmp_path):
     assert layers.flags == ("--kv-eviction-profile", "auto", "--kv-eviction-options.groups", "5")
     assert layers.labels == {f"{name}, layers": name for name in ("defensive", "ada-defensive")}
     _, few = variants(Options.parse(["--model", str(tmp_path), "--layers", "auto"]))
+    more = ["--layers", "auto", "--server-args", "--kv-eviction-options.probe_window none"]
+    default, layers = variants(Options.parse(["--model", str(tmp_path), *more]))
+    assert layers.flags[-2:] == ("--kv-eviction-options.probe_window", "none")
+    assert not default.flags
     assert few.flags == ("--kv-eviction-profile", "auto"), "the server knows how many groups"
     assert len(variants(Options.parse(["--model", str(tmp_path)]))) == 1
     alone = ["--model", str(tmp_path), "--policies", "", "--layers", "auto"]
