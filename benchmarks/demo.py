@@ -71,7 +71,7 @@ def ask(server: Server, model: Path, asked: list[Question], known: bool) -> list
             messages=[{"role": "user", "content": text} for text in texts],
             max_tokens=48,
             temperature=0,
-            extra_body={} if known else {"vllm_xargs": {"kv_eviction_at_message": 0}},
+            extra_body={} if known else {"vllm_xargs": {"kv_eviction_at": {"message": 0}}},
         )
         return (completion.choices[0].message.content or "").strip()
 

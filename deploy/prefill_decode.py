@@ -1,7 +1,8 @@
 """A proxy for two servers on one folder of stores: one computes prompts, the other answers them.
 
-It does what vLLM's example proxies do: each request goes to the prefill server for one token,
-marked ``do_remote_decode``, and then as it is to the decode server, with the first answer's
+An example, not a proxy for production: it has no time limits, health checks, list of models or
+metrics. It does what vLLM's example proxies do: each request goes to the prefill server for one
+token, marked ``do_remote_decode``, and then as it is to the decode server, with the first answer's
 ``kv_transfer_params``. Where the prefill server is gone, the decode server does both.
 """
 

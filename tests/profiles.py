@@ -10,7 +10,8 @@ import torch
 
 from vllm_kvevict.config.probe_weights import NetworkWeights, ProbeWeights, ProseWeights
 from vllm_kvevict.config.profile import ModelIdentity, Profile
-from vllm_kvevict.serving.profile import identity, to_json
+from vllm_kvevict.serving.identity import identity
+from vllm_kvevict.serving.profile import to_json
 
 
 def identity_of(model: Path) -> ModelIdentity:

@@ -12,7 +12,7 @@ from vllm_kvevict.serving.offload import CONNECTOR, OURS
 NO_PROFILE = "none"
 
 _EVICT = ("--kv-eviction", "{policy}", "--kv-eviction-budget", "{budget}")
-_AT = {"kv_eviction_at_message": 0}
+_AT: dict[str, Any] = {"kv_eviction_at": {"message": 0}}
 _FILES = ("--kv-eviction-store-path", "{stores}")
 _FROM_FILES = ("evictions", "stores_restored_file")
 _OFFLOAD = dict(

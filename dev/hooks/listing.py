@@ -41,8 +41,10 @@ HOOKS = {
         "vllm.renderers.online_renderer": """
             OnlineRenderer.render_chat(request,skip_mm_cache)
             OnlineRenderer.render_completion(request,skip_mm_cache)
-            OnlineRenderer.create_error_response(message,param)
+            OnlineRenderer.create_error_response(message,param) OnlineRenderer.renderer
         """,
+        "vllm.renderers.base": "BaseRenderer.config",
+        "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest.vllm_xargs",
         "vllm.entrypoints.openai.chat_completion.protocol": """
             ChatCompletionRequest.vllm_xargs ChatCompletionRequest.messages
             ChatCompletionRequest.add_generation_prompt ChatCompletionRequest.continue_final_message
@@ -139,11 +141,17 @@ HOOKS = {
         """,
         "vllm.distributed.utils": "get_pp_indices(num_hidden_layers,pp_rank,pp_size)",
     },
-    "serving/profile.py": {
+    "serving/identity.py": {
         "vllm.config": """
             ModelConfig.architecture ModelConfig.get_total_num_kv_heads ModelConfig.model
-            ModelConfig.hf_text_config
+            ModelConfig.revision ModelConfig.hf_text_config VllmConfig.load_config
+            LoadConfig.load_format LoadConfig.download_dir
         """,
+        "vllm.model_executor.model_loader": "get_model_loader",
+        "vllm.model_executor.model_loader.base_loader": """
+            BaseModelLoader.download_model(model_config)
+        """,
+        "vllm.tokenizers": "cached_tokenizer_from_config",
     },
     "cache/spec.py": {
         "vllm.v1.kv_cache_interface": """

@@ -39,11 +39,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asks(point=3), "unknown key 'kv_eviction_point'"),
 ]
 BAD_ONLY_IN: list[tuple[str, dict[str, Any], str]] = [
-    ("chat/completions", asks(at_message=0), "needs a chat with at least two messages"),
-    ("completions", asks(at_text="nowhere"), "stands nowhere in the prompt"),
-    ("completions", asks(at_message=0), "at_message is for chat completions"),
-    ("chat/completions", asks(at_text="x"), "at_text is for completions"),
-    ("responses", asks(at_message=0), "at_message is for chat completions"),
+    ("chat/completions", asks(at={"message": 0}), "needs a chat with at least two messages"),
+    ("chat/completions", asks(at={"text": "nowhere"}), "stands nowhere in the chat"),
+    ("chat/completions", asks(at={"end": 1}), 'must be prompt tokens or {"message": 0} or'),
+    ("completions", asks(at={"text": "nowhere"}), "stands nowhere in the prompt"),
+    ("completions", asks(at={"message": 0}), 'must be prompt tokens or {"text": "..."} here'),
+    ("responses", asks(at={"message": 0}), "as a mapping is for chat completions"),
 ]
 
 
@@ -153,15 +154,28 @@ def test_a_context_named_by_message_or_text_is_the_point_in_tokens(server):
     end = server.post("/tokenize", part)["tokens"]
     assert end == whole[: len(end)]
     path = "/v1/chat/completions"
-    named = evicting(server, path, chat | dict(vllm_xargs=asks(at_message=1, interval=0)))
+    named = evicting(server, path, chat | dict(vllm_xargs=asks(at={"message": 1}, interval=0)))
     counted = evicting(server, path, chat | dict(vllm_xargs=asks(at=len(end), interval=0)))
     other = evicting(server, path, chat | dict(vllm_xargs=asks(at=-1, interval=0)))
     assert named == counted != other
     prompt = dict(model="tiny", prompt=PROMPT_TEXT + " who?")
     at = len(server.post("/tokenize", dict(model="tiny", prompt=PROMPT_TEXT))["tokens"])
     path = "/v1/completions"
-    named = evicting(server, path, prompt | dict(vllm_xargs=asks(at_text=" who?", interval=0)))
+    named = evicting(server, path, prompt | dict(vllm_xargs=asks(at={"text": " who?"}, interval=0)))
     assert named == evicting(server, path, prompt | dict(vllm_xargs=asks(at=at, interval=0)))
+
+
+def test_a_text_inside_a_message_of_a_chat_is_the_point_in_tokens(server):
+    """Context and question in one message: the question's text ends the context."""
+    chat = dict(model="tiny", messages=[dict(role="user", content=PROMPT_TEXT + " who?")])
+    whole = server.post("/tokenize", chat)["tokens"]
+    part = chat | dict(messages=MESSAGES, add_generation_prompt=False)
+    both = zip(whole, server.post("/tokenize", part)["tokens"], strict=False)
+    at = next(index for index, (a, b) in enumerate(both) if a != b)
+    path = "/v1/chat/completions"
+    named = evicting(server, path, chat | dict(vllm_xargs=asks(at={"text": " who?"}, interval=0)))
+    assert named == evicting(server, path, chat | dict(vllm_xargs=asks(at=at, interval=0)))
+    assert named != evicting(server, path, chat | dict(vllm_xargs=asks(at=-1, interval=0)))
 
 
 @pytest.mark.parametrize("path, asked, reason", BAD_ONLY_IN)
@@ -206,7 +220,7 @@ def test_a_point_in_a_seeded_prompt_is_refused(server):
     assert server.post("/v1/completions", seeded)["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.parametrize("asked", [asks(budget="10%"), asks("nonsense"), asks(at_message=0)])
+@pytest.mark.parametrize("asked", [asks(budget="10%"), asks("nonsense"), asks(at={"message": 0})])
 def test_settings_for_a_beam_search_are_refused_by_name(server, asked):
     common = dict(model="tiny", use_beam_search=True, n=2, max_tokens=4, vllm_xargs=asked)
     (key,) = asked

@@ -9,7 +9,7 @@ from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 from vllm_kvevict.config.names import LEARNED, POLICY_NAMES, PYRAMIDS
 from vllm_kvevict.config.profile import Profile
-from vllm_kvevict.serving.profile import identity
+from vllm_kvevict.serving.identity import identity
 
 EVICTION = dict(budget=128, interval=64)
 LENGTHS = (700, 333, 1200, 1, 60, 150)

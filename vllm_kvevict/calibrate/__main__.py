@@ -26,9 +26,10 @@ def main(argv: list[str]) -> int:
     except (CommandError, PromptsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    from vllm_kvevict.serving.profile import AUTO, cache_folder, cached_name, to_json
+    from vllm_kvevict.serving.identity import file_name
+    from vllm_kvevict.serving.profile import AUTO, cache_folder, to_json
 
-    path = options.output or cache_folder() / cached_name(profile.model)
+    path = options.output or cache_folder() / file_name(profile.model)
     write(path, to_json(profile, weights))
     print("shares by layer  " + " ".join(f"{share:.2f}" for share in profile.layers))
     print(f"between prompts a layer's share differs by {profile.made['spread']:.2f} on average")

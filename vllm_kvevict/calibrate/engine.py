@@ -17,7 +17,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import CONFIG_KEY, LEARNED
 from vllm_kvevict.config.probe_weights import ProbeWeights
 from vllm_kvevict.config.profile import ModelIdentity, Profile
-from vllm_kvevict.serving.profile import identity
+from vllm_kvevict.serving.identity import identity
 
 if TYPE_CHECKING:
     from vllm_kvevict.worker.eviction import EvictionRecord

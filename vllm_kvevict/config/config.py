@@ -105,7 +105,16 @@ class EvictionConfig(BaseModel):
             "The model's profile, made by vllm-kvevict calibrate: shares of the budget "
             "by layer and head, and the scores of probe. A file; auto for a profile that ships "
             "for this model or that calibrate stored under vLLM's cache root; measure as auto, "
-            "and runs calibrate if there is no profile."
+            "and runs calibrate if there is no profile; none for no profile. Without the flag, "
+            "--kv-eviction auto measures as well, and does without a profile if it cannot."
+        ),
+    )
+    measure_seconds: float = Field(
+        default=900.0,
+        gt=0,
+        allow_inf_nan=False,
+        description=(
+            "Maximum number of seconds in which start-up measures a model that has no profile."
         ),
     )
     allow: tuple[str, ...] = Field(
@@ -120,6 +129,13 @@ class EvictionConfig(BaseModel):
         description=(
             "Maximum budget that a request may ask for: tokens, or a share. "
             "Requests may then neither switch eviction off nor evict less often than the server."
+        ),
+    )
+    protect_system: bool = Field(
+        default=False,
+        description=(
+            "Protect the system prompt and the tool definitions of chats: true or false. No head "
+            "evicts them, and they are kept in addition to the budget."
         ),
     )
     shared_blocks: Literal["keep", "evict"] = Field(
@@ -194,12 +210,14 @@ class EvictionConfig(BaseModel):
     @field_validator("profile", mode="before")
     @classmethod
     def _parse_profile(cls, value: Any) -> str | Profile | None:
-        if value is None or isinstance(value, Profile) or (isinstance(value, str) and value):
+        if value is None or value == NONE:
+            return None
+        if isinstance(value, Profile) or (isinstance(value, str) and value):
             return value
         if isinstance(value, dict):
             return parse(value)
         raise ValueError(
-            f"give a file made by vllm-kvevict calibrate, auto, or measure, not {value!r}"
+            f"give a file made by vllm-kvevict calibrate, auto, measure, or none, not {value!r}"
         )
 
     @field_validator("allow", mode="before")

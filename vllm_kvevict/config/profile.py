@@ -19,6 +19,10 @@ class ModelIdentity(BaseModel):
         layers: Number of layers that evict, in the whole model.
         kv_heads: Number of KV heads of a layer, over all ranks.
         config: Hash of the configuration's shape.
+        tokenizer: Hash of a fixed text's tokens; None if it is unknown.
+        weights: Values of single tensors by name, as ``stores/samples.py`` encodes them; None if
+            they are unknown.
+        name: Name and revision of the model; None if the weights are known.
 
     """
 
@@ -28,6 +32,9 @@ class ModelIdentity(BaseModel):
     layers: int = Field(ge=2)
     kv_heads: int = Field(ge=1)
     config: str
+    tokenizer: str | None = None
+    weights: dict[str, str] | None = None
+    name: str | None = None
 
     def __str__(self) -> str:
         return (

@@ -18,11 +18,11 @@ PREFILL_INTERVAL = f"{CONFIG_KEY}_prefill_interval"
 PROTECT = f"{CONFIG_KEY}_protect_first"
 WHEN = f"{CONFIG_KEY}_when"
 AT = f"{CONFIG_KEY}_at"
-AT_MESSAGE = f"{CONFIG_KEY}_at_message"
-AT_TEXT = f"{CONFIG_KEY}_at_text"
-KEYS = (
-    POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT, AT_MESSAGE, AT_TEXT,
-)  # fmt: skip
+KEYS = (POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT)
+
+MESSAGE, TEXT = "message", "text"
+"""Keys of :data:`AT` as a mapping: the message after which the context ends, and the text before
+which it ends. API servers turn both into tokens."""
 
 BEAM_SEARCH = f"{CONFIG_KEY}_beam_search"
 """Key with which front ends mark the requests of a beam search for the engine core. Clients may not
@@ -239,26 +239,27 @@ def message_index(value: Any, count: int) -> int:
             it.
 
     """
-    index = _number({AT_MESSAGE: value}, AT_MESSAGE, minimum=None, what="messages")
+    key = f"{AT} {MESSAGE}"
+    index = _number({key: value}, key, minimum=None, what="messages")
     position = index + count if index < 0 else index
     if not 0 <= position < count - 1:
         raise ValueError(
-            f"KV eviction: {AT_MESSAGE} must be the index of one of the chat's {count} messages, "
+            f"KV eviction: {key} must be the index of one of the chat's {count} messages, "
             f"except the last (0 to {count - 2}, or {-count} to -2), not {index}"
             if count > 1
-            else f"KV eviction: {AT_MESSAGE} needs a chat with at least two messages"
+            else f"KV eviction: {key} needs a chat with at least two messages"
         )
     return position
 
 
 def _at(given: Mapping[str, Any], prompt_len: int) -> int | None:
-    for key, api in ((AT_MESSAGE, "chat completions"), (AT_TEXT, "completions")):
-        if key in given:
-            raise ValueError(
-                f"KV eviction: {key} is for {api} of the API server; give {AT} in tokens here"
-            )
     if AT not in given:
         return None
+    if isinstance(given[AT], Mapping):
+        raise ValueError(
+            f"KV eviction: {AT} as a mapping is for chat completions and completions of the API "
+            "server; give prompt tokens here"
+        )
     at = _number(given, AT, minimum=None, what="prompt tokens")
     point = at + prompt_len if at < 0 else at
     if not 0 < point <= prompt_len:

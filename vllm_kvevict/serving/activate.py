@@ -11,6 +11,7 @@ from vllm_kvevict.compat.versions import untested
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import ring_bytes
 from vllm_kvevict.config.names import AUTO, CONFIG_KEY
+from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
@@ -18,8 +19,8 @@ from vllm_kvevict.serving import admission
 from vllm_kvevict.serving.connectors import serve_connector, with_one_group
 from vllm_kvevict.serving.loss import resolved
 from vllm_kvevict.serving.offload import without_prefix_cache
-from vllm_kvevict.serving.profile import check_learned, load
-from vllm_kvevict.serving.recommend import recommended
+from vllm_kvevict.serving.profile import check_learned, load, warn_of_related
+from vllm_kvevict.serving.recommend import is_parent, recommended
 from vllm_kvevict.serving.support import check
 from vllm_kvevict.stores.files import check_owner
 
@@ -44,7 +45,9 @@ OURS = {
 }
 
 
-def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
+def activate(
+    vllm_config: "VllmConfig", config: EvictionConfig, unmeasured: str | None = None
+) -> None:
     """Switch eviction on in ``vllm_config``. Idempotent.
 
     Every process reads the normalised settings from ``additional_config["kv_eviction"]``.
@@ -52,6 +55,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     Args:
         vllm_config: As ``EngineArgs.create_engine_config`` built it; changed in place.
         config: The validated settings.
+        unmeasured: Why the model could not be measured; None if it was not tried.
 
     Raises:
         ValueError: In one sentence, what about the model or the configuration does not work
@@ -59,7 +63,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
 
     """
     if config.policy == AUTO:
-        config = recommended(vllm_config, config)
+        config = recommended(vllm_config, config, unmeasured)
     config = with_one_group(vllm_config, resolved(vllm_config, config))
     check(vllm_config, config)
     if config.profile is not None:
@@ -98,7 +102,7 @@ def activate(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     admission.install()
     stat_logger.install()
     # Of several API servers only the parent speaks.
-    if parallel._api_process_count == 1 or parallel._api_process_rank == -1:
+    if is_parent(vllm_config):
         _report(vllm_config, config)
 
 
@@ -166,6 +170,8 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
     """Say what is on; the engine core says what it comes to in blocks, when it has made them."""
     if warning := untested(vllm.__version__):
         logger.warning("%s.", warning)
+    if isinstance(config.profile, Profile):
+        warn_of_related(config.profile, vllm_config)
     slots = ring_slots(vllm_config, config)
     rings = slots * ring_bytes(vllm_config, config)
     most = sustained(slots, config.timeline(vllm_config.cache_config.block_size))

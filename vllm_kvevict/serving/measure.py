@@ -1,17 +1,29 @@
-"""``--kv-eviction-profile measure``: calibrate runs where ``auto`` would find no profile."""
+"""Measures a model that has no profile when a server starts: runs calibrate in a process of its
+own."""
 
 import json
+import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+import vllm_kvevict
 from vllm_kvevict.config.budget import budget_loss
 from vllm_kvevict.config.names import AUTO, CONFIG_KEY, MEASURE
+from vllm_kvevict.serving import profile
+from vllm_kvevict.serving.identity import Match, download, file_name, identity
 from vllm_kvevict.serving.profile import FLAG, find
-from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, budget_of, changed
+from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, budget_of, changed, is_parent
 from vllm_kvevict.serving.support import check
 
 if TYPE_CHECKING:
@@ -28,37 +40,65 @@ FIELDS = (
 ).split()
 """Fields of vLLM's ``EngineArgs`` that say which model it is, and where it fits."""
 
+PARTS = {"probes": 0.4, "shares": 0.15, "quality": 0.45}
+"""Parts of calibrate by the names of their progress bars, and their approximate shares of the
+time."""
+
+BAR = re.compile(r"([\w ]+):\s+\d+%\|.*\| (\d+)/(\d+) \[")
+
+EARLY = 0.05
+"""Part of the work after which the expected time is compared with the limit."""
+
+EVERY = 10.0
+"""Minimum number of seconds between two lines about progress."""
+
 
 def measured(
     engine_args: Any, vllm_config: "VllmConfig", config: "EvictionConfig"
-) -> "EvictionConfig":
-    """Return the configuration with ``auto`` instead of ``measure``, and a profile that it finds.
+) -> "tuple[EvictionConfig, str | None]":
+    """Measure the model if it has no profile and the settings ask for one.
 
-    Nothing is measured where the server could not use it; ``auto`` then says why.
+    ``--kv-eviction auto`` without ``--kv-eviction-profile`` asks for a profile, and ``measure``
+    insists on it. Nothing is measured if the server could not use the profile.
 
     Args:
         engine_args: vLLM's ``EngineArgs``, from which ``vllm_config`` was built.
         vllm_config: As vLLM built it.
-        config: The settings; those without ``measure`` are returned as they are.
+        config: The settings.
+
+    Returns:
+        The settings with the profile ``auto`` instead of ``measure``, and the reason why an
+        implicit measurement was impossible, or None.
 
     Raises:
-        ValueError: In one sentence, what went wrong, and the command that measures by hand.
+        ValueError: In one sentence, why ``measure`` was impossible, and the command that measures
+            by hand.
 
     """
-    if config.profile != MEASURE:
-        return config
-    config = changed(config, {"profile": AUTO})
-    if find(vllm_config) is not None or not _is_usable(vllm_config, config):
-        return config
+    insists = config.profile == MEASURE
+    if insists:
+        config = changed(config, {"profile": AUTO})
+    elif config.policy != AUTO or "profile" in config.model_fields_set:
+        return config, None
+    if not is_parent(vllm_config) or not _is_usable(vllm_config, config):
+        return config, None
+    download(vllm_config)
+    found = find(vllm_config)
+    if found is not None and (insists or found.match is Match.SAME):
+        return config, None
     words = [str(engine_args.model), *flags(engine_args)]
     by_hand = f"vllm-kvevict calibrate {shlex.join(words)}"
-    logger.info("KV eviction: no profile of this model yet, so it is measured now: %s", by_hand)
-    problem = _run([sys.executable, "-m", "vllm_kvevict.calibrate", *words])
-    if problem is None and find(vllm_config) is None:
-        problem = "what it wrote is another model's"
-    if problem is not None:
+    failure = FailureFile(profile.cache_folder() / f"{file_name(identity(vllm_config))}.failed")
+    problem = None
+    if not insists:
+        problem = _impossible(vllm_config) or failure.read(config.measure_seconds)
+    if problem is None:
+        problem = _measure(words, by_hand, config.measure_seconds, failure)
+        if problem is None and find(vllm_config) is None:
+            problem = "what it wrote is another model's"
+    if problem is not None and insists:
         raise ValueError(f"{FLAG} {MEASURE}: {problem}; measure by hand with {by_hand}")
-    return config
+    return config, problem
 
 
 def flags(engine_args: Any) -> list[str]:
@@ -75,6 +115,98 @@ def flags(engine_args: Any) -> list[str]:
     return found
 
 
+@dataclass
+class Progress:
+    """Progress of calibrate by the lines that it prints.
+
+    Args:
+        limit: Seconds that the measurement may take.
+        started: Time at which it began.
+        expected: Expected seconds in all, including the time in which the model is loaded; 0 if
+            they are unknown.
+
+    """
+
+    limit: float
+    started: float = field(default_factory=time.monotonic)
+    expected: float = 0.0
+    _first: float | None = None
+    _said: float = 0.0
+
+    def line(self, text: str) -> str | None:
+        """Return what to log about a line, or None."""
+        bar = BAR.match(text)
+        if bar is None or bar[1] not in PARTS:
+            return None if bar else text
+        name, done, count = bar[1], int(bar[2]), max(1, int(bar[3]))
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        before = sum(list(PARTS.values())[: list(PARTS).index(name)])
+        part = before + PARTS[name] * done / count
+        if part >= EARLY:
+            self.expected = self._first - self.started + (now - self._first) / part
+        if done not in (0, count) and now - self._said < EVERY:
+            return None
+        self._said = now
+        left = ""
+        if self.expected:
+            left = f", about {max(0.0, self.expected - (now - self.started)):.0f} s left in all"
+        return f"{name} {done} of {count}{left}"
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if the measurement is expected to take longer than the limit."""
+        return self.expected > self.limit
+
+
+@dataclass(frozen=True)
+class FailureFile:
+    """Reason why a model could not be measured, in a file next to the place of its profile.
+
+    Args:
+        path: Path of the file, which may not exist.
+
+    """
+
+    path: Path
+
+    def read(self, limit: float) -> str | None:
+        """Return why another attempt would fail as well, or None.
+
+        Args:
+            limit: Seconds that the attempt may take.
+
+        """
+        try:
+            value = json.loads(self.path.read_text())
+            seconds, reason = float(value["seconds"]), str(value["reason"])
+            if value["vllm_kvevict"] != vllm_kvevict.__version__ or 0 < seconds <= limit:
+                return None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return f"{reason} (found at an earlier start; remove {self.path} to try again)"
+
+    def write(self, reason: str, seconds: float = 0.0) -> None:
+        """Record a reason; ``seconds`` is the time that is needed if the limit is the reason."""
+        value = {"vllm_kvevict": vllm_kvevict.__version__, "reason": reason, "seconds": seconds}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(value))
+        except OSError as error:
+            logger.debug("KV eviction: %s: %s", self.path, error)
+
+
+def _impossible(vllm_config: "VllmConfig") -> str | None:
+    if vllm_config.load_config.load_format == "dummy":
+        return "its weights are random (--load-format dummy)"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "it is measured on one pipeline stage only (--pipeline-parallel-size)"
+    if vllm_config.model_config.skip_tokenizer_init:
+        return "it has no tokenizer (--skip-tokenizer-init)"
+    return None
+
+
 def _is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
     try:
         if budget_loss(config.budget) is not None:
@@ -82,15 +214,54 @@ def _is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
             config = changed(config, {"budget": BUDGET})
         if config.policy == AUTO:
             config = changed(config, {"policy": WITH_PROFILE} | budget_of(config, BUDGET))
-        check(vllm_config, config)
+        check(vllm_config, changed(config, {"profile": AUTO}))
     except ValueError:
         return False
     return True
 
 
-def _run(command: list[str]) -> str | None:
-    """Run a command and log its output. Return what was wrong, or None."""
-    last = "it said nothing"
+def _measure(words: list[str], by_hand: str, limit: float, failure: FailureFile) -> str | None:
+    """Run calibrate. Return why there is no profile, or None."""
+    logger.info(
+        "KV eviction: this model has no profile yet, so it is measured now, before it is served. "
+        "This takes a minute or two for a small model on a few CPU cores, and at most %g s "
+        "(--kv-eviction-measure-seconds). --kv-eviction-profile none skips it. The command is: %s",
+        limit,
+        by_hand,
+    )
+    started = time.monotonic()
+    status, last, progress = _run([sys.executable, "-m", "vllm_kvevict.calibrate", *words], limit)
+    seconds = time.monotonic() - started
+    if status == 0:
+        logger.info("KV eviction: the model was measured in %.0f s.", seconds)
+        return None
+    if status is None:
+        needed = max(progress.expected, limit + 1)
+        what = "it would take about" if progress.expected > limit else "it takes more than"
+        number = progress.expected if progress.expected > limit else limit
+        problem = (
+            f"{what} {number:.0f} s, and the limit is {limit:g} s (--kv-eviction-measure-seconds)"
+        )
+        failure.write(problem, needed)
+        return problem
+    problem = f"calibrate ended with status {status} ({last.removeprefix('error: ')})"
+    if last.startswith("error: "):
+        failure.write(problem)
+    return problem
+
+
+def _run(command: list[str], limit: float) -> tuple[int | None, str, Progress]:
+    """Run a command and log its progress.
+
+    Args:
+        command: The command.
+        limit: Seconds after which it is ended, or earlier if it is expected to take longer.
+
+    Returns:
+        Its exit status, or None if it was ended because of the limit; its last line; its progress.
+
+    """
+    last, progress, late = "it said nothing", Progress(limit), threading.Event()
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -98,16 +269,34 @@ def _run(command: list[str]) -> str | None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        # Ranks of its own end with it.
+        start_new_session=True,
     ) as process:
+
+        def end() -> None:
+            late.set()
+            _kill(process)
+
+        timer = threading.Timer(limit, end)
+        timer.daemon = True
+        timer.start()
         try:
             assert process.stdout is not None
             # A progress bar ends its lines with carriage returns, which read as line ends.
             for line in filter(None, map(str.strip, process.stdout)):
-                logger.info("calibrate: %s", line)
-                last = line
+                if text := progress.line(line):
+                    logger.info("calibrate: %s", text)
+                    last = text
+                if progress.is_too_long and not late.is_set():
+                    end()
         except BaseException:
-            process.kill()
+            _kill(process)
             raise
-    if process.returncode == 0:
-        return None
-    return f"calibrate ended with status {process.returncode} ({last.removeprefix('error: ')})"
+        finally:
+            timer.cancel()
+    return (None if late.is_set() else process.returncode), last, progress
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -59,6 +59,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default = "off" if field.is_required() else field.default
         if default in ((), None) or name == "options":
             default = "not set"
+        # A switch needs no value.
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
         choices = {"policy": _choices, "options": _options}.get(name, str)()
         group.add_argument(
             flag(name),
@@ -66,6 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar=name.upper(),
             default=argparse.SUPPRESS,
             help=f"{field.description} (default: {default}){choices}".replace("%", "%%"),
+            **switch,
         )
 
 
@@ -174,7 +177,7 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
 
     with _sentence(engine_args):
         check_statistics(config, getattr(engine_args, "disable_log_stats", False))
-        activate(vllm_config, measured(engine_args, vllm_config, config))
+        activate(vllm_config, *measured(engine_args, vllm_config, config))
     return vllm_config
 
 

@@ -1,43 +1,35 @@
-"""Whose profile a file of ``--kv-eviction-profile`` is, and where ``auto`` looks for one."""
+"""Reads and finds profiles (``--kv-eviction-profile``)."""
 
-import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.logger import init_logger
 
 import vllm_kvevict
 from vllm_kvevict.config import probe_weights
-from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.config.names import AUTO, LEARNED, MEASURE
-from vllm_kvevict.config.profile import ModelIdentity, ProbeFile, Profile, parse
+from vllm_kvevict.config.profile import ProbeFile, Profile, parse
+from vllm_kvevict.serving.identity import Match, file_name, identity, match
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.config.config import EvictionConfig
 
+logger = init_logger("vllm.kv_eviction.profile")
+
 FLAG = "KV eviction: --kv-eviction-profile"
 
 SHIPPED = Path(vllm_kvevict.__file__).parent / "profiles"
 
-SHAPE = (
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim layer_types tie_word_embeddings"
-).split()
-"""Fields of a model's configuration that tell models apart whatever they are served with."""
 
+class Found(NamedTuple):
+    """A profile, and its relation to the model that is served."""
 
-def identity(vllm_config: "VllmConfig") -> ModelIdentity:
-    """The identity of the model that vLLM serves."""
-    model = vllm_config.model_config
-    shape = {name: getattr(model.hf_text_config, name, None) for name in SHAPE}
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
-    return ModelIdentity(
-        architecture=str(model.architecture),
-        layers=evictable_layers(vllm_config),
-        kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        config=digest[:16],
-    )
+    profile: Profile
+    match: Match
+    reason: str
 
 
 def cache_folder() -> Path:
@@ -45,11 +37,6 @@ def cache_folder() -> Path:
     from vllm import envs
 
     return Path(envs.VLLM_CACHE_ROOT).expanduser() / "kv_eviction" / "profiles"
-
-
-def cached_name(model: ModelIdentity) -> str:
-    """Name of a model's profile in :func:`cache_folder`."""
-    return f"{model.architecture}-{model.config}.json"
 
 
 def check_learned(config: "EvictionConfig", model: str) -> None:
@@ -73,10 +60,10 @@ def check_learned(config: "EvictionConfig", model: str) -> None:
 
 
 def load(where: "str | Profile", vllm_config: "VllmConfig") -> Profile:
-    """The profile of the model that vLLM serves.
+    """Return the profile of the model that vLLM serves, or of a related model.
 
     Args:
-        where: A file, "auto" for a shipped or cached one, or a profile that was read before.
+        where: A file, "auto" for a cached or shipped one, or a profile that was read before.
         vllm_config: As vLLM built it.
 
     Raises:
@@ -86,19 +73,33 @@ def load(where: "str | Profile", vllm_config: "VllmConfig") -> Profile:
     mine = identity(vllm_config)
     if where == AUTO:
         if (found := find(vllm_config)) is not None:
-            return found
+            return found.profile
         raise ValueError(
             f"{FLAG} auto: no profile ships for {mine}, and none is in {cache_folder()}; make it "
             f"with vllm-kvevict calibrate {vllm_config.model_config.model}, or start "
             f"with {MEASURE} instead of auto"
         )
     profile = where if isinstance(where, Profile) else read(Path(where))
-    if profile.model != mine:
+    relation, reason = match(profile.model, mine)
+    if relation is Match.OTHER:
         raise ValueError(
-            f"{FLAG}: the profile is that of {profile.model}, and this model is {mine}; make its "
-            f"own with vllm-kvevict calibrate {vllm_config.model_config.model}"
+            f"{FLAG}: the profile is that of {profile.model}, and this model is {mine}: {reason}; "
+            f"make its own with vllm-kvevict calibrate {vllm_config.model_config.model}"
         )
     return profile
+
+
+def warn_of_related(profile: Profile, vllm_config: "VllmConfig") -> None:
+    """Log a warning if a profile is that of a related model."""
+    relation, reason = match(profile.model, identity(vllm_config))
+    if relation is Match.RELATED:
+        logger.warning(
+            "KV eviction: the profile %s may be another model's: %s. Answers may lose more than "
+            "the profile says; make this model's own with vllm-kvevict calibrate %s.",
+            profile.probe.file if profile.probe is not None else f"of {profile.model}",
+            reason,
+            vllm_config.model_config.model,
+        )
 
 
 def read(path: Path) -> Profile:
@@ -132,17 +133,32 @@ def to_json(profile: Profile, weights: "probe_weights.ProbeWeights | None") -> d
     return value if weights is None else value | {"probe": weights.to_json()}
 
 
-def find(vllm_config: "VllmConfig") -> Profile | None:
-    """The profile that ships for the model that vLLM serves, else a cached one, else None.
+def find(vllm_config: "VllmConfig") -> Found | None:
+    """Return the profile of the model that vLLM serves, else one of a related model, else None.
+
+    A profile that calibrate left in the cache is preferred to one that ships.
 
     Raises:
-        ValueError: In one sentence, what is wrong with a file.
+        ValueError: In one sentence, what is wrong with the model's own file or a shipped one.
 
     """
     mine = identity(vllm_config)
-    cached = cache_folder() / cached_name(mine)
-    for path in (*sorted(SHIPPED.glob("*.json")), *([cached] if cached.is_file() else ())):
-        profile = read(path)
-        if profile.model == mine:
-            return profile
-    return None
+    own = cache_folder() / file_name(mine)
+    others = sorted(cache_folder().glob(f"{mine.architecture}-{mine.config}-*.json"))
+    others = [path for path in others if path != own]
+    paths = [own, *others, *sorted(SHIPPED.glob("*.json"))]
+    best: Found | None = None
+    for path in filter(Path.is_file, paths):
+        try:
+            profile = read(path)
+        except ValueError as error:
+            if path in others:
+                logger.warning("%s", error)
+                continue
+            raise
+        relation, reason = match(profile.model, mine)
+        if relation is Match.SAME:
+            return Found(profile, relation, reason)
+        if relation is Match.RELATED and best is None:
+            best = Found(profile, relation, reason)
+    return best

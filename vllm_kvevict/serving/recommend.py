@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.config.budget import budget_loss, check_cap
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.serving.loss import losses, share_for
 from vllm_kvevict.serving.profile import AUTO, load
 from vllm_kvevict.serving.support import check
@@ -23,12 +24,18 @@ LOSS = 0.05
 """Nats per token that answers may lose, where no budget was set and the profile has losses."""
 BUDGET = "25%"
 """Where no profile says which budget it was made for."""
+FOUND, FOUND_BY_FULL_CACHE = 31, 98
+"""Needles of 100 that :data:`WITHOUT_PROFILE` at :data:`BUDGET` and the full cache find if the
+question is not known at the eviction (docs/quality.md)."""
 
 
-def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:
+def recommended(
+    vllm_config: "VllmConfig", config: EvictionConfig, unmeasured: str | None = None
+) -> EvictionConfig:
     """The configuration with a policy, and with the budget and the profile that go with it.
 
-    What was set by hand stays. Without evictions inside prompts, which need a budget in tokens,
+    What was set by hand stays. A budget that differs from :data:`BUDGET` is named in a warning.
+    Without evictions inside prompts, which need a budget in tokens,
     the budget is the smallest at which answers lose less than :data:`LOSS` where the profile says
     what they lose, else the profile's, or :data:`BUDGET`; but not above the cap on those of
     requests.
@@ -36,22 +43,74 @@ def recommended(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionCo
     Args:
         vllm_config: As vLLM built it.
         config: The settings, of the policy ``auto``.
+        unmeasured: Why the model could not be measured; None if it was not tried.
 
     Raises:
         ValueError: In one sentence, why neither policy works here, or what is wrong with the
             profile that was named.
 
     """
-    refusal = ""
-    try:
-        return _settled(vllm_config, config, _with_profile(vllm_config, config))
-    except ValueError as error:
-        if config.profile not in (None, AUTO) or budget_loss(config.budget) is not None:
-            raise
-        refusal = str(error)
+    # An explicit None is --kv-eviction-profile none.
+    unwanted = config.profile is None and "profile" in config.model_fields_set
+    refusal = "without a profile, as --kv-eviction-profile none asks"
+    if not unwanted:
+        try:
+            found = _with_profile(vllm_config, config)
+            _settled(vllm_config, config, found, unmeasured or "")
+            _warn_of_budget(vllm_config, config, found)
+            return found
+        except ValueError as error:
+            if config.profile not in (None, AUTO) or budget_loss(config.budget) is not None:
+                raise
+            refusal = unmeasured or str(error).rstrip(".")
     without = {"policy": _unlearned(vllm_config), "profile": None}
     found = changed(config, without | budget_of(config, BUDGET))
-    return _settled(vllm_config, config, found, refusal)
+    _settled(vllm_config, config, found, refusal)
+    if not unwanted and is_parent(vllm_config):
+        logger.warning(
+            "KV eviction: auto uses %s with a budget of %s, because the model has no profile that "
+            "this server can use: %s. Questions that are asked after their context was evicted "
+            "lose most: %s finds %d of 100 needles at %s, and the full cache %d (SmolLM2-135M, "
+            "docs/quality.md). vllm-kvevict calibrate %s makes a profile.",
+            found.policy,
+            found.budget,
+            refusal,
+            WITHOUT_PROFILE,
+            FOUND,
+            BUDGET,
+            FOUND_BY_FULL_CACHE,
+            vllm_config.model_config.model,
+        )
+    _warn_of_budget(vllm_config, config, found)
+    return found
+
+
+def is_parent(vllm_config: "VllmConfig") -> bool:
+    """Return True in the one of several API servers that measures and reports."""
+    parallel = vllm_config.parallel_config
+    return parallel._api_process_count == 1 or parallel._api_process_rank == -1
+
+
+def _warn_of_budget(
+    vllm_config: "VllmConfig", asked: EvictionConfig, found: EvictionConfig
+) -> None:
+    usual = asked.budget if asked.prefill_interval else BUDGET
+    if "budget" in asked.model_fields_set or found.budget == usual or not is_parent(vllm_config):
+        return
+    reason = f"--kv-eviction-max-budget is {asked.max_budget}"
+    if isinstance(found.profile, Profile) and found.budget != asked.max_budget:
+        reason = (
+            f"the profile was measured at {found.budget}"
+            if found.budget == found.profile.budget
+            else f"the profile bounds the loss of answers by {LOSS} nats per token there"
+        )
+    logger.warning(
+        "KV eviction: the budget is %s instead of %s, because %s; --kv-eviction-budget sets "
+        "another.",
+        found.budget,
+        usual,
+        reason,
+    )
 
 
 def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> EvictionConfig:
@@ -95,7 +154,7 @@ def changed(config: EvictionConfig, changes: dict[str, Any]) -> EvictionConfig:
 
 def _settled(
     vllm_config: "VllmConfig", asked: EvictionConfig, found: EvictionConfig, refusal: str = ""
-) -> EvictionConfig:
+) -> None:
     check(vllm_config, found)
     where = asked.profile if isinstance(asked.profile, str) else AUTO
     profile = "" if found.profile is None else f" --kv-eviction-profile {where}"
@@ -104,6 +163,5 @@ def _settled(
         found.policy,
         found.budget,
         profile,
-        f" ({refusal.rstrip('.')})" if refusal else "",
+        f" ({refusal})" if refusal else "",
     )
-    return found

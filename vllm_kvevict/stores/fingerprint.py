@@ -22,8 +22,21 @@ FORMAT = 2
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Number of samples of a file of weights, and bytes of each sample."""
 
+KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""File name suffixes of weights."""
+
 IRRELEVANT = frozenset(
-    {"store_memory", "store_path", "allow", "max_budget", "when", "interval", "attention"}
+    {
+        "store_memory",
+        "store_path",
+        "allow",
+        "max_budget",
+        "when",
+        "interval",
+        "attention",
+        "measure_seconds",
+        "protect_system",
+    }
 )
 """Settings that a store does not depend on, or that are part of its key."""
 
@@ -72,20 +85,12 @@ def weights(model: str, revision: str | None) -> str:
         The digest; the name and revision if the weights are not on this machine.
 
     """
-    path = Path(model)
-    if not path.exists():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-        try:
-            path = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
-            logger.warning("KV eviction: files of stores identify the model by its name only.")
-            return f"{model} {revision}"
-    kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.suffix in kinds]
+    files = local_files(model, revision)
+    if files is None:
+        logger.warning("KV eviction: files of stores identify the model by its name only.")
+        return f"{model} {revision}"
     checksum = sha256()
-    for file in sorted(files):
+    for file in files:
         size = file.stat().st_size
         checksum.update(f"{file.name} {size}".encode())
         with file.open("rb") as opened:
@@ -93,6 +98,35 @@ def weights(model: str, revision: str | None) -> str:
                 opened.seek(size * sample // SAMPLES)
                 checksum.update(opened.read(SAMPLE_BYTES))
     return checksum.hexdigest()
+
+
+def local_files(
+    model: str, revision: str | None, download_dir: str | None = None
+) -> list[Path] | None:
+    """Return a model's files of weights, sorted; None if they are not on this machine.
+
+    Args:
+        model: A folder, a file, or a name on the Hugging Face Hub.
+        revision: Revision of the Hub's repository.
+        download_dir: Folder of downloads from the Hub, if it is not the Hub's own.
+
+    """
+    path = Path(model)
+    if not path.exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            path = Path(
+                snapshot_download(
+                    model, revision=revision, cache_dir=download_dir, local_files_only=True
+                )
+            )
+        except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
+            return None
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.suffix in KINDS)
 
 
 def store_files(

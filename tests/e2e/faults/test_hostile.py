@@ -56,9 +56,7 @@ MEANT = {
     "kv_eviction_prefill_interval": (0, 128, 4000),
     "kv_eviction_protect_first": (1, 32),
     "kv_eviction_when": ("always", "pressure"),
-    "kv_eviction_at": (1, 150, -1),
-    "kv_eviction_at_message": (0, -2, 1),
-    "kv_eviction_at_text": ("na", "ba"),
+    "kv_eviction_at": (1, 150, -1, {"message": 0}, {"message": -2}, {"text": "na"}, {"text": "ba"}),
 }
 """Values that have a meaning alone, for pairs that come further than their first key."""
 
@@ -207,10 +205,10 @@ def test_megabytes(server):
     requests = [
         asking(COMPLETION, {"kv_eviction": text}),
         asking(COMPLETION, {"kv_eviction_" + text: 1}),
-        asking(PLACES[0], {"kv_eviction_at_text": text}),
+        asking(PLACES[0], {"kv_eviction_at": {"text": text}}),
         asking(
             ("/v1/completions", dict(prompt=repeated)),
-            {"kv_eviction_at_text": "c" + "b" + repeated[:1500]},
+            {"kv_eviction_at": {"text": "c" + "b" + repeated[:1500]}},
         ),
     ]
     found = Counter[int]()

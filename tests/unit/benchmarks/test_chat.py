@@ -90,7 +90,7 @@ def test_the_point_is_the_end_of_the_document_in_every_turn(tmp_path: Path) -> N
         xargs = setting(tmp_path).xargs(ROWS[name])
         assert set(xargs) <= set(KEYS)
         for messages in all_messages(dialogue):
-            point = message_index(xargs["kv_eviction_at_message"], len(messages))
+            point = message_index(xargs["kv_eviction_at"]["message"], len(messages))
             assert messages[point]["content"] == dialogue.document
             assert messages[point + 1]["content"] == dialogue.questions[0].text
     assert not any(setting(tmp_path).xargs(ROWS[name]) for name in (STOCK, "always", "pressure"))
@@ -207,7 +207,7 @@ def endpoint() -> Iterator[SimpleNamespace]:
 def test_each_turn_sends_what_was_said_with_the_same_keys(endpoint: SimpleNamespace) -> None:
     talks = [Conversation(one) for one in make(3, 2, 1, **SHAPE)]
     heard: list[int] = []
-    xargs = {"kv_eviction_at_message": 0}
+    xargs = {"kv_eviction_at": {"message": 0}}
     server = cast(Any, endpoint)
     seconds = converse(server, talks, 2, 2, 0.1, xargs, lambda: heard.append(1))
     assert len(heard) == len(endpoint.bodies) == 6 and endpoint.most == 2

@@ -4,6 +4,7 @@ What a server publishes is taken from vLLM's own manager of stat loggers, evicti
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -179,6 +180,23 @@ def test_alerts_fire_when_they_should():
             [found("promtool"), *command], cwd=FOLDER, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("seconds", [("2.5", "0.1"), ("1.0", "0.05")])
+def test_the_operator_gets_the_same_rules_with_its_own_objectives(seconds):
+    ttft, itl = seconds
+    done = subprocess.run(
+        [FOLDER / "prometheus_rule.sh"], capture_output=True, text=True, check=True,
+        env={"PATH": os.environ["PATH"], "TTFT": ttft, "ITL": itl, "RUNBOOK": "https://w.org/k"},
+    )  # fmt: skip
+    made = yaml.safe_load(done.stdout)
+    assert made["kind"] == "PrometheusRule"
+    text = (FOLDER / "alerts.yml").read_text()
+    for old, new in (("2.5", ttft), ("0.1", itl)):
+        text = text.replace(f'le="{old}"', f'le="{new}"')
+        text = text.replace(f"than {old} seconds", f"than {new} seconds")
+    text = text.replace("https://runbooks.example.com/vllm-kvevict", "https://w.org/k")
+    assert made["spec"] == yaml.safe_load(text)
 
 
 class Metrics(BaseHTTPRequestHandler):

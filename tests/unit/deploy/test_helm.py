@@ -3,6 +3,7 @@
 The chart itself is rendered where ``helm`` is and KVEVICT_HELM_CHART names its folder.
 """
 
+import json
 import os
 import re
 import shutil
@@ -40,7 +41,11 @@ def arguments(model: dict[str, Any]) -> list[str]:
 def test_vllm_takes_the_flags(model, parser):
     assert all(isinstance(word, str) for word in model["vllmConfig"]["extraArgs"])
     folded = fold_flags(parser.parse_args(arguments(model))).additional_config[CONFIG_KEY]
-    assert EvictionConfig.parse(folded).policy == "auto" and folded["budget"] == 1024
+    config = EvictionConfig.parse(folded)
+    assert (config.policy, config.when, config.allow) == ("auto", "pressure", ("none",))
+    assert config.budget == "25%,min=1024" and config.audits
+    assert config.profile.startswith("/"), "a file: its absence is an error"
+    assert re.fullmatch(r"[0-9a-f]{40}", model["modelRevision"])
     assert not model["lmcacheConfig"]["enabled"]
 
 
@@ -61,6 +66,48 @@ def test_pods_run_as_the_user_of_the_image():
     assert not container["allowPrivilegeEscalation"]
     assert container["capabilities"] == {"drop": ["ALL"]}
     assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_every_pod_drops_its_capabilities():
+    for part in (ENGINE, ROUTER):
+        assert part["containerSecurityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert part["containerSecurityContext"]["allowPrivilegeEscalation"] is False
+        assert part["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_images_have_no_tag_that_moves():
+    for part in (*ENGINE["modelSpec"], ROUTER):
+        assert part["tag"] not in ("latest", "") and part["repository"]
+
+
+def extra(kind: str) -> dict[str, Any]:
+    (found,) = (one for one in VALUES["extraObjects"] if one["kind"] == kind)
+    return found
+
+
+def test_engines_are_reached_by_routers_and_prometheus():
+    spec = extra("NetworkPolicy")["spec"]
+    assert spec["podSelector"]["matchLabels"] == {COMPONENT: "serving-engine"}
+    (rule,) = spec["ingress"]
+    assert rule["from"][0]["podSelector"]["matchLabels"] == {COMPONENT: "router"}
+    assert rule["ports"] == [{"port": 8000}]
+    assert ENGINE["vllmApiKey"]["secretName"] and ENGINE["vllmApiKey"]["secretKey"]
+
+
+def test_replicas_follow_waiting_requests_and_gaps_between_tokens():
+    spec = extra("ScaledObject")["spec"]
+    (model,) = ENGINE["modelSpec"]
+    assert spec["scaleTargetRef"]["name"] == (
+        f"{{{{ .Release.Name }}}}-{model['name']}-deployment-vllm"
+    )
+    assert spec["minReplicaCount"] == model["replicaCount"] <= spec["maxReplicaCount"]
+    queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
+    assert "vllm:num_requests_waiting" in queries[0]
+    assert "vllm:inter_token_latency_seconds_bucket" in queries[1]
+    assert all(f'model_name="{model["modelURL"]}"' in query for query in queries)
+    assert not any("usage" in query for query in queries)
+    # Without a value of its own kind, KEDA divides the latency by the number of replicas.
+    assert [trigger.get("metricType") for trigger in spec["triggers"]] == [None, "Value"]
 
 
 def test_a_server_that_stalls_leaves_duty_before_it_is_restarted():
@@ -108,6 +155,12 @@ def test_the_filter_gives_engines_and_routers_time():
     assert len(found) == len(given)
     for name in names[:2]:
         check_streams_end_in_peace(found[f"{name}-deployment"])
+        pod = found[f"{name}-deployment"]["spec"]["template"]["spec"]
+        (spread,) = pod["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"] == {COMPONENT: name}
+        assert spread["topologyKey"] == "kubernetes.io/hostname"
+        # Routers find engines by the cluster's API.
+        assert pod.get("automountServiceAccountToken", True) == (name == "router")
     for one in given[2:]:
         assert found[one["metadata"]["name"]] == one
 
@@ -136,3 +189,13 @@ def test_the_chart_takes_the_values():
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe].items() >= ENGINE[probe].items()
     assert sum(one["kind"] == "PodDisruptionBudget" for one in made) == 2
+    kinds = {one["kind"] for one in made}
+    assert {"ServiceMonitor", "ScaledObject", "NetworkPolicy"} <= kinds
+
+
+@pytest.mark.skipif(CHART is None, reason="needs KVEVICT_HELM_CHART")
+def test_the_charts_schema_takes_the_values():
+    import jsonschema
+
+    schema = json.loads((Path(str(CHART)) / "values.schema.json").read_text())
+    jsonschema.Draft7Validator(schema).validate(VALUES)

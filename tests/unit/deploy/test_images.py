@@ -89,7 +89,9 @@ def test_ray_files_ask_for_eviction_that_is_valid(file):
         assert application["import_path"] == "ray_serve:app"
         for model in application["args"]["llm_configs"]:
             asked = model["engine_kwargs"]["additional_config"][CONFIG_KEY]
-            assert EvictionConfig.parse(asked).policy == "auto"
+            config = EvictionConfig.parse(asked)
+            assert (config.policy, config.budget) == ("auto", "25%,min=1024")
+            assert config.when == "pressure" and config.allow == ("none",)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvevict.config.requests import AT, AT_MESSAGE, AT_TEXT
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.requests import AT, PROTECT
+from vllm_kvevict.serving import context, system_prompt
 from vllm_kvevict.serving.context import (
     _point_of_chat,
     _point_of_completion,
     _replacing,
+    before_text,
     last_place,
 )
 
@@ -34,6 +37,9 @@ class Renderer:
 
     def __init__(self, alternate: bool = False, last_only: bool = False) -> None:
         self.alternate, self.last_only = alternate, last_only
+        cache = SimpleNamespace(effective_attention_block_size=None, block_size=4)
+        settings = SimpleNamespace(additional_config={}, cache_config=cache)
+        self.renderer = SimpleNamespace(config=settings)
         self.skipped: list[bool] = []
         """Whether each rendering left the cache of media alone."""
 
@@ -87,19 +93,19 @@ def completion(prompt: Any, **xargs: Any) -> Asked:
 
 
 def render_chat(request: Asked, renderer: Renderer | None = None) -> Any:
-    render = _replacing(Renderer.render_chat, _point_of_chat, AT_MESSAGE)
+    render = _replacing(Renderer.render_chat, _point_of_chat)
     return asyncio.run(render(renderer or Renderer(), request))
 
 
 def render_completion(request: Asked) -> Any:
-    render = _replacing(Renderer.render_completion, _point_of_completion, AT_TEXT)
+    render = _replacing(Renderer.render_completion, _point_of_completion)
     return asyncio.run(render(Renderer(), request))
 
 
 @pytest.mark.parametrize("named, point", [(0, 6), (-4, 6), (1, 13), (2, 16), (-2, 16), ("1", 13)])
 def test_the_point_is_the_end_of_a_message(named, point):
     """<bos>, then role, words and <end> of each message; <eos> is not part of the whole."""
-    request = chat(**{AT_MESSAGE: named, "kv_eviction_budget": "25%"})
+    request = chat(**{AT: {"message": named}, "kv_eviction_budget": "25%"})
     rendered = render_chat(request)
     assert request.vllm_xargs == {AT: point, "kv_eviction_budget": "25%"}
     assert rendered[1][0]["prompt_token_ids"][point - 1] == WORDS["<end>"]
@@ -107,10 +113,10 @@ def test_the_point_is_the_end_of_a_message(named, point):
 
 @pytest.mark.parametrize("named", [3, -1, 4, -5, "first", 0.5])
 def test_no_such_message(named):
-    request = chat(**{AT_MESSAGE: named})
+    request = chat(**{AT: {"message": named}})
     error = render_chat(request).error
-    assert error.param == "vllm_xargs" and AT_MESSAGE in error.message
-    assert request.vllm_xargs == {AT_MESSAGE: named}
+    assert error.param == "vllm_xargs" and f"{AT} message" in error.message
+    assert request.vllm_xargs == {AT: {"message": named}}
 
 
 @pytest.mark.parametrize(
@@ -121,18 +127,18 @@ def test_no_such_message(named):
     ],
 )
 def test_templates_that_cannot_end_there(renderer, named, reason):
-    message = render_chat(chat(**{AT_MESSAGE: named}), renderer).error.message
+    message = render_chat(chat(**{AT: {"message": named}}), renderer).error.message
     assert reason in message and f"give {AT} in tokens" in message
 
 
 def test_a_template_that_refuses_other_ends_serves_those_it_renders():
-    request = chat(**{AT_MESSAGE: 1})
+    request = chat(**{AT: {"message": 1}})
     render_chat(request, Renderer(alternate=True))
     assert request.vllm_xargs == {AT: 13}
 
 
 def test_a_text_ends_the_context_in_front_of_its_last_place():
-    request = completion("x Q: y z Q: w", **{AT_TEXT: "Q:"})
+    request = completion("x Q: y z Q: w", **{AT: {"text": "Q:"}})
     render_completion(request)
     assert request.vllm_xargs == {AT: 5}
 
@@ -160,7 +166,7 @@ def test_the_last_place_takes_time_in_proportion():
 
 
 def test_a_token_that_runs_across_the_place_stays_behind_the_point():
-    request = completion("x y zQ: w", **{AT_TEXT: "Q:"})
+    request = completion("x y zQ: w", **{AT: {"text": "Q:"}})
     render_completion(request)
     assert request.vllm_xargs == {AT: 3}
 
@@ -168,13 +174,15 @@ def test_a_token_that_runs_across_the_place_stays_behind_the_point():
 @pytest.mark.parametrize(
     "request_, reason",
     [
-        (completion("x y", **{AT_TEXT: "Q"}), "stands nowhere in the prompt"),
-        (completion("Q y", **{AT_TEXT: "Q"}), "stands at the start of the prompt"),
-        (completion("x Q", **{AT_TEXT: ""}), "must be a text"),
-        (completion("x Q", **{AT_TEXT: 3}), "must be a text"),
-        (completion(["x Q", "y Q"], **{AT_TEXT: "Q"}), "one text"),
-        (completion([1, 2], **{AT_TEXT: "Q"}), "one text"),
-        (completion("x Q", **{AT_TEXT: "Q", AT: 2}), f"cannot be combined with {AT}"),
+        (completion("x y", **{AT: {"text": "Q"}}), "stands nowhere in the prompt"),
+        (completion("Q y", **{AT: {"text": "Q"}}), "stands at the start of the prompt"),
+        (completion("x Q", **{AT: {"text": ""}}), "must be a text"),
+        (completion("x Q", **{AT: {"text": 3}}), "must be a text"),
+        (completion(["x Q", "y Q"], **{AT: {"text": "Q"}}), "one text"),
+        (completion([1, 2], **{AT: {"text": "Q"}}), "one text"),
+        (completion("x Q", **{AT: {}}), 'must be prompt tokens or {"text": "..."} here'),
+        (completion("x Q", **{AT: {"message": 0}}), 'or {"text": "..."} here, not'),
+        (completion("x Q", **{AT: {"text": "Q", "message": 0}}), "must be prompt tokens or"),
     ],
 )
 def test_refused_texts(request_, reason):
@@ -185,7 +193,7 @@ def test_refused_texts(request_, reason):
 
 
 def test_truncation_would_move_the_point():
-    request = chat(**{AT_MESSAGE: 0})
+    request = chat(**{AT: {"message": 0}})
     request.truncate_prompt_tokens = 5
     assert "truncate_prompt_tokens" in render_chat(request).error.message
 
@@ -202,15 +210,140 @@ def test_requests_without_the_keys_are_rendered_once():
 def test_media_are_looked_up_once():
     """vLLM's cache of media counts look-ups, and takes what was found for known to the engine."""
     renderer = Renderer()
-    render_chat(chat(**{AT_MESSAGE: 1}), renderer)
+    render_chat(chat(**{AT: {"message": 1}}), renderer)
     assert renderer.skipped == [False, True]
 
 
 def test_a_beam_search_keeps_the_keys_that_it_is_refused_by():
-    for request, render, key in (
-        (chat(**{AT_MESSAGE: 1}), render_chat, AT_MESSAGE),
-        (completion("a b c", **{AT_TEXT: "c"}), render_completion, AT_TEXT),
+    for request, render in (
+        (chat(**{AT: {"message": 1}}), render_chat),
+        (completion("a b c", **{AT: {"text": "c"}}), render_completion),
     ):
         request.use_beam_search = True
         render(request)
-        assert list(request.vllm_xargs) == [key]
+        assert isinstance(request.vllm_xargs[AT], dict)
+
+
+@pytest.mark.parametrize(
+    "text, point",
+    [("i j", 9), ("d e", 6), ("f", 13), ("h", 18), ("b c", 3), ("<end>", None), ("a b", None)],
+)
+def test_the_point_is_in_front_of_a_text_in_a_message(text, point):
+    """<bos>, <role>, words: ``i`` is the tenth token, and ``d e`` begins the second message."""
+    request = chat(**{AT: {"text": text}})
+    rendered = render_chat(request)
+    if point is None:
+        where = "start of" if text == "a b" else "nowhere in"
+        assert where in rendered.error.message and request.vllm_xargs == {AT: {"text": text}}
+    else:
+        assert request.vllm_xargs == {AT: point}
+
+
+def test_parts_of_a_message_before_a_text():
+    image = {"type": "image_url", "image_url": {"url": "u"}}
+    text = {"type": "text", "text": "one two"}
+    parts = [{"role": "user", "content": [text, image, {"type": "text", "text": "three two"}]}]
+    assert before_text(parts, " two") == [
+        {"role": "user", "content": [text, image, {"type": "text", "text": "three"}]}
+    ]
+    assert before_text(parts, "three") == [{"role": "user", "content": [text, image]}]
+    assert before_text(parts, "ne") == [
+        {"role": "user", "content": [{"type": "text", "text": "o"}]}
+    ]
+    assert before_text(
+        [{"role": "user", "content": "a b"}, {"role": "x", "content": None}], "b"
+    ) == [{"role": "user", "content": "a "}]
+    with pytest.raises(ValueError, match="nowhere in the chat"):
+        before_text(parts, "image")
+
+
+def test_requests_take_mappings_and_vllms_own_values_only():
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    context.install()
+    given = {AT: {"text": "x"}, "kv_eviction_budget": "25%", "a": 1, "b": 0.5, "c": ["x", 1]}
+    for kind, content in (
+        (ChatCompletionRequest, dict(messages=[dict(role="user", content="a")])),
+        (CompletionRequest, dict(prompt="a")),
+    ):
+        assert kind.model_validate(content | dict(vllm_xargs=given)).vllm_xargs == given
+        with pytest.raises(ValidationError):
+            kind.model_validate(content | dict(vllm_xargs={AT: {"text": {"deep": 1}}}))
+
+
+class ToolRenderer(Renderer):
+    """As :class:`Renderer`, with tools behind the system prompt, or in the first user message."""
+
+    def __init__(self, config: Any, in_user: bool = False) -> None:
+        super().__init__()
+        self.renderer = SimpleNamespace(config=config)
+        self.in_user = in_user
+
+    async def render_chat(self, request: Any, skip_mm_cache: bool = False) -> Any:
+        words, tools = ["<bos>"], " ".join(request.tools)
+        for number, one in enumerate(request.messages):
+            content = one["content"]
+            own = one["role"] == "user" if self.in_user else one["role"] == "system"
+            if own and tools:
+                content = f"{tools} {content}" if self.in_user else f"{content} {tools}"
+                tools = ""
+            words.append(f"<{one['role']}> {content} <end>")
+            assert number or one["role"] == "system" or not request.strict
+        return [], [dict(prompt_token_ids=tokenize(" ".join(words)))]
+
+
+def protected(
+    monkeypatch: pytest.MonkeyPatch, messages: Any, in_user: bool = False, xargs: Any = None,
+    tools: Any = ("t1", "t2"), **settings: Any,
+) -> tuple[dict[str, Any], list[int]]:  # fmt: skip
+    """What a server that protects system prompts makes of a chat; the chat's tokens."""
+    config = EvictionConfig.parse(dict(policy="snapkv", protect_system=True) | settings)
+    assert config is not None
+    known = SimpleNamespace(config=config, rules=(config.timeline(4),))
+    monkeypatch.setattr(system_prompt, "server_rules", lambda found: found)
+    request = Asked(
+        messages=messages, tools=list(tools), add_generation_prompt=True, strict=False,
+        continue_final_message=False, truncate_prompt_tokens=None, use_beam_search=False,
+        vllm_xargs=xargs,
+    )  # fmt: skip
+    renderer = ToolRenderer(known, in_user)
+    render = _replacing(ToolRenderer.render_chat, _point_of_chat)
+    rendered = asyncio.run(render(renderer, request))
+    return request.vllm_xargs or {}, rendered[1][0]["prompt_token_ids"]
+
+
+SYSTEM = [dict(role="system", content="a b c"), dict(role="developer", content="k")]
+REST = [dict(role="user", content="d e"), dict(role="assistant", content="f")]
+
+
+def test_the_system_prompt_and_the_tools_are_protected(monkeypatch):
+    """<bos> <system> a b c t1 t2 <end> <developer> k <end> <user>, and no word of the user's."""
+    given, tokens = protected(monkeypatch, SYSTEM + REST)
+    assert given == {PROTECT: 12} and tokens[11] == WORDS["<user>"] and tokens[12] == WORDS["d"]
+    given, _ = protected(monkeypatch, SYSTEM + REST, in_user=True)
+    assert given == {PROTECT: 12}, "the tools are in front of the user's words"
+    assert protected(monkeypatch, REST, in_user=True)[0] == {PROTECT: 4}
+    assert protected(monkeypatch, [dict(role="user", content="x y")], tools=())[0] == {PROTECT: 2}
+
+
+def test_whose_settings_stay(monkeypatch):
+    own = {PROTECT: 3}
+    assert protected(monkeypatch, SYSTEM + REST, xargs=own)[0] == own
+    assert protected(monkeypatch, SYSTEM + REST, protect_system=False)[0] == {}
+    none = {"kv_eviction": "none"}
+    assert protected(monkeypatch, SYSTEM + REST, xargs=none, allow="none")[0] == none
+
+
+def test_a_point_and_protected_tokens(monkeypatch):
+    given, _ = protected(monkeypatch, SYSTEM + REST, xargs={AT: {"message": 2}})
+    assert given == {AT: 15, PROTECT: 12}
+
+
+def test_a_cap_leaves_a_part_protected(monkeypatch):
+    """A request is never refused for what its server protects."""
+    long = [dict(role="system", content="s " * 400), *REST]
+    given, tokens = protected(monkeypatch, long, tools=(), budget=128, max_budget=160)
+    assert len(tokens) == 400 + 10 and given == {PROTECT: 101}
+    assert protected(monkeypatch, long, tools=(), budget=128)[0] == {PROTECT: 404}

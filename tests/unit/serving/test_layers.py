@@ -10,7 +10,8 @@ from tests.unit.config.test_budget_log import report
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.serving import profile as module
-from vllm_kvevict.serving.profile import identity, load
+from vllm_kvevict.serving.identity import identity
+from vllm_kvevict.serving.profile import load
 
 pytestmark = pytest.mark.usefixtures("registered")
 

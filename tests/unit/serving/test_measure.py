@@ -1,16 +1,20 @@
-"""``--kv-eviction-profile measure``: when calibrate runs, and what it is told."""
+"""``--kv-eviction-profile measure`` and ``--kv-eviction auto`` without a profile: when calibrate
+runs, what it is told, and what happens if it cannot."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.serving.test_recommend import nothing_ships, settled, write
+from vllm_kvevict.config.profile import ModelIdentity
 from vllm_kvevict.serving import measure
 from vllm_kvevict.serving import profile as module
-from vllm_kvevict.serving.profile import cached_name, identity
+from vllm_kvevict.serving.identity import file_name, identity
 
 __all__ = ["nothing_ships"]
 
@@ -23,8 +27,19 @@ ASKED = dict(policy="auto", profile="measure")
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands that were run; each fails."""
     found: list[list[str]] = []
-    monkeypatch.setattr(measure, "_run", lambda command: found.append(command) or "it failed")
+
+    def run(command: list[str], limit: float) -> Any:
+        found.append(command)
+        return 1, "error: it failed", measure.Progress(limit)
+
+    monkeypatch.setattr(measure, "_run", run)
     return found
+
+
+@pytest.fixture
+def measurable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that is built has no tokenizer, which a measurement needs."""
+    monkeypatch.setattr(measure, "_impossible", lambda _: None)
 
 
 def test_a_profile_that_is_there_is_not_measured(
@@ -41,11 +56,12 @@ def test_what_is_measured_is_served_and_found_again(
 ) -> None:
     commands = []
 
-    def calibrate(command: list[str]) -> None:
+    def calibrate(command: list[str], limit: float) -> Any:
         commands.append(command)
-        cached = module.cache_folder() / cached_name(identity(build()))
+        cached = module.cache_folder() / file_name(identity(build()))
         cached.parent.mkdir()
         write(build, cached)
+        return 0, "", measure.Progress(limit)
 
     monkeypatch.setattr(measure, "_run", calibrate)
     options = dict(dtype="float32", hf_overrides={"rope_theta": 500.0}, trust_remote_code=True)
@@ -78,14 +94,17 @@ def test_a_failure_is_one_sentence_with_the_command(build: Any, model: str, runs
     with pytest.raises(ValueError) as caught:
         build(ASKED)
     said = str(caught.value)
-    assert "measure: it failed; measure by hand with vllm-kvevict calibrate" in said
+    assert (
+        "measure: calibrate ended with status 1 (it failed); measure by hand with vllm-kvevict "
+        "calibrate" in said
+    )
     assert model in said and "\n" not in said
 
 
 def test_a_profile_of_another_model_is_a_failure(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "_run", lambda _: None)
+    monkeypatch.setattr(measure, "_run", lambda _, limit: (0, "", measure.Progress(limit)))
     with pytest.raises(ValueError, match="what it wrote is another model's"):
         build(ASKED)
 
@@ -103,10 +122,235 @@ def test_nothing_is_measured_that_could_not_be_served(
 
 def test_lines_go_to_the_log_and_the_last_one_into_the_refusal(records: Any) -> None:
     script = "import sys; print('a\\rb'); sys.exit('error: too short')"
-    assert measure._run([sys.executable, "-c", script]) == (
-        "calibrate ended with status 1 (too short)"
-    )
+    assert measure._run([sys.executable, "-c", script], 60)[:2] == (1, "error: too short")
     assert [r.getMessage() for r in records] == [
         "calibrate: a", "calibrate: b", "calibrate: error: too short",
     ]  # fmt: skip
-    assert measure._run([sys.executable, "-c", "pass"]) is None
+    assert measure._run([sys.executable, "-c", "pass"], 60)[0] == 0
+
+
+AUTO: dict[str, Any] = dict(policy="auto")
+
+
+def unmeasured(records: Any) -> str:
+    (line,) = [r.getMessage() for r in records if "has no profile that this server" in r.msg]
+    return str(line)
+
+
+def test_auto_measures_a_model_without_a_profile(
+    build: Any, measurable: None, monkeypatch: pytest.MonkeyPatch, records: Any
+) -> None:
+    """Once: the second start finds the profile."""
+    commands = []
+
+    def calibrate(command: list[str], limit: float) -> Any:
+        commands.append((command, limit))
+        cached = module.cache_folder() / file_name(identity(build()))
+        cached.parent.mkdir()
+        write(build, cached)
+        return 0, "", measure.Progress(limit)
+
+    monkeypatch.setattr(measure, "_run", calibrate)
+    for _ in range(2):
+        found = settled(build(AUTO | dict(measure_seconds=77)))
+        assert (found.policy, found.budget) == ("probe", "12.5%")
+    ((command, limit),) = commands
+    assert command[2] == "vllm_kvevict.calibrate" and limit == 77
+    said = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.measure"]
+    assert "at most 77 s" in said[0] and "none skips it" in said[0] and "was measured in" in said[1]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(policy="auto", profile="none"),
+        dict(policy="auto", profile=None),
+        dict(policy="ada-snapkv"),
+        dict(policy="snapkv", profile="none"),
+    ],
+)
+def test_nothing_is_measured_that_nobody_wants(
+    build: Any, measurable: None, runs: list[list[str]], records: Any, asked: Any
+) -> None:
+    found = settled(build(asked))
+    assert found.profile is None
+    assert found.policy == asked["policy"].replace("auto", "ada-defensive")
+    assert runs == []
+    assert not [r for r in records if r.levelname == "WARNING" and "profile" in r.msg]
+
+
+def test_auto_does_without_what_cannot_be_measured_and_says_what_it_costs(
+    build: Any, measurable: None, runs: list[list[str]], records: Any
+) -> None:
+    found = settled(build(AUTO))
+    assert (found.policy, found.budget, found.profile) == ("ada-defensive", "25%", None)
+    said = unmeasured(records)
+    assert "auto uses ada-defensive with a budget of 25%" in said
+    assert "calibrate ended with status 1 (it failed)" in said
+    assert "finds 31 of 100 needles at 25%, and the full cache 98" in said
+    assert len(runs) == 1
+
+
+def test_a_refusal_is_remembered_for_this_model(
+    build: Any, measurable: None, runs: list[list[str]], records: Any
+) -> None:
+    for _ in range(2):
+        settled(build(AUTO))
+    assert len(runs) == 1
+    (file,) = module.cache_folder().glob("*.failed")
+    again = [r.getMessage() for r in records if "has no profile that this server" in r.msg][1]
+    assert f"remove {file} to try again" in again
+    settled(build(AUTO, hf_overrides={"vocab_size": 1000}))
+    assert len(runs) == 2, "another model"
+    value = json.loads(file.read_text())
+    file.write_text(json.dumps(value | {"vllm_kvevict": "0.0"}))
+    settled(build(AUTO))
+    assert len(runs) == 3, "another version"
+    file.unlink()
+    settled(build(AUTO))
+    assert len(runs) == 4
+    with pytest.raises(ValueError, match="it failed"):
+        build(ASKED)
+    assert len(runs) == 5, "measure insists"
+
+
+def test_a_crash_is_not_remembered(
+    build: Any, measurable: None, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        measure, "_run", lambda *a: runs.append(a) or (-9, "Traceback", measure.Progress(1))
+    )
+    for _ in range(2):
+        settled(build(AUTO))
+    assert len(runs) == 2
+
+
+def test_a_model_without_tokenizer_or_weights_is_not_measured(
+    build: Any, runs: list[list[str]], records: Any
+) -> None:
+    settled(build(AUTO))
+    settled(build(AUTO, load_format="dummy"))
+    said = [r.getMessage() for r in records if "has no profile that this server" in r.msg]
+    assert "(--skip-tokenizer-init)" in said[0] and "(--load-format dummy)" in said[1]
+    assert runs == []
+
+
+def test_of_several_api_servers_one_measures(build: Any, measurable: None, runs: Any) -> None:
+    from vllm_kvevict.config.config import EvictionConfig
+
+    config, asked = build(), EvictionConfig.parse("auto")
+    parallel = config.parallel_config
+    object.__setattr__(parallel, "_api_process_count", 2)
+    object.__setattr__(parallel, "_api_process_rank", 1)
+    assert measure.measured(None, config, asked) == (asked, None) and runs == []
+
+
+@pytest.mark.parametrize("related", [False, True])
+def test_a_related_models_profile_is_second_best(
+    build: Any, nothing_ships: Path, measurable: None, runs: list[list[str]], records: Any,
+    related: bool,
+) -> None:  # fmt: skip
+    """A base model's profile does not keep a fine-tune from being measured."""
+    file = write(build, nothing_ships / "a.json")
+    if related:
+        value = json.loads(file.read_text())
+        model = ModelIdentity(**value["model"]).model_copy(update={"name": "another"})
+        file.write_text(json.dumps(value | {"model": model.model_dump()}))
+    found = settled(build(AUTO))
+    assert (found.policy, found.budget) == ("probe", "12.5%")
+    assert len(runs) == related
+    warned = [r.getMessage() for r in records if "may be another model's" in r.msg]
+    assert len(warned) == related
+
+
+def slow(bars: list[str], sleep: float) -> list[str]:
+    """A command that prints lines and sleeps before each."""
+    script = f"import time\nfor bar in {bars!r}:\n    time.sleep({sleep}); print(bar, flush=True)\n"
+    return [sys.executable, "-c", script + "time.sleep(60)"]
+
+
+def bar(name: str, done: int, count: int) -> str:
+    """As tqdm prints one."""
+    return (
+        f"{name}: {100 * done // count:3d}%|###       | {done}/{count} [00:05<00:40,  1.9s/prompt]"
+    )
+
+
+def test_what_takes_longer_than_the_limit_is_ended(records: Any) -> None:
+    started = time.monotonic()
+    status, _, progress = measure._run(slow(["pid"], 0), 0.5)
+    assert status is None and not progress.is_too_long
+    assert time.monotonic() - started < 20
+
+
+def test_what_is_expected_to_take_longer_is_ended_early(records: Any) -> None:
+    bars = [bar("probes", done, 24) for done in range(24)]
+    started = time.monotonic()
+    status, _, progress = measure._run(slow(bars, 0.5), 25)
+    assert status is None and time.monotonic() - started < 20
+    # 24 prompts of 0.5 s are two fifths of the work.
+    assert 25 < progress.expected < 60
+    said = [r.getMessage() for r in records]
+    assert said[0].startswith("calibrate: probes 0 of 24")
+
+
+def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = measure.Progress(1000.0, started=now[0])
+
+    def after(seconds: float, line: str) -> str | None:
+        now[0] += seconds
+        return progress.line(line)
+
+    assert after(20, "written x") == "written x"
+    assert after(0, bar("probes", 0, 24)) == "probes 0 of 24"
+    assert after(5, bar("probes", 3, 24)) is None, "at most a line in ten seconds"
+    # A twentieth took 5 s, so that all takes 100 s after 20 s of loading.
+    assert progress.expected == pytest.approx(120)
+    assert after(5, bar("probes", 6, 24)) == "probes 6 of 24, about 90 s left in all"
+    assert after(50, bar("shares", 6, 6)) == "shares 6 of 6, about 49 s left in all"
+    assert after(30, bar("quality", 4, 8)) == "quality 4 of 8, about 26 s left in all"
+    assert after(20, "Loading weights:  50%|#    | 1/2 [00:01<00:01]") is None
+    assert not progress.is_too_long
+    assert after(9000, bar("quality", 5, 8)) is not None and progress.is_too_long
+
+
+def test_too_slow_is_remembered_until_the_limit_is_higher(
+    build: Any, measurable: None, monkeypatch: pytest.MonkeyPatch, records: Any
+) -> None:
+    limits = []
+
+    def run(command: list[str], limit: float) -> Any:
+        limits.append(limit)
+        return None, "", measure.Progress(limit, expected=500.0)
+
+    monkeypatch.setattr(measure, "_run", run)
+    for limit in (100, 400, 600):
+        settled(build(AUTO | dict(measure_seconds=limit)))
+    assert limits == [100, 600]
+    said = [r.getMessage() for r in records if "has no profile that this server" in r.msg]
+    assert "it would take about 500 s, and the limit is 100 s (--kv-eviction-measure-s" in said[0]
+
+
+def test_ranks_of_calibrate_end_with_it(tmp_path: Path) -> None:
+    """Also processes that calibrate started."""
+    script = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    status, last, _ = measure._run([sys.executable, "-c", script], 5)
+    assert status is None
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{int(last)}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            break
+        if state == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(int(last), 9)
+        pytest.fail("it runs on")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.probe_weights import ProbeWeights
 from vllm_kvevict.serving import measure, recommend
 from vllm_kvevict.serving import profile as module
-from vllm_kvevict.serving.profile import identity
+from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.recommend import recommended
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -49,7 +50,7 @@ def settled(config: Any) -> EvictionConfig:
 
 
 def said(records: list[logging.LogRecord]) -> str:
-    (line,) = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.auto"]
+    (line,) = [r.getMessage() for r in records if r.msg.startswith("KV eviction auto is")]
     return line
 
 
@@ -58,7 +59,8 @@ def test_without_a_profile(build: Any, records: list[logging.LogRecord]) -> None
     assert (found.policy, found.budget, found.profile) == ("ada-defensive", "25%", None)
     line = said(records)
     assert "KV eviction auto is --kv-eviction ada-defensive --kv-eviction-budget 25% here" in line
-    assert "vllm-kvevict calibrate" in line, "how to have more"
+    (warning,) = [r.getMessage() for r in records if "auto uses ada-defensive" in r.getMessage()]
+    assert "vllm-kvevict calibrate" in warning, "how to have more"
 
 
 def test_with_a_profile(build: Any, nothing_ships: Path, records: list[logging.LogRecord]) -> None:
@@ -195,6 +197,47 @@ def test_positions_of_images_that_the_runner_does_not_know(
     found = recommended(config, EvictionConfig(policy="auto"))
     assert (found.policy, found.profile) == ("ada-defensive", None)
     assert not measure._is_usable(config, EvictionConfig(policy="auto", profile="auto"))
+
+
+BUDGET_WARNING = "the budget is %s instead of %s"
+
+
+@pytest.mark.parametrize(
+    ("asked", "quality", "says"),
+    [
+        (dict(), {}, "12.5% instead of 25%, because the profile was measured at 12.5%"),
+        (
+            dict(options=dict(probe_window="none")),
+            MEASURED,
+            "50% instead of 25%, because the profile bounds the loss of answers by 0.05 nats",
+        ),
+        (dict(max_budget="20%"), MEASURED, "20% instead of 25%, because --kv-eviction-max-budget"),
+        (dict(), MEASURED, None),
+        (dict(budget="6.25%"), MEASURED, None),
+        (dict(budget=64), {}, None),
+        (dict(prefill_interval=512), MEASURED, None),
+    ],
+)
+def test_a_budget_that_nobody_set_is_named_with_the_usual_one(
+    build: Any, nothing_ships: Path, records: list[logging.LogRecord], asked: Any, quality: Any,
+    says: str | None,
+) -> None:  # fmt: skip
+    write(build, nothing_ships / "a.json", quality=quality)
+    settled(build(dict(policy="auto") | asked))
+    lines = [r.getMessage() for r in records if BUDGET_WARNING in r.msg]
+    assert len(lines) == (says is not None)
+    assert says is None or says in lines[0]
+
+
+def test_what_no_profile_costs_is_what_the_page_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
+    table = page.partition("**One needle**")[2].partition("![One needle")[0]
+    rows = {
+        row[0]: row for row in re.findall(r"^\| (.*?) \| (\d+).*?\| (\d+).*?\| (\d+)", table, re.M)
+    }
+    assert rows["`ada-defensive`"][3] == str(recommend.FOUND)
+    assert rows["full cache"][3] == str(recommend.FOUND_BY_FULL_CACHE)
+    assert recommend.WITHOUT_PROFILE == "ada-defensive" and recommend.BUDGET == "25%"
 
 
 def test_a_named_profile_that_does_not_fit_is_no_guess(build: Any, tmp_path: Path) -> None:

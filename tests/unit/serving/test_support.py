@@ -10,8 +10,8 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.serving import support
+from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
-from vllm_kvevict.serving.profile import identity
 from vllm_kvevict.serving.support import (
     GROUP_REFUSALS,
     LEARNED_REFUSALS,

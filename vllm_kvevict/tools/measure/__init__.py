@@ -1,0 +1,1 @@
+"""The command that asks a running server the operator's own questions at several budgets."""

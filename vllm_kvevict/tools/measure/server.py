@@ -1,0 +1,105 @@
+"""Asks a running server over its OpenAI API."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from vllm_kvevict.tools.measure.questions import Question
+
+SEPARATOR = "\n\n"
+FULL = "full cache"
+KNOWN, NOT_KNOWN = "known", "not known"
+TIMEOUT_S = 3600.0
+
+
+class Refused(Exception):
+    """The server cannot be asked. The message is one sentence."""
+
+
+class Server:
+    """A server that evicts.
+
+    Args:
+        url: Its address, with or without ``/v1``.
+        model: Name of the model; None for the first that the server lists.
+        key: API key, or None.
+        policy: Policy of the requests; None for the server's.
+        max_tokens: Tokens of an answer if the question sets none.
+
+    Raises:
+        Refused: Nothing answers at this address.
+
+    """
+
+    def __init__(
+        self, url: str, model: str | None, key: str | None, policy: str | None, max_tokens: int
+    ) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._key, self._policy, self._max_tokens = key, policy, max_tokens
+        self.model = model or str(self._call("/models")["data"][0]["id"])
+
+    def answer(self, question: Question, budget: str, known: bool) -> str:
+        """Return the answer to a question.
+
+        Args:
+            question: The question.
+            budget: Budget of the request, or :data:`FULL`.
+            known: True if the question is known at the eviction.
+
+        Raises:
+            Refused: The server answers with an error.
+
+        """
+        messages = [
+            {
+                "role": "user",
+                "content": question.context.rstrip() + SEPARATOR + question.question,
+            }
+        ]
+        body: dict[str, Any] = {
+            "model": self.model,
+            "temperature": 0,
+            "max_tokens": question.max_tokens or self._max_tokens,
+            "vllm_xargs": self._settings(question, budget, known),
+        }
+        if question.prefix:
+            messages.append({"role": "assistant", "content": question.prefix})
+            body |= {"add_generation_prompt": False, "continue_final_message": True}
+        found = self._call("/chat/completions", body | {"messages": messages})
+        return str(found["choices"][0]["message"].get("content") or "")
+
+    def _settings(self, question: Question, budget: str, known: bool) -> dict[str, Any]:
+        if budget == FULL:
+            return {"kv_eviction": "none"}
+        settings: dict[str, Any] = {
+            "kv_eviction_budget": budget,
+            "kv_eviction_interval": 0,
+            "kv_eviction_when": "always",
+        }
+        if self._policy is not None:
+            settings["kv_eviction"] = self._policy
+        if not known:
+            settings["kv_eviction_at"] = {"text": SEPARATOR + question.question}
+        return settings
+
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise Refused(f"{self._url}: HTTP {error.code}: {_message(error)}") from None
+        except (OSError, ValueError) as error:
+            raise Refused(f"{self._url} does not answer: {error}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error.reason)
