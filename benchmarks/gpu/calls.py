@@ -24,7 +24,7 @@ def _common(step: Step) -> dict[str, Any]:
 
 
 def flash_per_head(step: Step, longest_first: bool = False) -> Callable[[], None]:
-    """A step of one sequence per head: lengths, and in each layer ring, page table, attention.
+    """A step of one sequence per head: lengths, and in each layer page table with ring, attention.
 
     With ``longest_first`` sequences are in descending order of length. The order changes only at
     evictions, so it is made before; a step gathers the queries and scatters the results. The page
@@ -50,8 +50,7 @@ def flash_per_head(step: Step, longest_first: bool = False) -> Callable[[], None
     def run() -> None:
         step.measure()
         for layer in range(step.layers):
-            step.observe(layer)
-            table = step.write_table(layer)
+            table = step.write_table(layer, record=True)
             keys, values = head_pages(step.cache(layer))
             if not longest_first:
                 flash_attn_varlen_func(

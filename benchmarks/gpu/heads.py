@@ -118,12 +118,11 @@ class Step:
 
     def attend(self, layer: int) -> None:
         """Our decode kernel, which records the queries too."""
-        ring = Ring(self.rings[layer % len(self.rings)], self.rows, self.seq_lens, WINDOW)
         decode_attention(
             self.query, self.cache(layer), self.out, self.rows, self.rows, self.rows,
             self.tail_start, self.stores, self.head_indptr[layer], self.block_table,
             self.lengths[layer], self.splits, layer, self.triton.partials, self.scale, 0.0,
-            self.triton.programs, self.triton.stages, ring=ring,
+            self.triton.programs, self.triton.stages, ring=self.ring(layer),
         )  # fmt: skip
 
     def run_triton(self) -> None:
@@ -133,20 +132,27 @@ class Step:
         for layer in range(self.layers):
             self.attend(layer)
 
+    def ring(self, layer: int) -> Ring:
+        """The ring entries of a layer."""
+        return Ring(self.rings[layer % len(self.rings)], self.rows, self.seq_lens, WINDOW)
+
     def observe(self, layer: int) -> None:
-        """The queries recorded by a launch of its own, as beside FlashAttention."""
+        """The queries recorded by a launch of its own, as with xformers."""
         observe_tokens(
             self.rings[layer % len(self.rings)], self.query, self.seq_lens, self.rows, self.rows,
             self.back, self.rows, WINDOW,
         )  # fmt: skip
 
-    def write_table(self, layer: int, table: torch.Tensor | None = None) -> torch.Tensor:
-        """The page table of a layer: ``table``, or FlashAttention's."""
+    def write_table(
+        self, layer: int, table: torch.Tensor | None = None, record: bool = False
+    ) -> torch.Tensor:
+        """The page table of a layer: ``table``, or FlashAttention's; with the queries recorded."""
         if table is None:
             table = self.flash.table[: self.requests * self.shape.num_heads]
         write_page_table(
             self.rows, self.rows, self.tail_start, self.stores, self.head_indptr[layer],
             self.block_table, self.lengths[layer], table, self.shape.block_size,
+            *((self.query, self.ring(layer)) if record else ()),
         )  # fmt: skip
         return table
 
