@@ -148,11 +148,13 @@ def arrange(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
             f"{asked.name}: remove that flag; {FLAG} chooses the kernel of evicted requests."
         )
     capability = current_platform.get_device_capability()
-    if asked is None and current_platform.is_cuda() and capability and capability.major == 10:
+    half = str(vllm_config.model_config.dtype) in ("torch.float16", "torch.bfloat16")
+    blackwell = current_platform.is_cuda() and capability is not None and capability.major == 10
+    if asked is None and blackwell and half:
         # vLLM's order of backends (platforms/cuda.py) begins with FlashInfer on these GPUs.
         _logger().warning(
-            "KV eviction replaces FLASHINFER, vLLM's default attention backend on this GPU, by %s "
-            "for all requests, which may be slower. vllm bench throughput --model MODEL "
+            "KV eviction replaces FLASHINFER, which vLLM prefers on this GPU, by %s for all "
+            "requests, which may be slower. vllm bench throughput --model MODEL "
             "--attention-backend FLASHINFER, and the same with %s, compare them without eviction.",
             name,
             name,

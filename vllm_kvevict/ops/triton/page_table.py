@@ -130,8 +130,9 @@ def write_page_table(
         block_table,
         lengths,
         table,
-        rows if query is None or ring is None else query,
-        rows if ring is None else ring.entries,
+        # Addresses of slices are aligned or not, for which Triton would compile two kernels.
+        tail_start if query is None or ring is None else query,
+        tail_start if ring is None else ring.entries,
         rows if ring is None else ring.slots,
         rows if ring is None else ring.seq_lens,
         stores.stride(0),
