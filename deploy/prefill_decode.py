@@ -9,6 +9,7 @@ token, marked ``do_remote_decode``, and then as it is to the decode server, with
 import argparse
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
@@ -41,6 +42,8 @@ class Proxy:
         headers = {
             k: v for k, v in request.headers.items() if k in ("Authorization", "X-Request-Id")
         }
+        # A server that pushes blocks finds their request by its id on the other server.
+        headers.setdefault("X-Request-Id", uuid4().hex)
         refused, params = await self._compute_prompt(request.path, body, headers)
         if refused is not None:
             return refused

@@ -230,6 +230,7 @@ HOOKS = {
             Scheduler.num_lookahead_tokens Scheduler.prefix_replay_tokens
             Scheduler._handle_blocked_waiting_request(request)
             Scheduler._mark_prefix_replay(request,num_hit_tokens,window_loaded)
+            Scheduler._build_kv_connector_meta(connector,scheduler_output)
             Scheduler._update_waiting_for_remote_kv(request)
             Scheduler._handle_invalid_blocks(invalid_block_ids,num_scheduled_tokens)
             Scheduler.waiting
@@ -244,6 +245,15 @@ HOOKS = {
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.coordinator",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
         "vllm.v1.request": "RequestStatus.RUNNING",
+    },
+    "engine/grouped_events.py": {
+        "vllm.distributed.kv_events": """
+            AllBlocksCleared BlockRemoved.block_hashes BlockRemoved.group_idx
+            BlockStored.block_hashes BlockStored.parent_block_hash BlockStored.token_ids
+            BlockStored.block_size BlockStored.extra_keys BlockStored.group_idx BlockStored.lora_id
+            BlockStored.lora_name BlockStored.medium BlockStored.session_id
+        """,
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.take_events()",
     },
     "engine/waiting_queue.py": {
         "vllm.v1.core.sched.request_queue": """

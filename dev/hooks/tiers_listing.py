@@ -43,6 +43,14 @@ TIER_HOOKS = {
             KVConnectorBase_V1.get_num_new_matched_tokens(request,num_computed_tokens)
         """,
         "vllm.v1.request": "Request.num_computed_tokens Request.num_tokens",
+        "vllm.v1.core.sched.output": """
+            SchedulerOutput.num_scheduled_tokens SchedulerOutput.scheduled_new_reqs
+            SchedulerOutput.scheduled_cached_reqs SchedulerOutput.total_num_scheduled_tokens
+            CachedRequestData.req_ids CachedRequestData.resumed_req_ids
+            CachedRequestData.new_token_ids CachedRequestData.all_token_ids
+            CachedRequestData.new_block_ids CachedRequestData.num_computed_tokens
+            CachedRequestData.num_output_tokens
+        """,
     },
     "engine/offload.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """

@@ -231,16 +231,41 @@ def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agen
 
 
 def test_push(tiny_model, oracle, tmp_path, agents):
-    """The prefill server writes into the blocks of the decode server."""
+    """The prefill server writes into the blocks of the decode server.
+
+    It finds them by the id of the request, which proxies give to both servers.
+    """
+    from vllm import SamplingParams
+
     texts = prompts(4, 900)
     with (
         serve(tiny_model, tmp_path, "NixlPushConnector") as server,
         engine(tiny_model, SETTINGS, **decode("NixlPushConnector")) as run,
     ):
-        free = run.free_blocks()
-        outputs = answer(run, Prefill(server), texts)
-        check(run, oracle, texts, outputs)
-        assert run.scheduler._remote is not None and run.free_blocks() == free
+        free, outputs = run.free_blocks(), {}
+        run.recorder.lives.clear()
+        for number, text in enumerate(texts):
+            asked = Prefill(server).compute(text, request_id=f"same-{number}")
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=NEW_TOKENS,
+                ignore_eos=True,
+                extra_args=dict(kv_transfer_params=asked),
+            )
+            given = dict(prompt_token_ids=text)
+            run.llm.llm_engine.add_request(f"cmpl-same-{number}-0", given, params)
+        deadline = time.monotonic() + 200
+        while run.llm.llm_engine.has_unfinished_requests():
+            assert time.monotonic() < deadline, "nothing was pushed"
+            for output in run.llm.llm_engine.step():
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+        for number, text in enumerate(texts):
+            name = f"cmpl-same-{number}-0"
+            (lives,) = [mine for key, mine in run.recorder.lives.items() if key.startswith(name)]
+            assert lives[0].evictions[0].n == len(text), "did not evict in its first step"
+            agreed = check_tokens(oracle, text, outputs[name], lives)
+            assert agreed == (NEW_TOKENS, NEW_TOKENS)
+        assert run.free_blocks() == free
         until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
 
 

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 NOT_RUN = {
     "vllm serve MODEL --kv-eviction ada-key-norm": "policies/test_own_policy.py installs it",
+    "vllm serve MODEL *kv_producer*": "stock vLLM; e2e/test_two_servers.py runs it",
     "vllm serve --help=kv-eviction": "e2e/test_startup_errors.py reads what it prints",
     "python -m benchmarks.smollm2": "it has no flags and fetches a model",
     "python -": "what it reads is run by test_the_tutorials_question",

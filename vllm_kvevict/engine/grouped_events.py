@@ -2,9 +2,9 @@
 
 vLLM announces a block in each group by itself, and a prefix-cache hit needs it in all of them. An
 eviction may remove a block from one group only, so a router that reads the events of one group, or
-that counts them, would expect hits that do not exist. Here a block is announced when all groups have it, and its removal as soon
-as one group has lost it. Both are still announced for every group, so a router that follows the
-groups sees the same.
+that counts them, would expect hits that do not exist. Here a block is announced when all groups
+have it, and its removal as soon as one group has lost it. Both are still announced for every group,
+so a router that follows the groups sees the same.
 """
 
 from collections.abc import Callable, Iterable
