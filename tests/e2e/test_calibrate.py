@@ -119,7 +119,7 @@ def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp
 
     tokenizer, paragraphs = AutoTokenizer.from_pretrained(tiny_model_kv4), lessons.prose()
     cut = len(paragraphs) * 5 // 6
-    texts = lessons.lessons(tokenizer, paragraphs[:cut], 2, 500, "learn")
+    texts = lessons.lessons(tokenizer, paragraphs[:cut], 2, 500, "learn", varied=True)
     watched = Watched(tiny_model_kv4)
     check_learned(found, texts, lambda ids: Seen(*watched.of(ids)), 8, 32, PROSE)
     assert not list(tmp_path.glob("tmp*")), "a draft is left"
@@ -208,7 +208,9 @@ def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
     profile = read(path)
     found = probe_weights.read(profile.probe, profile.model)
     tokenizer, paragraphs = AutoTokenizer.from_pretrained(model), lessons.prose()
-    texts = lessons.lessons(tokenizer, paragraphs[: len(paragraphs) * 5 // 6], 2, 500, "learn")
+    texts = lessons.lessons(
+        tokenizer, paragraphs[: len(paragraphs) * 5 // 6], 2, 500, "learn", varied=True
+    )
     watched = Watched(model)
     check_learned(found, texts, lambda ids: Seen(*watched.of(ids)), 8, 32, PROSE)
 

@@ -170,7 +170,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_probes(oracle, model, found) -> None:
     tokenizer, paragraphs = AutoTokenizer.from_pretrained(model), lessons.prose()
     cut = len(paragraphs) * 5 // 6
-    texts = lessons.lessons(tokenizer, paragraphs[:cut], 2, 500, "learn")
+    texts = lessons.lessons(tokenizer, paragraphs[:cut], 2, 500, "learn", varied=True)
 
     def watch(ids: list[int]) -> Seen:
         entries, attention = oracle.of(ids, [])

@@ -88,10 +88,16 @@ def prose() -> list[str]:
 
 
 def source() -> list[str]:
-    """Pieces of the standard library's code, without docstrings, in a fixed order."""
+    """Pieces of the standard library's code, without docstrings, in a fixed order.
+
+    Empty if Python was installed without its sources.
+    """
     found: list[str] = []
     for name in SOURCES:
-        text = inspect.getsource(importlib.import_module(name))
+        try:
+            text = inspect.getsource(importlib.import_module(name))
+        except (ImportError, OSError):
+            continue
         parts = (part.rstrip() for part in re.split(r"\n\s*\n", text))
         found += [part for part in parts if 60 <= len(part) <= 800 and '"""' not in part]
     return found
