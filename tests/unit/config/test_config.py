@@ -15,7 +15,16 @@ from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.timeline.layers import by_layer, pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
-FIELDS += ["allow", "max_budget", "shared_blocks", "attention", "store_memory", "store_path"]
+FIELDS += [
+    "measure_seconds",
+    "allow",
+    "max_budget",
+    "protect_system",
+    "shared_blocks",
+    "attention",
+    "store_memory",
+    "store_path",
+]
 FIELDS += ["audit", "options"]
 
 
@@ -42,8 +51,10 @@ def test_defaults() -> None:
         "prefill_interval": 0,
         "when": "always",
         "profile": None,
+        "measure_seconds": 900.0,
         "allow": (),
         "max_budget": None,
+        "protect_system": False,
         "shared_blocks": "keep",
         "attention": "auto",
         "store_memory": 0,
