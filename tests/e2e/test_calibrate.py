@@ -216,13 +216,18 @@ def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_first_start_measures_and_a_second_one_finds(tiny_model_kv4, tmp_path, monkeypatch):
+@pytest.mark.parametrize("asked", [{}, dict(profile="measure")], ids=["auto", "measure"])
+def test_a_first_start_measures_and_a_second_one_finds(
+    tiny_model_kv4, tmp_path, monkeypatch, asked
+):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    eviction = dict(policy="auto", profile="measure")
+    eviction = dict(policy="auto") | asked
     run_command, times = measure._run, []
     # A random model answers nothing.
     lenient = ["--least-answered", "0"]
-    monkeypatch.setattr(measure, "_run", lambda command: run_command([*command, *lenient]))
+    monkeypatch.setattr(
+        measure, "_run", lambda command, limit: run_command([*command, *lenient], limit)
+    )
     for _ in range(2):
         with engine(tiny_model_kv4, eviction, max_model_len=2048) as run:
             run.generate([random_prompt(1200, seed=1)], 3)

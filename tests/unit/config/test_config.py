@@ -17,8 +17,10 @@ from vllm_kvevict.timeline.layers import by_layer, pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
 FIELDS += [
+    "measure_seconds",
     "allow",
     "max_budget",
+    "protect_system",
     "shared_blocks",
     "attention",
     "kernels",
@@ -52,8 +54,10 @@ def test_defaults() -> None:
         "prefill_interval": 0,
         "when": "always",
         "profile": None,
+        "measure_seconds": 900.0,
         "allow": (),
         "max_budget": None,
+        "protect_system": False,
         "shared_blocks": "keep",
         "attention": "auto",
         "kernels": "required",

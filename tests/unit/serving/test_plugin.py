@@ -99,6 +99,15 @@ def test_only_what_was_given_is_passed_on(parser: Any) -> None:
     assert settings(parser, "--kv-eviction", "ada-snapkv") == ADA
 
 
+def test_a_switch_needs_no_value(parser: Any) -> None:
+    given = settings(parser, "--kv-eviction", "snapkv", "--kv-eviction-protect-system")
+    assert given == {"policy": "snapkv", "protect_system": True}
+    words = "--kv-eviction", "snapkv", "--kv-eviction-protect-system", "false"
+    assert settings(parser, *words) == {"policy": "snapkv", "protect_system": False}
+    with pytest.raises(SystemExit, match="--kv-eviction-protect-system"):
+        settings(parser, *words[:3], "perhaps")
+
+
 def test_every_flag_reaches_its_field(parser: Any) -> None:
     flags = {
         "--kv-eviction": "snapkv",
@@ -108,8 +117,10 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-prefill-interval": "500",
         "--kv-eviction-when": "always",
         "--kv-eviction-profile": "auto",
+        "--kv-eviction-measure-seconds": "60",
         "--kv-eviction-allow": "ada-snapkv, streaming-llm",
         "--kv-eviction-max-budget": "50%",
+        "--kv-eviction-protect-system": "true",
         "--kv-eviction-shared-blocks": "evict",
         "--kv-eviction-attention": "triton",
         "--kv-eviction-kernels": "optional",
@@ -127,8 +138,10 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "prefill_interval": 500,
         "when": "always",
         "profile": "auto",
+        "measure_seconds": 60.0,
         "allow": ["ada-snapkv", "streaming-llm"],
         "max_budget": "50%",
+        "protect_system": True,
         "shared_blocks": "evict",
         "attention": "triton",
         "kernels": "optional",
@@ -268,7 +281,8 @@ def test_help_shows_the_group(
     text = " ".join(capsys.readouterr().out.split())
     for name, field in EvictionConfig.model_fields.items():
         flag = "--kv-eviction" if name == "policy" else f"--kv-eviction-{name.replace('_', '-')}"
-        assert f"{flag} {name.upper()}" in text
+        value = f"[{name.upper()}]" if field.annotation is bool else name.upper()
+        assert f"{flag} {value}" in text
         assert (field.description or "missing") in text
         default = {"policy": "off", "options": None}.get(name, field.default)
         assert f"(default: {'not set' if default in ((), None) else default})" in text
