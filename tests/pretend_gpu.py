@@ -268,6 +268,7 @@ def pretended(monkeypatch: Any) -> Iterator[Watch]:
         monkeypatch.setattr(torch_utils, "PIN_MEMORY", True, raising=False)
         monkeypatch.setattr(torch.cuda, "Event", watch.stream.event)
         monkeypatch.setattr(torch.cuda, "MemPool", object)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: watch.stream)
         monkeypatch.setattr(torch.cuda, "use_mem_pool", watch.memory.use)
         monkeypatch.setattr(torch.cuda, "synchronize", watch.stream.synchronize)
         monkeypatch.setattr(torch.accelerator, "synchronize", watch.stream.synchronize)

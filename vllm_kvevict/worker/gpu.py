@@ -202,7 +202,10 @@ class EvictingWorker(EvictionWorkerMixin):
                 binding = GroupBinding(self.kv_eviction, state)
                 warm_up(layers, binding, buffers, self.model_config.dtype)
         self.kv_eviction.warm_up()
-        return super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
+        with self._allocate_workspace().use():
+            # vLLM may have switched to another stream, and the memory follows before it serves.
+            return times
 
     def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
         cache: torch.Tensor = layer.kv_cache

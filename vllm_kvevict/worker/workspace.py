@@ -143,7 +143,8 @@ class Workspace:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = 0
         self._device = device
-        self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self._pool: torch.cuda.MemPool | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._held: list[torch.Tensor] = []
         self.extend(num_bytes)
 
@@ -151,13 +152,10 @@ class Workspace:
         """Allocate memory in which ``num_bytes`` bytes fit, if the pool has less."""
         if num_bytes <= self.num_bytes:
             return
-        with self.use():
-            if self._pool is not None:
-                sizes = [num_bytes, *[SMALL_BYTES] * (0 if self.num_bytes else SMALL_COUNT)]
-                self._held += [
-                    torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
-                ]
+        small = 0 if self.num_bytes else SMALL_COUNT
         self.num_bytes = num_bytes
+        if self._device.type == "cuda":
+            self._allocate([num_bytes, *[SMALL_BYTES] * small])
 
     def open(self) -> None:
         """Give the memory to evictions."""
@@ -169,8 +167,23 @@ class Workspace:
         if self._pool is None:
             yield
             return
+        if torch.cuda.current_stream(self._device) != self._stream:
+            # torch reuses memory on the stream for which it was allocated.
+            self._pool = None
+            self._allocate([self.num_bytes, *[SMALL_BYTES] * SMALL_COUNT])
+            self.open()
         with torch.cuda.use_mem_pool(self._pool, self._device):
             yield
+
+    def _allocate(self, sizes: list[int]) -> None:
+        if self._pool is None:
+            self._held.clear()
+            self._pool = torch.cuda.MemPool()
+            self._stream = torch.cuda.current_stream(self._device)
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            self._held += [
+                torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
+            ]
 
 
 def eviction_sizes(

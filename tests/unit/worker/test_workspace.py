@@ -169,3 +169,23 @@ def test_a_workspace_grows_once_and_holds_nothing_on_a_cpu(monkeypatch):
         assert watch.memory.live == held and made.num_bytes == 1000
         made.extend(3000)
         assert watch.memory.live == held + 3000 and made.num_bytes == 3000
+
+
+def test_a_workspace_follows_the_stream(monkeypatch):
+    """torch reuses the memory of a pool on the stream of its allocation only."""
+    with pretended(monkeypatch) as watch:
+        made = Workspace(1000, torch.device("cuda"))
+        made.open()
+        first = made._pool
+        with made.use():
+            assert made._pool is first and watch.memory.live == 0
+        other = object()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
+        watch.memory.peak = 0
+        with made.use():
+            assert made._pool is not first
+        held = 1000 + sizing.SMALL_COUNT * sizing.SMALL_BYTES
+        assert watch.memory.peak == held and watch.memory.live == 0
+        second, watch.memory.peak = made._pool, 0
+        with made.use():
+            assert made._pool is second and watch.memory.peak == 0
