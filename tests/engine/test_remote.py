@@ -151,3 +151,17 @@ def test_a_prompt_of_one_token_is_computed():
     engine.add([7], 60)
     engine.finish()
     assert engine.worker.remote is not None and engine.worker.remote.loads == 0
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "DecodeBenchConnector"])
+def test_what_another_server_reads_is_never_evicted(connector):
+    """A client of the engine core asks for more than the one token that the front end allows."""
+    engine = Engine(replace(NIXL, connector=connector), lambda *_: 5)
+    handed = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    request = engine.add(PROMPT, 60, asked=handed, prefilled=False)
+    while not request.is_finished():
+        engine.step()
+    moved = connector == "NixlConnector"
+    assert request.num_output_tokens == (1 if moved else 60)
+    assert bool(engine.scheduler.eviction_counters.evictions) != moved
+    assert (request.request_id in engine.scheduler.requests) == moved, "held until it is read"

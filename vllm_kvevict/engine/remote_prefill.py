@@ -18,7 +18,8 @@ holds its prompt. Such a request is therefore hidden from the connector.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.config.connectors import EXAMPLE
+from vllm_kvevict.config.connectors import EXAMPLE, NIXL
+from vllm_kvevict.config.handover import hands_over
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.part import Part
 
@@ -40,8 +41,10 @@ class RemotePrefill(Part):
         assert connector is not None
         self._table = core.table
         transfer = core.scheduler.vllm_config.kv_transfer_config
-        self.saves = transfer is not None and transfer.kv_connector == EXAMPLE
+        name = transfer.kv_connector if transfer is not None else None
+        self.saves = name == EXAMPLE
         """True if the connector saves what requests compute, by their tokens."""
+        self._transfers = name in NIXL
         match = connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(
@@ -68,6 +71,10 @@ class RemotePrefill(Part):
         # At least one token is computed, and vLLM would look up a request again that continues at
         # token 0.
         return min(state.hit_cap, request.num_tokens - 1) > num_computed_tokens
+
+    def hands_over(self, request: "Request") -> bool:
+        """Return whether another server reads the blocks of a request's prompt."""
+        return self._transfers and hands_over(request.kv_transfer_params)
 
     def replayed(self, request: "Request", num_hit_tokens: int) -> int:
         """Return how many of the last ``num_hit_tokens`` tokens are computed again.

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kvevict.config.budget_log import report_budgets
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.core_options import read_options
-from vllm_kvevict.config.handover import TAKEN_OVER, hands_over, takes_over
+from vllm_kvevict.config.handover import TAKEN_OVER, takes_over
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.config.store_tiers import parse_size
@@ -128,7 +128,7 @@ class EvictingScheduler(Scheduler):
         config, rules = self._table.config, list(self._table.rules.values())
         drafts = self.vllm_config.speculative_config is not None
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        handed_over = self._remote is not None and hands_over(request.kv_transfer_params)
+        handed_over = self._remote is not None and self._remote.hands_over(request)
         return read_options(request, config, rules, drafts, self.max_model_len, blocks, handed_over)
 
     def add_request(self, request: "Request") -> None:
