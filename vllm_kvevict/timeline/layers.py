@@ -153,8 +153,8 @@ def by_layer(
 
 MAX_GROUPS, MAX_RESIDUAL_VARIANCE = 8, 1 / 30
 """Maximum number of groups if none is given, and the share of the variance of the layers' shares
-that may remain inside groups. With shares of SmolLM2-135M-Instruct of which 4 groups left 1/13, 5
-left 1/16 and 6 left 1/35, 6 groups gave the most accurate answers."""
+that may remain inside groups. For SmolLM2-135M-Instruct, 4 groups leave 1/13, 5 leave 1/16 and 6
+leave 1/35, and 6 groups gave the most accurate answers (docs/layers.md)."""
 
 MIN_VARIANCE = 1e-12
 """Sum of the squared differences of shares that are equal but for rounding."""
