@@ -29,7 +29,7 @@ def recipes() -> dict[str, tuple[list[str], list[dict[str, Any]]]]:
     found = {}
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
-        shown = blocks(Section(text))  # type: ignore[arg-type]
+        shown = blocks(Section("\n" + text))  # type: ignore[arg-type]
         flags = [shlex.split(one)[3:] for one in shown if one.startswith("vllm serve")]
         bodies = [json.loads(one) for one in shown if one.startswith("{")]
         if bodies:
