@@ -18,9 +18,11 @@ from tests.snippets import ROOT, blocks
 PAGE = ROOT / "docs" / "recipes.md"
 LENGTHS = (300, 1000, 3000, 8000)
 LONGEST = 9216
+TOKENS_PER_SYLLABLE = 2.38
 FLAGS = [
     "--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", "128M",
     "--block-size", "32", "--max-model-len", str(LONGEST), "--served-model-name", "tiny",
+    "--hf-overrides", '{"max_position_embeddings": 16384}',
 ]  # fmt: skip
 
 
@@ -51,12 +53,17 @@ class Section:
 RECIPES = recipes()
 
 
+def text_of(tokens: int, seed: int) -> str:
+    """Text of about so many tokens of the model."""
+    return random_text(round(tokens / TOKENS_PER_SYLLABLE), seed=seed)
+
+
 def filled(body: Any, length: int) -> Any:
     """A body with texts instead of the names in it, of about ``length`` tokens in all."""
     texts = {
-        "SYSTEM_PROMPT": random_text(200, seed=1),
-        "QUESTION": random_text(20, seed=2),
-        "DOCUMENT": random_text(length - 250, seed=3),
+        "SYSTEM_PROMPT": text_of(100, seed=1),
+        "QUESTION": text_of(20, seed=2),
+        "DOCUMENT": text_of(length - 150, seed=3),
     }
     if isinstance(body, str):
         for name, text in texts.items():
