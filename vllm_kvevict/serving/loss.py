@@ -52,6 +52,16 @@ def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
             "with vllm-kvevict calibrate MODEL, or give tokens or a share"
         )
     chosen = next((share for share, bound in bounds.items() if bound < loss), WHOLE)
+    if chosen == WHOLE:
+        logger.warning(
+            "KV eviction keeps %s, so nothing is evicted: at every measured share answers may lose "
+            "%g nats per token or more (upper 95%% bounds of the profile: %s). Set "
+            "--kv-eviction-budget to a share, such as 25%%, to evict all the same.",
+            chosen,
+            loss,
+            ", ".join(f"{share} {bound:.3f}" for share, bound in bounds.items()),
+        )
+        return chosen
     logger.info(
         "KV eviction keeps %s, the smallest of the measured shares at which answers lose less than "
         "%g nats per token (upper 95%% bounds of the profile: %s).",

@@ -102,7 +102,10 @@ def test_a_budget_from_what_answers_lose(
 ) -> None:
     write(build, nothing_ships / "a.json", quality=MEASURED)
     assert settled(build(asked)).budget == budget
-    lines = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.loss"]
+    mine = [r for r in records if r.name == "vllm.kv_eviction.loss"]
+    lines = [r.getMessage() for r in mine]
+    # A server that evicts nothing says so.
+    assert [r.levelno >= logging.WARNING for r in mine] == [budget == "100%"] * len(mine)
     chosen = "prefill_interval" not in asked and asked.get("budget") != "12.5%"
     assert len(lines) == chosen
     if chosen and "options" not in asked:
