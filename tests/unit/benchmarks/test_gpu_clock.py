@@ -120,7 +120,7 @@ def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F
     assert all(map(torch.equal, case.caches, by_kernels))
 
 
-@pytest.mark.parametrize("name", ["run", "prepare", "session"])
+@pytest.mark.parametrize("name", ["run", "prepare", "first_hour"])
 def test_the_scripts_parse(name):
     assert run(["bash", "-n", ROOT / "benchmarks" / "gpu" / f"{name}.sh"]).returncode == 0
 
