@@ -2,8 +2,8 @@
 
     python -m benchmarks.store_traffic --folder FOLDER
 
-16 clients stream without eviction. Beside them another client asks about documents one after the
-other, first without files (the baseline), then with ``--kv-eviction-store-path``, so that every
+16 clients stream without eviction. At the same time another client asks about one document after
+another, first without files (the baseline), then with ``--kv-eviction-store-path``, so that every
 document's store is written, and then again, so that every store is read. The model has random
 weights and large keys and values, so that a store takes megabytes and its prompt little time. A
 step's time is the time between two tokens of a stream, as a client sees it.

@@ -140,7 +140,7 @@ def compile_extension(
     """
     root = find_torch()
     if root is None:
-        raise FileNotFoundError("torch, whose headers the extension includes")
+        raise FileNotFoundError("the extension needs the headers of torch")
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]

@@ -28,7 +28,7 @@ def flash_per_head(step: Step, longest_first: bool = False) -> Callable[[], None
 
     With ``longest_first`` sequences are in descending order of length. The order changes only at
     evictions, so it is made before; a step gathers the queries and scatters the results. The page
-    tables are made before as well, and a step writes another one, whose time is the same.
+    tables are also made before. A step still writes a table, so that its time counts.
     """
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 

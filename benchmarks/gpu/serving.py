@@ -56,7 +56,7 @@ def logged(log: str) -> dict[str, Any]:
 
 
 def command(service: Service, args: argparse.Namespace) -> list[str]:
-    """Arguments of ``vllm serve`` behind the model."""
+    """Arguments of ``vllm serve`` after the model."""
     blocks = -(-service.longest // args.block_size)
     options = [
         "--load-format", "dummy", "--max-model-len", str(blocks * args.block_size),

@@ -25,7 +25,7 @@ def shapes(text: str) -> list[tuple[int, int]]:
 
 
 class Tuned:
-    """A step whose kernel can be given other parameters."""
+    """A decode step with selectable kernel parameters."""
 
     def __init__(self, args: argparse.Namespace, requests: int, budget: int) -> None:
         self.args = args

@@ -52,14 +52,14 @@ def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
             "with vllm-kvevict calibrate MODEL, or give tokens or a share"
         )
     chosen = next((share for share, bound in bounds.items() if bound < loss), WHOLE)
+    listed = ", ".join(f"{share} {bound:.3f}" for share, bound in bounds.items())
     if chosen == WHOLE:
         logger.warning(
-            "KV eviction keeps %s, so nothing is evicted: at every measured share answers may lose "
-            "%g nats per token or more (upper 95%% bounds of the profile: %s). Set "
-            "--kv-eviction-budget to a share, such as 25%%, to evict all the same.",
-            chosen,
+            "KV eviction evicts nothing: answers may lose %g nats per token or more at every "
+            "measured share (upper 95%% bounds of the profile: %s). To evict, set "
+            "--kv-eviction-budget to a share, such as 25%%.",
             loss,
-            ", ".join(f"{share} {bound:.3f}" for share, bound in bounds.items()),
+            listed,
         )
         return chosen
     logger.info(
@@ -67,7 +67,7 @@ def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
         "%g nats per token (upper 95%% bounds of the profile: %s).",
         chosen,
         loss,
-        ", ".join(f"{share} {bound:.3f}" for share, bound in bounds.items()),
+        listed,
     )
     return chosen
 
