@@ -80,7 +80,9 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
         scored: list[dict[int, float]] = [{} for _ in weights.keys]
         for index, kept in enumerate(life.evictions):
             context = mine.get("kv_eviction_at", len(prompt))
-            share = EVICTION["budget"] / max(kept.n, context)
+            # Up to the context that a request names, questions alone count, and no window.
+            in_context = kept.n <= mine.get("kv_eviction_at", 0)
+            share = 0.0 if in_context else EVICTION["budget"] / max(kept.n, context)
             entries, attention = oracle.of(tokens[: kept.n], life.evictions[:index])
             for layer, heads in enumerate(kept.positions):
                 if heads is None:
@@ -97,7 +99,7 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
                 alone, beside = said(mine_of, share, x[None, None], age[None, None], int(window))
                 scored[layer] |= zip(new, alone[0, 0].tolist(), strict=True)
                 scores = torch.tensor([scored[layer][t] for t in candidates]).double()
-                if window:
+                if window and not in_context:
                     rows = attention[layer, :, -WINDOW:, held]
                     columns = max(len(held) - WINDOW, len(candidates))
                     seen = seen_by_window(rows, columns)[: len(candidates)]

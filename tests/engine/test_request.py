@@ -1,6 +1,6 @@
 """The record of a request: timelines, ring slots, and what may be published or reused."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -242,3 +242,27 @@ def test_a_hit_stops_at_the_tail_start():
     assert book.waiting("s").hit_cap == 47
     assert book.waiting("l").hit_cap == (100 - 8) // 8 * 8
     assert Book(long, rings=None).waiting("l").hit_cap == 100
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ("required", [True, True, True]),
+        ("optional", [False, False, True]),
+        ("none", [False, False, False]),
+    ],
+)
+def test_a_named_context_is_scored_without_an_optional_window(window, expected):
+    state = Book(Stub("a", 100, 100, options=replace(DEFAULTS, at=60))).admit("a")
+    state.needs = replace(state.needs, window=window)
+    assert [state.reads_window(end) for end in (30, 60, 61)] == expected
+    assert [state.continued_share(end) for end in (30, 60)] == [0, 0]
+    assert state.continued_share(100) == 40 / 100
+
+
+@pytest.mark.parametrize("at", [None, 99, 100])
+def test_the_end_of_a_prompt_is_no_context(at):
+    """What follows is the answer, and the window has seen the question."""
+    state = Book(Stub("a", 100, 100, options=replace(DEFAULTS, at=at))).admit("a")
+    state.needs = replace(state.needs, window="optional")
+    assert state.reads_window(100) and state.continued_share(100) == 40 / 100

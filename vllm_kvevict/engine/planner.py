@@ -14,7 +14,6 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.stores.key import kept_share
 from vllm_kvevict.timeline.quote import Quote
 from vllm_kvevict.timeline.rule import decode_evictions
 from vllm_kvevict.timeline.step_plan import Eviction, StepPlan
@@ -168,7 +167,7 @@ class StepPlanner:
     def _plan_observed(self, plan: StepPlan, state: RequestState, start: int, end: int) -> None:
         """Plan a step that computes queries of the next window, and that may end with the
         eviction."""
-        if state.in_prefill(end) and state.ring is None and state.needs.window != "none":
+        if state.in_prefill(end) and state.ring is None and state.reads_window(end):
             if not self._profitable(state, state.coming_groups(end), end, coming=True).parts:
                 return
             self._turns.record_prefill(state, start, end)
@@ -192,14 +191,15 @@ class StepPlanner:
         in_prefill = state.in_prefill(end)
         if not state.evicted:
             self._counters.tokens_protected += state.options.protect_first
-        ring = state.ring if self._turns.recorded(state, end) else None
+        reads_window = state.reads_window(end)
+        ring = state.ring if reads_window and self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
         self._stores.overwritten(
             block for eviction in evictions for block in eviction.store[: eviction.reused]
         )
-        # A store is published only if a policy with an optional window got it, because the key does
-        # not include that.
-        scored = ring is not None or state.needs.window == "none"
+        # A store is published only if a policy that reads a window got it, because the key does not
+        # include that.
+        scored = ring is not None or not reads_window
         store = self._stores.publish(state, end, evictions) if scored else None
         for eviction in evictions:
             eviction.published = store is not None
@@ -211,7 +211,7 @@ class StepPlanner:
         sizes = [self._core.managers[eviction.group_id].block_size for eviction in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         policy, first = state.options.policy, state.options.protect_first
-        share = kept_share(state.timelines, end)
+        share = state.continued_share(end)
         return Eviction(state.request_id, end, ring, evictions, policy, first, share)
 
     def retire(self, plan: StepPlan) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.policies.base import Requirements
+from vllm_kvevict.stores.key import kept_share
 from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import GroupEviction
@@ -257,6 +258,31 @@ class RequestState:
     def observes(self, end: int) -> bool:
         """Return whether a step that ends at ``end`` computes queries that a group will need."""
         return end > self.quiet_until
+
+    @property
+    def context_end(self) -> int:
+        """Tokens of the context that the request names and that is a part of its prompt; 0 for none.
+
+        What follows is asked about the context, and is not known at an eviction inside it. A point
+        one token before the end names no context: another server answers such a prompt.
+        """
+        at = self.options.at
+        return at if at is not None and at < self.request.num_prompt_tokens - 1 else 0
+
+    def reads_window(self, end: int) -> bool:
+        """Return whether an eviction at ``end`` is scored by an observation window.
+
+        A policy with an optional window does not read it inside a context that the request names:
+        its queries are those of the context, and what is asked later differs.
+        """
+        if self.needs.window == "optional":
+            return end > self.context_end
+        return self.needs.window == "required"
+
+    def continued_share(self, end: int) -> float:
+        """Return the share of its tokens that the request keeps at ``end`` for text that goes on; 0
+        inside a context that the request names, which is asked about."""
+        return kept_share(self.timelines, end) if end > self.context_end else 0.0
 
     def in_prefill(self, end: int) -> bool:
         """Return whether a step that ends at ``end`` belongs to the prefill."""

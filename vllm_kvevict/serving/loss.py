@@ -25,16 +25,22 @@ def losses(profile: Profile, window: bool) -> dict[str, float]:
 
     Args:
         profile: The model's; the question is not known at its evictions.
-        window: True if scores are joined with the window's.
+        window: True if the server records windows. The bound then holds for both kinds of
+            evictions: joined with the window, and by keys alone at the end of a context that a
+            request names.
 
     """
-    rows = profile.quality.get("joined" if window else "keys")
-    if profile.probe is None or not isinstance(rows, dict):
+    if profile.probe is None:
         return {}
-    found = {}
-    for share, row in rows.items():
-        if share.endswith("%") and isinstance(row, dict) and len(row.get("kl", ())) == 3:
-            found[f"{float(share[:-1]):g}%"] = float(row["kl"][2])
+    found: dict[str, float] = {}
+    for kind in ("keys", "joined") if window else ("keys",):
+        rows = profile.quality.get(kind)
+        if not isinstance(rows, dict):
+            return {}
+        for share, row in rows.items():
+            if share.endswith("%") and isinstance(row, dict) and len(row.get("kl", ())) == 3:
+                name = f"{float(share[:-1]):g}%"
+                found[name] = max(found.get(name, 0.0), float(row["kl"][2]))
     return dict(sorted(found.items(), key=lambda pair: float(pair[0][:-1])))
 
 

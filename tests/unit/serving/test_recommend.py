@@ -74,24 +74,28 @@ def test_with_a_profile(build: Any, nothing_ships: Path, records: list[logging.L
 
 MEASURED = {
     name: {
-        share: {"kl": [upper / 2, 0.0, upper * scale], "right": None}
-        for share, upper in {"50.00%": 0.01, "25.00%": 0.03, "12.50%": 0.06, "6.25%": 0.2}.items()
+        share: {"kl": [upper / 2, 0.0, upper], "right": None}
+        for share, upper in zip(("50.00%", "25.00%", "12.50%", "6.25%"), bounds, strict=True)
     }
     | {"answers": 50}
-    for name, scale in {"joined": 1, "keys": 4}.items()
+    for name, bounds in {
+        "joined": (0.01, 0.03, 0.06, 0.3),
+        "keys": (0.02, 0.025, 0.03, 0.045),
+    }.items()
 }
-"""Losses by budget: upper bounds 0.01, 0.03, 0.06 and 0.2, four times that without a window."""
+"""Losses by budget, with their upper bounds. A server that records windows evicts in both ways."""
 
 
 @pytest.mark.parametrize(
     ("asked", "budget"),
     [
         (dict(policy="auto"), "25%"),
-        (dict(policy="auto", budget="loss=0.3"), "6.25%"),
+        (dict(policy="auto", budget="loss=0.31"), "6.25%"),
+        (dict(policy="auto", budget="loss=0.25"), "12.5%"),
         (dict(policy="probe", budget="loss=0.061", profile="auto"), "12.5%"),
         (dict(policy="probe", budget="loss=0.06", profile="auto"), "25%"),
-        (dict(policy="ada-probe", budget="loss=0.001", profile="auto"), "100%"),
-        (dict(policy="auto", options=dict(probe_window="none")), "50%"),
+        (dict(policy="ada-probe", budget="loss=0.015", profile="auto"), "100%"),
+        (dict(policy="auto", options=dict(probe_window="none")), "6.25%"),
         (dict(policy="auto", budget="12.5%"), "12.5%"),
         (dict(policy="auto", max_budget="20%"), "20%"),
         (dict(policy="auto", prefill_interval=512), 1024),
@@ -212,7 +216,7 @@ BUDGET_WARNING = "the budget is %s instead of %s"
         (
             dict(options=dict(probe_window="none")),
             MEASURED,
-            "50% instead of 25%, because the profile bounds the loss of answers by 0.05 nats",
+            "6.25% instead of 25%, because the profile bounds the loss of answers by 0.05 nats",
         ),
         (dict(max_budget="20%"), MEASURED, "20% instead of 25%, because --kv-eviction-max-budget"),
         (dict(), MEASURED, None),

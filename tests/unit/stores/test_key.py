@@ -14,7 +14,7 @@ from vllm_kvevict.timeline.rule import EvictionRule
 KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), 0.25)
 OTHERS = dict(
     prefix=b"b", rest=(1, 3), extra=("salt",), point=101, policy="snapkv", protect_first=5,
-    stores=((0, 8),), share=0.5,
+    stores=((0, 8),), share=0.5, asked=True,
 )  # fmt: skip
 
 
@@ -32,10 +32,12 @@ RULE = EvictionRule(block_size=8, window=8, interval=64, budget_tokens=40)
 STREAMED = replace(RULE, prefill_interval=64)
 
 
-def key(prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, **options):
+def key(
+    prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, end=0, **options
+):
     request = make_request(SETUP, "r", prompt, 4, **options)
     timelines = {0: EvictionProgress(rule, len(prompt), len(prompt), requested_point=at)}
-    return share_key(request, timelines, 8, policy, first, reads_share)
+    return share_key(request, timelines, 8, policy, first, reads_share, end)
 
 
 def test_equal_requests_have_equal_keys():
@@ -52,9 +54,10 @@ def test_equal_requests_have_equal_keys():
         dict(policy="snapkv"),
         dict(first=1),
         dict(rule=replace(RULE, budget_tokens=48)),
+        dict(end=100),
         dict(cache_salt="mine"),
     ],
-    ids=["token", "last token", "point", "policy", "first", "budget", "salt"],
+    ids=["token", "last token", "point", "policy", "first", "budget", "asked", "salt"],
 )
 def test_every_input_of_a_request_makes_another_key(change):
     assert key(**change) is not None and key(**change) != key()
