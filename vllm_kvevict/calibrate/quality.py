@@ -65,9 +65,11 @@ def measured(
         progress: Shows a bar.
 
     Returns:
-        ``keys`` and ``joined``: the question is not known at the eviction, and scores are those of
-        the keys alone or joined with the window's; ``known``: it is, and they are joined (not
-        there if nothing is asked). Each has ``answers``, their number, and by budget: ``kl``, the
+        ``keys`` and ``joined``: the question is not known at the eviction. ``keys`` is the end of a
+        context that a request names: scores are those of keys alone, for questions alone, and
+        questions follow. ``joined`` is any other end: scores are joined with the window's and
+        count what prose needs, and the text that goes on follows as well. ``known``: the question
+        is known, and scores are joined (not there if nothing is asked). Each has ``answers``, their number, and by budget: ``kl``, the
         mean KL divergence in nats per token of the answer and its 95% interval; and ``right``, the
         share of questions that are answered right and its interval. ``full``: that share without
         eviction.
@@ -81,11 +83,13 @@ def measured(
             length = len(context)
             for _, alike in groupby(BUDGETS, partial(prose_weight, tokens=length)):
                 budgets = list(alike)
-                model.use(budgets[0], length)
                 trials = [counts_of(shares, share, length, model.recent) for share in budgets]
                 for name in names:
-                    model.scores(name != "keys")
-                    for later in texts:
+                    in_context = name == "keys"
+                    model.use(0.0 if in_context else budgets[0], length)
+                    model.scores(not in_context)
+                    asked = [later for later in texts if later.asked]
+                    for later in (asked or texts) if in_context else texts:
                         lost, right = model.lost(later.ids, later.answer, trials)
                         whole, *each = (bool(ok) if later.asked else None for ok in right)
                         if name == "joined" and budgets[0] == BUDGETS[0]:

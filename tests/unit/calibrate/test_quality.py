@@ -20,15 +20,17 @@ class Losing:
     recent = 8
 
     def __init__(self, answers_begin_with: int) -> None:
-        self.right, self.held, self.joined = answers_begin_with, [], False
+        self.right, self.held, self.joined, self.share = answers_begin_with, [], False, -1.0
 
     def hold(self, context) -> None:
         self.held = context
 
     def use(self, share: float, tokens: int) -> None:
         assert tokens == len(self.held)
+        self.share = share
 
     def scores(self, joined: bool) -> None:
+        assert (self.share > 0) == joined, "by keys alone, for questions alone"
         self.joined = joined
 
     def lost(self, text, answer, trials):
@@ -45,7 +47,7 @@ def test_losses_and_answers_by_budget() -> None:
     assert found["full"][0] == 0.5, "of two questions one is answered; prose asks nothing"
     for name, times in (("keys", 2), ("joined", 1), ("known", 0.5)):
         row = found[name]
-        assert row["answers"] == (4 if name == "known" else 6)
+        assert row["answers"] == (6 if name == "joined" else 4)
         for at, kept in (("50.00%", 50), ("25.00%", 25), ("12.50%", 12), ("6.25%", 9)):
             # Contexts are 100 tokens long, and one more where they have the question.
             assert row[at]["kl"] == [pytest.approx(times / kept, rel=0.1)] * 3
