@@ -46,7 +46,6 @@ def check_learned(
     recent: int,
     window: int,
     prose: float,
-    close_prose: float = 5e-3,
 ) -> None:
     """Compare scores of the first text by a profile with those by the definition, token by token.
 
@@ -99,7 +98,7 @@ def check_learned(
         text = (of_text[..., :size] @ ridge(of_text[..., :size], z)[..., None])[..., 0]
         spread = [one.std((1, 2), correction=0)[:, None, None] for one in (answered, text)]
         follows = prose * spread[0] / spread[1] * text
-        close = close_prose * (answered + follows)[..., : first.shape[2]].std()
+        close = 1e-4 * (answered + follows)[..., : first.shape[2]].std()
         apart = torch.zeros(())
         assert found.prose is not None
         age = torch.from_numpy(found.prose.age[:, :, kind]).double()

@@ -170,8 +170,10 @@ class Ridge:
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Count tokens: features [H, n, size] and what the probe should say [H, n]."""
+        # In float32 a sum over the features of ages is too coarse for the weights of the others.
+        x = x.double()
         self._xx += x.mT @ x
-        self._xy += (x.mT @ y[..., None])[..., 0]
+        self._xy += (x.mT @ y.double()[..., None])[..., 0]
         self.tokens += x.shape[1]
 
     def solve(self, strength: float, size: int | None = None) -> torch.Tensor:
