@@ -81,15 +81,15 @@ def measured(
         for names, context, texts in _asked(lesson):
             model.hold(context)
             length = len(context)
-            for _, alike in groupby(BUDGETS, partial(prose_weight, tokens=length)):
-                budgets = list(alike)
-                trials = [counts_of(shares, share, length, model.recent) for share in budgets]
-                for name in names:
-                    in_context = name == "keys"
+            for name in names:
+                in_context = name == "keys"
+                asked = [later for later in texts if later.asked]
+                following = (asked or texts) if in_context else texts
+                for budgets in [BUDGETS] if in_context else _with_equal_scores(length):
+                    trials = [counts_of(shares, share, length, model.recent) for share in budgets]
                     model.use(0.0 if in_context else budgets[0], length)
                     model.scores(not in_context)
-                    asked = [later for later in texts if later.asked]
-                    for later in (asked or texts) if in_context else texts:
+                    for later in following:
                         lost, right = model.lost(later.ids, later.answer, trials)
                         whole, *each = (bool(ok) if later.asked else None for ok in right)
                         if name == "joined" and budgets[0] == BUDGETS[0]:
@@ -104,6 +104,12 @@ def measured(
             for share, mine in by_share.items()
         } | {"answers": len(by_share[BUDGETS[0]])}
     return quality
+
+
+def _with_equal_scores(length: int) -> list[tuple[float, ...]]:
+    """Return budgets of a context of ``length`` tokens by the weight that prose has in its scores."""
+    by_weight = groupby(BUDGETS, partial(prose_weight, tokens=length))
+    return [tuple(budgets) for _, budgets in by_weight]
 
 
 @dataclass(frozen=True)
