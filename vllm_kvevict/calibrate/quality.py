@@ -69,10 +69,10 @@ def measured(
         context that a request names: scores are those of keys alone, for questions alone, and
         questions follow. ``joined`` is any other end: scores are joined with the window's and
         count what prose needs, and the text that goes on follows as well. ``known``: the question
-        is known, and scores are joined (not there if nothing is asked). Each has ``answers``, their number, and by budget: ``kl``, the
-        mean KL divergence in nats per token of the answer and its 95% interval; and ``right``, the
-        share of questions that are answered right and its interval. ``full``: that share without
-        eviction.
+        is known, and scores are joined (not there if nothing is asked). Each has ``answers``, their
+        number, and by budget: ``kl``, the mean KL divergence in nats per token of the answer and
+        its 95% interval; and ``right``, the share of questions that are answered right and its
+        interval. ``full``: that share without eviction.
 
     """
     rows: dict[str, dict[float, list[Answer]]] = {}
@@ -107,7 +107,7 @@ def measured(
 
 
 def _with_equal_scores(length: int) -> list[tuple[float, ...]]:
-    """Return budgets of a context of ``length`` tokens by the weight that prose has in its scores."""
+    """Return the budgets of a context of ``length`` tokens, by what prose weighs in its scores."""
     by_weight = groupby(BUDGETS, partial(prose_weight, tokens=length))
     return [tuple(budgets) for _, budgets in by_weight]
 
