@@ -51,10 +51,7 @@ def random_weights(
 
 
 def prose_counts(share: float) -> float:
-    """What prose counts where this share is kept: 0 at 1/16 and less, 0.3 at 1/8, 1 at 1/4, in
-    tenths."""
-    if not share:
-        return 0.0
+    """What prose counts where this share is kept: 0 at 1/16, 0.3 at 1/8, 1 at 1/4, in tenths."""
     halvings = math.log2(share)
     found = 0.3 * (halvings + 4) if halvings < -3 else 0.3 + 0.7 * (halvings + 3)
     return round(10 * min(1.0, max(0.0, found))) / 10

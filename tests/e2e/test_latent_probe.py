@@ -80,9 +80,9 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
         scored: list[dict[int, float]] = [{} for _ in weights.keys]
         for index, kept in enumerate(life.evictions):
             context = mine.get("kv_eviction_at", len(prompt))
-            # Up to the context that a request names, questions alone count, and no window.
+            share = EVICTION["budget"] / max(kept.n, context)
+            # The window of a context that a request names does not know the question.
             in_context = kept.n <= mine.get("kv_eviction_at", 0)
-            share = 0.0 if in_context else EVICTION["budget"] / max(kept.n, context)
             entries, attention = oracle.of(tokens[: kept.n], life.evictions[:index])
             for layer, heads in enumerate(kept.positions):
                 if heads is None:

@@ -256,8 +256,6 @@ def test_a_named_context_is_scored_without_an_optional_window(window, expected):
     state = Book(Stub("a", 100, 100, options=replace(DEFAULTS, at=60))).admit("a")
     state.needs = replace(state.needs, window=window)
     assert [state.reads_window(end) for end in (30, 60, 61)] == expected
-    assert [state.continued_share(end) for end in (30, 60)] == [0, 0]
-    assert state.continued_share(100) == 40 / 100
 
 
 @pytest.mark.parametrize("at", [None, 99, 100])
@@ -265,4 +263,4 @@ def test_the_end_of_a_prompt_is_no_context(at):
     """What follows is the answer, and the window has seen the question."""
     state = Book(Stub("a", 100, 100, options=replace(DEFAULTS, at=at))).admit("a")
     state.needs = replace(state.needs, window="optional")
-    assert state.reads_window(100) and state.continued_share(100) == 40 / 100
+    assert state.reads_window(100)

@@ -323,7 +323,9 @@ def learned(
     shares = by_effect(model, config, shares, lessons[:answers], progress)
     shares = shares / shares.mean()
     lap("shares")
-    found = quality.measured(model, shares, held_out, progress)
+    share = config.budget_share
+    measured_at = share if share is not None and share < 1 else None
+    found = quality.measured(model, shares, measured_at, held_out, progress)
     lap("quality")
     return Learned(weights, shares, each, found, seconds, model.losses)
 

@@ -13,6 +13,8 @@ import torch
 from vllm_kvevict.calibrate.lessons import Later, Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.config.probe_weights import prose_weight
+from vllm_kvevict.ops.torch.allocate import shared_pages
+from vllm_kvevict.timeline.layers import Share
 
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 """Shares of the cache at which quality is measured."""
@@ -54,25 +56,28 @@ def check(model: Any, lessons: Sequence[Lesson], least: float) -> None:
 
 
 def measured(
-    model: Any, shares: torch.Tensor, lessons: Sequence[Lesson], progress: Any
+    model: Any,
+    shares: torch.Tensor,
+    measured_at: float | None,
+    lessons: Sequence[Lesson],
+    progress: Any,
 ) -> dict[str, Any]:
     """Losses of answers by budget.
 
     Args:
         model: The model, with probes.
         shares: [L, H] of the budget.
+        measured_at: Part of the tokens that was kept where they were measured.
         lessons: Contexts held out.
         progress: Shows a bar.
 
     Returns:
-        ``keys`` and ``joined``: the question is not known at the eviction. ``keys`` is the end of a
-        context that a request names: scores are those of keys alone, for questions alone, and
-        questions follow. ``joined`` is any other end: scores are joined with the window's and
-        count what prose needs, and the text that goes on follows as well. ``known``: the question
-        is known, and scores are joined (not there if nothing is asked). Each has ``answers``, their
-        number, and by budget: ``kl``, the mean KL divergence in nats per token of the answer and
-        its 95% interval; and ``right``, the share of questions that are answered right and its
-        interval. ``full``: that share without eviction.
+        ``keys`` and ``joined``: the question is not known at the eviction, and scores are those of
+        the keys alone or joined with the window's; ``known``: it is, and they are joined (not
+        there if nothing is asked). Each has ``answers``, their number, and by budget: ``kl``, the
+        mean KL divergence in nats per token of the answer and its 95% interval; and ``right``, the
+        share of questions that are answered right and its interval. ``full``: that share without
+        eviction.
 
     """
     rows: dict[str, dict[float, list[Answer]]] = {}
@@ -81,15 +86,16 @@ def measured(
         for names, context, texts in _asked(lesson):
             model.hold(context)
             length = len(context)
-            for name in names:
-                in_context = name == "keys"
-                asked = [later for later in texts if later.asked]
-                following = (asked or texts) if in_context else texts
-                for budgets in [BUDGETS] if in_context else _with_equal_scores(length):
-                    trials = [counts_of(shares, share, length, model.recent) for share in budgets]
-                    model.use(0.0 if in_context else budgets[0], length)
-                    model.scores(not in_context)
-                    for later in following:
+            for _, alike in groupby(BUDGETS, partial(prose_weight, tokens=length)):
+                budgets = list(alike)
+                model.use(budgets[0], length)
+                trials = [
+                    served_counts(shares, measured_at, share, length, model.recent)
+                    for share in budgets
+                ]
+                for name in names:
+                    model.scores(name != "keys")
+                    for later in texts:
                         lost, right = model.lost(later.ids, later.answer, trials)
                         whole, *each = (bool(ok) if later.asked else None for ok in right)
                         if name == "joined" and budgets[0] == BUDGETS[0]:
@@ -104,12 +110,6 @@ def measured(
             for share, mine in by_share.items()
         } | {"answers": len(by_share[BUDGETS[0]])}
     return quality
-
-
-def _with_equal_scores(length: int) -> list[tuple[float, ...]]:
-    """Return the budgets of a context of ``length`` tokens, by what prose weighs in its scores."""
-    by_weight = groupby(BUDGETS, partial(prose_weight, tokens=length))
-    return [tuple(budgets) for _, budgets in by_weight]
 
 
 @dataclass(frozen=True)
@@ -168,3 +168,34 @@ def counts_of(shares: torch.Tensor, share: float, length: int, recent: int) -> l
     """Return the number of tokens, not pages, that each head keeps without the last ones."""
     wanted = shares * kept_tokens(share, length, recent)
     return wanted.clamp(1, length - recent).round().long().tolist()
+
+
+def served_counts(
+    shares: torch.Tensor, measured_at: float | None, share: float, length: int, recent: int
+) -> list[list[int]]:
+    """Return the number of tokens that each head keeps in a server, without the last ones.
+
+    What a layer or a head cannot use goes to the others, and layers' shares move towards 1 if more
+    is kept than where they were measured (``timeline/layers.py``). A server rounds to pages, and
+    groups layers, in addition.
+
+    Args:
+        shares: [L, H] of mean 1.
+        measured_at: Part of the tokens that was kept where they were measured; None if not known.
+        share: Share of the tokens to keep.
+        length: Tokens of the context.
+        recent: Last tokens of the context, which are always kept.
+
+    """
+    layers, count = tuple(shares.mean(1).tolist()), length - recent
+    ones, kept = (1,) * len(layers), kept_tokens(share, length, recent)
+    stores = [
+        Share(layer, ones, layers, measured_at=measured_at).blocks(kept, count, 1, constant=True)
+        for layer in range(len(layers))
+    ]
+    caps = torch.full((1, shares.shape[1]), count)
+    heads = [
+        shared_pages(row[None] / row.mean(), caps, min(store, count))[0]
+        for row, store in zip(shares, stores, strict=True)
+    ]
+    return [row.tolist() for row in heads]

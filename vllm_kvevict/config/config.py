@@ -404,7 +404,8 @@ class EvictionConfig(BaseModel):
             shares = by_layer(falling, groups or PYRAMID_GROUPS, falling[0], stages)
         else:
             assert isinstance(self.profile, Profile) and len(self.profile.layers) == layers
-            shares = by_layer(self.profile.layers, groups, None, stages)
+            at = self.profile.measured_at
+            shares = by_layer(self.profile.layers, groups, None, stages, at)
         return tuple(replace(rule, share=share) for share in shares)
 
     @classmethod

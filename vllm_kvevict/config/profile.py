@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from math import fsum
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vllm_kvevict.config.budget import budget_share, parse_budget
 
 TOLERANCE = 1e-3
 """Maximum difference between the mean of shares and 1, which rounding in a file causes."""
@@ -85,6 +87,18 @@ class Profile(BaseModel):
     heads: tuple[tuple[float, ...], ...] | None = None
     quality: dict[str, Any] = Field(default_factory=dict)
     probe: ProbeFile | None = None
+
+    @field_validator("budget")
+    @classmethod
+    def _parse_budget(cls, value: int | str) -> int | str:
+        return parse_budget(value)
+
+    @property
+    def measured_at(self) -> float | None:
+        """Part of the tokens that was kept where the shares were measured; None if the budget is in
+        tokens, or keeps all of them."""
+        share = budget_share(self.budget)
+        return share if share is not None and share < 1 else None
 
     @model_validator(mode="after")
     def _shares_of_the_model(self) -> Self:

@@ -14,6 +14,7 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.report import Reporter
+from vllm_kvevict.stores.key import kept_share
 from vllm_kvevict.timeline.quote import Quote
 from vllm_kvevict.timeline.rule import decode_evictions
 from vllm_kvevict.timeline.step_plan import Eviction, StepPlan
@@ -211,7 +212,7 @@ class StepPlanner:
         sizes = [self._core.managers[eviction.group_id].block_size for eviction in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         policy, first = state.options.policy, state.options.protect_first
-        share = state.continued_share(end)
+        share = kept_share(state.timelines, end)
         return Eviction(state.request_id, end, ring, evictions, policy, first, share)
 
     def retire(self, plan: StepPlan) -> None:

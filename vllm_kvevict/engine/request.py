@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.stores.key import kept_share
 from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import EvictionRule
 from vllm_kvevict.timeline.step_plan import GroupEviction
@@ -278,11 +277,6 @@ class RequestState:
         if self.needs.window == "optional":
             return end > self.context_end
         return self.needs.window == "required"
-
-    def continued_share(self, end: int) -> float:
-        """Return the share of its tokens that the request keeps at ``end`` for text that goes on; 0
-        inside a context that the request names, which is asked about."""
-        return kept_share(self.timelines, end) if end > self.context_end else 0.0
 
     def in_prefill(self, end: int) -> bool:
         """Return whether a step that ends at ``end`` belongs to the prefill."""

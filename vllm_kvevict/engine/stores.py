@@ -79,7 +79,7 @@ class PublishedStores:
             state.options.policy,
             state.options.protect_first,
             state.needs.reads_share,
-            state.context_end if state.needs.reads_share else 0,
+            state.context_end if state.needs.window == "optional" else 0,
         )
 
     def waits(self, state: RequestState) -> bool:

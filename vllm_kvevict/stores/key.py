@@ -31,10 +31,9 @@ class ShareKey:
         policy: The policy that chooses.
         protect_first: First tokens that are always kept.
         stores: S of every KV-cache group, or 0 if the group has nothing to evict at the point.
-        share: Share of the tokens that the budget keeps; 0 for policies that do not read it, and if
-            the point is ``asked``.
-        asked: True if the point is inside a context that the request names, and the policy scores
-            it for questions alone.
+        share: Share of the tokens that the budget keeps; 0 for policies that do not read it.
+        in_context: True if the policy reads no window at the point because it is inside a context
+            that the request names.
 
     """
 
@@ -46,7 +45,7 @@ class ShareKey:
     protect_first: int
     stores: tuple[tuple[int, int], ...]
     share: float = 0.0
-    asked: bool = False
+    in_context: bool = False
 
     @cached_property
     def digest(self) -> bytes:
@@ -78,8 +77,8 @@ def share_key(
         policy: The policy that chooses.
         protect_first: First tokens that are always kept.
         reads_share: True if the policy's scores depend on the share of tokens that is kept.
-        context_end: Tokens of the context that the request names, if the policy scores it in
-            another way; 0 for none.
+        context_end: Tokens of the context that the request names, if the policy reads no window
+            inside it; 0 for none.
 
     """
     ends = [end for t in timelines.values() if (end := t.next_chunk_end(0)) is not None]
@@ -99,7 +98,6 @@ def share_key(
         (group, timeline.wanted(point) if timeline.is_due(point) else 0)
         for group, timeline in sorted(timelines.items())
     )
-    asked = point <= context_end
     return ShareKey(
         prefix=request.block_hashes[blocks - 1],
         rest=tuple(request.all_token_ids[hashed:point]),
@@ -108,8 +106,8 @@ def share_key(
         policy=policy,
         protect_first=protect_first,
         stores=stores,
-        share=kept_share(timelines, point) if reads_share and not asked else 0.0,
-        asked=asked,
+        share=kept_share(timelines, point) if reads_share else 0.0,
+        in_context=point <= context_end,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from math import fsum
+from math import fsum, log
 from operator import mul
 
 
@@ -25,9 +25,14 @@ class Share:
         steepest: The largest share of a layer, if shares decrease with depth. If that layer would
             get more tokens than there are, all shares move towards 1, as in PyramidKV's code. None
             for measured shares: tokens that a group cannot use go to the other groups.
+        measured_at: The part of the tokens that a layer kept on average where the shares were
+            measured, in (0, 1); None if it is not known. If a constant share keeps more, shares
+            move towards 1: a group kept ``share * measured_at`` of its tokens there, and keeps a
+            power of that.
 
     Raises:
-        ValueError: The group is not one of the groups, or a share is not above 0.
+        ValueError: The group is not one of the groups, a share is not above 0, or ``measured_at``
+            is out of range.
 
     """
 
@@ -35,17 +40,20 @@ class Share:
     sizes: tuple[int, ...]
     shares: tuple[float, ...]
     steepest: float | None = None
+    measured_at: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.group < len(self.sizes) == len(self.shares) or min(self.shares) <= 0:
             raise ValueError("a group must be one of the groups, and every share above 0")
+        if self.measured_at is not None and not 0 < self.measured_at < 1:
+            raise ValueError("measured_at must be between 0 and 1")
 
     @property
     def value(self) -> float:
         """The group's share."""
         return self.shares[self.group]
 
-    def blocks(self, budget: float, length: float, block_size: int) -> int:
+    def blocks(self, budget: float, length: float, block_size: int, constant: bool = False) -> int:
         """Return the blocks that the group keeps in addition to the window, at least 1.
 
         On average, all layers together keep at most ``budget``, and come as close to it as whole
@@ -57,6 +65,8 @@ class Share:
             budget: Mean over all layers in tokens per KV head, window not included.
             length: Tokens before the window.
             block_size: Tokens in a block.
+            constant: True if the budget is the same share of every length. Only then measured
+                shares move towards 1 if more is kept than where they were measured.
 
         """
         limit = int(length // block_size)
@@ -65,7 +75,7 @@ class Share:
         if budget <= block_size:
             return 1
         total = budget / block_size * sum(self.sizes)
-        held = [round(blocks, 6) for blocks in self._fill(total, limit, length / budget)]
+        held = [round(blocks, 6) for blocks in self._fill(total, limit, length / budget, constant)]
         full = [int(blocks) for blocks in held]
         left = round(total - sum(map(mul, self.sizes, full)), 6)
         # The largest remainder is rounded up first. A smaller one is never rounded up instead, so
@@ -77,13 +87,16 @@ class Share:
             left -= self.sizes[group]
         return full[self.group]
 
-    def _fill(self, total: float, limit: int, room: float) -> list[float]:
+    def _fill(self, total: float, limit: int, room: float, constant: bool) -> list[float]:
         """Return the blocks of every group in [1, ``limit``], by share, with the sum ``total`` over
         layers."""
         shares = self.shares
         if self.steepest is not None and self.steepest > room:
             bend = (room - 1) / (self.steepest - 1)
             shares = tuple(1 + (share - 1) * bend for share in shares)
+        if constant and self.measured_at is not None and room * self.measured_at < 1:
+            power = -log(room) / log(self.measured_at)
+            shares = tuple(min(1.0, share * self.measured_at) ** power for share in shares)
         filled: dict[int, float] = {}
         while len(filled) < len(shares):
             free = [group for group in range(len(shares)) if group not in filled]
@@ -122,6 +135,7 @@ def by_layer(
     max_groups: int | None,
     steepest: float | None = None,
     stages: tuple[int, ...] = (),
+    measured_at: float | None = None,
 ) -> tuple[Share, ...]:
     """Return the share of each layer's group, by depth. Results are cached, because every checked
     request needs them.
@@ -131,7 +145,7 @@ def by_layer(
         max_groups: Maximum number of groups; fewer if that wastes less memory. None for the
             smallest number that is close enough to the layers' shares
             (:data:`MAX_RESIDUAL_VARIANCE`).
-        steepest: As in :class:`Share`.
+        steepest, measured_at: As in :class:`Share`.
         stages: Layers of each pipeline stage. The memory of a stage serves its own layers only, so
             shares are relative to the mean of the stage.
 
@@ -148,13 +162,15 @@ def by_layer(
     sizes = tuple(map(len, groups))
     means = tuple(fsum(shares[layer] for layer in group) / len(group) for group in groups)
     place = {layer: number for number, group in enumerate(groups) for layer in group}
-    return tuple(Share(place[layer], sizes, means, steepest) for layer in range(len(shares)))
+    return tuple(
+        Share(place[layer], sizes, means, steepest, measured_at) for layer in range(len(shares))
+    )
 
 
-MAX_GROUPS, MAX_RESIDUAL_VARIANCE = 8, 1 / 30
+MAX_GROUPS, MAX_RESIDUAL_VARIANCE = 8, 1 / 25
 """Maximum number of groups if none is given, and the share of the variance of the layers' shares
-that may remain inside groups. For SmolLM2-135M-Instruct, 4 groups leave 1/13, 5 leave 1/16 and 6
-leave 1/35, and 6 groups gave the most accurate answers (docs/layers.md)."""
+that may remain inside groups. For SmolLM2-135M-Instruct, 4 groups leave 1/9, 5 leave 1/14 and 6
+leave 1/27, and 6 groups gave the most accurate answers (docs/layers.md)."""
 
 MIN_VARIANCE = 1e-12
 """Sum of the squared differences of shares that are equal but for rounding."""

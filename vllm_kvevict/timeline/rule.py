@@ -164,7 +164,10 @@ class EvictionRule:
         if self.share is None:
             blocks = max(1, selected // self.block_size)
         else:
-            blocks = self.share.blocks(selected, length - self.protected, self.block_size)
+            # A budget in tokens is a share that falls with the length. If shares followed it, a
+            # group could keep more of a shorter text.
+            constant = self.budget_share is not None
+            blocks = self.share.blocks(selected, length - self.protected, self.block_size, constant)
         return self.first_blocks + blocks
 
     def tail_start(self, n: int) -> int:

@@ -1,5 +1,6 @@
 """A profile states its quality: compared with hand counts for a model with known losses."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -20,17 +21,15 @@ class Losing:
     recent = 8
 
     def __init__(self, answers_begin_with: int) -> None:
-        self.right, self.held, self.joined, self.share = answers_begin_with, [], False, -1.0
+        self.right, self.held, self.joined = answers_begin_with, [], False
 
     def hold(self, context) -> None:
         self.held = context
 
     def use(self, share: float, tokens: int) -> None:
         assert tokens == len(self.held)
-        self.share = share
 
     def scores(self, joined: bool) -> None:
-        assert (self.share > 0) == joined, "by keys alone, for questions alone"
         self.joined = joined
 
     def lost(self, text, answer, trials):
@@ -42,12 +41,14 @@ class Losing:
 
 
 def test_losses_and_answers_by_budget() -> None:
-    found = quality.measured(Losing(4), torch.ones(1, 1), [LESSON, LESSON], lambda x, name: x)
+    found = quality.measured(
+        Losing(4), torch.ones(1, 1), 0.125, [LESSON, LESSON], lambda x, name: x
+    )
     assert list(found) == ["full", "keys", "joined", "known"]
     assert found["full"][0] == 0.5, "of two questions one is answered; prose asks nothing"
     for name, times in (("keys", 2), ("joined", 1), ("known", 0.5)):
         row = found[name]
-        assert row["answers"] == (6 if name == "joined" else 4)
+        assert row["answers"] == (4 if name == "known" else 6)
         for at, kept in (("50.00%", 50), ("25.00%", 25), ("12.50%", 12), ("6.25%", 9)):
             # Contexts are 100 tokens long, and one more where they have the question.
             assert row[at]["kl"] == [pytest.approx(times / kept, rel=0.1)] * 3
@@ -74,3 +75,25 @@ def test_a_full_cache_must_answer_its_own_questions() -> None:
         quality.check(Losing(4), [LESSON, LESSON], 0.6)
     with pytest.raises(CalibrateError, match="answers 0 of 2 questions"):
         quality.check(Losing(0), [LESSON], 0.5)
+
+
+@pytest.mark.parametrize("share", [0.0625, 0.125, 0.5, 0.75])
+def test_counts_are_those_of_a_server(share) -> None:
+    """As the rules of a server divide between layers, and its allocator between heads."""
+    shares = torch.tensor([[0.1, 0.3], [1.0, 2.6], [1.5, 0.5]])
+    shares /= shares.mean()
+    length, recent = 1008, 8
+    found = torch.tensor(quality.served_counts(shares, 0.125, share, length, recent)).double()
+    by_layer = shares.mean(1).double()
+    parts = by_layer * 0.125
+    if share > 0.125:
+        parts = parts ** (math.log(share) / math.log(0.125))
+    kept = share * length - recent
+    # The first layer keeps 1 token a head at least, and nobody reaches all of them.
+    assert (found.mean(1) - parts / parts.mean() * kept).abs().max() <= 2
+    assert found.sum() == pytest.approx(kept * 6, abs=6)
+    wanted = shares / shares.mean(1, keepdim=True) * found.mean(1, keepdim=True)
+    if share <= 0.5:
+        assert (found - wanted).abs().max() <= 1
+    else:
+        assert found.max() == length - recent, "what a head cannot use goes to the others"

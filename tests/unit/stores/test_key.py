@@ -14,7 +14,7 @@ from vllm_kvevict.timeline.rule import EvictionRule
 KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), 0.25)
 OTHERS = dict(
     prefix=b"b", rest=(1, 3), extra=("salt",), point=101, policy="snapkv", protect_first=5,
-    stores=((0, 8),), share=0.5, asked=True,
+    stores=((0, 8),), share=0.5, in_context=True,
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_equal_requests_have_equal_keys():
         dict(end=100),
         dict(cache_salt="mine"),
     ],
-    ids=["token", "last token", "point", "policy", "first", "budget", "asked", "salt"],
+    ids=["token", "last token", "point", "policy", "first", "budget", "context", "salt"],
 )
 def test_every_input_of_a_request_makes_another_key(change):
     assert key(**change) is not None and key(**change) != key()
