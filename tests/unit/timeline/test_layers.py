@@ -161,7 +161,7 @@ def test_shares_move_towards_1_where_a_share_keeps_more(shares, percent, length,
 
 
 def test_a_budget_in_tokens_keeps_the_measured_shares():
-    """It is a share that falls with the length, and a group must not keep more of a shorter text."""
+    """It is a share that falls with the length: a group must not keep more of a shorter text."""
     share = Share(1, (1, 1), (1.9, 0.1), measured_at=0.125)
     rule = EvictionRule(BLOCK, WINDOW, 64, budget_tokens=WINDOW + 40 * BLOCK, share=share)
     assert rule.store_blocks(2000) == rule.store_blocks(20_000) == 4
