@@ -261,7 +261,7 @@ class RequestState:
 
     @property
     def context_end(self) -> int:
-        """Tokens of the context that the request names and that is a part of its prompt; 0 for none.
+        """Tokens of the context that the request names, a part of its prompt; 0 for none.
 
         What follows is asked about the context, and is not known at an eviction inside it. A point
         one token before the end names no context: another server answers such a prompt.
