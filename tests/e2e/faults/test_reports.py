@@ -519,7 +519,7 @@ def test_run_batch(server, tiny_model, tmp_path):
     answers = [found[line["custom_id"]]["response"] for line in lines]
     with evictions(server, 4):
         for request, answer in zip(requests[:5], answers, strict=False):
-            assert answer["status_code"] == 200
+            assert answer["status_code"] == 200, answer["body"]
             expected = server.post("/v1/chat/completions", request)
             assert tokens_of(answer["body"]) == tokens_of(expected)
     refused = [found[line["custom_id"]] for line in lines[5:]]
