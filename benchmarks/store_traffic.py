@@ -26,12 +26,20 @@ from benchmarks.server import Server
 from benchmarks.tiny_model import random_prompt, tiny_llama
 
 STREAMS = 16
+STREAM_TOKENS = 732
+WARM_UP = 2
+"""Documents of other clients before anything is measured."""
 DOCUMENT_TOKENS = 1024
 QUESTION_TOKENS = 8
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 8, 128
 BUDGET = "50%"
-STORE_BYTES = DOCUMENT_TOKENS // 2 * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
-"""Approximate bytes of a store: kept tokens, layers, heads, head size, K and V, float32."""
+TOKEN_BYTES = LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
+"""Layers, heads, head size, K and V, float32."""
+STORE_BYTES = DOCUMENT_TOKENS // 2 * TOKEN_BYTES
+"""Approximate bytes of a store."""
+FREE_DOCUMENTS = 9
+"""Documents that the KV cache holds in addition to the streams."""
+MEMORY_BYTES = (STREAMS * STREAM_TOKENS + FREE_DOCUMENTS * DOCUMENT_TOKENS) * TOKEN_BYTES
 HEALTH_LIMIT_MS = 100.0
 STEP_LIMIT = 2.0
 """Longest step in medians."""
@@ -46,7 +54,7 @@ def post(server: Server, body: dict[str, Any]) -> urllib.request.Request:
 
 
 class Watch:
-    """Clients of streams and of /health; keeps when something took how long."""
+    """Clients of streams and of /health; keeps how long each token and each answer took."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -54,26 +62,48 @@ class Watch:
         self.gaps: list[float] = []
         self.health: list[float] = []
         self.started = threading.Semaphore(0)
+        self._errors: list[BaseException] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Run the clients in this context.
+
+        Raises:
+            RuntimeError: A client failed, so that the measurements do not count.
+
+        """
         work: list[Callable[[], None]] = [self._ask_health]
         work += [lambda seed=seed: self._stream(seed) for seed in range(STREAMS)]  # type: ignore
-        threads = [threading.Thread(target=one, daemon=True) for one in work]
+        threads = [threading.Thread(target=self._run, args=(one,), daemon=True) for one in work]
         for thread in threads:
             thread.start()
-        for _ in range(STREAMS):
-            self.started.acquire()
-        yield
-        self._end.set()
-        for thread in threads:
-            thread.join()
+        try:
+            for _ in range(STREAMS):
+                self.started.acquire()
+            self._check()
+            yield
+        finally:
+            self._end.set()
+            for thread in threads:
+                thread.join()
+        self._check()
+
+    def _run(self, client: Callable[[], None]) -> None:
+        try:
+            client()
+        except BaseException as error:
+            self._errors.append(error)
+            self.started.release(STREAMS)
+
+    def _check(self) -> None:
+        if self._errors:
+            raise RuntimeError("a client of the benchmark failed") from self._errors[0]
 
     def _stream(self, seed: int) -> None:
         first = True
         while not self._end.is_set():
             body = dict(
-                prompt=random_prompt(32, seed), max_tokens=700, stream=True,
+                prompt=random_prompt(32, seed), max_tokens=STREAM_TOKENS - 32, stream=True,
                 vllm_xargs={"kv_eviction": "none"},
             )  # fmt: skip
             with urllib.request.urlopen(post(self._server, body), timeout=600) as answer:
@@ -105,6 +135,8 @@ class Watch:
         seconds = time.perf_counter() - start
         steps = sorted(1000 * gap for gap in self.gaps[gaps:])
         waits = [1000 * wait for wait in self.health[health:]]
+        if not steps or not waits:
+            raise SystemExit("a phase was too short to measure a step; use more --gigabytes")
         return {
             "seconds": round(seconds, 1),
             "steps": len(steps) // STREAMS,
@@ -116,14 +148,28 @@ class Watch:
         }
 
 
-def ask_all(server: Server, documents: int) -> None:
+def ask_all(server: Server, documents: int, first: int = 0) -> None:
     """Ask about every document, one after the other."""
-    for seed in range(documents):
+    for seed in range(first, first + documents):
         prompt = random_prompt(DOCUMENT_TOKENS, 1000 + seed) + random_prompt(QUESTION_TOKENS, seed)
         asked = dict(
             kv_eviction_at=DOCUMENT_TOKENS, kv_eviction_interval=0, kv_eviction_budget=BUDGET
         )
         body = dict(prompt=prompt, max_tokens=1, vllm_xargs=asked)
+        with urllib.request.urlopen(post(server, body), timeout=600) as answer:
+            answer.read()
+
+
+def warm_up(server: Server, documents: int) -> None:
+    """Ask about documents that are not measured: a server's first evictions take longer."""
+    ask_all(server, WARM_UP, first=documents)
+
+
+def turn_over(server: Server) -> None:
+    """Fill the KV cache with other prompts, so that all stores must be read from files."""
+    for seed in range(FREE_DOCUMENTS + 2):
+        prompt = random_prompt(DOCUMENT_TOKENS, 500_000 + seed)
+        body = dict(prompt=prompt, max_tokens=1, vllm_xargs={"kv_eviction": "none"})
         with urllib.request.urlopen(post(server, body), timeout=600) as answer:
             answer.read()
 
@@ -144,7 +190,7 @@ def measure(model: Path, folder: Path, documents: int, arguments: list[str]) -> 
     """Measure all phases on two servers."""
     found: dict[str, Any] = {}
     with Server(model, arguments, folder / "log") as server:
-        ask_all(server, 2)
+        warm_up(server, documents)
         watch = Watch(server)
         with watch.watching():
             found["streams alone"] = watch.phase(lambda: time.sleep(10))
@@ -152,19 +198,26 @@ def measure(model: Path, folder: Path, documents: int, arguments: list[str]) -> 
     stores = folder / "stores"
     options = [*arguments, "--kv-eviction-store-path", str(stores)]
     with Server(model, options, folder / "log-files") as server:
+        warm_up(server, documents)
         watch = Watch(server)
 
         def write() -> None:
             ask_all(server, documents)
-            found["bytes_written"] = wait_written(stores, documents)
+            found["bytes_written"] = wait_written(stores, WARM_UP + documents)
 
         with watch.watching():
             found["streams alone, with files"] = watch.phase(lambda: time.sleep(10))
             found["documents that are written"] = watch.phase(write)
+            turn_over(server)
             found["documents that are read"] = watch.phase(lambda: ask_all(server, documents))
         counted = server.evictions()
         found["stores_read"] = counted["stores_restored_file"]
         found["bytes_read"] = counted["bytes_restored_file"]
+    if found["stores_read"] < documents:
+        raise SystemExit(
+            f"only {found['stores_read']} of {documents} stores were read from files: the KV cache "
+            "still had the others, or reading them failed"
+        )
     return found
 
 
@@ -175,14 +228,13 @@ def main() -> None:
     )
     parser.add_argument("--gigabytes", type=float, default=1.0, help="written, and then read")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
-    parser.add_argument("--memory", default="2G", help="--kv-cache-memory-bytes")
     parser.add_argument("--output", type=Path, help="also write the result to this JSON file")
     given = parser.parse_args()
-    documents = max(4, round(given.gigabytes * 1e9 / STORE_BYTES))
+    documents = max(6, round(given.gigabytes * 1e9 / STORE_BYTES))
     arguments = [
         "--served-model-name", "m", "--enforce-eager", "--dtype", "float32", "--seed", "0",
         "--max-model-len", "2048", "--block-size", "32", "--max-num-seqs", str(STREAMS + 2),
-        "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", given.memory,
+        "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(MEMORY_BYTES),
         "--kv-eviction", "ada-snapkv", "--kv-eviction-allow", "none",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(dir=given.folder) as name:

@@ -45,6 +45,8 @@ BAD_ONLY_IN: list[tuple[str, dict[str, Any], str]] = [
     ("completions", asks(at={"text": "nowhere"}), "stands nowhere in the prompt"),
     ("completions", asks(at={"message": 0}), 'must be prompt tokens or {"text": "..."} here'),
     ("responses", asks(at={"message": 0}), "as a mapping is for chat completions"),
+    ("chat/completions/batch", asks(at={"message": 0}), "as a mapping is for chat completions"),
+    ("chat/completions/batch", asks(budget="half"), "give tokens (1024) or a share (25%)"),
 ]
 
 
@@ -183,6 +185,7 @@ def test_points_that_an_interface_does_not_take(server, path, asked, reason):
     content = {
         "completions": dict(prompt=PROMPT_TEXT),
         "chat/completions": dict(messages=MESSAGES),
+        "chat/completions/batch": dict(messages=[MESSAGES, MESSAGES]),
         "responses": dict(input=PROMPT_TEXT),
     }[path]
     assert reason in refusal(server, f"/v1/{path}", dict(model="tiny", vllm_xargs=asked) | content)

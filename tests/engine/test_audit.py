@@ -122,3 +122,16 @@ def test_it_is_preempted_before_any_client(setup: Setup):
     core.release()
     core.finish()
     assert client.num_output_tokens == 60 and counters(core).audits_dropped == 1
+
+
+def test_it_hashes_no_prompt():
+    """The engine would hash a long prompt again for every audit, while all others wait."""
+    core = engine(replace(SYNC, audit=1.0, max_batched=512))
+    client = core.add(tokens(130), 40)
+    seen = {}
+    while not client.is_finished():
+        core.step()
+        seen |= {name: one for name, one in core.scheduler.requests.items() if one is not client}
+    core.finish()
+    assert seen and core.worker.compared == len(seen)
+    assert client.block_hashes and not any(one.block_hashes for one in seen.values())

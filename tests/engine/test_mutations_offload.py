@@ -65,7 +65,7 @@ def test_accounting_catches_what_is_stored_after_an_eviction(monkeypatch):
 
 @pytest.mark.nightly
 def test_accounting_catches_what_is_stored_over_a_store(monkeypatch):
-    monkeypatch.setattr(OffloadGuard, "begin", lambda self, state: None)
+    monkeypatch.setattr(OffloadGuard, "looked_up", lambda self, state: None)
     assert caught(WRONG)
 
 

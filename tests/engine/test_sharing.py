@@ -21,6 +21,7 @@ from tests.engine.cases import (
     used_blocks,
 )
 from tests.engine.harness import Engine
+from vllm_kvevict.engine.ring_queue import RingQueue
 
 AT_100 = {"kv_eviction_at": 100}
 DOCUMENT = tokens(100)
@@ -344,3 +345,25 @@ def test_nobody_waits_where_the_store_cannot_be_made():
     assert {r.request_id for r in others} <= core.step().num_scheduled_tokens.keys()
     core.finish()
     assert counters(core).stores_published == 0
+
+
+@BOTH
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_store_that_was_scored_without_its_window_is_not_shared(setup, recorded, monkeypatch):
+    """A policy with an optional window evicts without one if no ring slot is free.
+
+    The key does not say so, and the next request might have had a slot.
+    """
+    setup = replace(setup, prefill_interval=64, rings=1, max_batched=512)
+    core = engine(setup)
+    table = core.scheduler._table
+    table.needs = {name: replace(needs, window="optional") for name, needs in table.needs.items()}
+    if not recorded:
+        monkeypatch.setattr(RingQueue, "record_prefill", lambda *_: None)
+        core.worker.setup = replace(setup, needs_window=False)
+    request = core.add(tokens(130), 4)
+    while not request.is_finished():
+        core.step()
+    core.settle()
+    assert counters(core).evictions_prefill >= 2
+    assert counters(core).stores_published == recorded

@@ -8,6 +8,7 @@ import errno
 import gc
 import logging
 import os
+import pickle
 import sys
 import threading
 import time
@@ -21,10 +22,12 @@ from vllm.lora.request import LoRARequest
 
 from tests.engine.cases import ASYNC, BOTH, SYNC, counters, engine, lose, tokens
 from tests.engine.faulty_disk import raising, tag_of, tensors_for
+from vllm_kvevict.config.handover import TAKEN_OVER
 from vllm_kvevict.engine import tiered_stores as stores_module
-from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S, READERS
+from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S, READERS, TieredStores
 from vllm_kvevict.stores import files as files_module
 from vllm_kvevict.stores.files import StoreFiles, unpack
+from vllm_kvevict.timeline.step_plan import StepPlan
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
 DOCUMENT = tokens(130)
@@ -248,6 +251,44 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
     assert_nothing_is_held(core)
 
 
+def test_a_search_that_hangs_takes_a_thread_too(tmp_path, monkeypatch, clock):
+    """A decode server looks for files that a prefill server may still write."""
+    core = serve(tmp_path)
+    documents = [tokens(130, seed) for seed in range(3)]
+    for document in documents[1:]:
+        saved(core, document)
+    stores, back = core.scheduler._stores, threading.Event()
+    monkeypatch.setattr(StoreFiles, "present", lambda *_: back.wait(60) and set())
+    core.add(documents[0], 4, asked=ONCE).kv_transfer_params = TAKEN_OVER
+    deadline = time.monotonic() + 30
+    while stores._arrived.done() and time.monotonic() < deadline:
+        core.step()
+        time.sleep(0.001)
+    hanging = Hanging()
+    monkeypatch.setattr(files_module.os, "preadv", hanging)
+    core.add(documents[1], 4, asked=ONCE)
+    core.step()
+    (reading,) = stores._reading.values()
+    while not reading.future.running() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    del reading
+    clock.now += READ_TIMEOUT_S + 0.1
+    core.finish()
+    assert len(stores._hanging) == 1 and not stores._arrived.done()
+    published = counters(core).stores_published
+    core.add(documents[2], 4, asked=ONCE)
+    core.step()
+    core.settle()
+    assert counters(core).stores_published == published + 1, "no thread is left to read its file"
+    reads = list(stores._hanging)
+    back.set()
+    hanging.back.set()
+    wait([*reads, stores._arrived], timeout=30)
+    assert not stores._all_hang()
+    del reads
+    assert_nothing_is_held(core)
+
+
 def test_a_slow_file_is_waited_for(tmp_path, monkeypatch):
     core = serve(tmp_path)
     saved(core)
@@ -289,6 +330,23 @@ class Watch:
         ours = (isinstance(a, (str, Path)) and str(a).startswith(self.folder) for a in args)
         if self.on and any(ours):
             self.seen.append((event, threading.current_thread() is threading.main_thread()))
+
+
+def test_a_plan_does_not_carry_the_content_of_a_file(tmp_path, monkeypatch):
+    """Plans are pickled for every worker; each one maps its own part of the memory instead."""
+    core = serve(tmp_path)
+    file, copy, sizes = saved(core), TieredStores.copy, []
+
+    def copied(self: TieredStores, plan: StepPlan) -> None:
+        copy(self, plan)
+        if plan.loads:
+            sizes.append(len(pickle.dumps(plan)))
+
+    monkeypatch.setattr(TieredStores, "copy", copied)
+    answer(core, DOCUMENT)
+    assert counters(core).stores_restored_file == 1
+    assert len(sizes) == 1 and sizes[0] < 2000 < file.stat().st_size / 2
+    assert_nothing_is_held(core)
 
 
 @BOTH
@@ -361,6 +419,42 @@ def test_after_a_reset_files_of_other_weights_are_not_read(setup, tmp_path):
     answer(core, tokens(20, 8))
     answer(core, DOCUMENT)
     assert counters(core).stores_restored_file == 2, "and the old one with the old weights"
+    assert_nothing_is_held(core)
+
+
+@BOTH
+@pytest.mark.parametrize("late", [False, True], ids=["was read", "is being read"])
+def test_what_is_read_when_the_weights_change_is_not_used(setup, tmp_path, monkeypatch, late):
+    """Requests wait for the files of two stores during a reset; one of them is not begun yet."""
+    core = serve(tmp_path, setup)
+    documents = [DOCUMENT, tokens(130, 1)]
+    for document in documents:
+        saved(core, document)
+    stores: Any = core.scheduler._stores
+    monkeypatch.setattr(stores_module, "MAX_STORES_READ", 1)
+    hanging = Hanging()
+    monkeypatch.setattr(files_module.os, "preadv", hanging)
+    if not late:
+        hanging.back.set()
+    core.hold(free=2)
+    asked = [core.add(document, 4, asked=ONCE) for document in documents]
+    core.step()
+    (reading,) = stores._reading.values()
+    deadline = time.monotonic() + 30
+    while not (reading.future.running() if late else reading.done) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(stores._queued) == 1 and reading.done is not late
+    core.release()
+    core.reset()
+    core.worker.generation = "other weights"
+    assert not stores._reading and not stores._queued and reading.abandoned.is_set()
+    hanging.back.set()
+    wait([reading.future], timeout=30)
+    del reading
+    core.finish()
+    assert all(request.num_output_tokens == 4 for request in asked)
+    assert core.worker.restored == 0 and counters(core).stores_restored_file == 0
+    assert counters(core).stores_published == 4, "both are computed again"
     assert_nothing_is_held(core)
 
 

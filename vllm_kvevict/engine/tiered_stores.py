@@ -410,9 +410,10 @@ class TieredStores(PublishedStores):
         return fits and len(self._reading) < MAX_STORES_READ
 
     def _all_hang(self) -> bool:
-        """Return whether every thread hangs in an abandoned read."""
+        """Return whether every thread hangs, in an abandoned read or in a search."""
         self._hanging = [future for future in self._hanging if not future.done()]
-        return len(self._hanging) >= READERS
+        search = not self._arrived.done() and monotonic() > self._look_at + READ_TIMEOUT_S
+        return len(self._hanging) + search >= READERS
 
     def _drop_read(self, name: str) -> None:
         """Discard the read of a file, if there is one, because no request will use it."""
@@ -459,6 +460,9 @@ class TieredStores(PublishedStores):
                 if not lookup.abandoned.is_set():
                     self._warn(getattr(error, "strerror", None) or type(error).__name__)
                 return None
+        if lookup.abandoned.is_set():
+            # The future of an abandoned read is kept, so it must not hold the content.
+            return None
         lookup.seconds = monotonic() - begun
         return regions
 

@@ -22,7 +22,7 @@ from vllm_kvevict.serving.offload import without_prefix_cache
 from vllm_kvevict.serving.profile import check_learned, load, warn_of_related
 from vllm_kvevict.serving.recommend import is_parent, recommended
 from vllm_kvevict.serving.support import check
-from vllm_kvevict.stores.files import check_owner
+from vllm_kvevict.stores.files import check_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,9 +90,7 @@ def activate(
             f"requests share through the prefix cache{without_prefix_cache(vllm_config)} these."
         )
     if config.store_path is not None:
-        folder = Path(parse_folder(config.store_path)[0])
-        if folder.exists():
-            check_owner(folder)
+        check_folder(Path(parse_folder(config.store_path)[0]))
     check_audit(vllm_config, config)
     serve_connector(vllm_config, config)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, OURS[bool(scheduler.async_scheduling)])

@@ -70,7 +70,7 @@ class StoreFiles:
             first.
 
     Raises:
-        ValueError: The folder cannot be trusted; the message is one sentence.
+        ValueError: The folder cannot be trusted or created; the message is one sentence.
 
     """
 
@@ -81,7 +81,10 @@ class StoreFiles:
         self._root = folder
         self._max_bytes = max_bytes
         self.use("")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(_no_folder(folder, error.strerror)) from error
         check_owner(folder)
         # A folder that is mounted read-only can only have files of other servers.
         with suppress(OSError):
@@ -282,6 +285,30 @@ class StoreFiles:
         """Wait until all stores given so far are written, for at most ``timeout_s`` seconds."""
         with suppress(TimeoutError):
             self._writer.submit(lambda: None).result(timeout_s)
+
+
+def check_folder(folder: Path) -> None:
+    """Reject a path that cannot be a folder of stores, without creating it.
+
+    Raises:
+        ValueError: It or one of its parents is a file, or other users control it.
+
+    """
+    try:
+        if folder.is_dir():
+            check_owner(folder)
+        for existing in (folder, *folder.parents):
+            if existing.exists() and not existing.is_dir():
+                raise ValueError(_no_folder(folder, f"{existing} is not a folder"))
+    except OSError as error:
+        raise ValueError(_no_folder(folder, error.strerror)) from error
+
+
+def _no_folder(folder: Path, reason: str | None) -> str:
+    return (
+        f"KV eviction: --kv-eviction-store-path: the folder {folder} cannot be used ({reason}); "
+        "give a folder that exists, or that the server may create."
+    )
 
 
 def check_owner(folder: Path) -> None:

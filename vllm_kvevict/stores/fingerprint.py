@@ -135,7 +135,7 @@ def store_files(
     """Return the files in the folder of ``--kv-eviction-store-path``; None without the flag.
 
     Raises:
-        ValueError: The folder cannot be trusted; the message is one sentence.
+        ValueError: The folder cannot be trusted or created; the message is one sentence.
 
     """
     if config.store_path is None:

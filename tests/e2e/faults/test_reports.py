@@ -500,7 +500,7 @@ def test_responses_over_turns(server):
 
 def test_run_batch(server, tiny_model, tmp_path):
     """Each line of a batch has its settings, and a bad one is refused alone."""
-    cases = [{}, asks(at=100), asks(at_message=0), asks(budget=64), NEVER, asks("nonsense")]
+    cases = [{}, asks(at=100), asks(at={"message": 0}), asks(budget=64), NEVER, asks("nonsense")]
     turns = [*MESSAGES, dict(role="assistant", content="yes"), dict(role="user", content="who?")]
     requests = [chat_body(messages=turns, vllm_xargs=asked) for asked in cases]
     requests.append(chat_body(messages=turns, vllm_xargs=asks(budget=64), use_beam_search=True))
@@ -519,7 +519,7 @@ def test_run_batch(server, tiny_model, tmp_path):
     answers = [found[line["custom_id"]]["response"] for line in lines]
     with evictions(server, 4):
         for request, answer in zip(requests[:5], answers, strict=False):
-            assert answer["status_code"] == 200
+            assert answer["status_code"] == 200, answer["body"]
             expected = server.post("/v1/chat/completions", request)
             assert tokens_of(answer["body"]) == tokens_of(expected)
     refused = [found[line["custom_id"]] for line in lines[5:]]

@@ -103,13 +103,15 @@ def test_tiers_need_one_scheduler_for_all_ranks(build: Any) -> None:
             build({"policy": "snapkv", **tier}, tensor_parallel_size=2, **launched)
 
 
-def test_a_folder_of_stores_that_everybody_may_write_to_is_refused(
-    build: Any, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_hold_stores_is_refused(build: Any, tmp_path: Path) -> None:
     asked = {"policy": "snapkv", "store_path": f"{tmp_path},max=1G"}
     build(asked)
     tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match=r"--kv-eviction-store-path: every user may write"):
+        build(asked)
+    (tmp_path / "file").touch()
+    asked["store_path"] = str(tmp_path / "file" / "stores")
+    with pytest.raises(ValueError, match=r"--kv-eviction-store-path: the folder .* is not a fol"):
         build(asked)
 
 

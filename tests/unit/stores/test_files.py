@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from vllm_kvevict.stores.files import StoreFiles, digest, unpack
+from vllm_kvevict.stores.files import StoreFiles, check_folder, digest, unpack
 
 NAME = "ab" * 20
 FAULTS = 1000
@@ -286,6 +286,34 @@ def test_a_folder_that_others_control_is_refused(tmp_path, monkeypatch):
         os.chown(tmp_path / "own", owner, -1)
     with pytest.raises(ValueError, match=f"belongs to user {owner}"):
         StoreFiles(tmp_path / "own", {})
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "dangling link", "read-only"])
+def test_what_cannot_be_a_folder_is_refused_in_one_sentence(tmp_path, monkeypatch, kind):
+    folder = tmp_path / "stores"
+    if kind == "dangling link":
+        folder.symlink_to(tmp_path / "nowhere")
+    elif kind == "read-only":
+        monkeypatch.setattr(Path, "mkdir", raising(OSError(30, "Read-only file system")))
+    else:
+        folder.touch()
+    if kind == "below a file":
+        folder = folder / "mine"
+    with pytest.raises(ValueError, match=f"the folder {folder} cannot be used") as refusal:
+        StoreFiles(folder, {})
+    assert "\n" not in str(refusal.value)
+    if "file" in kind:
+        with pytest.raises(ValueError, match=f"{tmp_path / 'stores'} is not a folder"):
+            check_folder(folder)
+    else:
+        check_folder(folder)
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 def test_files_of_other_weights_are_apart(tmp_path):
