@@ -4,7 +4,8 @@
 // reads each new token once, key and value. A probe says a . k + b * |k| + c. A part is what one says,
 // and where prose counts what another one says and d * l + e * m, if that is above 0: l the logarithm of
 // the token's age, m its square, each less its mean. The second of two parts also counts the logarithm
-// of the head's share of the value norms, and the window joins that one.
+// of the head's share of the value norms, and the window joins that one. Networks add to the parts between
+// both launches (network.h).
 #pragma once
 
 #include "cuda_types.h"

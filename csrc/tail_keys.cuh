@@ -27,23 +27,25 @@ __device__ inline void widen(uint32_t word, float* numbers) {
   }
 }
 
-// One number of a table.
-__device__ inline float number_at(const unsigned char* table, int64_t index, Element element) {
-  if (element == Element::kFloat) return reinterpret_cast<const float*>(table)[index];
-  const uint16_t bits = reinterpret_cast<const uint16_t*>(table)[index];
-  return element == Element::kHalf ? half_to_float(bits)
-                                   : __uint_as_float(static_cast<uint32_t>(bits) << 16);
-}
-
 // Cosine and sine that turn a pair of dimensions back, over the square of what the model's rotary
 // module scales lengths by.
 __device__ inline float2 find_turn(const TailKeys& keys, const unsigned char* rotary, int64_t position,
                                    int pair) {
   const int64_t at = position * 2 * keys.pairs + pair;
-  const float cosine = number_at(rotary, at, keys.angle);
-  const float sine = number_at(rotary, at + keys.pairs, keys.angle);
-  const float length = cosine * cosine + sine * sine;
-  return make_float2(cosine / length, sine / length);
+  float cosine, sine;
+  // Both loads before either is used.
+  if (keys.angle == Element::kFloat) {
+    cosine = reinterpret_cast<const float*>(rotary)[at];
+    sine = reinterpret_cast<const float*>(rotary)[at + keys.pairs];
+  } else {
+    const uint16_t low = reinterpret_cast<const uint16_t*>(rotary)[at];
+    const uint16_t high = reinterpret_cast<const uint16_t*>(rotary)[at + keys.pairs];
+    const bool half = keys.angle == Element::kHalf;
+    cosine = half ? half_to_float(low) : __uint_as_float(static_cast<uint32_t>(low) << 16);
+    sine = half ? half_to_float(high) : __uint_as_float(static_cast<uint32_t>(high) << 16);
+  }
+  const float scale = 1.0f / (cosine * cosine + sine * sine);
+  return make_float2(cosine * scale, sine * scale);
 }
 
 // The pairs of dimensions that a lane takes at once: as many as a word has numbers. They are two

@@ -12,6 +12,7 @@
 #include "compact.cuh"
 #include "defend.cuh"
 #include "keep.cuh"
+#include "network.cuh"
 #include "pool.cuh"
 #include "probe.cuh"
 #include "reach.cuh"
@@ -289,6 +290,21 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   keying.keys.width = norming.width;
   keying.keys.interleaved = average;
   launch_probe_keys(keying, static_cast<int>(due.size()), nullptr);
+  // More units than a warp has lanes.
+  Networks adding{};
+  const int units = 37;
+  std::vector<float> of_units = random_numbers<float>(layers * heads * (D + kNetworkRest) * units);
+  adding.keys = keying.keys;
+  adding.weights = of_units.data();
+  adding.shares = of_windows.data();
+  adding.parts = parts.data();
+  adding.norms = norms.data();
+  adding.totals = totals.data();
+  adding.num_parts = columns;
+  adding.channels = channels;
+  adding.units = units;
+  launch_networks(adding, static_cast<int>(due.size()), nullptr);
+  add(parts);
   probing.reach = defending.reach;
   if (channels == 1) probing.reach.peaks = nullptr;
   probing.scores = scores.data();

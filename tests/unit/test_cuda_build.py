@@ -72,9 +72,10 @@ def check_budgets(library: Path) -> None:
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", said)
     score = [part for part in found if re.search("(peak|column|lse)_kernel", part[0])]
     probe = [part for part in found if "probe_key_kernel" in part[0]]
+    networks = [part for part in found if "network_kernel" in part[0]]
     # 3 types, 5 head sizes, 3 passes; 5 types, 1 or 2 parts, prose or none; 65536 registers, 256
     # threads.
-    assert len(score) == 45 and len(probe) == 20 and len(found) > 75
+    assert len(score) == 45 and len(probe) == 20 and len(networks) == 5 and len(found) > 80
     for name, registers, stack in found:
         large = (name, registers, stack) in [*score, *probe]
         assert int(registers) <= (128 if large else 64), name
