@@ -61,6 +61,10 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "Tensor weights, Tensor ages, Tensor[] rotary, bool interleaved, int width, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
   module.def(
+      "probe_networks(Tensor(a!) parts, Tensor norms, Tensor totals, Tensor[] caches, Tensor weights, "
+      "Tensor shares, Tensor[] rotary, bool interleaved, Tensor requests, Tensor head_indptr, "
+      "Tensor old_store, Tensor positional) -> ()");
+  module.def(
       "probe_scores(Tensor(a!) scores, Tensor(b!) parts, Tensor(c!) means, Tensor peaks, Tensor norms, "
       "Tensor totals, Tensor window_weights, Tensor[] kept, int window, int max_columns, "
       "Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
@@ -89,5 +93,6 @@ KVEVICT_IMPLEMENT(KVEVICT_LIBRARY, KVEVICT_DEVICE, module) {
   module.impl("defend", TORCH_BOX(&kvevict::defend));
   module.impl("keep_page_values", TORCH_BOX(&kvevict::keep_page_values));
   module.impl("probe_keys", TORCH_BOX(&kvevict::probe_keys));
+  module.impl("probe_networks", TORCH_BOX(&kvevict::probe_networks));
   module.impl("probe_scores", TORCH_BOX(&kvevict::probe_scores));
 }

@@ -3,6 +3,7 @@
 #include "compact.cuh"
 #include "defend.cuh"
 #include "keep.cuh"
+#include "network.cuh"
 #include "pool.cuh"
 #include "probe.cuh"
 #include "reach.cuh"

@@ -74,6 +74,11 @@ void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
                 std::vector<Tensor> rotary, bool interleaved, int64_t width, const Tensor& requests,
                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
 
+void probe_networks(const Tensor& parts, const Tensor& norms, const Tensor& totals,
+                    std::vector<Tensor> caches, const Tensor& weights, const Tensor& shares,
+                    std::vector<Tensor> rotary, bool interleaved, const Tensor& requests,
+                    const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+
 void probe_scores(const Tensor& scores, const Tensor& parts, const Tensor& means,
                   const Tensor& peaks, const Tensor& norms, const Tensor& totals,
                   const Tensor& window_weights, std::vector<Tensor> kept, int64_t window,

@@ -2,37 +2,9 @@
 
 #include "kept_check.h"
 #include "launchers.h"
+#include "tail_keys_check.h"
 
 namespace kvevict {
-
-namespace {
-
-// Cosines and sines of every layer, of one type and size; nothing where keys are not rotated.
-void check_rotary(const std::vector<Tensor>& rotary, ProbeKeys* work, const Tensor& first) {
-  STD_TORCH_CHECK(static_cast<int64_t>(rotary.size()) == work->num_layers, "rotary must be of ",
-                  work->num_layers, " layers, not ", rotary.size());
-  const Tensor* like = nullptr;
-  for (size_t i = 0; i < rotary.size(); ++i) {
-    const Tensor& table = rotary[i];
-    if (table.numel() == 0) continue;
-    if (like == nullptr) {
-      like = &table;
-      check_sizes(table, "rotary", {kAny, kAny});
-      work->num_positions = table.size(0);
-      work->angle = element_of(table);
-      STD_TORCH_CHECK(work->angle <= Element::kBFloat16, "rotary must be float32, float16 or bfloat16");
-    }
-    check(table, "rotary", like->scalar_type(), {like->size(0), like->size(1)}, first);
-    work->rotary.at[i] = in<unsigned char>(table);
-  }
-  const int64_t turned = like == nullptr ? 0 : like->size(1);
-  const int step = 2 * in_word(work->element);
-  STD_TORCH_CHECK(turned % step == 0 && turned <= work->head_size, "rotary must turn a multiple of ",
-                  step, " dimensions, at most ", work->head_size, ", not ", turned);
-  work->pairs = static_cast<int>(turned / 2);
-}
-
-}  // namespace
 
 void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
                 std::vector<Tensor> caches, const Tensor& weights, const Tensor& ages,
@@ -40,19 +12,16 @@ void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
   const Launch launch(parts);
   ProbeKeys work{};
-  work.caches = check_caches<const unsigned char>(caches, parts);
-  work.element = element_of(caches[0]);
-  const int64_t layers = caches.size(), heads = caches[0].size(1), size = caches[0].size(3) / 2;
-  check_among(size, "head size", {KVEVICT_HEAD_SIZES(KVEVICT_COMMA)});
-  check_sizes(caches[0], "caches", {kAny, heads, kAny, 2 * size});
-  work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
-                                     caches[0].size(2), parts);
-  check_sizes(weights, "weights", {layers, heads, kAny, size + kProbeRest});
+  work.keys = check_tail_keys(caches, interleaved, width, requests, head_indptr, old_store, positional,
+                              parts);
+  const int64_t layers = work.keys.num_layers, heads = work.keys.candidates.num_heads;
+  const int64_t columns = work.keys.head_size + kProbeRest;
+  check_sizes(weights, "weights", {layers, heads, kAny, columns});
   check_sizes(parts, "parts", {kAny, kAny});
   const int64_t channels = parts.size(0), probes = weights.size(2);
   check_among(channels, "parts", {1, 2});
   check_among(probes, "probes of a head", {channels, 2 * channels});
-  check(weights, "weights", ScalarType::Float, {layers, heads, probes, size + kProbeRest}, parts);
+  check(weights, "weights", ScalarType::Float, {layers, heads, probes, columns}, parts);
   check(parts, "parts", ScalarType::Float, {channels, kAny}, parts);
   check(ages, "ages", ScalarType::Float, {requests.size(0), 2}, parts);
   check(norms, "norms", ScalarType::Float, {channels > 1 ? parts.size(1) : kAny}, parts);
@@ -66,12 +35,7 @@ void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
   work.num_parts = parts.size(1);
   work.channels = narrow(channels, "parts");
   work.prose = probes > channels;
-  work.head_size = narrow(size, "head size");
-  work.num_layers = narrow(layers, "layers");
-  work.slot_bytes = narrow(caches[0].size(3) * caches[0].element_size(), "bytes of a slot");
-  work.width = narrow(width, "tokens of a tail");
-  work.interleaved = interleaved;
-  check_rotary(rotary, &work, parts);
+  check_rotary(rotary, &work.keys, parts);
   launch_probe_keys(work, narrow(requests.size(0), "requests"), launch.stream());
   launch.check();
 }

@@ -5,10 +5,10 @@
 
 #include "defend.cuh"
 #include "device.h"
-#include "fp8.cuh"
 #include "head.cuh"
 #include "probe.h"
 #include "reach.cuh"
+#include "tail_keys.cuh"
 
 namespace kvevict {
 
@@ -24,44 +24,12 @@ constexpr int kProbeBlock = kProbeWarps * kProbeTokens<kProse>;
 KVEVICT_HEAD_SIZES(KVEVICT_FITS)
 #undef KVEVICT_FITS
 
-// The numbers of a word.
-template <Element kElement>
-__device__ inline void widen(uint32_t word, float* numbers) {
-#pragma unroll
-  for (int i = 0; i < kInWord<kElement>; ++i) {
-    if constexpr (kElement == Element::kFloat) {
-      numbers[i] = __uint_as_float(word);
-    } else if constexpr (kElement == Element::kHalf) {
-      numbers[i] = half_to_float(static_cast<uint16_t>(word >> 16 * i));
-    } else if constexpr (kElement == Element::kBFloat16) {
-      numbers[i] = __uint_as_float(word >> 16 * i << 16);
-    } else if constexpr (kElement == Element::kE4M3) {
-      numbers[i] = from_e4m3(word >> 8 * i & 0xffu);
-    } else {
-      numbers[i] = from_e5m2(word >> 8 * i & 0xffu);
-    }
-  }
-}
-
-// One number of a table.
-__device__ inline float number_at(const unsigned char* table, int64_t index, Element element) {
-  if (element == Element::kFloat) return reinterpret_cast<const float*>(table)[index];
-  const uint16_t bits = reinterpret_cast<const uint16_t*>(table)[index];
-  return element == Element::kHalf ? half_to_float(bits)
-                                   : __uint_as_float(static_cast<uint32_t>(bits) << 16);
-}
-
-// Cosines and sines that turn the keys of a warp's tokens back, over the square of what the model's
-// rotary module scales lengths by.
-__device__ inline void find_turns(const ProbeKeys& work, const unsigned char* rotary, int64_t position,
+// Cosines and sines that turn the keys of a warp's tokens back.
+__device__ inline void find_turns(const TailKeys& keys, const unsigned char* rotary, int64_t position,
                                   int tokens, float2* turns) {
-  KVEVICT_ASSERT(position + tokens <= work.num_positions);
-  for (int i = threadIdx.x % kWarp; i < tokens * work.pairs; i += kWarp) {
-    const int64_t at = (position + i / work.pairs) * 2 * work.pairs + i % work.pairs;
-    const float cosine = number_at(rotary, at, work.angle);
-    const float sine = number_at(rotary, at + work.pairs, work.angle);
-    const float length = cosine * cosine + sine * sine;
-    turns[i] = make_float2(cosine / length, sine / length);
+  KVEVICT_ASSERT(position + tokens <= keys.num_positions);
+  for (int i = threadIdx.x % kWarp; i < tokens * keys.pairs; i += kWarp) {
+    turns[i] = find_turn(keys, rotary, position + i / keys.pairs, i % keys.pairs);
   }
 }
 
@@ -71,28 +39,24 @@ struct ProbeSums {
   float dots[kProbes], key, value;
 };
 
-// What a lane adds to the sums of a warp's tokens of a head. It takes as many pairs as a word has
-// numbers: two words where pairs lie side by side, or one of each half of the rotated part.
+// What a lane adds to the sums of a warp's tokens of a head, for the pairs of a unit.
 template <Element kElement, int kProbes, bool kValues, int kTokens>
-__device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* const* slots,
+__device__ inline void add_pairs(const TailKeys& keys, const unsigned char* const* slots,
                                  const float* weights, const float2* turns, int unit,
                                  ProbeSums<kProbes>* sums) {
-  constexpr int kPairs = kInWord<kElement>, kBytes = 4 / kPairs;
-  const bool turned = turns != nullptr && unit * kPairs < work.pairs;
-  const bool split = turned && !work.interleaved;
-  const int low = split ? unit * 4 : unit * 8;
-  const int high = split ? low + work.pairs * kBytes : low + 4;
+  constexpr int kPairs = kInWord<kElement>;
+  const Pairs pairs = find_pairs<kElement>(keys, turns != nullptr, unit);
   uint32_t words[kTokens][2];
   uint2 values[kTokens];
 #pragma unroll
   for (int j = 0; j < kTokens; ++j) {
-    words[j][0] = *reinterpret_cast<const uint32_t*>(slots[j] + low);
-    words[j][1] = *reinterpret_cast<const uint32_t*>(slots[j] + high);
+    words[j][0] = *reinterpret_cast<const uint32_t*>(slots[j] + pairs.low);
+    words[j][1] = *reinterpret_cast<const uint32_t*>(slots[j] + pairs.high);
   }
   if constexpr (kValues) {
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
-      values[j] = *reinterpret_cast<const uint2*>(slots[j] + work.slot_bytes / 2 + unit * 8);
+      values[j] = *reinterpret_cast<const uint2*>(slots[j] + keys.slot_bytes / 2 + unit * 8);
     }
   }
   float of_first[kProbes][kPairs], of_second[kProbes][kPairs];
@@ -100,10 +64,9 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
   for (int c = 0; c < kProbes; ++c) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const int pair = unit * kPairs + i, first = split ? pair : 2 * pair;
-      const float* mine = weights + c * (work.head_size + kProbeRest);
-      of_first[c][i] = mine[first];
-      of_second[c][i] = mine[split ? first + work.pairs : first + 1];
+      const float* mine = weights + c * (keys.head_size + kProbeRest);
+      of_first[c][i] = mine[pairs.dimension(i)];
+      of_second[c][i] = mine[pairs.other(i)];
     }
   }
 #pragma unroll
@@ -113,16 +76,13 @@ __device__ inline void add_pairs(const ProbeKeys& work, const unsigned char* con
     widen<kElement>(words[j][1], numbers + kPairs);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const float x = split ? numbers[i] : numbers[2 * i];
-      const float y = split ? numbers[kPairs + i] : numbers[2 * i + 1];
-      const float2 turn = turned ? turns[j * work.pairs + unit * kPairs + i] : make_float2(1, 0);
-      // As it is where it is not turned: infinity times 0 would be no number.
-      const float first = turned ? x * turn.x + y * turn.y : x;
-      const float second = turned ? y * turn.x - x * turn.y : y;
-      sums[j].key += first * first + second * second;
+      const float2 turn =
+          pairs.turned ? turns[j * keys.pairs + pairs.first + i] : make_float2(1, 0);
+      const float2 key = turned_back<kPairs>(numbers, pairs, i, turn);
+      sums[j].key += key.x * key.x + key.y * key.y;
 #pragma unroll
       for (int c = 0; c < kProbes; ++c) {
-        sums[j].dots[c] += first * of_first[c][i] + second * of_second[c][i];
+        sums[j].dots[c] += key.x * of_first[c][i] + key.y * of_second[c][i];
       }
     }
     if constexpr (kValues) {
@@ -137,20 +97,21 @@ template <Element kElement, int kChannels, bool kProse>
 static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const __grid_constant__ ProbeKeys work) {
   constexpr int kProbes = kProse ? 2 * kChannels : kChannels;
   constexpr int kTokens = kProbeTokens<kProse>, kBlock = kProbeBlock<kProse>;
-  const int blocks = (work.width + kBlock - 1) / kBlock;
-  const int layer = blockIdx.x / blocks % work.num_layers;
-  const int request = blockIdx.x / blocks / work.num_layers;
+  const TailKeys& keys = work.keys;
+  const int blocks = (keys.width + kBlock - 1) / kBlock;
+  const int layer = blockIdx.x / blocks % keys.num_layers;
+  const int request = blockIdx.x / blocks / keys.num_layers;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int first = blockIdx.x % blocks * kBlock + warp * kTokens;
-  const int heads = work.candidates.num_heads;
-  const Request& due = work.candidates.requests[request];
+  const int heads = keys.candidates.num_heads;
+  const Request& due = keys.candidates.requests[request];
   const int tokens = static_cast<int>(due.tail_start - due.old_tail_start);
-  KVEVICT_ASSERT(tokens <= work.width);
+  KVEVICT_ASSERT(tokens <= keys.width);
   const int mine = tokens - first < kTokens ? tokens - first : kTokens;
   float2* turns = nullptr;
-  if (work.rotary.at[layer] != nullptr && mine > 0) {
-    turns = reinterpret_cast<float2*>(shared_memory()) + warp * kTokens * work.pairs;
-    find_turns(work, work.rotary.at[layer], due.old_tail_start + first, mine, turns);
+  if (keys.rotary.at[layer] != nullptr && mine > 0) {
+    turns = reinterpret_cast<float2*>(shared_memory()) + warp * kTokens * keys.pairs;
+    find_turns(keys, keys.rotary.at[layer], due.old_tail_start + first, mine, turns);
   }
   __syncwarp();
   float totals[kTokens] = {}, ages[kTokens];
@@ -162,7 +123,7 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
     }
   }
   for (int index = 0; index < heads && mine > 0; ++index) {
-    const Head head = find_head(work.candidates, request, layer, index);
+    const Head head = find_head(keys.candidates, request, layer, index);
     KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_parts);
     const int store_columns = head.store_pages * head.block_size;
     const unsigned char* slots[kTokens];
@@ -170,13 +131,13 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
       const int column = store_columns + first + (j < mine ? j : mine - 1);
-      slots[j] = work.caches.at[layer] + head.slot(column) * work.slot_bytes;
+      slots[j] = keys.caches.at[layer] + head.slot(column) * keys.slot_bytes;
     }
-    const int stride = work.head_size + kProbeRest;
+    const int stride = keys.head_size + kProbeRest;
     const float* weights =
         work.weights + static_cast<int64_t>(layer * heads + index) * kProbes * stride;
-    for (int unit = lane; unit < work.head_size / (2 * kInWord<kElement>); unit += kWarp) {
-      add_pairs<kElement, kProbes, (kChannels > 1), kTokens>(work, slots, weights, turns, unit, sums);
+    for (int unit = lane; unit < keys.head_size / (2 * kInWord<kElement>); unit += kWarp) {
+      add_pairs<kElement, kProbes, (kChannels > 1), kTokens>(keys, slots, weights, turns, unit, sums);
     }
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
@@ -188,20 +149,20 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
           sums[j].dots[c] += __shfl_xor_sync(kAllLanes, sums[j].dots[c], step);
         }
       }
-      const float norm = sqrtf(sums[j].value), key = sqrtf(sums[j].key);
+      const float norm = sqrtf(sums[j].value), length = sqrtf(sums[j].key);
       totals[j] += norm;
       if (lane > 0 || j >= mine) continue;
       const int64_t at = head.first_column + store_columns + first + j;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        const float* rest = weights + c * stride + work.head_size;
-        float part = sums[j].dots[c] + rest[0] * key + rest[1];
+        const float* rest = weights + c * stride + keys.head_size;
+        float part = sums[j].dots[c] + rest[0] * length + rest[1];
         if constexpr (kProse) {
           const int p = kChannels + c;
-          const float* more = weights + p * stride + work.head_size;
+          const float* more = weights + p * stride + keys.head_size;
           const float old = ages[j] - work.ages[2 * request];
           const float older = ages[j] * ages[j] - work.ages[2 * request + 1];
-          const float prose = sums[j].dots[p] + more[0] * key + more[1] + more[2] * old + more[3] * older;
+          const float prose = sums[j].dots[p] + more[0] * length + more[1] + more[2] * old + more[3] * older;
           part += nan_max(prose, 0.0f);
         }
         work.parts[c * work.num_parts + at] = part;
@@ -210,10 +171,10 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
     }
   }
   if constexpr (kChannels == 1) return;
-  float* target = work.totals + (static_cast<int64_t>(request) * work.num_layers + layer) * work.width;
+  float* target = work.totals + (static_cast<int64_t>(request) * keys.num_layers + layer) * keys.width;
 #pragma unroll
   for (int j = 0; j < kTokens; ++j) {
-    if (lane == 0 && first + j < work.width) target[first + j] = j < mine ? totals[j] : 0.0f;
+    if (lane == 0 && first + j < keys.width) target[first + j] = j < mine ? totals[j] : 0.0f;
   }
 }
 
@@ -262,15 +223,15 @@ static __global__ void probe_score_kernel(const __grid_constant__ ProbeScores wo
 
 void launch_probe_keys(const ProbeKeys& work, int num_requests, Stream stream) {
   const int block = work.prose ? kProbeBlock<true> : kProbeBlock<false>;
-  const int64_t blocks = (work.width + block - 1) / block;
-  const size_t shared = static_cast<size_t>(block) * work.pairs * sizeof(float2);
+  const int64_t blocks = (work.keys.width + block - 1) / block;
+  const size_t shared = static_cast<size_t>(block) * work.keys.pairs * sizeof(float2);
   const auto run = [&](auto kernel) {
-    launch(kernel, blocks * work.num_layers * num_requests, 1, kProbeThreads, shared, stream, work);
+    launch(kernel, blocks * work.keys.num_layers * num_requests, 1, kProbeThreads, shared, stream, work);
   };
   const auto run_for = [&](auto channels, auto prose) {
     constexpr int kChannels = decltype(channels)::value;
     constexpr bool kProse = decltype(prose)::value;
-    switch (work.element) {
+    switch (work.keys.element) {
       case Element::kFloat: return run(probe_key_kernel<Element::kFloat, kChannels, kProse>);
       case Element::kHalf: return run(probe_key_kernel<Element::kHalf, kChannels, kProse>);
       case Element::kBFloat16: return run(probe_key_kernel<Element::kBFloat16, kChannels, kProse>);

@@ -4,14 +4,14 @@
 // reads each new token once, key and value. A probe says a . k + b * |k| + c. A part is what one says,
 // and where prose counts what another one says and d * l + e * m, if that is above 0: l the logarithm of
 // the token's age, m its square, each less its mean. The second of two parts also counts the logarithm
-// of the head's share of the value norms, and the window joins that one.
+// of the head's share of the value norms, and the window joins that one. Networks add to the parts between
+// both launches (network.h).
 #pragma once
 
-#include "candidates.h"
 #include "cuda_types.h"
 #include "layers.h"
-#include "numbers.h"
 #include "reach.h"
+#include "tail_keys.h"
 
 namespace kvevict {
 
@@ -19,18 +19,14 @@ constexpr int kProbeRest = 4;  // weights of a probe behind those of the key: b,
 
 // Parts of the tail's tokens: with two of them, the second still lacks its share.
 struct ProbeKeys {
-  Layers<const unsigned char> caches;  // [blocks, H, block_size, slot] each
-  Layers<const unsigned char> rotary;  // [positions, 2 * pairs] each, cosines first; null: not rotated
-  Candidates candidates;
+  TailKeys keys;
   const float* weights;  // [L, H, channels, or twice as many with prose, head_size + kProbeRest]
   const float* ages;     // [E, 2]: means of l and m over what is new
   float* parts;          // [channels, num_parts] flat, as scores
   float* norms;          // flat, as scores; of values, with two channels
   float* totals;         // [E, L, width]: sums over this rank's heads, with two channels
-  int64_t num_parts, num_positions;
-  Element element, angle;  // of the caches, and of cosines and sines
-  int channels, head_size, pairs, num_layers, slot_bytes, width;
-  bool interleaved;      // pairs are (2i, 2i + 1), else (i, i + pairs)
+  int64_t num_parts;
+  int channels;
   bool prose;            // the second half of the probes is prose's
 };
 

@@ -71,7 +71,8 @@ def _cached(name: str, compile_it: Callable[..., None], *arguments: str) -> Path
     with open(CACHE / f"lock-{name}", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.is_file():
-            for old in CACHE.glob(f"*-{name}"):
+            # Names of builds begin with a digest, that of the lock does not.
+            for old in CACHE.glob(f"{'[0-9a-f]' * 24}-{name}"):
                 old.unlink()
             unfinished = made.with_suffix(f".{os.getpid()}")
             compile_it(unfinished, *arguments)

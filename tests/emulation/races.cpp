@@ -12,6 +12,7 @@
 #include "compact.cuh"
 #include "defend.cuh"
 #include "keep.cuh"
+#include "network.cuh"
 #include "pool.cuh"
 #include "probe.cuh"
 #include "reach.cuh"
@@ -268,9 +269,9 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   std::vector<float> weights = random_numbers<float>(layers * heads * probes * (D + kProbeRest));
   std::vector<float> ages = random_numbers<float>(2 * due.size());
   std::vector<float> parts(channels * columns), of_windows(layers * heads, 0.5f);
-  keying.caches = work.caches;
-  keying.rotary.at[layers - 1] = reinterpret_cast<const unsigned char*>(angles.data());
-  keying.candidates = work.candidates;
+  keying.keys.caches = work.caches;
+  keying.keys.rotary.at[layers - 1] = reinterpret_cast<const unsigned char*>(angles.data());
+  keying.keys.candidates = work.candidates;
   keying.weights = weights.data();
   keying.ages = ages.data();
   keying.prose = probes > channels;
@@ -278,17 +279,32 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   keying.norms = norms.data();
   keying.totals = totals.data();
   keying.num_parts = columns;
-  keying.num_positions = later + tail_pages * bs;
-  keying.element = element;
-  keying.angle = Element::kFloat;
+  keying.keys.num_positions = later + tail_pages * bs;
+  keying.keys.element = element;
+  keying.keys.angle = Element::kFloat;
   keying.channels = channels;
-  keying.head_size = D;
-  keying.pairs = pairs;
-  keying.num_layers = layers;
-  keying.slot_bytes = work.slot_bytes;
-  keying.width = norming.width;
-  keying.interleaved = average;
+  keying.keys.head_size = D;
+  keying.keys.pairs = pairs;
+  keying.keys.num_layers = layers;
+  keying.keys.slot_bytes = work.slot_bytes;
+  keying.keys.width = norming.width;
+  keying.keys.interleaved = average;
   launch_probe_keys(keying, static_cast<int>(due.size()), nullptr);
+  // More units than a warp has lanes.
+  Networks adding{};
+  const int units = 37;
+  std::vector<float> of_units = random_numbers<float>(layers * heads * (D + kNetworkRest) * units);
+  adding.keys = keying.keys;
+  adding.weights = of_units.data();
+  adding.shares = of_windows.data();
+  adding.parts = parts.data();
+  adding.norms = norms.data();
+  adding.totals = totals.data();
+  adding.num_parts = columns;
+  adding.channels = channels;
+  adding.units = units;
+  launch_networks(adding, static_cast<int>(due.size()), nullptr);
+  add(parts);
   probing.reach = defending.reach;
   if (channels == 1) probing.reach.peaks = nullptr;
   probing.scores = scores.data();

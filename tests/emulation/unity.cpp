@@ -5,6 +5,7 @@
 #include "../../csrc/defend.cpp"
 #include "../../csrc/keep.cpp"
 #include "../../csrc/kernels.cu"
+#include "../../csrc/network.cpp"
 #include "../../csrc/pool.cpp"
 #include "../../csrc/probe.cpp"
 #include "../../csrc/rows.cpp"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.evict import FUSED, assert_same, run, steps, worker
+from tests.kernels.evict import KINDS, assert_same, run, steps, worker
 from vllm_kvevict.ops.cuda.extension import is_built
 
 pytestmark = [
@@ -17,10 +17,10 @@ pytestmark = [
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
-@pytest.mark.parametrize("policy", FUSED)
-def test_same_caches_and_tables_without_waiting(policy, shares, head_size, fp8):
+@pytest.mark.parametrize(("policy", "networks"), KINDS)
+def test_same_caches_and_tables_without_waiting(policy, networks, shares, head_size, fp8):
     """Bit by bit; sums run in another order there, so a near-tie would fall the other way."""
-    options = dict(head_size=head_size, fp8=fp8, shares=shares)
+    options = dict(head_size=head_size, fp8=fp8, shares=shares, networks=networks)
     plain = worker(policy, fused=False, **options)
     fused = worker(policy, fused=True, device="cuda", **options)
     plans = steps(policy)

@@ -125,16 +125,30 @@ def test_probe_beside_another_rank():
     probe.check_ranks("cuda", *probe.CASES[0])
 
 
-def test_probe_of_tokens_without_values():
-    probe.check_without_values("cuda", *probe.CASES[0])
+@pytest.mark.parametrize(
+    "case, units", zip(probe.CASES, probe.UNITS, strict=True), ids=range(len(probe.CASES))
+)
+def test_probe_networks(case, units):
+    probe.check_scores("cuda", *case, units)
+
+
+@pytest.mark.parametrize("case", [probe.CASES[0], probe.CASES[7]], ids=["bfloat16", "fp8"])
+def test_networks_of_two_ranks(case):
+    probe.check_networks_of_ranks("cuda", *case)
+
+
+@pytest.mark.parametrize("units", [0, 32])
+def test_probe_of_tokens_without_values(units):
+    probe.check_without_values("cuda", *probe.CASES[0], units)
 
 
 def test_probe_of_a_key_without_bounds():
     probe.check_infinite("cuda", *probe.CASES[0])
 
 
-def test_probe_and_a_key_that_is_not_a_number():
-    probe.check_not_a_number("cuda", *probe.CASES[0])
+@pytest.mark.parametrize("units", [0, 32])
+def test_probe_and_a_key_that_is_not_a_number(units):
+    probe.check_not_a_number("cuda", *probe.CASES[0], units)
 
 
 def test_opcheck():

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from tests.turned import Turned
@@ -32,6 +33,11 @@ PROBES = ["probe", "ada-probe"]
 FUSED = [
     "snapkv", "ada-snapkv", "pyramidkv", "ada-pyramid", "defensive", "ada-defensive", *PROBES
 ]  # fmt: skip
+KINDS = [
+    *(pytest.param(policy, False, id=policy) for policy in FUSED),
+    *(pytest.param(policy, True, id=f"{policy} with networks") for policy in PROBES),
+]
+"""Policies that the kernels compute, and whether their probes have networks."""
 
 
 def worker(

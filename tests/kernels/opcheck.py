@@ -43,6 +43,8 @@ def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "keep_page_values", (kept, parts, *survivors, batch.store, *tables)
     probes = (floats(1, 2, 4, 68), floats(1, 2), [floats(64, 32)], True, 32)
     yield "probe_keys", (parts, norms, totals, scene.caches, *probes, *tables)
+    networks = (floats(1, 2, 68, 5), floats(1, 2), [floats(64, 32)], True)
+    yield "probe_networks", (parts, norms, totals, scene.caches, *networks, *tables)
     read = (sums, norms, totals, floats(1, 2), kept, 8, batch.max_columns)
     yield "probe_scores", (floats(batch.columns), parts, floats(2), *read, *tables)
     pooling = (batch.requests, indptr, 16, 8, batch.max_columns, 0.1, 7, True)

@@ -1,5 +1,6 @@
 """Scores of ``probe`` against keys turned back as complex numbers, in float64."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,8 +8,8 @@ import torch
 from tests.kernels.defensive import kept_of, peaks_of, value_shares_of
 from tests.kernels.scene import Lengths, Scene, Shape
 from tests.kernels.score import Case, layers_of
-from vllm_kvevict.ops.cuda.batch import Due
-from vllm_kvevict.ops.cuda.probe import ProbeLayers, probe_scores
+from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
+from vllm_kvevict.ops.cuda.probe import NetworkLayers, ProbeLayers, probe_scores
 from vllm_kvevict.ops.cuda.score import WindowLayers
 from vllm_kvevict.ops.torch.pages import candidate_grid
 
@@ -41,8 +42,14 @@ def tables_of(scene: Scene, rotated: Rotated) -> list[torch.Tensor]:
 
 
 def probes_of(
-    scene: Scene, rotated: Rotated, channels: int, spare: int = 0, prose: bool = True
+    scene: Scene,
+    rotated: Rotated,
+    channels: int,
+    spare: int = 0,
+    prose: bool = True,
+    units: int = 0,
 ) -> ProbeLayers:
+    """Random probes; with networks of so many ``units``, if any."""
     shape = scene.shape
     probes = channels * (1 + prose)
     weights = torch.randn(
@@ -59,7 +66,41 @@ def probes_of(
         kept=kept_of(scene, channels + spare),
         head_indptr=scene.head_indptr,
         old_store=scene.stores,
+        networks=networks_of(scene, units) if units else None,
     )
+
+
+def networks_of(scene: Scene, units: int) -> NetworkLayers:
+    """Random networks whose units are neither linear nor saturated for most keys."""
+    shape = scene.shape
+    heads = shape.layers, shape.heads
+    weights = torch.randn(*heads, shape.head_size + 4, units, generator=scene.generator)
+    weights[:, :, : shape.head_size + 1] /= shape.head_size**0.5
+    shares = torch.randn(*heads, generator=scene.generator)
+    return NetworkLayers(weights.to(scene.device), shares.to(scene.device))
+
+
+def added_by_networks(
+    networks: NetworkLayers, layer: int, keys: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor:
+    """[H, N] float64 what the networks of a layer add, unit by unit.
+
+    Args:
+        networks: Of all layers.
+        layer: Its index.
+        keys: [H, N, D] float64 before their rotation.
+        share: [H, N] float64 shares of the value norms.
+
+    """
+    logs = share.clamp(min=1e-6).log()
+    found = networks.shares[layer].cpu().double()[:, None] * logs
+    size = keys.shape[-1]
+    for unit in networks.weights[layer].cpu().double().unbind(-1):
+        of_norm, one, of_share, out = unit[:, size:, None].unbind(1)
+        z = torch.einsum("hnd,hd->hn", keys, unit[:, :size])
+        z = z + of_norm * keys.norm(dim=-1) + one + of_share * logs
+        found = found + out * z * (1 + torch.erf(z / math.sqrt(2))) / 2
+    return found
 
 
 def turned_back(
@@ -108,9 +149,11 @@ def expected(
             if said.shape[-1] > probed:
                 new += said[..., probed:].clamp(min=0)
             weight = probes.window_weights[layer].cpu().double()[:, None]
+            share = value_shares_of(scene, due, layer, grid)
             if probed > 1:
-                share = value_shares_of(scene, due, layer, grid)
                 new[..., 1] += weight * share.clamp(min=1e-6).log()
+            if probes.networks is not None:
+                new += added_by_networks(probes.networks, layer, keys, share)[..., None]
             stored = probes.kept[layer].cpu().double()[grid[layer, :, :width]][..., :probed]
             both = torch.cat([stored.flatten(1, 2), new], 1)
             score = both[..., 0]
@@ -127,7 +170,7 @@ def expected(
     return torch.cat(scores).float(), torch.cat(parts, 1).float()
 
 
-def check_scores(device: str, case: Case, rotated: Rotated) -> None:
+def check_scores(device: str, case: Case, rotated: Rotated, units: int = 0) -> None:
     """All layers and requests in one launch: without a window, and joined with it."""
     ways = (
         (1, False, False),
@@ -139,7 +182,7 @@ def check_scores(device: str, case: Case, rotated: Rotated) -> None:
     for channels, joined, prose in ways:
         scene = Scene(case.shape, device, seed=case.group)
         window = layers_of(scene, case) if joined else None
-        probes = probes_of(scene, rotated, channels, channels - 1, prose)
+        probes = probes_of(scene, rotated, channels, channels - 1, prose, units)
         scores, parts = probe_scores(scene.batch, probes, window, lambda totals: totals)
         wanted, wanted_parts = expected(scene, case, probes, rotated.dims, window)
         torch.testing.assert_close(parts.cpu(), wanted_parts, **TOLERANCE)
@@ -161,14 +204,65 @@ def check_ranks(device: str, case: Case, rotated: Rotated) -> None:
     assert float(nearest.max()) < 1e-4
 
 
-def check_without_values(device: str, case: Case, rotated: Rotated) -> None:
+def check_networks_of_ranks(device: str, case: Case, rotated: Rotated) -> None:
+    """Two ranks with half of the heads each find what one with all of them is expected to find."""
+    shape = replace(case.shape, heads=4, requests=case.shape.requests[:1])
+    for channels in (1, 2):
+        scene = Scene(shape, device, seed=1)
+        probes = probes_of(scene, rotated, channels, units=40)
+        assert probes.networks is not None
+        _, wanted = expected(scene, case, probes, rotated.dims, None)
+        batch = EvictionBatch.build(
+            scene.due, shape.layers, 2, shape.block_size, shape.window, scene.device
+        )
+        halves = [_of_heads(probes, slice(start, start + 2)) for start in (0, 2)]
+        totals: list[torch.Tensor] = []
+
+        def measured(of_rank: torch.Tensor, totals: list[torch.Tensor] = totals) -> torch.Tensor:
+            totals.append(of_rank.clone())
+            return of_rank
+
+        alone = [probe_scores(batch, half, None, measured)[1] for half in halves]
+        assert len(totals) == 2
+        together = [
+            probe_scores(batch, half, None, lambda _, t=totals: t[0] + t[1])[1] for half in halves
+        ]
+
+        def joined(parts: list[torch.Tensor], channels: int = channels) -> torch.Tensor:
+            """[C, columns] of all heads."""
+            by_head = [part.cpu().view(channels, shape.layers, 2, -1) for part in parts]
+            return torch.cat(by_head, 2).flatten(1)
+
+        torch.testing.assert_close(joined(together), wanted, **TOLERANCE)
+        assert float((joined(alone) - wanted).abs().mean()) > 0.1
+
+
+def _of_heads(probes: ProbeLayers, heads: slice) -> ProbeLayers:
+    """The probes and caches of some heads, on a rank that holds no stores."""
+    networks = probes.networks
+    assert networks is not None
+    mine = NetworkLayers(
+        networks.weights[:, heads].contiguous(), networks.shares[:, heads].contiguous()
+    )
+    count = heads.stop - heads.start
+    return replace(
+        probes,
+        caches=[cache[:, heads].contiguous() for cache in probes.caches],
+        weights=probes.weights[:, heads].contiguous(),
+        window_weights=probes.window_weights[:, heads].contiguous(),
+        networks=mine,
+        head_indptr=probes.head_indptr[..., : count + 1].contiguous(),
+    )
+
+
+def check_without_values(device: str, case: Case, rotated: Rotated, units: int = 0) -> None:
     """A token without values in one head, or in all, has the least share there is."""
     scene = Scene(case.shape, device, seed=1)
     block = scene.due[0].positional[0]
     for cache in scene.caches:
         cache[block, 0, 2, case.shape.head_size :] = 0
         cache[block, :, 5, case.shape.head_size :] = 0
-    probes = probes_of(scene, rotated, 2)
+    probes = probes_of(scene, rotated, 2, units=units)
     _, parts = probe_scores(scene.batch, probes, None, lambda totals: totals)
     _, wanted = expected(scene, case, probes, rotated.dims, None)
     torch.testing.assert_close(parts.cpu(), wanted, **TOLERANCE)
@@ -185,10 +279,10 @@ def check_infinite(device: str, case: Case, rotated: Rotated) -> None:
     assert float(scores.min()) == float(scores[3]) == -float(torch.tensor(1e30))
 
 
-def check_not_a_number(device: str, case: Case, rotated: Rotated) -> None:
+def check_not_a_number(device: str, case: Case, rotated: Rotated, units: int = 0) -> None:
     """A cached key that is no number makes its token's score none, and no other's."""
     scene = Scene(case.shape, device, seed=1)
-    probes = probes_of(scene, rotated, 1)
+    probes = probes_of(scene, rotated, 1, units=units)
     plain, _ = probe_scores(scene.batch, probes, None, lambda totals: totals)
     scene.caches[0][scene.due[0].positional[0], 0, 3, 1] = float("nan")
     scores, _ = probe_scores(scene.batch, probes, None, lambda totals: totals)
@@ -240,3 +334,5 @@ CASES = [
         Rotated(64, FP32),
     ),
 ]
+UNITS = [32, 1, 40, 24, 32, 5, 64, 32, 33, 32, 32, 31, 32, 32]
+"""Units of the networks of each case."""

@@ -37,7 +37,7 @@ from vllm_kvevict.policies.probe import Probe
 from vllm_kvevict.policies.snapkv import SnapKV
 from vllm_kvevict.timeline.rule import blocks_for
 from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
-from vllm_kvevict.worker.fused_probes import GroupProbes
+from vllm_kvevict.worker.fused_probes import GroupProbes, group_networks
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.ranks import sum_of_ranks
 from vllm_kvevict.worker.workspace import EvictionSizes
@@ -137,8 +137,6 @@ class FusedEvictions:
             return False
         if isinstance(scorer, Defensive | Probe):
             compiled = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
-            if isinstance(scorer, Probe) and self._probes is not None:
-                compiled = compiled and not self._probes.has_networks
             inputs = [group.probes if isinstance(scorer, Probe) else group.kept for group in groups]
             return compiled and all(inputs)
         return True
@@ -388,8 +386,10 @@ def _by_weight(
     probes: Probes, caches: "Mapping[str, LayerCache]", names: Sequence[str], longest: int
 ) -> dict[float, GroupProbes]:
     """Return the probes of a group by the weight of prose, except those no kernel can serve."""
+    # Networks do not depend on the weight of prose.
+    networks = group_networks(probes.by_weight[0.0], caches, names)
     by_weight = {
-        weight: GroupProbes.of(layers, caches, names, longest)
+        weight: GroupProbes.of(layers, caches, names, longest, networks)
         for weight, layers in probes.by_weight.items()
     }
     return {weight: group for weight, group in by_weight.items() if group is not None}

@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.ops.cuda.limits import DTYPES
-from vllm_kvevict.ops.cuda.probe import ProbeLayers
+from vllm_kvevict.ops.cuda.probe import NetworkLayers, ProbeLayers
 from vllm_kvevict.worker.probes import LayerProbe
 
 
@@ -21,6 +21,7 @@ class GroupProbes:
         window: [L, H] float32.
         rotary: [positions, R] of each layer: cosines, then sines; empty where keys are not rotated.
         interleaved: Whether neighbouring dimensions are turned together.
+        networks: Networks of these layers, for keys as they are stored; None without any.
 
     """
 
@@ -29,6 +30,7 @@ class GroupProbes:
     window: torch.Tensor
     rotary: list[torch.Tensor]
     interleaved: bool
+    networks: NetworkLayers | None
 
     @classmethod
     def of(
@@ -37,6 +39,7 @@ class GroupProbes:
         caches: Mapping[str, LayerCache],
         names: Sequence[str],
         longest: int,
+        networks: NetworkLayers | None = None,
     ) -> "GroupProbes | None":
         """The probes of these layers.
 
@@ -45,6 +48,7 @@ class GroupProbes:
             caches: The caches of these layers.
             names: Layers of one group, in order.
             longest: Longest sequence in tokens.
+            networks: Of these layers.
 
         Returns:
             None where the kernels cannot take the rotation out: positions that are not the token's
@@ -78,12 +82,17 @@ class GroupProbes:
             torch.stack([one.window for one in mine]),
             [none if table is None else table for table in rotary],
             any(one.interleaved for one in modules),
+            networks,
         )
 
     def part(self, layers: slice) -> "GroupProbes":
         """The probes of some layers."""
+        networks = self.networks
+        if networks is not None:
+            networks = NetworkLayers(networks.weights[layers], networks.shares[layers])
         return replace(
             self,
+            networks=networks,
             weights=self.weights[layers],
             window=self.window[layers],
             rotary=self.rotary[layers],
@@ -107,4 +116,29 @@ class GroupProbes:
             kept,
             head_indptr,
             old_store,
+            self.networks,
         )
+
+
+def group_networks(
+    probes: Mapping[str, LayerProbe], caches: Mapping[str, LayerCache], names: Sequence[str]
+) -> NetworkLayers | None:
+    """Return the networks of a group's layers, for keys as they are stored; None without any.
+
+    Args:
+        probes: Of every layer.
+        caches: The caches of these layers.
+        names: Layers of one group, in order.
+
+    """
+    weights, shares = [], []
+    for name in names:
+        network = probes[name].network
+        if network is None:
+            return None
+        scale = caches[name].key_scale
+        of_norm, others = network.rest.split([1, 2], dim=-1)
+        parts = [network.keys * scale, of_norm * scale, others, network.out.mT]
+        weights.append(torch.cat(parts, dim=-1).mT)
+        shares.append(network.shares[:, 0])
+    return NetworkLayers(torch.stack(weights).contiguous(), torch.stack(shares))

@@ -14,6 +14,7 @@ from tests.kernels.evict import (
     FUSED,
     GROUP,
     HEADS,
+    KINDS,
     PROBES,
     ROWS,
     WINDOW,
@@ -46,10 +47,12 @@ WAYS = [
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize(("longest", "in_place"), WAYS)
-@pytest.mark.parametrize("policy", FUSED)
-def test_same_caches_and_tables_as_the_reference(policy, longest, fp8, in_place, monkeypatch):
-    plain = worker(policy, fused=False, fp8=fp8)
-    fused = worker(policy, fused=True, longest=longest, fp8=fp8)
+@pytest.mark.parametrize(("policy", "networks"), KINDS)
+def test_same_caches_and_tables_as_the_reference(
+    policy, networks, longest, fp8, in_place, monkeypatch
+):
+    plain = worker(policy, fused=False, fp8=fp8, networks=networks)
+    fused = worker(policy, fused=True, longest=longest, fp8=fp8, networks=networks)
 
     def never(*arguments):
         raise AssertionError("this eviction should have been fused")
@@ -151,10 +154,34 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("policy", FUSED)
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize("window", ["auto", "none", "now and then"])
+def test_networks_run_on_the_kernels(window, fp8, monkeypatch):
+    """Beside a window, without one, and by keys alone; and they decide what is kept."""
+    options = dict(fp8=fp8, probe_window="none" if window == "none" else "auto")
+    linear = worker("probe", fused=True, **options)
+    options["networks"] = True
+    plain, fused = (worker("probe", fused=one, **options) for one in (False, True))
+    assert fused._fused.takes("probe")
+    monkeypatch.setattr(fused, "_evict", None)
+    plans = steps("probe", in_place=True)
+    if window == "now and then":
+        plans[0].evictions[1].ring = plans[1].evictions[0].ring = None
+    with Operations() as used:
+        run(fused, plans)
+    run(plain, plans)
+    run(linear, plans)
+    assert fused.evictions == 4
+    assert_same(fused, plain)
+    assert f"{NAMESPACE}::probe_networks" in used.names
+    assert not torch.equal(fused.cache("layer.0").pages, linear.cache("layer.0").pages)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("policy", "networks"), KINDS)
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
-def test_the_warm_up_runs_what_evictions_run(policy, shares):
-    made = worker(policy, fused=True, shares=shares)
+def test_the_warm_up_runs_what_evictions_run(policy, networks, shares):
+    made = worker(policy, fused=True, shares=shares, networks=networks)
     with Operations() as warm:
         made.warm_up()
     for state in made.states.values():

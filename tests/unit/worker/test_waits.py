@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.evict import FUSED, NAMES, ROWS, assert_same, run, steps, worker
+from tests.kernels.evict import KINDS, NAMES, ROWS, assert_same, run, steps, worker
 from tests.pretend_gpu import pretended
 from vllm_kvevict.attention import gpu_buffers
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
@@ -129,15 +129,16 @@ def test_tensors_of_two_devices_do_not_meet(watch):
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
-@pytest.mark.parametrize("policy", FUSED)
-def test_evictions_wait_for_nothing(policy, shares, monkeypatch):
-    plain, plans = worker(policy, fused=False, shares=shares), steps(policy)
+@pytest.mark.parametrize(("policy", "networks"), KINDS)
+def test_evictions_wait_for_nothing(policy, networks, shares, monkeypatch):
+    options = dict(shares=shares, networks=networks)
+    plain, plans = worker(policy, fused=False, **options), steps(policy)
     plain._rows.begin_step = lambda output: [0, 2]
     run(plain, plans)
     monkeypatch.setitem(extension._namespaces, "cuda", extension._namespaces["cpu"])
     monkeypatch.setattr(extension, "_load_installed", lambda: None)
     with pretended(monkeypatch) as watch:
-        fused = worker(policy, fused=True, device="cuda", shares=shares)
+        fused = worker(policy, fused=True, device="cuda", **options)
         monkeypatch.setattr(fused, "_evict", None)
         # Two requests have finished before every step.
         fused._rows.begin_step = lambda output: [0, 2]

@@ -8,9 +8,9 @@ import torch
 
 from tests.kernels.evict import (
     BLOCK,
-    FUSED,
     GROUP,
     HEADS,
+    KINDS,
     SIZE,
     WINDOW,
     assert_same,
@@ -47,24 +47,29 @@ def mine(policy: str, made: int = 0) -> tuple[EvictionConfig, EvictionSizes]:
 
 
 NAMES_OF_A_GROUP = ["layer.0", "layer.2"]
+BY_WINDOW = [
+    *(pytest.param(*kind.values, "auto", id=kind.id) for kind in KINDS),
+    pytest.param("probe", True, "none", id="probe with networks, by keys alone"),
+]
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("fused", [False, True], ids=["pytorch", "kernels"])
-@pytest.mark.parametrize("policy", FUSED)
-def test_nothing_is_allocated_while_serving(policy, fused, monkeypatch):
+@pytest.mark.parametrize(("policy", "networks", "probe_window"), BY_WINDOW)
+def test_nothing_is_allocated_while_serving(policy, networks, probe_window, fused, monkeypatch):
     """Not by the driver; and what the pool holds is at most what was allocated at start-up."""
     monkeypatch.setitem(extension._namespaces, "cuda", extension._namespaces["cpu"])
     monkeypatch.setattr(extension, "_load_installed", lambda: None)
     for module in (sizing, compaction):
         # Otherwise the staging buffer of evictions in place outweighs everything else here.
         monkeypatch.setattr(module, "STAGING_BYTES", 1)
-    config, sizes = mine(policy, made=2)
+    config, sizes = mine(policy, made=2 if probe_window == "auto" else 1)
+    options = dict(networks=networks, probe_window=probe_window)
     said = workspace_bytes(config, sizes, longest=230, kernels=fused)
-    plain = worker(policy, fused=False)
+    plain = worker(policy, fused=False, **options)
     run(plain, steps(policy, in_place=True))
     with pretended(monkeypatch) as watch:
-        made = worker(policy, fused=fused, device="cuda")
+        made = worker(policy, fused=fused, device="cuda", **options)
         made._workspace = Workspace(said, torch.device("cuda"))
         assert watch.memory.peak == said + sizing.SMALL_COUNT * sizing.SMALL_BYTES
         made._workspace.open()
@@ -93,11 +98,11 @@ def step(plan):
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
-@pytest.mark.parametrize("policy", FUSED)
-def test_long_evictions_go_through_in_pieces(policy, in_place, monkeypatch):
+@pytest.mark.parametrize(("policy", "networks"), KINDS)
+def test_long_evictions_go_through_in_pieces(policy, networks, in_place, monkeypatch):
     """A workspace for one layer of one request, by layers that keep shares of their own."""
-    plain = worker(policy, fused=False, shares=True)
-    made = worker(policy, fused=True, shares=True)
+    plain = worker(policy, fused=False, shares=True, networks=networks)
+    made = worker(policy, fused=True, shares=True, networks=networks)
     sizes = made._fused._groups[0].sizes
     made._fused._workspace = sizes.kernel_bytes(1, 102)
     launched = []

@@ -16,6 +16,7 @@ OPERATIONS = (
     "defend",
     "keep_page_values",
     "probe_keys",
+    "probe_networks",
     "probe_scores",
 )
 

@@ -13,6 +13,23 @@ from vllm_kvevict.ops.torch.probe import logged_ages
 
 
 @dataclass(frozen=True)
+class NetworkLayers:
+    """Networks that are added to the scores of keys: one hidden layer of U units for each head.
+
+    Args:
+        weights: [L, H, D + 4, U] float32, contiguous: weights of the units for an unrotated key's
+            dimensions in the order in which they are stored, for its norm, for 1, and for the
+            logarithm of the head's share of the norms of the token's values; then the weights of
+            the units in the result. U is at least 1.
+        shares: [L, H] float32, contiguous: weight of the same logarithm, in addition to the units.
+
+    """
+
+    weights: torch.Tensor
+    shares: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ProbeLayers:
     """Inputs of probes in every layer of a group. C is 1 for keys alone, 2 with a window.
 
@@ -34,6 +51,7 @@ class ProbeLayers:
             stores.
         head_indptr: [L, rows, H + 1] int32 head split before this eviction.
         old_store: [rows, S] int32 stores before this eviction; rows may be strided.
+        networks: What is added to each of the C scores; None if they are linear.
 
     """
 
@@ -46,6 +64,7 @@ class ProbeLayers:
     kept: Sequence[torch.Tensor]
     head_indptr: torch.Tensor
     old_store: torch.Tensor
+    networks: NetworkLayers | None = None
 
 
 def mean_ages(due: Due) -> list[float]:
@@ -65,14 +84,16 @@ def probe_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores of ``policies/probe.py`` for due evictions.
 
-    Reads each key of the tail once and, with two probes, each value of the tail once. A window
-    reads all keys twice more. A token's position is its index in the request.
+    Reads each key of the tail once, and twice with networks. Reads each value of the tail once with
+    two probes or networks. A window reads all keys twice more. A token's position is its index in
+    the request.
 
     Args:
         batch: The due evictions.
         layers: Caches, probes and tables.
         window: Inputs of the window's attention, with the same caches; None for keys alone.
-        sum_of_ranks: Sums a tensor over the tensor-parallel ranks; called only with two probes.
+        sum_of_ranks: Sums a tensor over the tensor-parallel ranks; called once with two probes or
+            networks, and otherwise never.
 
     Returns:
         [batch.columns] float32 scores, protected tokens at 1e30, and [C, batch.columns] float32
@@ -92,7 +113,8 @@ def probe_scores(
         peaks = window_peaks(batch, window, window_lse(batch, window))
     longest = max(due.tail_start - due.old_tail_start for due in batch.due)
     parts, scores = empty(channels, batch.columns), empty(batch.columns)
-    by_value = channels > 1
+    networks = layers.networks
+    by_value = channels > 1 or networks is not None
     norms = empty(batch.columns * by_value)
     totals = empty(len(batch.due), batch.num_layers, longest * by_value)
     ages = empty(len(batch.due), 2)
@@ -112,7 +134,22 @@ def probe_scores(
         *tables,
     )
     if by_value:
+        if channels == 1:
+            # The launch above computes the norms of values for the second probe only.
+            operations(parts).value_norms(norms, totals, list(layers.caches), *tables)
         totals = sum_of_ranks(totals)
+    if networks is not None:
+        operations(parts).probe_networks(
+            parts,
+            norms,
+            totals,
+            list(layers.caches),
+            networks.weights,
+            networks.shares,
+            list(layers.rotary),
+            layers.interleaved,
+            *tables,
+        )
     means = empty(len(batch.due) * batch.num_layers * batch.num_heads)
     operations(parts).probe_scores(
         scores,

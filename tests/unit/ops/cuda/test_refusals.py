@@ -13,13 +13,20 @@ from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
-from vllm_kvevict.ops.cuda.probe import probe_scores
+from vllm_kvevict.ops.cuda.probe import NetworkLayers, probe_scores
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.score import pool, window_scores
 
 pytestmark = pytest.mark.usefixtures("emulation")
 
 CASE = score.CASES[3]
+
+
+def network(
+    rows: int, units: int, dtype: torch.dtype = torch.float32, heads: int = 3
+) -> NetworkLayers:
+    """Networks of two layers of three heads; weights of shares of ``heads`` heads."""
+    return NetworkLayers(torch.ones(2, 3, rows, units, dtype=dtype), torch.ones(2, heads))
 
 
 @pytest.fixture
@@ -131,6 +138,10 @@ def test_fixed_shares(scene, shares, message):
         (dict(rotary=[torch.ones(3, 64)] * 2), "assertion position"),
         (dict(kept=[torch.ones(9, 16, 1)] * 2), "2 numbers a token or more, not 1"),
         (dict(kept=[torch.ones(9, 16, 2)]), "numbers must be kept of 2 layers, not 1"),
+        (dict(networks=network(68, 0)), "networks must have at least 1 unit"),
+        (dict(networks=network(67, 5)), r"networks must have shape \[2, 3, 68, any\]"),
+        (dict(networks=network(68, 5, heads=2)), r"weights of shares must have shape \[2, 3\]"),
+        (dict(networks=network(68, 5, torch.half)), "networks must be Float, not Half"),
     ],
 )
 def test_probe(change, message):
