@@ -42,6 +42,10 @@ NAMES = {"stock": "stock vLLM", "eviction": "--kv-eviction auto", "limit": "stoc
 """The servers; the last has memory for every request of the load at once."""
 
 
+RATIO = "auto / stock"
+"""Title of the last column: the second column divided by the first."""
+
+
 def blocks(requests: int) -> int:
     """Blocks of so many full prompts with their answers, and the null block."""
     return requests * -(-(PROMPT + OUTPUT) // BLOCK) + 1
@@ -134,11 +138,16 @@ def run(model: Path, load: Load, asked: list[Question], eviction: list[str]) -> 
     return rows
 
 
+FIRST = (
+    ("sequences at once", "peak_running", "{:.0f}"),
+    ("output tokens/s", "output_tokens_per_s", "{:.1f}"),
+)
+"""What a newcomer reads first."""
+
 LINES = (
+    *FIRST,
     ("right, question known", "right", "{:.0f}"),
     ("right, not known", "right_unknown", "{:.0f}"),
-    ("peak running sequences", "peak_running", "{:.0f}"),
-    ("output tokens/s", "output_tokens_per_s", "{:.1f}"),
     ("TTFT median (ms)", "ttft_ms_median", "{:.0f}"),
     ("TPOT median (ms)", "tpot_ms_median", "{:.1f}"),
     ("preemptions", "preemptions", "{:.0f}"),
@@ -148,15 +157,15 @@ LINES = (
 """Title, key of a row, and how it is written."""
 
 
-def table(rows: dict[str, dict]) -> str:
-    """The comparison as text, with the ratio eviction / stock on the same memory."""
-    out = [f"{'':<24}" + "".join(f"{name:>20}" for name in NAMES.values()) + f"{'ratio':>8}"]
-    for title, key, form in LINES:
+def table(rows: dict[str, dict], lines: tuple[tuple[str, str, str], ...] = LINES) -> str:
+    """The comparison as text, with the ratio of eviction to stock on the same memory."""
+    out = [f"{'':<24}" + "".join(f"{name:>20}" for name in NAMES.values()) + f"{RATIO:>14}"]
+    for title, key, form in lines:
         values = [rows[label].get(key) for label in NAMES]
         ratio = f"{values[1] / values[0]:.2f}x" if values[0] and values[1] is not None else "-"
         texts = ["-" if value is None else form.format(value) for value in values]
         cells = "".join(f"{text:>20}" for text in texts)
-        out.append(f"{title:<24}{cells}{ratio:>8}")
+        out.append(f"{title:<24}{cells}{ratio:>14}")
     return "\n".join(out)
 
 
@@ -213,6 +222,10 @@ def main() -> int:
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
     rows = run(model, load, asked, eviction)
+    print(
+        f"\nOn KV memory for two full prompts ({blocks(2) * block_bytes(model) / 2**20:.0f} MiB):\n"
+    )
+    print(table(rows, FIRST))
     print(f"\nSmolLM2-135M-Instruct about texts of {CHARACTERS:,} characters, "
           f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget}:")  # fmt: skip
     print(side_by_side(asked, rows))

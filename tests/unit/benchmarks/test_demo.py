@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.demo import block_bytes, draw, server_args, side_by_side, table
+from benchmarks.demo import FIRST, block_bytes, draw, server_args, side_by_side, table
 from benchmarks.facts import FACTS, questions
 
 
@@ -56,6 +56,9 @@ def test_the_comparison(tmp_path):
     assert tokens.split()[-4:] == ["20.0", "30.0", "20.0", "1.50x"]
     (evictions,) = [line for line in lines if line.startswith("evictions")]
     assert evictions.split() == ["evictions", "-", "3", "-", "-"]
-    assert lines[1].split()[-4:] == ["7", "7", "-", "1.00x"]
+    assert lines[0].endswith("auto / stock")
+    (right,) = [line for line in lines if line.startswith("right, question known")]
+    assert right.split()[-4:] == ["7", "7", "-", "1.00x"]
+    assert table(rows(), FIRST).splitlines() == lines[:3], "what a newcomer needs comes first"
     draw(rows(), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
