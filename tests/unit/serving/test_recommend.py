@@ -79,8 +79,8 @@ MEASURED = {
     }
     | {"answers": 50}
     for name, bounds in {
-        "joined": (0.01, 0.06, 0.12, 0.3),
-        "keys": (0.02, 0.05, 0.06, 0.09),
+        "joined": (0.01, 0.03, 0.06, 0.3),
+        "keys": (0.02, 0.025, 0.03, 0.045),
     }.items()
 }
 """Losses by budget, with their upper bounds. A server that records windows evicts in both ways."""
@@ -92,8 +92,8 @@ MEASURED = {
         (dict(policy="auto"), "25%"),
         (dict(policy="auto", budget="loss=0.31"), "6.25%"),
         (dict(policy="auto", budget="loss=0.25"), "12.5%"),
-        (dict(policy="probe", budget="loss=0.121", profile="auto"), "12.5%"),
-        (dict(policy="probe", budget="loss=0.12", profile="auto"), "25%"),
+        (dict(policy="probe", budget="loss=0.061", profile="auto"), "12.5%"),
+        (dict(policy="probe", budget="loss=0.06", profile="auto"), "25%"),
         (dict(policy="ada-probe", budget="loss=0.015", profile="auto"), "100%"),
         (dict(policy="auto", options=dict(probe_window="none")), "6.25%"),
         (dict(policy="auto", budget="12.5%"), "12.5%"),
@@ -113,7 +113,7 @@ def test_a_budget_from_what_answers_lose(
     chosen = "prefill_interval" not in asked and asked.get("budget") != "12.5%"
     assert len(lines) == chosen
     if chosen and "options" not in asked:
-        assert "12.5% 0.120" in lines[0] and "25% 0.060" in lines[0]
+        assert "12.5% 0.060" in lines[0] and "25% 0.030" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ BUDGET_WARNING = "the budget is %s instead of %s"
         (
             dict(options=dict(probe_window="none")),
             MEASURED,
-            "6.25% instead of 25%, because the profile bounds the loss of answers by 0.1 nats",
+            "6.25% instead of 25%, because the profile bounds the loss of answers by 0.05 nats",
         ),
         (dict(max_budget="20%"), MEASURED, "20% instead of 25%, because --kv-eviction-max-budget"),
         (dict(), MEASURED, None),
