@@ -200,9 +200,13 @@ def vllm_config(setup: Setup) -> Any:
     return config
 
 
+MEASURED_AT = 0.25
+"""Part of the tokens at which the shares of a setup were measured."""
+
+
 def layer_shares(shares: tuple[float, ...]) -> Profile:
     model = ModelIdentity(architecture="any", layers=len(shares), kv_heads=2, config="any")
-    return Profile(model=model, policy="snapkv", budget="25%", layers=shares)
+    return Profile(model=model, policy="snapkv", budget=f"{MEASURED_AT:.0%}", layers=shares)
 
 
 def eviction_config(setup: Setup) -> EvictionConfig:

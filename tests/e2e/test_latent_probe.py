@@ -77,7 +77,8 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
     compared = 0
     for prompt, output, lives, mine in zip(PROMPTS, outputs, run.lives(), asked, strict=True):
         (life,), tokens = lives, [*prompt, *output]
-        scored: list[dict[int, float]] = [{} for _ in weights.keys]
+        # By keys alone, and what is joined with a window.
+        scored: list[tuple[dict[int, float], dict[int, float]]] = [({}, {}) for _ in weights.keys]
         for index, kept in enumerate(life.evictions):
             context = mine.get("kv_eviction_at", len(prompt))
             share = EVICTION["budget"] / max(kept.n, context)
@@ -96,10 +97,12 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
                 new = range(begin, kept.tail_start)
                 x, age = features(entries[layer, list(new)]), kept.n - torch.tensor(new)
                 mine_of = of_layers(weights, slice(layer, layer + 1))
-                alone, beside = said(mine_of, share, x[None, None], age[None, None], int(window))
-                scored[layer] |= zip(new, alone[0, 0].tolist(), strict=True)
-                scores = torch.tensor([scored[layer][t] for t in candidates]).double()
-                if window and not in_context:
+                for kind in (0, 1):
+                    alone, beside = said(mine_of, share, x[None, None], age[None, None], kind)
+                    scored[layer][kind].update(zip(new, alone[0, 0].tolist(), strict=True))
+                joined = window and not in_context
+                scores = torch.tensor([scored[layer][joined][t] for t in candidates]).double()
+                if joined:
                     rows = attention[layer, :, -WINDOW:, held]
                     columns = max(len(held) - WINDOW, len(candidates))
                     seen = seen_by_window(rows, columns)[: len(candidates)]

@@ -1,8 +1,10 @@
 """What requests should do, from what they asked for: their points, stores and gains."""
 
+import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.bare_scheduler import MEASURED_AT
 from tests.engine.asked import Asked, apportioned
 
 if TYPE_CHECKING:
@@ -81,12 +83,18 @@ class Expected:
         return self._known[asked]
 
     def _count(self, budget: int | str, length: int, group: int, policy: str) -> int:
+        constant = isinstance(budget, str)
         if isinstance(budget, str):
             budget = int(length * (float(budget[:-1]) / 100))
         beside, most = budget - self._setup.window, length - self._setup.window
         blocks = Fraction(beside) / self._setup.block_size
         if self._setup.grouped(policy) and beside < most and most >= 2 * self._setup.block_size:
             shares = self._setup.fractions(max(beside, 1), most)
+            if constant and self._setup.shares and beside > most * MEASURED_AT:
+                # Of its tokens a layer kept this part where it was measured, and a power of it now.
+                power = math.log(beside / most) / math.log(MEASURED_AT)
+                parts = [min(1.0, float(share) * MEASURED_AT) ** power for share in shares]
+                shares = [Fraction(part * len(parts) / sum(parts)) for part in parts]
             return apportioned(blocks, most // self._setup.block_size, shares)[group]
         return max(1, int(blocks))
 
