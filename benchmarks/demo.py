@@ -60,11 +60,15 @@ def server_args(model: Path, requests: int = 2) -> list[str]:
     ]  # fmt: skip
 
 
-def ask(server: Server, model: Path, asked: list[Question], known: bool) -> list[str]:
+AT_FIRST_MESSAGE = {"vllm_xargs": {"kv_eviction_at": {"message": 0}}}
+"""Evicts at the end of a chat's first message."""
+
+
+def ask(server: Server, model: Path, asked: list[Question], known: bool, evicts: bool) -> list[str]:
     """Chat answers through the OpenAI client, four questions at once.
 
     ``known`` says whether the question is in the prompt that is evicted; else it comes after the
-    text was evicted, in a message of its own.
+    text was evicted, in a message of its own. Stock vLLM refuses mappings in ``vllm_xargs``.
     """
     client = OpenAI(base_url=server.url + "/v1", api_key="none")
 
@@ -75,7 +79,7 @@ def ask(server: Server, model: Path, asked: list[Question], known: bool) -> list
             messages=[{"role": "user", "content": text} for text in texts],
             max_tokens=48,
             temperature=0,
-            extra_body={} if known else {"vllm_xargs": {"kv_eviction_at": {"message": 0}}},
+            extra_body={} if known or not evicts else AT_FIRST_MESSAGE,
         )
         return (completion.choices[0].message.content or "").strip()
 
@@ -95,9 +99,9 @@ def start(arguments: dict[str, list[str]], model: Path, stack: ExitStack) -> dic
     return servers
 
 
-def told(server: Server, model: Path, asked: list[Question]) -> dict:
+def told(server: Server, model: Path, asked: list[Question], evicts: bool) -> dict:
     """What a server answers, and how much of it is right."""
-    answers = {known: ask(server, model, asked, known) for known in (True, False)}
+    answers = {known: ask(server, model, asked, known, evicts) for known in (True, False)}
     right = {
         known: sum(one.right(text) for one, text in zip(asked, texts, strict=True))
         for known, texts in answers.items()
@@ -128,7 +132,7 @@ def run(model: Path, load: Load, asked: list[Question], eviction: list[str]) -> 
         rows: dict[str, dict] = {}
         for label in ("stock", "eviction"):
             bar.set_description(f"{NAMES[label]}: asking over HTTP")
-            rows[label] = told(servers[label], model, asked)
+            rows[label] = told(servers[label], model, asked, evicts=label == "eviction")
             bar.update()
         # One at a time: they share the machine.
         for label, server in servers.items():

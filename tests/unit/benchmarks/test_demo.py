@@ -1,9 +1,11 @@
 """The demo's questions and memory, without a server."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import demo
 from benchmarks.demo import FIRST, block_bytes, draw, server_args, side_by_side, table
 from benchmarks.facts import FACTS, questions
 
@@ -35,6 +37,27 @@ def test_a_question_may_come_later():
     (question,) = questions(1, 900)
     text, later = question.messages()
     assert question.text in text and question.question not in text and question.question in later
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_stock_vllm_is_sent_no_key_of_eviction(monkeypatch, evicts):
+    """It answers HTTP 400 to mappings in ``vllm_xargs``."""
+    sent = []
+
+    def create(**request):
+        sent.append(request)
+        choice = SimpleNamespace(message=SimpleNamespace(content=" Yes. "))
+        return SimpleNamespace(choices=[choice])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    monkeypatch.setattr(demo, "OpenAI", lambda **_: client)
+    server = SimpleNamespace(url="http://127.0.0.1:1")
+    told = demo.told(server, "m", questions(2, 900), evicts)
+    assert told["answers"] == told["later"] == ["Yes."] * 2
+    known, later = sent[:2], sent[2:]
+    assert [request["extra_body"] for request in known] == [{}] * 2
+    assert all(bool(request["extra_body"]) == evicts for request in later)
+    assert all(len(request["messages"]) == 2 for request in later)
 
 
 def rows() -> dict[str, dict]:
