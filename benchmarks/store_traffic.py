@@ -237,6 +237,8 @@ def main() -> None:
         "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(MEMORY_BYTES),
         "--kv-eviction", "ada-snapkv", "--kv-eviction-allow", "none",
     ]  # fmt: skip
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
         model = tiny_llama(
