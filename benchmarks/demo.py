@@ -146,7 +146,7 @@ FIRST = (
     ("sequences at once", "peak_running", "{:.0f}"),
     ("output tokens/s", "output_tokens_per_s", "{:.1f}"),
 )
-"""What a newcomer reads first."""
+"""Lines that are printed before everything else."""
 
 LINES = (
     *FIRST,

@@ -12,7 +12,7 @@ namespace kvevict {
 constexpr int kNetworkThreads = 128;
 constexpr int kNetworkBlocks = 6;  // of a multiprocessor, by registers
 constexpr int kNetworkTokens = 8;  // of a warp
-constexpr int kNetworkStaged = 4;  // of them whose keys are loaded at once: more would not leave registers
+constexpr int kNetworkStaged = 4;  // tokens loaded at once; more would exhaust the registers
 constexpr int kNetworkBlock = kNetworkThreads / kWarp * kNetworkTokens;
 
 // Shared memory of a block: the keys of each warp's tokens, their norms, and the logarithms of their shares.
@@ -30,8 +30,8 @@ KVEVICT_BLOCK_SIZES(KVEVICT_WHOLE)
 // As torch's, by the error function.
 __device__ inline float gelu(float value) { return 0.5f * value * (1.0f + erff(value * 0.70710678f)); }
 
-// Writes the keys of tokens that lie one behind another, their rotation taken out; adds what the lane has
-// seen of the squares of their norms.
+// Writes the keys of consecutive tokens without their rotation, and adds the lane's part of the squares of
+// their norms.
 template <Element kElement, int kTokens>
 __device__ inline void stage_keys(const TailKeys& keys, const unsigned char* slots,
                                   const unsigned char* rotary, int64_t position, float* staged,

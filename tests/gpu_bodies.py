@@ -24,7 +24,8 @@ from vllm_kvevict.ops.cuda import extension
 
 CASES = 2
 LEFT_OUT = ("131072", "long_requests", "many_splits", "decode_blocks_and_groups", "opcheck")
-"""Parts of names of tests whose tensors are too large for emulated kernels, or that trace CUDA."""
+"""Parts of the names of tests that emulated kernels cannot run, because their tensors are too large
+or because they trace CUDA."""
 
 
 class Reached(Exception):

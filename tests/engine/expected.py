@@ -91,7 +91,7 @@ class Expected:
         if self._setup.grouped(policy) and beside < most and most >= 2 * self._setup.block_size:
             shares = self._setup.fractions(max(beside, 1), most)
             if constant and self._setup.shares and beside > most * MEASURED_AT:
-                # Of its tokens a layer kept this part where it was measured, and a power of it now.
+                # The layer kept share * MEASURED_AT of its tokens, and now keeps a power of that.
                 power = math.log(beside / most) / math.log(MEASURED_AT)
                 parts = [min(1.0, float(share) * MEASURED_AT) ** power for share in shares]
                 shares = [Fraction(part * len(parts) / sum(parts)) for part in parts]

@@ -260,7 +260,7 @@ def test_a_named_context_is_scored_without_an_optional_window(window, expected):
 
 @pytest.mark.parametrize("at", [None, 99, 100])
 def test_the_end_of_a_prompt_is_no_context(at):
-    """What follows is the answer, and the window has seen the question."""
+    """The answer follows, and the window contains the question."""
     state = Book(Stub("a", 100, 100, options=replace(DEFAULTS, at=at))).admit("a")
     state.needs = replace(state.needs, window="optional")
     assert state.reads_window(100)

@@ -71,7 +71,7 @@ def probes_of(
 
 
 def networks_of(scene: Scene, units: int) -> NetworkLayers:
-    """Random networks whose units are neither linear nor saturated for most keys."""
+    """Return random networks. For most keys, their units are neither linear nor saturated."""
     shape = scene.shape
     heads = shape.layers, shape.heads
     weights = torch.randn(*heads, shape.head_size + 4, units, generator=scene.generator)

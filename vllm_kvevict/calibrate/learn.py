@@ -15,6 +15,7 @@ from vllm_kvevict.calibrate.extension import EXTENSION
 from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.calibrate.regression import REST, spread_as
+from vllm_kvevict.config.budget import measured_part
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import (
@@ -323,8 +324,7 @@ def learned(
     shares = by_effect(model, config, shares, lessons[:answers], progress)
     shares = shares / shares.mean()
     lap("shares")
-    share = config.budget_share
-    measured_at = share if share is not None and share < 1 else None
+    measured_at = measured_part(config.budget)
     found = quality.measured(model, shares, measured_at, held_out, progress)
     lap("quality")
     return Learned(weights, shares, each, found, seconds, model.losses)

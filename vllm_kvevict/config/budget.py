@@ -93,6 +93,15 @@ def budget_share(budget: int | str) -> float | None:
     return float(budget.partition("%")[0]) / 100
 
 
+def measured_part(budget: int | str) -> float | None:
+    """Return the part of the tokens that a parsed budget keeps, in (0, 1).
+
+    None if the budget is in tokens or a loss, or keeps all tokens.
+    """
+    share = budget_share(budget)
+    return share if share is not None and share < 1 else None
+
+
 def budget_loss(budget: int | str) -> float | None:
     """Return the loss that a parsed budget allows, in nats per token; None for other budgets."""
     if isinstance(budget, int) or not budget.startswith(LOSS):

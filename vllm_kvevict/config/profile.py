@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_kvevict.config.budget import budget_share, parse_budget
+from vllm_kvevict.config.budget import measured_part, parse_budget
 
 TOLERANCE = 1e-3
 """Maximum difference between the mean of shares and 1, which rounding in a file causes."""
@@ -97,8 +97,7 @@ class Profile(BaseModel):
     def measured_at(self) -> float | None:
         """Part of the tokens that was kept where the shares were measured; None if the budget is in
         tokens, or keeps all of them."""
-        share = budget_share(self.budget)
-        return share if share is not None and share < 1 else None
+        return measured_part(self.budget)
 
     @model_validator(mode="after")
     def _shares_of_the_model(self) -> Self:

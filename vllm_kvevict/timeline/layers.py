@@ -170,7 +170,7 @@ def by_layer(
 MAX_GROUPS, MAX_RESIDUAL_VARIANCE = 8, 1 / 25
 """Maximum number of groups if none is given, and the share of the variance of the layers' shares
 that may remain inside groups. For SmolLM2-135M-Instruct, 4 groups leave 1/9, 5 leave 1/14 and 6
-leave 1/27, and 6 groups gave the most accurate answers (docs/layers.md)."""
+leave 1/27."""
 
 MIN_VARIANCE = 1e-12
 """Sum of the squared differences of shares that are equal but for rounding."""

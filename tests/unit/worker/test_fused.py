@@ -157,7 +157,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("window", ["auto", "none", "now and then"])
 def test_networks_run_on_the_kernels(window, fp8, monkeypatch):
-    """Beside a window, without one, and by keys alone; and they decide what is kept."""
+    """Networks change what is kept, with a window, without one, and under keys alone."""
     options = dict(fp8=fp8, probe_window="none" if window == "none" else "auto")
     linear = worker("probe", fused=True, **options)
     options["networks"] = True
