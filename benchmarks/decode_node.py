@@ -66,17 +66,27 @@ def kv_bytes(args: argparse.Namespace, model: Path, memory: str) -> int:
     return blocks * block_bytes(model, args.block_size, 4 if args.dtype == "float32" else 2)
 
 
-def server_args(args: argparse.Namespace, num_bytes: int, evicts: bool) -> list[str]:
-    """Return the arguments of ``vllm serve``, equal in both servers of a pair but for eviction."""
+def engine_args(args: argparse.Namespace, num_bytes: int) -> list[str]:
+    """Return the arguments of ``vllm serve`` that set the sizes of a server.
+
+    Args:
+        args: ``prompt``, ``output`` and ``block_size`` in tokens, ``requests``, ``dtype``,
+            ``eager``.
+        num_bytes: Bytes of the KV cache.
+
+    """
     longest = (-(-(args.prompt + args.output) // args.block_size) + 1) * args.block_size
     flags = [
         "--dtype", args.dtype, "--block-size", str(args.block_size), "--seed", "0",
         "--max-model-len", str(longest), "--max-num-batched-tokens", str(max(2048, longest)),
         "--max-num-seqs", str(max(args.requests, 2)), "--kv-cache-memory-bytes", str(num_bytes),
-        "--kv-transfer-config", json.dumps(CONNECTOR),
     ]  # fmt: skip
-    if args.eager:
-        flags.append("--enforce-eager")
+    return [*flags, "--enforce-eager"] if args.eager else flags
+
+
+def server_args(args: argparse.Namespace, num_bytes: int, evicts: bool) -> list[str]:
+    """Return the arguments of ``vllm serve``, equal in both servers of a pair but for eviction."""
+    flags = [*engine_args(args, num_bytes), "--kv-transfer-config", json.dumps(CONNECTOR)]
     if evicts:
         flags += ["--kv-eviction", args.policy, "--kv-eviction-budget", args.budget]
         if args.groups is not None:

@@ -1,0 +1,1 @@
+"""The alternatives to eviction at equal KV-cache memory: ``python -m benchmarks.alternatives``."""
