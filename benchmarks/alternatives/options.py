@@ -11,7 +11,7 @@ from benchmarks.quality.own_server import BLOCK_SIZE as BLOCK
 RESULT = Path("benchmarks/results/alternatives.json")
 TASKS = ("later", "s-niah")
 QUICK = dict(
-    samples=2, length=400, prompt=512, output_tokens=16, requests=4, eager=True,
+    samples=2, length=400, prompt=512, output_tokens=16, requests=4,
     output=Path(".cache/alternatives/quick.json"), work=Path(".cache/alternatives/quick"),
 )  # fmt: skip
 CITE, RUN, NONE = "cite", "run", "none"
@@ -35,7 +35,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, default=2, help="questions asked at once (2)")
     parser.add_argument("--seed", type=int, default=0, help="of the questions (0)")
-    parser.add_argument("--eager", action="store_true", help="all servers without compilation")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the models, which takes a minute per row"
+    )
     parser.add_argument(
         "--rows", default=",".join(KEYS), help="stock and auto are always measured (all)"
     )
@@ -79,6 +81,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def sizes(args: argparse.Namespace) -> argparse.Namespace:
     """Return the sizes of the servers as :mod:`benchmarks.decode_node` reads them."""
     return argparse.Namespace(
-        prompt=args.prompt, output=args.output_tokens, requests=args.requests, eager=args.eager,
-        dtype="bfloat16", block_size=BLOCK,
+        prompt=args.prompt, output=args.output_tokens, requests=args.requests,
+        eager=not args.compile, dtype="bfloat16", block_size=BLOCK,
     )  # fmt: skip
