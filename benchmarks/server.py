@@ -150,6 +150,11 @@ class Server:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
+    def warm_up(self) -> None:
+        """Send two short requests, because the first requests of a server take longer."""
+        for prompt in (list(range(100, 164)), list(range(200, 264))):
+            self.post("/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": 8})
+
     def evictions(self) -> dict[str, int]:
         """Totals of all engines by the counter's name; of a server that ended, the last it gave.
 

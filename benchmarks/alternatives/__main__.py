@@ -24,7 +24,7 @@ from benchmarks.alternatives.measure import measure_way, server_args
 from benchmarks.alternatives.options import CITE, NONE, RESULT, RUN, parse
 from benchmarks.alternatives.report import markdown
 from benchmarks.alternatives.ways import AUTO, EIGHTH, KVPRESS, STOCK, WAYS
-from benchmarks.provenance import commit, provenance
+from benchmarks.provenance import UNKNOWN, commit, provenance
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.prompt import Prompt
 from benchmarks.smollm2 import real_model
@@ -122,7 +122,9 @@ def main() -> None:
     args = parse()
     model = args.model or real_model()
     origin = provenance()
-    if args.output == RESULT and not origin["commit"].isalnum():
+    if args.output == RESULT and (
+        origin["commit"] == UNKNOWN or origin["commit"].endswith("-dirty")
+    ):
         print(f"Commit {origin['commit']}: this result cannot be published.", file=sys.stderr)
     prompts = answers.prompts(args, model)
     rows = run(args, model, prompts)

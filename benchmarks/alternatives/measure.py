@@ -112,8 +112,7 @@ def _measured(
     server: Server,
 ) -> dict[str, Any]:
     endpoint = Endpoint(server.url, server.model)
-    # The first requests of a server pay for warm-up.
-    measure(server, model, Load(min(64, args.prompt), 8, 4, 4, seed=99))
+    server.warm_up()
     before = server.evictions()
     load = Load(args.prompt, args.output_tokens, args.requests, args.requests)
     row: dict[str, Any] = {"load": measure(server, model, load)}

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.alternatives.ways import KEYS
+from benchmarks.alternatives.ways import KEYS, KVPRESS
 from benchmarks.decode_node import kv_bytes
+from benchmarks.quality.kvpress_baseline import PYTHON
 from benchmarks.quality.own_server import BLOCK_SIZE as BLOCK
 
 RESULT = Path("benchmarks/results/alternatives.json")
@@ -67,6 +68,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # A server admits no longer prompt than the load's, so a longer question would be refused.
     if args.length + 64 > args.prompt + args.output_tokens:
         parser.error("--length: at most --prompt plus --output-tokens minus 64 tokens")
+    if args.kvpress == RUN and KVPRESS in args.rows and not PYTHON.exists():
+        parser.error(f"--kvpress run: {PYTHON} is missing; run `make setup-kvpress`")
     if args.model is not None and not args.model.is_dir():
         parser.error(f"--model: no folder {args.model}")
     try:

@@ -36,7 +36,7 @@ def run(servers: Servers, prompts: list[str], rounds: int, requests: int) -> dic
         up = {}
         for way in rows:
             up[way] = running.enter_context(servers.start(way, SEQUENCES, PROMPT + OUTPUT))
-            servers.warm_up(up[way])
+            up[way].warm_up()
         before = {way: counts(server) for way, server in up.items()}
         for way, server in up.items():
             answers[way] = [tokens(server, prompt[: 3 * PROMPT]) for prompt in prompts]

@@ -60,7 +60,7 @@ def run(
         for memory in memories:
             for way in ways:
                 with servers.start(way, memory, tokens) as server:
-                    servers.warm_up(server)
+                    server.warm_up()
                     before, began = counts(server), time.monotonic()
                     with Watch(server) as watch, ThreadPoolExecutor(clients) as pool:
                         scores = list(pool.map(lambda p: ask(server, chat, *p), pairs))

@@ -66,12 +66,6 @@ class Servers:
             args += ["--kv-eviction-prefill-interval", str(self.prefill_interval)]
         return Server(self.model, args, self.work / f"{way}-{requests}.log")
 
-    def warm_up(self, server: Server) -> None:
-        """The first requests of a server pay for it."""
-        for prompt in (list(range(100, 164)), list(range(200, 264))):
-            body = {"model": str(self.model), "prompt": prompt, "max_tokens": 8}
-            server.post("/v1/completions", body)
-
 
 def counts(server: Server) -> dict[str, int]:
     return {name: int(server.metric(metric)) for name, metric in COUNTS.items()}

@@ -40,7 +40,7 @@ def run(servers: Servers, phases: int, requests: int) -> dict[str, Any]:
     with tqdm(total=len(every) + 2 * len(bursts), desc="too little memory") as bar:
         for way in WAYS:
             with servers.start(way, MEMORY, PROMPT + OUTPUT) as server:
-                servers.warm_up(server)
+                server.warm_up()
                 for name, load in every if way == PRESSURE else bursts:
                     before = counts(server)
                     measured = measure(server, servers.model, load)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks.alternatives import __main__ as command
-from benchmarks.alternatives import measure
+from benchmarks.alternatives import measure, options
 from benchmarks.alternatives.answers import CITED, ask, cite_kvpress
 from benchmarks.alternatives.measure import check_evictions, label, reason, server_args
 from benchmarks.alternatives.options import parse
@@ -99,6 +99,14 @@ def test_bad_options(words: list[str], said: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         parse(words)
     assert said in capsys.readouterr().err
+
+
+def test_kvpress_must_be_installed_to_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(options, "PYTHON", Path("nowhere"))
+    with pytest.raises(SystemExit):
+        parse(["--kvpress", "run"])
+    assert "--kvpress run: nowhere is missing; run `make setup-kvpress`" in capsys.readouterr().err
+    assert parse(["--kvpress", "run", "--rows", "fp8"]).kvpress == "run"
 
 
 def test_quick_sets_defaults_and_what_is_given_wins() -> None:
@@ -256,6 +264,9 @@ class FakeServer:
 
     def stop(self) -> int:
         return 0
+
+    def warm_up(self) -> None:
+        self.count += 7
 
     def evictions(self) -> dict[str, int]:
         self.count += 100 * ("--kv-eviction" in self.flags)
