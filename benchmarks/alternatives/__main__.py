@@ -110,10 +110,10 @@ def _kvpress(
         if args.kvpress == RUN
         else answers.cite_kvpress(args, model, budgets)
     )
-    cited = answers.CITED.name if args.kvpress == CITE else None
     return [
         {"key": KVPRESS, "title": f"kvpress `KVzipPress`, {budget}", "budget": budget,
-         "answers": found[budget], "cited": cited}
+         "answers": found[budget],
+         "cited": answers.CITED.name if args.kvpress == CITE and found[budget] else None}
         for budget in budgets
     ]  # fmt: skip
 

@@ -310,6 +310,10 @@ def test_a_run_measures_every_way_and_resumes_after_the_last(
     streaming = rows[keys.index("streaming-llm")]["flags"]
     assert streaming[-2:] == ["--kv-eviction-budget", "25%"], "the budget that auto chose"
     assert [row["budget"] for row in rows[-2:]] == ["25%", "12.5%"]
+    assert [row["cited"] for row in rows[-2:]] == ["later_kvpress.md"] * 2
+    other = ["--work", str(tmp_path / "other"), "--length", "1300", "--rows", "kvpress"]
+    longer = command.run(parse(other), folder, [])
+    assert [row["cited"] for row in longer[-2:]] == [None, None], "nothing of it was taken"
 
     journal = tmp_path / "work" / "rows.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
