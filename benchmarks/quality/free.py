@@ -67,6 +67,9 @@ class FreeOptions(OwnOptions):
     length: int = Field(1250, ge=50, description="tokens of the prompt, about")
     facts: int = Field(12, ge=1, le=len(later.KINDS), description="facts in each context")
     tokens: int = Field(1024, ge=FIRST_TOKENS, description="tokens of an answer")
+    beginning: bool = Field(
+        True, description="the answer begins with the first fact, up to its value"
+    )
     concurrency: int = Field(4, ge=1, description="contexts that are asked about at once")
     layers: str | None = Field(
         "auto", description="profile of the model: a file for --kv-eviction-profile, auto, or none"
@@ -77,8 +80,8 @@ class FreeOptions(OwnOptions):
 def prompts(options: FreeOptions, chat: LocalChat) -> list[Prompt]:
     """One prompt a context.
 
-    A base model follows no instruction: its answer begins with the first item of the list, up to
-    the value.
+    With ``--beginning`` the answer begins with the first item of the list, up to the value: base
+    models and small models do not follow the instruction alone.
 
     Raises:
         ValueError: ``--length`` is too short for so many facts.
@@ -93,7 +96,7 @@ def prompts(options: FreeOptions, chat: LocalChat) -> list[Prompt]:
             NAME,
             facts[0].context,
             QUESTION,
-            "" if chat.has_template else f"- {facts[0].prefix}",
+            f"- {facts[0].prefix}" if options.beginning else "",
             tuple(fact.answers[0] for fact in facts),
             options.tokens,
         )

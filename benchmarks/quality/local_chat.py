@@ -15,14 +15,9 @@ class LocalChat:
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
 
-    @property
-    def has_template(self) -> bool:
-        """False for a base model."""
-        return bool(self._tokenizer.chat_template)
-
     def tokenize(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat, ready for an answer."""
-        if not self.has_template:
+        if not self._tokenizer.chat_template:
             text = "".join(f"{message['content']}\n" for message in messages)
             return list(self._tokenizer(text)["input_ids"])
         text = self._tokenizer.apply_chat_template(
