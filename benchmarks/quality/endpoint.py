@@ -60,15 +60,21 @@ class Endpoint:
         return self._post("/tokenize", {"prompt": text, "add_special_tokens": special})["tokens"]
 
     def complete(
-        self, ids: tuple[int, ...], max_tokens: int, xargs: dict[str, str | int]
+        self,
+        ids: tuple[int, ...],
+        max_tokens: int,
+        xargs: dict[str, str | int],
+        ignore_eos: bool = False,
     ) -> Completion:
         """Continue token ids greedily; ``xargs`` are the request's ``vllm_xargs``."""
-        body = {
+        body: dict[str, Any] = {
             "prompt": list(ids),
             "max_tokens": max_tokens,
             "temperature": 0,
             "return_token_ids": True,
         }
+        if ignore_eos:
+            body["ignore_eos"] = True
         if xargs:
             body["vllm_xargs"] = xargs
         choice = self._post("/v1/completions", body)["choices"][0]
@@ -95,6 +101,24 @@ class Endpoint:
         greedy = [max(top, key=top.__getitem__) for top in found["top_logprobs"]]
         return Followed(
             tuple(found["token_logprobs"]), tuple(int(name.partition(":")[2]) for name in greedy)
+        )
+
+    def score(
+        self, ids: tuple[int, ...], tokens: tuple[int, ...], xargs: dict[str, str | int]
+    ) -> tuple[float, ...]:
+        """Log-probabilities of ``tokens`` after ``ids``, computed as a prompt in one prefill.
+
+        vLLM reads no prefix cache for such a request, so that all of the prompt is computed.
+        """
+        body = {
+            "prompt": [*ids, *tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0,
+            "vllm_xargs": xargs,
+        }  # fmt: skip
+        found = self._post("/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        of_tokens = found[len(ids) :]
+        return tuple(
+            position[str(token)]["logprob"]
+            for position, token in zip(of_tokens, tokens, strict=True)
         )
 
     def check_eviction_per_request(self, ids: tuple[int, ...]) -> None:

@@ -4,10 +4,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.quality.options import POOLED, Options
+from benchmarks.quality.options import POOLED, Options, OwnOptions
 from benchmarks.server import Server
 
 BLOCK_SIZE = 32
+NO_PROFILE = "none"
 LAYERS = "layers"
 """Name of the variant with measured shares of layers."""
 KVPRESS_POOLING = ("--kv-eviction-options", '{"pool": "avg", "pool_kernel": 5}')
@@ -31,15 +32,24 @@ def variants(options: Options) -> list[Variant]:
         chosen.append(Variant("avg5", KVPRESS_POOLING, pooled))
     if options.layers and options.base_url is None:
         shared = {f"{policy}, layers": policy for policy in options.layers_policies}
-        flags: tuple[str, ...] = ("--kv-eviction-profile", options.layers)
-        if options.groups:
-            flags += "--kv-eviction-options.groups", str(options.groups)
-        flags += tuple(shlex.split(options.server_args))
-        chosen.append(Variant(LAYERS, flags, shared))
+        chosen.append(Variant(LAYERS, profile_flags(options), shared))
     return chosen
 
 
-def start(options: Options, variant: Variant, model: Path) -> Server:
+def profile_flags(options: OwnOptions) -> tuple[str, ...]:
+    """Arguments of a server with ``--layers``: its profile, groups, and ``--server-args``.
+
+    Without a profile there are no groups.
+    """
+    flags: tuple[str, ...] = ()
+    if options.layers not in (None, NO_PROFILE):
+        flags += "--kv-eviction-profile", str(options.layers)
+        if options.groups:
+            flags += "--kv-eviction-options.groups", str(options.groups)
+    return flags + tuple(shlex.split(options.server_args))
+
+
+def start(options: OwnOptions, variant: Variant, model: Path) -> Server:
     """A server of ``variant``, to be entered."""
     args = [
         "--dtype", options.dtype, "--enforce-eager",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.quality.ruler.facts import CONTEXT
 from benchmarks.quality.ruler.sample import RulerSample
 
 AWARE, AGNOSTIC = "question-aware", "question-agnostic"
@@ -67,3 +68,18 @@ def make_prompt(
             "question-agnostic compression needs a chat template that puts the context first"
         )
     return Prompt(sample, (*ids, *(encode(sample.prefix) if sample.prefix else ())), context)
+
+
+def text_tokens(
+    length: int, question: str, tokenize: Callable[[list[dict[str, str]]], list[int]]
+) -> int:
+    """Tokens of text that make a prompt of about ``length`` tokens with a question.
+
+    Args:
+        length: Tokens of the whole prompt.
+        question: Stands after the text.
+        tokenize: Applies the chat template.
+
+    """
+    empty = f"{CONTEXT.format(text='')}\n{question}"
+    return length - len(tokenize([{"role": "user", "content": empty}]))

@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from benchmarks.provenance import provenance
+from benchmarks.quality.options import OwnOptions
 from benchmarks.quality.plots import plot
 from benchmarks.quality.results import Results
 from benchmarks.quality.run import Run
@@ -44,6 +46,16 @@ def write(gathered: Run, results: Results) -> None:
     print(tables)
     print("\n".join([*_evictions(gathered.evictions), *gathered.notes]))
     print(f"wrote {output}, {output.with_suffix('.md')}, {', '.join(map(str, figures))}")
+
+
+def origin(options: OwnOptions, folder: Path) -> dict[str, Any]:
+    """What a result of an own server states of its making: machine, versions, model, options."""
+    return {
+        **provenance(),
+        "model": os.path.relpath(folder),
+        "weights_sha256": sha256(folder),
+        "options": options.model_dump(mode="json"),
+    }
 
 
 def _evictions(evictions: dict[str, dict]) -> list[str]:

@@ -40,6 +40,11 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append(body)
         policy = body.get("vllm_xargs", {}).get("kv_eviction")
+        if "prompt_logprobs" in body:
+            # As vLLM: nothing of the first token, and of each other its id as text.
+            found = [None, *({str(i): {"logprob": -i / 2}} for i in body["prompt"][1:])]
+            choice = {"text": "", "token_ids": [1], "prompt_logprobs": found}
+            return self.reply(200, json.dumps({"choices": [choice]}))
         if policy == "no-such-policy" and self.refuses:
             return self.reply(400, '{"error": "unknown policy"}')
         text = f"{policy} {len(body['prompt'])}"
@@ -184,6 +189,20 @@ def test_endpoint(endpoint):
     assert endpoint.metrics("vllm_kvevict:none") is None
     with pytest.raises(EndpointError, match=r"HTTP 400: /v1/completions.*unknown policy"):
         endpoint.complete((1,), 2, {"kv_eviction": "no-such-policy"})
+
+
+def test_answers_are_scored_as_prompts(endpoint):
+    found = endpoint.score((3, 4, 5), (6, 2), {"kv_eviction": "none"})
+    assert found == (-3.0, -1.0)
+    (body,) = Handler.seen
+    assert body["prompt"] == [3, 4, 5, 6, 2] and body["max_tokens"] == 1
+    assert (body["vllm_xargs"], body["prompt_logprobs"]) == ({"kv_eviction": "none"}, 0)
+
+
+def test_an_answer_may_go_past_its_end(endpoint):
+    endpoint.complete((1,), 2, {}, ignore_eos=True)
+    endpoint.complete((1,), 2, {})
+    assert [body.get("ignore_eos") for body in Handler.seen] == [True, None]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from benchmarks.quality.prompt import AGNOSTIC, AWARE, common_prefix, make_prompt, message
+from benchmarks.quality.prompt import (
+    AGNOSTIC,
+    AWARE,
+    common_prefix,
+    make_prompt,
+    message,
+    text_tokens,
+)
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import make
 
@@ -91,3 +98,13 @@ def test_a_template_that_puts_the_question_first_is_refused():
     with pytest.raises(ValueError, match="puts the context first"):
         sample = RulerSample("vt", "the context", "what?", "It is", ("x",), 8)
         make_prompt(sample, question_first, lambda text: [])
+
+
+def test_text_tokens_leave_room_for_template_and_question():
+    """A token a word, and a template of 100 tokens."""
+
+    def tokenize(messages):
+        return [0] * 100 + messages[0]["content"].split()
+
+    words = len("Read the following text. I will ask you about it afterwards.".split())
+    assert text_tokens(1000, "What is it?", tokenize) == 1000 - 100 - words - 3

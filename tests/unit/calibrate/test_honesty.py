@@ -5,10 +5,12 @@ import re
 
 import pytest
 
+from benchmarks.quality import free
 from benchmarks.quality.ruler import facts as measured
 from benchmarks.quality.ruler import later, options, unseen
 from benchmarks.quality.ruler import prose as needles_in
 from benchmarks.quality.ruler.needles import CONTEXT, PREFIX, QUESTION
+from benchmarks.quality.ruler.several import several
 from vllm_kvevict.calibrate import facts as learned
 from vllm_kvevict.calibrate.lessons import prose, source
 
@@ -22,7 +24,7 @@ def words(text: str) -> set[str]:
 def test_no_kind_of_fact_is_both_learned_and_measured() -> None:
     templates = [kind.statement for kind in learned.KINDS]
     templates += [f"{key} {thing}" for key, _ in learned.ATTRIBUTES for thing in learned.THINGS]
-    asked = [CONTEXT, QUESTION, PREFIX, options.QUESTION, options.PREFIX]
+    asked = [CONTEXT, QUESTION, PREFIX, options.QUESTION, options.PREFIX, free.QUESTION]
     for theirs in [kind[0] for kind in MEASURED] + asked:
         for mine in templates:
             common = words(mine) & words(theirs)
@@ -59,6 +61,34 @@ def test_no_prose_is_both_learned_and_measured() -> None:
         theirs = runs(texts)
         assert len(theirs) > 5_000
         assert len(theirs & mine) < 0.01 * len(theirs), "but for idioms of documentation"
+
+
+def test_texts_with_several_facts_hold_nothing_but_what_is_held_apart_above() -> None:
+    """The contexts of ``turns`` and ``free``: facts of ``later`` between its prose."""
+    pool = set(measured.sentences(later.PACKAGE))
+    for seed in range(3):
+        samples = several(random.Random(seed), "turns", 1200, 12, str.split)
+        head, _, text = samples[0].context.partition("\n")
+        assert head == measured.CONTEXT.partition("\n")[0]
+        for sample in samples:
+            (name,) = {
+                f"{first} {last}"
+                for first in measured.FIRST
+                for last in measured.LAST
+                if f"{first} {last}" in sample.question
+            }
+            (fact,) = {
+                statement.format(n=name, x=sample.answers[0])
+                for statement, question, _, _ in later.KINDS
+                if question.format(n=name) == sample.question
+            }
+            before, found, after = text.partition(fact)
+            assert found
+            text = f"{before.rstrip()} {after.lstrip()}".strip()
+        # What is left is one stretch of the prose.
+        for sentence in sorted(pool, key=len, reverse=True):
+            text = text.replace(sentence, "")
+        assert not text.strip()
 
 
 @pytest.mark.parametrize(
