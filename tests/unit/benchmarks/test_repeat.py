@@ -141,6 +141,8 @@ def test_results_of_earlier_commits_are_measured_anew(short: Path, capsys: Any) 
     assert lines[1].split() == ["one", "1", "missing"] and lines[-1].endswith("repeated: a reason")
     assert repeat.main(["--only", "two"]) == 0
     assert second in (repeat.RESULTS / "two.md").read_text()
+    assert git("status", "--porcelain") == "M benchmarks/results/two.md"
+    assert repeat.main(["--only", "one"]) == 0
 
 
 def test_what_is_refused(short: Path, capsys: Any) -> None:
