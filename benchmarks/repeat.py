@@ -170,7 +170,8 @@ class Run:
         self.listed = listed
         self.out = (WORK if work is None else work) / commit
         self._env = dict(os.environ, KVEVICT_COMMIT=commit, VLLM_NO_USAGE_STATS="1")
-        self._values = {"out": str(self.out)}
+        # Files name their command, so paths are those of a checkout.
+        self._values = {"out": os.path.relpath(self.out, ROOT)}
         for name, one in listed.prepared.items():
             self._values[name] = one.path.format(**self._values)
 
