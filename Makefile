@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients demo wheel dist sbom prometheus \
+.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients demo results wheel dist sbom prometheus \
 	vllm-source hooks clean
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make cells    more of what make test runs: chunk sizes, prefix caches, several servers"
 	@echo "make kernels  what to run when csrc/ or ops/ change: every scene under sanitizers, each barrier left out once"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
+	@echo "make results  measure the files of benchmarks/results anew, for hours (REPEAT=--list shows them)"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
 	@echo "make dist     what a package index takes, checked by twine, in dist/; same commit, same bytes"
 	@echo "make sbom     after make dist: bill of materials with licences (CycloneDX), in dist/"
@@ -90,6 +91,12 @@ clients: setup setup-clients
 
 demo: setup
 	@$(PYTHON_VENV) -m benchmarks.demo
+
+# All on one commit, from a clean tree. A run that was stopped goes on.
+REPEAT ?=
+
+results: setup
+	@$(PYTHON_VENV) -m benchmarks.repeat $(REPEAT)
 
 wheel: setup
 	@packaging/build_wheel.sh

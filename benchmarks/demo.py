@@ -206,6 +206,16 @@ def side_by_side(asked: list[Question], rows: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def markdown(shown: str, seconds: float, origin: dict) -> str:
+    """The result file: where it comes from, and what was printed."""
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    return (
+        f"# `make demo`\n\n`{origin['command']}`, what `make demo` runs when it is set up: "
+        f"{seconds:.0f} s, {origin['date']}, commit {origin['commit']}. {origin['machine']}. "
+        f"{versions}.\n\n```\n{shown}\n```\n"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="auto")
@@ -213,7 +223,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument("--output", type=Path, help="JSON; Markdown beside it")
     options = parser.parse_args()
 
     try:
@@ -226,24 +236,27 @@ def main() -> int:
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
     rows = run(model, load, asked, eviction)
-    print(
-        f"\nOn KV memory for two full prompts ({blocks(2) * block_bytes(model) / 2**20:.0f} MiB):\n"
+    memory = f"{blocks(2) * block_bytes(model) / 2**20:.0f} MiB"
+    shown = "\n".join(
+        [
+            f"On KV memory for two full prompts ({memory}):\n",
+            table(rows, FIRST),
+            f"\nSmolLM2-135M-Instruct about texts of {CHARACTERS:,} characters, "
+            f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget}:",
+            side_by_side(asked, rows),
+            f"\nLoad: {PROMPT}-token prompts, {OUTPUT} new tokens, {options.requests} requests, "
+            f"{options.concurrency} at once;\nKV memory for two full prompts ({memory})\n",
+            table(rows),
+        ]
     )
-    print(table(rows, FIRST))
-    print(f"\nSmolLM2-135M-Instruct about texts of {CHARACTERS:,} characters, "
-          f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget}:")  # fmt: skip
-    print(side_by_side(asked, rows))
-    print(
-        f"\nLoad: {PROMPT}-token prompts, {OUTPUT} new tokens, {options.requests} requests, "
-        f"{options.concurrency} at once;\nKV memory for two full prompts "
-        f"({blocks(2) * block_bytes(model) / 2**20:.0f} MiB)\n"
-    )
-    print(table(rows))
+    print("", shown, sep="\n")
     draw(rows, FOLDER / "demo.png")
-    print(f"\n{time.monotonic() - began:.0f} s in all; as a picture: {FOLDER / 'demo.png'}")
+    seconds = time.monotonic() - began
+    print(f"\n{seconds:.0f} s in all; as a picture: {FOLDER / 'demo.png'}")
     if options.output:
-        result = {"rows": rows, **provenance()}
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+        origin = provenance()
+        options.output.write_text(json.dumps({"rows": rows, **origin}, indent=2) + "\n")
+        options.output.with_suffix(".md").write_text(markdown(shown, seconds, origin))
     if rows["eviction"]["evictions"] < 2 * len(asked) + options.requests:
         print("Not every prompt was evicted: this is a defect.", file=sys.stderr)
         return 1

@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance
-from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS, PLACES, VERBS
+from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS, VERBS
 from benchmarks.server import Server
 from benchmarks.smollm2 import real_model
 
 RESULT = Path(__file__).parent / "results" / "shared_context.json"
+
+PLACES = tuple(
+    """above across against along among around behind below beneath beside beyond inside near
+    opposite outside past through toward under within""".split()
+)
 
 
 def prose(rng: random.Random, sentences: int) -> str:

@@ -2,6 +2,7 @@
 length, with and without a profile."""
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -58,28 +59,27 @@ def text_of(tokens: int, seed: int) -> str:
     return random_text(round(tokens / TOKENS_PER_SYLLABLE), seed=seed)
 
 
-def filled(body: Any, length: int) -> Any:
-    """A body with texts instead of the names in it, of about ``length`` tokens in all."""
-    texts = {
-        "SYSTEM_PROMPT": text_of(100, seed=1),
-        "QUESTION": text_of(20, seed=2),
-        "DOCUMENT": text_of(length - 150, seed=3),
-    }
+def filled(body: Any, texts: dict[str, str]) -> Any:
+    """A body with texts instead of the names in it."""
     if isinstance(body, str):
         for name, text in texts.items():
             body = body.replace(name, text)
         return body
     if isinstance(body, dict):
-        return {key: filled(value, length) for key, value in body.items()}
-    return [filled(one, length) for one in body] if isinstance(body, list) else body
+        return {key: filled(value, texts) for key, value in body.items()}
+    return [filled(one, texts) for one in body] if isinstance(body, list) else body
 
 
 def of_length(body: dict[str, Any], length: int) -> dict[str, Any]:
-    """As :func:`filled`; a chat without a document has a long question."""
-    text = json.dumps(body)
-    if "DOCUMENT" not in text:
-        body = json.loads(text.replace("QUESTION", "DOCUMENT QUESTION"))
-    found: dict[str, Any] = filled(body, length)
+    """The body with texts of about ``length`` tokens in all; the document has what is left of them,
+    and a chat without a document has a long question."""
+    shown = json.dumps(body)
+    if "DOCUMENT" not in shown:
+        body = json.loads(shown.replace("QUESTION", "DOCUMENT QUESTION"))
+    sizes = {"SYSTEM_PROMPT": 100, "QUESTION": 20}
+    sizes["DOCUMENT"] = length - sum(size for name, size in sizes.items() if name in shown)
+    texts = {name: text_of(size, seed) for seed, (name, size) in enumerate(sizes.items())}
+    found: dict[str, Any] = filled(body, texts)
     return found
 
 
@@ -123,3 +123,91 @@ def test_each_request_is_answered(served: Any, length: int) -> None:
         whole = body["vllm_xargs"].get("kv_eviction") == "none"
         if length == max(LENGTHS):
             assert (server.evictions()["evictions"] > before) is not whole
+
+
+TOOL_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Tool definitions follow the system prompt, in its message, as in most models' templates."""
+
+TOOLS = [
+    dict(
+        type="function",
+        function=dict(
+            name=name,
+            description=text_of(5, seed=len(name)),
+            parameters=dict(type="object", properties={"town": dict(type="string")}),
+        ),
+    )
+    for name in ("trains", "weather")
+]
+
+
+@pytest.fixture(scope="module")
+def agents(tiny_model: Path, tmp_path_factory: Any) -> Iterator[Server]:
+    """A server with the flags of the agents' recipe."""
+    folder = tmp_path_factory.mktemp("agents")
+    template = folder / "template.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    words = [*FLAGS, *RECIPES["Agents with tools"][0], "--kv-eviction-profile", "none"]
+    with Server(tiny_model, [*words, "--chat-template", str(template)], folder / "log") as server:
+        yield server
+
+
+def ask_agent(
+    server: Server, chat: list[dict[str, str]], **settings: Any
+) -> tuple[int, dict[str, int]]:
+    """Prompt tokens of a chat with tools, and what it adds to the server's counters."""
+    before = server.evictions()
+    body = dict(
+        model="tiny", messages=chat, tools=TOOLS, tool_choice="none",
+        max_tokens=8, temperature=0, ignore_eos=True, vllm_xargs=settings,
+        # No prefix is shared with another request, so an eviction frees what it leaves.
+        cache_salt=f"{len(chat[1]['content'])} {settings}",
+    )  # fmt: skip
+    answer = server.post("/v1/chat/completions", body)
+    assert answer["usage"]["completion_tokens"] == 8
+    after = server.evictions()
+    return answer["usage"]["prompt_tokens"], {name: after[name] - before[name] for name in after}
+
+
+def agents_chat(length: int) -> list[dict[str, str]]:
+    """A system prompt and a question; about ``length`` tokens with the tools."""
+    return [
+        dict(role="system", content=text_of(30, seed=1)),
+        dict(role="user", content=text_of(length - 240, seed=2)),
+    ]
+
+
+def system_part(model: Path, chat: list[dict[str, str]]) -> tuple[int, int]:
+    """Tokens of a chat up to its user's first word, and all its tokens, by transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template(
+        chat, tools=TOOLS, chat_template=TOOL_TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids.index(tokenizer.convert_tokens_to_ids("<|user|>")) + 1, len(ids)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_system_prompt_and_the_tools_are_kept(
+    agents: Server, tiny_model: Path, length: int
+) -> None:
+    """Their tokens are protected, and their blocks are kept in addition to the budget."""
+    chat = agents_chat(length)
+    system, whole = system_part(tiny_model, chat)
+    assert 0.8 * length < whole < 1.25 * length and 100 < system < 300
+    prompt, kept = ask_agent(agents, chat)
+    assert prompt == whole
+    _, lost = ask_agent(agents, chat, kv_eviction_protect_first=0)
+    evicted = length > 2000
+    assert (kept["evictions"], lost["evictions"]) == (evicted, evicted)
+    assert (kept["tokens_protected"], lost["tokens_protected"]) == (system * evicted, 0)
+    blocks = math.ceil(system / 32) * evicted
+    assert kept["store_blocks_allocated"] - lost["store_blocks_allocated"] == blocks
+    assert lost["tokens_evicted"] - kept["tokens_evicted"] == 32 * blocks

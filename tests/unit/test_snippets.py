@@ -204,6 +204,17 @@ def test_requests_have_known_keys(page: Path) -> None:
         assert key in KEYS, key
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_prose_names_flags_and_keys_that_exist(page: Path, parser: Any) -> None:
+    """Also in prose: a flag or a key that was removed is named nowhere."""
+    text = page.read_text()
+    flags = {flag.rstrip("-") for flag in re.findall(r"--kv-eviction[a-z-]*", text)}
+    assert flags <= {flag for action in parser._actions for flag in action.option_strings}
+    assert set(re.findall(r"\bkv_eviction_[a-z_]+", text)) <= set(KEYS)
+
+
 @pytest.mark.parametrize("shown", other_blocks(), ids=lambda one: str(one)[:60])
 def test_a_block_is_data_or_python(shown: Shown, build: Any, tmp_path: Path, capsys: Any) -> None:
     if any(shown.text.startswith(known) for known in PROSE):

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import demo
 from benchmarks.demo import FIRST, block_bytes, draw, server_args, side_by_side, table
 from benchmarks.facts import FACTS, questions
+from benchmarks.repeat import COMMIT
 
 
 def test_every_fact_stands_in_its_text_once_and_nowhere_else():
@@ -85,3 +86,14 @@ def test_the_comparison(tmp_path):
     assert table(rows(), FIRST).splitlines() == lines[:3], "what a newcomer needs comes first"
     draw(rows(), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_result_file_has_what_was_printed_and_its_commit():
+    origin = dict(
+        command="python -m benchmarks.demo", date="2026-11-26 05:28 UTC", commit="abcdef1",
+        machine="a CPU, 2 cores", versions={"vllm": "0.32.0", "torch": "2.13.0"},
+    )  # fmt: skip
+    text = demo.markdown("a table\nof two lines", 379.6, origin)
+    assert COMMIT.findall(text) == ["abcdef1"]
+    assert text.endswith("```\na table\nof two lines\n```\n")
+    assert "380 s, 2026-11-26 05:28 UTC" in text and "vllm 0.32.0, torch 2.13.0" in text

@@ -33,8 +33,8 @@ def arguments(model: dict[str, Any]) -> list[str]:
     config = model["vllmConfig"]
     words = [model["modelURL"], "--host", "0.0.0.0", "--port", "8000", "--enable-prefix-caching"]
     words += ["--max-model-len", str(config["maxModelLen"])]
-    return [*words, "--gpu_memory_utilization", str(config["gpuMemoryUtilization"]),
-            *config["extraArgs"]]  # fmt: skip
+    words += ["--gpu_memory_utilization", str(config["gpuMemoryUtilization"])]
+    return [*words, *config["extraArgs"], "--revision", model["modelRevision"]]
 
 
 @pytest.mark.parametrize("model", ENGINE["modelSpec"], ids=lambda model: model["name"])

@@ -1,5 +1,6 @@
 """What deploy/ asks vLLM, Ray and pip for, as far as that can be tried without a cluster."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.simulate.model import write_config
 from vllm_kvevict.compat.versions import check_vllm
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import CONFIG_KEY
+from vllm_kvevict.tools.plan.command import main as plan
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +95,32 @@ def test_ray_files_ask_for_eviction_that_is_valid(file):
             config = EvictionConfig.parse(asked)
             assert (config.policy, config.budget) == ("auto", "25%,min=1024")
             assert config.when == "pressure" and config.allow == ("none",)
+
+
+def test_the_target_of_replicas_follows_from_the_plan(tmp_path, capsys):
+    """Three quarters of the sequences that the page's command prints for the file's settings."""
+    ((model,),) = (
+        application["args"]["llm_configs"]
+        for application in settings(DEPLOY / "ray" / "replicas.yaml")["applications"]
+    )
+    engine = model["engine_kwargs"]
+    (command,) = re.findall(
+        r"^    vllm-kvevict plan MODEL_CONFIG (.*\\\n.*)$",
+        (DEPLOY / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    words = command.replace("\\\n", " ").split()
+    write_config("llama-3.1-8b", tmp_path)
+    assert plan([str(tmp_path), *words, "--json"]) == 0
+    printed = capsys.readouterr().out
+    planned = json.loads(printed[printed.index("{\n") :])
+    asked = engine["additional_config"][CONFIG_KEY]
+    assert {name: planned["eviction"][name] for name in ("budget", "when")} == {
+        name: asked[name] for name in ("budget", "when")
+    }
+    assert planned["model"]["max_model_len"] == engine["max_model_len"]
+    target = model["deployment_config"]["autoscaling_config"]["target_ongoing_requests"]
+    assert target == int(0.75 * planned["with_eviction"]["sequences"])
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")

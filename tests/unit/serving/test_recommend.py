@@ -14,7 +14,9 @@ from vllm_kvevict.config.probe_weights import ProbeWeights
 from vllm_kvevict.serving import measure, recommend
 from vllm_kvevict.serving import profile as module
 from vllm_kvevict.serving.identity import identity
-from vllm_kvevict.serving.recommend import recommended
+from vllm_kvevict.serving.loss import share_for
+from vllm_kvevict.serving.profile import SHIPPED, read
+from vllm_kvevict.serving.recommend import LOSS, recommended
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -256,3 +258,12 @@ def test_options_are_checked_against_what_was_chosen(build: Any) -> None:
     assert settled(build(dict(policy="auto", options={"floor": 0.5}))).options.floor == 0.5
     with pytest.raises(ValueError, match="'sinks' is no option of ada-defensive"):
         build(dict(policy="auto", options={"sinks": 4}))
+
+
+def test_what_auto_keeps_with_the_shipped_profile():
+    """docs/layers.md says so."""
+    profile = read(SHIPPED / "SmolLM2-135M-Instruct.json")
+    config = EvictionConfig.parse(dict(policy="probe"))
+    text = (Path(__file__).parents[3] / "docs" / "layers.md").read_text()
+    (said,) = re.findall(r"With the profile that ships it keeps ([\d.]+%)", text)
+    assert share_for(config, profile, LOSS) == said

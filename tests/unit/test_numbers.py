@@ -1,0 +1,202 @@
+"""The numbers in the tables of README and docs/results.md are those of the files they come from."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+Row = dict[str, str]
+KNOWN, UNKNOWN = "Question-aware", "Question-agnostic"
+RATIO = "of stock's"
+PROBE, DEFENSIVE = "probe, layers", "ada-defensive"
+
+
+def tables(text: str) -> Iterator[list[Row]]:
+    """Tables of a page in Markdown: cells by the title of their column, without emphasis."""
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = [
+            [re.sub(r"\*\*", "", cell).strip() for cell in line.strip("|").split(" |")]
+            for line in block.splitlines()
+        ]
+        titles, _, *rows = lines
+        yield [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def table(page: Path, *titles: str) -> list[Row]:
+    """The only table of a page whose columns begin with these titles."""
+    found = [one for one in tables(page.read_text()) if tuple(one[0])[: len(titles)] == titles]
+    assert len(found) == 1, titles
+    return found[0]
+
+
+def answers(file: str, scenario: str, task: str, policy: str, budget: str) -> str:
+    """A score of a file of ``benchmarks.quality``, in whole percent."""
+    section = (RESULTS / file).read_text().split(f"## {scenario}\n")[1].split("\n## ")[0]
+    named = ""
+    for row in next(tables(section)):
+        named = row["task"] or named
+        if (named, row["policy"]) == (task, policy):
+            return f"{float(row[budget].split()[0]):.0f}"
+    raise KeyError((file, scenario, task, policy))
+
+
+def both(file: str, task: str, policy: str, budget: str) -> list[str]:
+    return [answers(file, scenario, task, policy, budget) for scenario in (KNOWN, UNKNOWN)]
+
+
+def one_policy_each() -> list[list[str]]:
+    """README's first table."""
+    needle = "later_needle.md"
+    kvpress = [
+        answers("later_kvpress.md", UNKNOWN, "later", f"kvpress {press}", "12.5%")
+        for press in ("keydiff", "expected-attention", "kvzip", "snapkv")
+    ]
+    return [
+        both(needle, "later", "full cache", "25%"),
+        *(both(needle, "later", PROBE, budget) for budget in ("25%", "12.5%", "6.25%")),
+        both("shipped_later.md", "later", "ada-snapkv", "12.5%"),
+        ["", max(kvpress, key=int)],
+        both("real_model.md", "s-niah", DEFENSIVE, "25%"),
+    ]
+
+
+def both_models() -> list[list[str]]:
+    """README's second table."""
+    files, tasks = ("later_needle.md", "gemma_later_needle.md"), ("later", "s-niah")
+    kept = [("full cache", "25%"), *((PROBE, budget) for budget in ("25%", "12.5%", "6.25%"))]
+    return [
+        [answers(file, UNKNOWN, task, *one) for file in files for task in tasks] for one in kept
+    ]
+
+
+def demo() -> list[list[str]]:
+    """README's table of `make demo`; ratios are those of the file."""
+    lines = {}
+    for line in (RESULTS / "demo.md").read_text().splitlines():
+        if len(cells := re.split(r" {2,}", line)) == 5:
+            lines[cells[0]] = cells[1:]
+
+    def row(title: str, scale: float = 1, form: str = "{}", ratio: bool = True) -> list[str]:
+        *values, factor = lines[title]
+        shown = [form.format(float(value) / scale) for value in values]
+        return [shown[0], f"{shown[1]} ({factor})" if ratio else shown[1], shown[2]]
+
+    known, later = lines["right, question known"], lines["right, not known"]
+    return [
+        row("sequences at once", form="{:.0f}"),
+        row("output tokens/s", form="{:.1f}"),
+        row("TTFT median (ms)", 1000, "{:.1f} s"),
+        row("TPOT median (ms)", form="{:.0f} ms"),
+        [*(f"{a}; {b}" for a, b in zip(known[:2], later[:2], strict=True)), "not asked"],
+    ]
+
+
+def under_load() -> list[list[str]]:
+    """Output tokens/s of docs/results.md."""
+    found = next(tables((RESULTS / "pressure_needle.md").read_text()))
+    return [
+        [row["output tokens/s"] for row in found if row["way"] == way]
+        for way in ("stock", "always", "pressure")
+    ]
+
+
+def chats() -> list[list[str]]:
+    """Two turns of docs/results.md, which shows ratios but in the row of stock vLLM."""
+
+    def of(file: str, server: str) -> tuple[Row, Row]:
+        turns, totals = tables((RESULTS / file).read_text())
+        (turn,) = (row for row in turns if (row["server"], row["turn"]) == (server, "2"))
+        (total,) = (row for row in totals if row["server"] == server)
+        return turn, total
+
+    def row(server: str, rounds: str = "", restarted: str = "") -> list[str]:
+        turn, total = of("chat.md", server)
+        right = turn["right answers"].split()[0]
+        ttft, wall = turn[RATIO], total[RATIO]
+        if server == "stock":
+            ttft = f"{float(turn['TTFT, median, s']):.1f} s"
+            wall = f"{float(total['wall, s']):.0f} s"
+        later = ""
+        if rounds:
+            other, _ = of("chat_rounds.md", rounds)
+            later = other[RATIO]
+            if server == "stock":
+                later = f"{float(other['TTFT, median, s']):.1f} s"
+        if restarted:
+            other, _ = of("chat_rounds.md", restarted)
+            later += f"; {other[RATIO]}"
+            right += f"; {other['right answers'].split()[0]}"
+        return [right, ttft, later, turn["computed"], wall]
+
+    files = "tiers, from files"
+    return [
+        row("stock", "stock"), row("always"), row("pressure"),
+        row("at the document", "at the document"), row("tiers", "tiers"),
+        row(files, files, f"{files}, restarted"),
+    ]  # fmt: skip
+
+
+def on_a_gpu() -> list[list[str]]:
+    """Serving on an H100; the page leaves out most ratios."""
+    found = table(RESULTS / "gpu_h100.md", "", "output tokens/s", "most at once")
+    shown = table(PAGE, "", "output tokens/s", "most at once")
+    assert [row[""] for row in found] == [row[""] for row in shown]
+    return [
+        [row[title] if title == "output tokens/s" else row[title].split(" (")[0]
+         for title in shown[0] if title]
+        for row in found
+    ]  # fmt: skip
+
+
+SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = [
+    (README, ("kept of the cache", "policy"), 2, one_policy_each),
+    (README, ("kept of the cache", "SmolLM2, the same facts"), 1, both_models),
+    (README, ("", "stock vLLM"), 1, demo),
+    (PAGE, ("memory for",), 1, under_load),
+    (PAGE, ("", "right"), 1, chats),
+    (PAGE, ("", "output tokens/s"), 1, on_a_gpu),
+]
+"""Page, first titles of a table, columns that name its rows, and what its other cells must be."""
+
+OTHERS = {"`--kv-eviction`", "file"}
+"""First titles of tables without results. A table without titles has none, either."""
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda one: one[-1].__name__)
+def test_cells_are_those_of_the_files(shown: Any) -> None:
+    page, titles, names, expected = shown
+    rows = [list(row.values())[names:] for row in table(page, *titles)]
+    assert rows == expected()
+
+
+@pytest.mark.parametrize("page", [README, PAGE], ids=lambda page: page.stem)
+def test_every_table_of_results_is_compared(page: Path) -> None:
+    compared = [titles for one, titles, *_ in SHOWN if one == page]
+    for one in tables(page.read_text()):
+        first = tuple(one[0])
+        ours = [titles for titles in compared if first[: len(titles)] == titles]
+        assert len(ours) == 1 or first[0] in OTHERS or not any(first), first
+
+
+def test_idle_stores_cost_what_the_page_says() -> None:
+    """Median, least and most of the ratios of four pairs, to the digits that the page shows."""
+    found = json.loads((RESULTS / "serving_idle_tiers.json").read_text())["results"]
+    ratios = found["idle_tiers"]["ratio_eviction_to_stock"]
+    wanted = [
+        value
+        for name in ("output_tokens_per_s", "ttft_ms_median")
+        for value in (ratios[name]["median"], min(ratios[name]["runs"]), max(ratios[name]["runs"]))
+    ]
+    (shown,) = re.findall(
+        r"are ([\d.]+)x of the output tokens/s \(([\d.]+)x to ([\d.]+)x\) and ([\d.]+)x of the "
+        r"median time to first token \(([\d.]+)x to ([\d.]+)x;",
+        " ".join(PAGE.read_text().split()),
+    )
+    digits = [len(text.partition(".")[2]) for text in shown]
+    assert list(shown) == [f"{value:.{n}f}" for value, n in zip(wanted, digits, strict=True)]
