@@ -41,7 +41,7 @@ def oracle(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "case", [nightly("ada-snapkv"), "defensive", "two groups", nightly("evicts once")]
+    "case", [nightly("ada-snapkv"), "defensive", nightly("two groups"), nightly("evicts once")]
 )
 def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
     settings = SETTINGS | CASES[case]

@@ -160,6 +160,7 @@ def test_late_and_failing_transfers(tiny_model, oracle, prefill, agents, monkeyp
         assert run.free_blocks() == free
 
 
+@pytest.mark.nightly
 def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agents):
     """What follows a point is computed again over the loaded blocks."""
     texts = prompts(3, 600)
@@ -178,6 +179,7 @@ def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agent
     until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.nightly
 def test_auto_gives_all_layers_one_budget(tiny_model_kv4, tmp_path, agents):
     """A profile would make several groups, and the other server has one."""
     path, _ = random_profile(tmp_path, tiny_model_kv4)
@@ -208,6 +210,7 @@ def test_without_replay_it_evicts_later(tiny_model, oracle, prefill, agents, mon
             check(run, oracle, texts, outputs)
 
 
+@pytest.mark.nightly
 def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agents):
     """It never evicts what it hands over, which is then whole; other requests evict."""
     flags = "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"
@@ -230,6 +233,7 @@ def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agen
         until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.nightly
 def test_push(tiny_model, oracle, tmp_path, agents):
     """The prefill server writes into the blocks of the decode server.
 

@@ -48,7 +48,9 @@ def test_the_highest_point_is_forecast(setup, second_budget, monkeypatch):
     assert counters(core).evictions_decode > 30 and counters(core).postponed == 0
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "setup", [pytest.param(SYNC, marks=pytest.mark.nightly), ASYNC], ids=["sync", "async"]
+)
 def test_who_is_let_in_is_not_preempted_again(setup, monkeypatch):
     """Answers of many intervals over a pool for a third of the requests."""
     results = {}

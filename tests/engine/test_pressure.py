@@ -15,6 +15,7 @@ from benchmarks.simulate.options import Options
 from tests.engine.cases import counters, engine, evictions, tokens
 from tests.engine.harness import Engine, Setup
 from tests.models import cached_tiny_llama
+from tests.nightly import nightly
 from vllm_kvevict.timeline.step_plan import PLAN
 
 SYNC = Setup(
@@ -193,7 +194,7 @@ def test_eviction_comes_before_queueing(setup, policy):
 
 
 @BOTH
-@pytest.mark.parametrize("policy", ["snapkv", "streaming-llm", "h2o"])
+@pytest.mark.parametrize("policy", ["snapkv", "streaming-llm", nightly("h2o")])
 def test_eviction_comes_before_preemption(setup, policy):
     """Every request alone fits; all of them do only where they are evicted."""
     load = [(tokens(150, n), 300) for n in range(8)]

@@ -121,6 +121,7 @@ def test_two_groups_survive_a_failed_transfer(monkeypatch):
         day()
 
 
+@pytest.mark.nightly
 def test_accounting_catches_loads_that_do_not_wait_for_evictions(monkeypatch):
     make = ShadowWorker.__init__
 

@@ -18,7 +18,7 @@ from tests.models import random_prompt
 NEW = 240
 GROWTH = 32 * 2**20
 """Bytes that all processes together may grow by, over a storm of any size."""
-KEPT = 6.0
+KEPT = 2.0
 """Seconds without a change after which no connection of an earlier client is open."""
 
 
@@ -28,7 +28,7 @@ def settled(server, files: int | None = None) -> Held:
         wait_for(server, f"vllm:{metric}", 0)
     deadline = time.monotonic() + 60
     held, since = Held.of(server), time.monotonic()
-    # vLLM's server keeps a client's connection for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE).
+    # The server keeps a client's connection for 1 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE).
     while time.monotonic() < since + KEPT or (files is not None and held.files > files):
         assert time.monotonic() < deadline, f"{held.files} open files, {files} before"
         time.sleep(0.2)
@@ -50,7 +50,7 @@ def test_a_storm_leaves_nothing_behind(small_pool):
 
     # Admissions keep room for those that evict, so it is those that never do who are preempted.
     storm = Storm(small_pool, longest=900, limit=SMALL_LEN, seed=2, growing=16)
-    storm.run(size(400, 10000), concurrency=40)
+    storm.run(size(240, 10000), concurrency=40)
     print(f"\n{dict(storm.done)}")
     assert storm.wrong == []
 
@@ -58,10 +58,10 @@ def test_a_storm_leaves_nothing_behind(small_pool):
     print(f"before {before}\nafter  {after}")
     assert (after.threads, after.processes) == (before.threads, before.processes)
     assert after.resident - before.resident < GROWTH
-    assert storm.done["finished by abort"] > 10
+    assert storm.done["finished by abort"] > 5
     assert small_pool.metric("vllm:num_preemptions_total") > preempted
     assert small_pool.evictions()["evictions_decode"] > counted["evictions_decode"]
-    assert small_pool.evictions()["evictions_prefill"] > counted["evictions_prefill"] + 30
+    assert small_pool.evictions()["evictions_prefill"] > counted["evictions_prefill"] + 20
     assert complete(small_pool, probe)[0]["token_ids"] == alone
     log = small_pool.log.read_text()
     assert "Traceback" not in log and "the server's settings apply" not in log

@@ -94,6 +94,7 @@ def test_ray_files_ask_for_eviction_that_is_valid(file):
             assert config.when == "pressure" and config.allow == ("none",)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
 @pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
 def test_ray_takes_the_files(file, monkeypatch):
@@ -123,6 +124,7 @@ def test_ray_takes_the_files(file, monkeypatch):
     assert engine.get_initialization_kwargs()["distributed_executor_backend"] == "ray"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
 @pytest.mark.parametrize(
     "eviction, says",
