@@ -3,12 +3,14 @@
 Tensors on ``cuda`` are CPU tensors, Triton's interpreter runs its kernels, and the CUDA kernels are
 those compiled for the host. A body that reaches something that only a device can do (the replay of
 a graph, an engine) ends there and passes. Fixtures, imports, signatures and arguments are thereby
-those of a run on a GPU. Of each test two cases are run. Results are compared by shape only, because
-the interpreter's products in bfloat16 are wrong; other tests compare them on the CPU.
+those of a run on a GPU. Of each test one case is run, or as many as ``KVEVICT_CASES`` says. Results
+are compared by shape only, because the interpreter's products in bfloat16 are wrong; other tests
+compare them on the CPU.
 """
 
 import contextlib
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tests import conftest
 from vllm_kvevict.ops.cuda import extension
 
-CASES = 2
+CASES = int(os.environ.get("KVEVICT_CASES", "1"))
 LEFT_OUT = ("131072", "long_requests", "many_splits", "decode_blocks_and_groups", "opcheck")
 """Parts of the names of tests that emulated kernels cannot run, because their tensors are too large
 or because they trace CUDA."""

@@ -71,6 +71,7 @@ def made_up(
     return View.of(options, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
