@@ -50,7 +50,7 @@ EVERY_NIGHT = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["Qwen2", *map(nightly, EVERY_NIGHT)])
+@pytest.mark.parametrize("name", [*map(nightly, ["Qwen2", *EVERY_NIGHT])])
 def test_every_architecture(name, tmp_path):
     path = architecture(name, tmp_path)
     with engine(path, EVICTION) as run:

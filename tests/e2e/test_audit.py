@@ -95,7 +95,7 @@ def test_it_is_what_the_oracle_says(tiny_model, oracle, case):
         assert run.free_blocks() == free
 
 
-@pytest.mark.parametrize("policy", some(AUDITED, "probe"))
+@pytest.mark.parametrize("policy", some(AUDITED))
 def test_audits_change_no_token(tiny_model_kv4, tmp_path, policy):
     """Of requests that are drawn, of others, and of prompts that the prefix cache serves."""
     settings = dict(policy=policy, budget=128)

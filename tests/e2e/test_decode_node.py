@@ -84,7 +84,8 @@ def test_probe_with_one_budget_for_all_layers(tiny_model_kv4, tmp_path, groups):
     assert outputs == expected
 
 
-@pytest.mark.parametrize("caching", [True, nightly(False)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("caching", [True, False])
 def test_memory_for_two_prompts(tiny_model, oracle, caching):
     """Requests wait for one another, and some of their prompts are computed after a preemption."""
     other = Prefilled(tiny_model, PROMPTS, SETTINGS, **OPTIONS)

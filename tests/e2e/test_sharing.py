@@ -30,7 +30,7 @@ def oracle(tiny_model):
     return MaskedModel(tiny_model)
 
 
-@pytest.mark.parametrize("case", some(CASES, "ada-snapkv", "two groups"))
+@pytest.mark.parametrize("case", some(CASES, "ada-snapkv"))
 def test_tokens_equal_those_of_requests_that_evict_for_themselves(tiny_model, oracle, case):
     settings = SETTINGS | CASES[case]
     asked = [{"kv_eviction_at": settings.pop("at", len(DOCUMENT))}] * len(PROMPTS)

@@ -22,7 +22,7 @@ SYNC = Setup(
     interval=16, blocks=200, max_num_seqs=8, max_batched=512, when="pressure", marks=(0.1, 0.2)
 )
 ASYNC = replace(SYNC, asynchronous=True)
-BOTH = pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+BOTH = pytest.mark.parametrize("setup", [nightly(SYNC), ASYNC], ids=["sync", "async"])
 NO_WINDOW = {"kv_eviction": "streaming-llm"}
 
 

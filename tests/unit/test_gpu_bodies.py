@@ -26,4 +26,4 @@ def test_every_body_runs(cases):
     command += ["-q", "-n", "0", "-p", "no:cacheprovider"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 25 * cases, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20 + 10 * cases, done.stdout[-3000:]

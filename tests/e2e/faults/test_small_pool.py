@@ -38,6 +38,7 @@ def settled(server, files: int | None = None) -> Held:
     return held
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_a_storm_leaves_nothing_behind(small_pool):
     probe = random_prompt(300, seed=1)
@@ -50,7 +51,7 @@ def test_a_storm_leaves_nothing_behind(small_pool):
 
     # Admissions keep room for those that evict, so it is those that never do who are preempted.
     storm = Storm(small_pool, longest=900, limit=SMALL_LEN, seed=2, growing=16)
-    storm.run(size(240, 10000), concurrency=40)
+    storm.run(size(400, 10000), concurrency=40)
     print(f"\n{dict(storm.done)}")
     assert storm.wrong == []
 
@@ -58,10 +59,10 @@ def test_a_storm_leaves_nothing_behind(small_pool):
     print(f"before {before}\nafter  {after}")
     assert (after.threads, after.processes) == (before.threads, before.processes)
     assert after.resident - before.resident < GROWTH
-    assert storm.done["finished by abort"] > 5
+    assert storm.done["finished by abort"] > 10
     assert small_pool.metric("vllm:num_preemptions_total") > preempted
     assert small_pool.evictions()["evictions_decode"] > counted["evictions_decode"]
-    assert small_pool.evictions()["evictions_prefill"] > counted["evictions_prefill"] + 20
+    assert small_pool.evictions()["evictions_prefill"] > counted["evictions_prefill"] + 30
     assert complete(small_pool, probe)[0]["token_ids"] == alone
     log = small_pool.log.read_text()
     assert "Traceback" not in log and "the server's settings apply" not in log

@@ -15,6 +15,7 @@ from tests.kernels.evict import (
     GROUP,
     HEADS,
     KINDS,
+    ONE_OF_A_KIND,
     PROBES,
     ROWS,
     WINDOW,
@@ -187,7 +188,7 @@ def test_networks_run_on_the_kernels(window, fp8, monkeypatch):
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("policy", "networks", "shares"),
-    covering(KINDS, [pytest.param(True, id="shares"), pytest.param(False, id="")]),
+    covering(ONE_OF_A_KIND, [pytest.param(True, id="shares"), pytest.param(False, id="")]),
 )
 def test_the_warm_up_runs_what_evictions_run(policy, networks, shares):
     made = worker(policy, fused=True, shares=shares, networks=networks)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.evict import KINDS, NAMES, ROWS, assert_same, run, steps, worker
+from tests.kernels.evict import NAMES, ONE_OF_A_KIND, ROWS, assert_same, run, steps, worker
 from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from vllm_kvevict.attention import gpu_buffers
@@ -131,7 +131,7 @@ def test_tensors_of_two_devices_do_not_meet(watch):
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("policy", "networks", "shares"),
-    covering(KINDS, [pytest.param(True, id="shares"), pytest.param(False, id="")]),
+    covering(ONE_OF_A_KIND, [pytest.param(True, id="shares"), pytest.param(False, id="")]),
 )
 def test_evictions_wait_for_nothing(policy, networks, shares, monkeypatch):
     options = dict(shares=shares, networks=networks)

@@ -10,7 +10,7 @@ from tests.kernels.evict import (
     BLOCK,
     GROUP,
     HEADS,
-    KINDS,
+    ONE_OF_A_KIND,
     SIZE,
     WINDOW,
     assert_same,
@@ -49,7 +49,7 @@ def mine(policy: str, made: int = 0) -> tuple[EvictionConfig, EvictionSizes]:
 
 NAMES_OF_A_GROUP = ["layer.0", "layer.2"]
 BY_WINDOW = [
-    *(pytest.param(*kind.values, "auto", id=kind.id) for kind in KINDS),
+    *(pytest.param(*kind.values, "auto", id=kind.id, marks=kind.marks) for kind in ONE_OF_A_KIND),
     pytest.param("probe", True, "none", id="probe with networks, by keys alone"),
 ]
 
@@ -102,7 +102,7 @@ def step(plan):
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("policy", "networks", "in_place"),
-    covering(KINDS, [pytest.param(False, id=""), pytest.param(True, id="in place")]),
+    covering(ONE_OF_A_KIND, [pytest.param(False, id=""), pytest.param(True, id="in place")]),
 )
 def test_long_evictions_go_through_in_pieces(policy, networks, in_place, monkeypatch):
     """A workspace for one layer of one request, by layers that keep shares of their own."""
