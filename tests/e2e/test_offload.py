@@ -205,6 +205,7 @@ def test_stores_outside_the_kv_cache_beside_it(tiny_model, oracle, late, monkeyp
         assert loaded(run) > 500 and any(waited)
 
 
+@pytest.mark.nightly
 def test_requests_that_never_evict_are_vllms(tiny_model, late):
     never = [{"kv_eviction": "none"}] * len(PROMPTS)
     with engine(tiny_model, SETTINGS, **OPTIONS | dict(kv_offloading_size=None)) as other:
