@@ -119,6 +119,7 @@ class AtOnce:
         return done
 
 
+@pytest.mark.nightly
 def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_path, monkeypatch):
     """However slow steps are: every look is done by the next one, here as it begins."""
     monkeypatch.setattr(stores, "SEARCH_INTERVAL_S", 0)

@@ -170,6 +170,7 @@ def test_a_context_named_by_message_or_text_is_the_point_in_tokens(server):
     assert named == counted
 
 
+@pytest.mark.nightly
 def test_a_text_inside_a_message_of_a_chat_is_the_point_in_tokens(server):
     """Context and question in one message: the question's text ends the context."""
     chat = dict(model="tiny", messages=[dict(role="user", content=PROMPT_TEXT + " who?")])
@@ -239,6 +240,7 @@ def test_settings_for_a_beam_search_are_refused_by_name(server, asked):
         assert f"{key} cannot be combined with use_beam_search" in message
 
 
+@pytest.mark.nightly
 def test_a_beam_search_is_not_evicted(server):
     before = settled(server)["evictions"]
     body = dict(model="tiny", use_beam_search=True, n=2, max_tokens=40, prompt=PROMPT)

@@ -107,6 +107,7 @@ def held(run):
     return [block for store in stores for block, _ in store.hashes]
 
 
+@pytest.mark.nightly
 @FP8_CACHE
 def test_an_fp8_cache_is_shared_as_it_is(tiny_model):
     options = OPTIONS | dict(kv_cache_dtype="fp8")

@@ -39,7 +39,7 @@ def plan(model, *arguments: str) -> dict:
     "policy, budget",
     [
         ("ada-snapkv", 256),
-        ("h2o", 256),
+        nightly("h2o", 256),
         nightly("streaming-llm", "25%"),
         nightly("ada-pyramid", 256),
     ],
@@ -54,6 +54,7 @@ def test_a_llama(policy, budget, said, tiny_model_kv4):
     check_start_up(planned, said, tiny_model_kv4, settings, **options)
 
 
+@pytest.mark.nightly
 @FP8_CACHE
 def test_an_fp8_cache(said, tiny_model_kv4):
     load = ["--prompt", "1500", "--output", "100", "--budget", "256", "--max-model-len", "2048"]

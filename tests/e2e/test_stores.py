@@ -215,7 +215,8 @@ def only_file(folder, but=()):
     return file
 
 
-@pytest.mark.parametrize("faults", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("faults", [40, 1000])
 def test_no_fault_gives_a_wrong_token(tiny_model, tiny_model_kv4, tmp_path, faults):
     """Flips, cuts, holes, swaps; another document's, tenant's, server's and model's file."""
     from vllm import SamplingParams

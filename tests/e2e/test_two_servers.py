@@ -145,7 +145,8 @@ def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, agents):
     until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [40, 200])
 def test_late_and_failing_transfers(tiny_model, oracle, prefill, agents, monkeypatch, count):
     """One in ten fails; the prompt is then computed here."""
     monkeypatch.setenv("NIXL_STAND_IN", "late=6,fail=10,seed=3")
