@@ -103,7 +103,6 @@ class Watched:
         return keys, values, attention.unflatten(1, (heads, -1))
 
 
-@pytest.mark.nightly
 def test_probes_are_the_least_squares_of_what_is_asked_later(
     tiny_model_kv4, tmp_path, capsys, monkeypatch
 ):

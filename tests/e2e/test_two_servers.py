@@ -17,6 +17,7 @@ from vllm.config import KVTransferConfig
 from benchmarks.server import Server, free_port
 from tests.e2e.test_stores import computed
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
@@ -145,8 +146,7 @@ def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, agents):
     until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("count", [40, 200])
+@pytest.mark.parametrize("count", [40, nightly(200)])
 def test_late_and_failing_transfers(tiny_model, oracle, prefill, agents, monkeypatch, count):
     """One in ten fails; the prompt is then computed here."""
     monkeypatch.setenv("NIXL_STAND_IN", "late=6,fail=10,seed=3")
