@@ -11,12 +11,13 @@ export VLLM_NO_USAGE_STATS := 1
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
 	@echo "make demo     serve the same load without and with eviction; print one table"
-	@echo "make check    lint, types, and the units that are quick: a minute or two"
-	@echo "make test     all tests (PYTEST_ARGS='-k ...' for some)"
+	@echo "make check    lint, types, and the units that are quick: a minute"
+	@echo "make test     a case of everything, with real servers (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, drafts, images, ranks and stages, token by token"
 	@echo "make fuzz     a million scheduler steps of random days, by a seed that is printed"
 	@echo "make nightly  fuzz, cells, kernels, architectures and clients"
-	@echo "make cells    more of what make test runs: chunk sizes, prefix caches, several servers"
+	@echo "make cells    more of what make test runs: policies, chunk sizes, prefix caches, several servers,"
+	@echo "              broken rules that the accounting must notice, the quality benchmark"
 	@echo "make kernels  what to run when csrc/ or ops/ change: every scene under sanitizers, each barrier left out once"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
 	@echo "make results  measure the files of benchmarks/results anew, for hours (REPEAT=--list shows them)"
@@ -48,12 +49,12 @@ format: setup
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# What takes longer: kernels, workers, tools. Days in the scheduler are in tests/engine.
-LONGER := $(addprefix tests/unit/,worker ops benchmarks hooks deploy calibrate tools/plan test_conftest.py)
+# What takes longer or is an extension: kernels, workers, papers, tools. Days in the scheduler are in tests/engine.
+LONGER := $(addprefix tests/unit/,worker ops papers benchmarks hooks deploy calibrate tools/plan test_conftest.py)
 CHECKED := tests/unit $(addprefix tests/engine/test_,scheduler.py in_place.py sharing.py turns.py audit.py)
 
 check: lint
-	$(PYTHON_VENV) -m pytest -q $(PARALLEL) -m "not slow" $(addprefix --ignore=,$(LONGER)) $(CHECKED) $(PYTEST_ARGS)
+	$(PYTHON_VENV) -m pytest -q $(PARALLEL) -m "not slow and not nightly" $(addprefix --ignore=,$(LONGER)) $(CHECKED) $(PYTEST_ARGS)
 
 test:
 	@$(MAKE) --no-print-directory --jobs 2 setup setup-kvpress
@@ -67,7 +68,7 @@ ARCHITECTURES := $(addprefix tests/e2e/test_,architectures.py hybrids.py picture
 CLIENTS := tests/e2e/test_clients.py
 
 # What `make test` leaves out and the other targets do not run.
-cells: setup
+cells: setup setup-kvpress
 	$(PYTHON_VENV) -m pytest -m nightly $(PARALLEL) $(addprefix --ignore=,$(KERNELS) $(ARCHITECTURES) $(CLIENTS)) $(PYTEST_ARGS)
 
 kernels: setup

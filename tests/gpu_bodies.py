@@ -3,12 +3,14 @@
 Tensors on ``cuda`` are CPU tensors, Triton's interpreter runs its kernels, and the CUDA kernels are
 those compiled for the host. A body that reaches something that only a device can do (the replay of
 a graph, an engine) ends there and passes. Fixtures, imports, signatures and arguments are thereby
-those of a run on a GPU. Of each test two cases are run. Results are compared by shape only, because
-the interpreter's products in bfloat16 are wrong; other tests compare them on the CPU.
+those of a run on a GPU. Of each test one case is run, or as many as ``KVEVICT_CASES`` says. Results
+are compared by shape only, because the interpreter's products in bfloat16 are wrong; other tests
+compare them on the CPU.
 """
 
 import contextlib
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +21,17 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests import conftest
+from tests import conftest, ragged
 from vllm_kvevict.ops.cuda import extension
 
-CASES = 2
+CASES = int(os.environ.get("KVEVICT_CASES", "1"))
 LEFT_OUT = ("131072", "long_requests", "many_splits", "decode_blocks_and_groups", "opcheck")
 """Parts of the names of tests that emulated kernels cannot run, because their tensors are too large
 or because they trace CUDA."""
+
+
+LONGEST_TAIL = 40
+"""Tokens after a store in a random batch, at most: the interpreter takes a second for thousands."""
 
 
 class Reached(Exception):
@@ -75,7 +81,19 @@ def nothing(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
+def shorter(random_ragged: Callable[..., ragged.Ragged]) -> Callable[..., ragged.Ragged]:
+    """Batches with short tails, otherwise as the test asks."""
+
+    def made(*args: Any, **options: Any) -> ragged.Ragged:
+        longest = min(LONGEST_TAIL, options.get("longest_tail", LONGEST_TAIL))
+        return random_ragged(*args, **options | dict(longest_tail=longest))
+
+    return made
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # Before a test module imports it by name.
+    ragged.random_ragged = shorter(ragged.random_ragged)
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.device_count = lambda: 1
@@ -101,7 +119,10 @@ def pretended_device(
 ) -> Iterator[None]:
     """Everything of ``torch.cuda`` that the bodies use, and the emulated kernels."""
     from tests.emulation.build import NAMESPACE, build
+    from vllm_kvevict.ops.triton import gather
 
+    # The interpreter takes as long for a program that has nothing to copy as for one that has.
+    monkeypatch.setattr(gather, "_PROGRAMS", 2)
     library = build()
     extension.load(library, NAMESPACE, "cpu")
     monkeypatch.setattr(extension, "NAMESPACE", NAMESPACE)

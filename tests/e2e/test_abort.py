@@ -9,7 +9,7 @@ from tests.oracles.engine import engine
 EVICTION = dict(policy="ada-snapkv", budget=96, interval=32, shared_blocks="evict")
 BYSTANDER = random_prompt(180, seed=2)
 VICTIM = BYSTANDER[:100] + random_prompt(200, seed=1)  # shares blocks under prefix caching
-NEW_TOKENS = 75
+NEW_TOKENS = 45
 
 
 class Scene:

@@ -7,6 +7,8 @@ from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 
+pytestmark = pytest.mark.nightly
+
 SERVER = dict(policy="h2o", budget=160, interval=32, allow="ada-h2o,snapkv")
 REQUESTS = [
     (500, {}),

@@ -30,8 +30,8 @@ def assert_exact(oracle, run) -> None:
     "shape",
     [
         nightly(dict(heads=4, kv_heads=4, head_dim=64)),
-        dict(heads=4, kv_heads=1, head_dim=64),
-        dict(heads=6, kv_heads=2, head_dim=128, hidden=192),
+        nightly(dict(heads=4, kv_heads=1, head_dim=64)),
+        nightly(dict(heads=6, kv_heads=2, head_dim=128, hidden=192)),
     ],
     ids=["MHA", "MQA", "three-queries-a-head"],
 )
@@ -50,7 +50,7 @@ EVERY_NIGHT = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["Qwen2", *map(nightly, EVERY_NIGHT)])
+@pytest.mark.parametrize("name", [*map(nightly, ["Qwen2", *EVERY_NIGHT])])
 def test_every_architecture(name, tmp_path):
     path = architecture(name, tmp_path)
     with engine(path, EVICTION) as run:
@@ -62,7 +62,7 @@ def test_every_architecture(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "caching"),
     [
-        ("Gemma2", True),
+        nightly("Gemma2", True),
         ("Gemma3Text", False),
         nightly("Gemma2", False),
         nightly("Gemma3Text", True),

@@ -33,8 +33,12 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    set_aside()
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_former_engines() -> None:
+    set_aside()
 
 
 def test_the_shares_are_those_of_the_scores(tiny_model_kv4, tmp_path: Path, capsys) -> None:
@@ -99,7 +103,10 @@ class Watched:
         return keys, values, attention.unflatten(1, (heads, -1))
 
 
-def test_probes_are_the_least_squares_of_what_is_asked_later(tiny_model_kv4, tmp_path, capsys):
+def test_probes_are_the_least_squares_of_what_is_asked_later(
+    tiny_model_kv4, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(network, "STEPS", 100)
     path = tmp_path / "profile.json"
     options = ["--output", str(path), "--samples", "2", "--answers", "1", "--length", "500"]
     options += ["--prose", str(PROSE), "--least-answered", "0"]

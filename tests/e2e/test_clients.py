@@ -17,7 +17,7 @@ from benchmarks.server import Server
 from tests.e2e.test_server import BASE, EVICTION, MESSAGES, complete, wait_for
 from tests.models import random_text
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 needs_clients = pytest.mark.skipif(
@@ -128,7 +128,6 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
-@pytest.mark.nightly
 @needs_clients
 def test_langchain(evicting, tmp_path):
     expected, less = chat(evicting), chat(evicting, **OWN)
@@ -160,7 +159,6 @@ metric_list: [{{metric: exact_match}}]
 """
 
 
-@pytest.mark.nightly
 @needs_clients
 def test_lm_eval_local_completions(tiny_model, evicting, tmp_path):
     """A task whose targets are the server's own greedy answers scores 1."""
@@ -180,7 +178,6 @@ def test_lm_eval_local_completions(tiny_model, evicting, tmp_path):
     assert results["exact_match,none"] == 1.0
 
 
-@pytest.mark.nightly
 @needs_clients
 def test_guidellm_replays_arrivals(tiny_model, evicting, tmp_path):
     """A recorded trace: arrival times and lengths.

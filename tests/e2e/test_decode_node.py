@@ -64,7 +64,7 @@ def loaded_prompts(model, settings, oracle, evict_at_end=True, **options):
     return outputs, expected
 
 
-@pytest.mark.parametrize("case", some(CASES, "ada-snapkv", "streaming-llm", "two groups"))
+@pytest.mark.parametrize("case", some(CASES, "ada-snapkv"))
 def test_tokens_equal_those_of_one_server(tiny_model, oracle, case):
     settings = SETTINGS | CASES[case]
     outputs, expected = loaded_prompts(
@@ -73,7 +73,8 @@ def test_tokens_equal_those_of_one_server(tiny_model, oracle, case):
     assert outputs == expected
 
 
-@pytest.mark.parametrize("groups", [1, nightly(2)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("groups", [1, 2])
 def test_probe_with_one_budget_for_all_layers(tiny_model_kv4, tmp_path, groups):
     """One group keeps the layout of the other server's cache, and uses the profile's probes."""
     path, _ = random_profile(tmp_path, tiny_model_kv4)
@@ -83,6 +84,7 @@ def test_probe_with_one_budget_for_all_layers(tiny_model_kv4, tmp_path, groups):
     assert outputs == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("caching", [True, False])
 def test_memory_for_two_prompts(tiny_model, oracle, caching):
     """Requests wait for one another, and some of their prompts are computed after a preemption."""
@@ -135,7 +137,7 @@ def one_token_less(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mutation", [no_replay, nightly(points_are_loaded), nightly(one_token_less)]
+    "mutation", [nightly(no_replay), nightly(points_are_loaded), nightly(one_token_less)]
 )
 def test_each_part_is_needed(tiny_model, oracle, monkeypatch, mutation):
     mutation(monkeypatch)

@@ -148,6 +148,7 @@ def in_groups(folder: Path, model: Path, **changes: Any) -> str:
     return str(random_profile(folder, model, layers=(1.5, 0.5, 0.5, 1.5), **changes)[0])
 
 
+@pytest.mark.nightly
 @NEED_TWO
 def test_two_stages(tiny_model_kv4: Path) -> None:
     """Layers alike: all is as on one rank, stores that requests share and audits included."""

@@ -11,6 +11,7 @@ from tests.e2e.architectures import log_probabilities
 from tests.e2e.conftest import run_stock
 from tests.e2e.stock_script import EVICTION, PROMPT, prompt_logprobs
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 
@@ -24,7 +25,7 @@ def oracle(tiny_model):
     return MaskedModel(tiny_model)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "prefix-caching"])
+@pytest.fixture(scope="module", params=[nightly(False), True], ids=["", "prefix-caching"])
 def run(tiny_model, request):
     grammars = dict(backend="xgrammar", disable_any_whitespace=True)
     with engine(
@@ -185,6 +186,7 @@ def test_bfloat16(tiny_model):
         assert run.free_blocks() == free
 
 
+@pytest.mark.nightly
 def test_priority_scheduling(tiny_model, oracle):
     """Urgent requests push running ones out: these are recomputed and evict anew."""
     # Tails grow for 160 steps, to more than the pool holds for all that were admitted.

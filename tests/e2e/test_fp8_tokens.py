@@ -32,7 +32,7 @@ def share(oracle, prompts, outputs, lives) -> float:
 
 
 @pytest.mark.parametrize(
-    "policy", ["ada-snapkv", nightly("streaming-llm"), nightly("h2o"), "subgen-stream"]
+    "policy", ["ada-snapkv", nightly("streaming-llm"), nightly("h2o"), nightly("subgen-stream")]
 )
 def test_tokens_equal_the_oracle(tiny_model, oracle, policy):
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]

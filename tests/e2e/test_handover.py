@@ -41,7 +41,7 @@ def oracle(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "case", [nightly("ada-snapkv"), "defensive", "two groups", nightly("evicts once")]
+    "case", [nightly("ada-snapkv"), "defensive", nightly("two groups"), nightly("evicts once")]
 )
 def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
     settings = SETTINGS | CASES[case]
@@ -119,10 +119,11 @@ class AtOnce:
         return done
 
 
+@pytest.mark.nightly
 def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_path, monkeypatch):
     """However slow steps are: every look is done by the next one, here as it begins."""
     monkeypatch.setattr(stores, "SEARCH_INTERVAL_S", 0)
-    monkeypatch.setattr(stores, "HANDOVER_TIMEOUT_S", 3)
+    monkeypatch.setattr(stores, "HANDOVER_TIMEOUT_S", 1)
     settings = SETTINGS | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as run:
         ((given,), _) = hand_over(run, PROMPTS[:1])

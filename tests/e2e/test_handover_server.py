@@ -19,6 +19,8 @@ from tests.e2e.test_sharing import SETTINGS
 from tests.models import random_text
 from tests.oracles.engine import engine
 
+pytestmark = pytest.mark.nightly
+
 PROXY = Path(__file__).parents[2] / "deploy" / "prefill_decode.py"
 FLAGS = [
     *BASE, "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128",

@@ -124,6 +124,7 @@ def behind(oracle, prompt, output, life: Life) -> float:
     return float((logits.amax(-1) - chosen).max())
 
 
+@pytest.mark.nightly
 def test_chunks_and_eviction_points(tmp_path):
     path = architecture(FAMILIES[0], tmp_path)
     with engine(path, EVICTION, max_num_batched_tokens=256) as run:

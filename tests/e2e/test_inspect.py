@@ -12,6 +12,7 @@ import pytest
 
 from tests import forked
 from tests.models import random_text
+from tests.nightly import nightly
 from tests.oracles.engine import Recorder, layers_by_depth, set_aside
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 
@@ -34,8 +35,12 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    set_aside()
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_former_engines() -> None:
+    set_aside()
 
 
 @contextmanager
@@ -96,7 +101,7 @@ def tokens_of(model: Path, text: str = TEXT) -> list[int]:
 
 @pytest.mark.parametrize(
     ("policy", "after"),
-    [("ada-snapkv", "prefill"), ("ada-snapkv", "decode"), ("streaming-llm", "prefill")],
+    [nightly("ada-snapkv", "prefill"), ("ada-snapkv", "decode"), ("streaming-llm", "prefill")],
 )
 def test_the_json_is_what_the_recorder_saw(
     tiny_model_kv4, prompt_file, monkeypatch, capsys, policy, after

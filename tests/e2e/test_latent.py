@@ -29,6 +29,7 @@ POLICIES = (
     *("snapkv", "ada-snapkv", "tova", "ada-tova", "streaming-llm"),
     *("scissorhands", "ada-scissorhands", "nacl"),
 )
+FEW = "snapkv", "ada-tova", "nacl"
 WINDOW, BLOCK, POOLED = EvictionConfig(policy="snapkv").window, 16, 7
 
 
@@ -59,12 +60,13 @@ def oracle(model):
     return LatentOracle(model)
 
 
-def test_tokens_of_every_policy(model, oracle):
-    settings = dict(policy=POLICIES[0], allow=POLICIES[1:], **EVICTION)
+@pytest.mark.parametrize("policies", [FEW, nightly(POLICIES)], ids=["some", "all"])
+def test_tokens_of_every_policy(model, oracle, policies):
+    settings = dict(policy=policies[0], allow=policies[1:], **EVICTION)
     with engine(model, settings) as run:
         assert run.scheduler.block_size == BLOCK
         free = run.free_blocks()
-        for name in POLICIES:
+        for name in policies:
             asked = [{"kv_eviction": name}] * len(PROMPTS)
             outputs = assert_exact(oracle, run, PROMPTS, 150, asked)
             assert [len(lives[0].evictions) for lives in run.lives()] == [3, 3, 1], name
@@ -97,6 +99,7 @@ def test_what_is_kept_got_most_attention(model, oracle):
         assert compared == 4 * 7
 
 
+@pytest.mark.nightly
 def test_preemption_and_evictions_in_place(model, oracle):
     prompts = [random_prompt(n, seed=n) for n in (500, 480, 460, 440, 420, 400)]
     with engine(
@@ -278,14 +281,16 @@ def test_layers_with_budgets_of_their_own(model, oracle):
         assert len(stores) > 1
 
 
+@pytest.mark.nightly
 def test_query_compression_and_grouped_experts(tmp_path):
     path = architecture("DeepseekV3", tmp_path)
     with engine(path, dict(policy="snapkv", **EVICTION)) as run:
         assert_exact(MaskedArchitecture(path), run, PROMPTS, 150)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-@pytest.mark.parametrize("policy", ["snapkv", nightly("tova"), nightly("probe")])
+@pytest.mark.parametrize("policy", ["snapkv", "tova", "probe"])
 def test_two_ranks(model, policy, tmp_path):
     """Each rank has a cache of its own, and evicts by its own query heads."""
     target = tmp_path / "result"

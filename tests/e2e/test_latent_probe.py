@@ -198,6 +198,7 @@ def test_calibrate_on_two_ranks(model, oracle, tmp_path):
     check_probes(oracle, model, probe_weights.read(profile.probe, profile.model))
 
 
+@pytest.mark.nightly
 def test_calibrate_learns_of_entries_and_auto_serves_it(
     model, oracle, tmp_path, capsys, monkeypatch, own_process
 ):

@@ -7,8 +7,8 @@ from tests.oracles.engine import engine
 def test_generous_budget_changes_nothing(tiny_model):
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": random_prompt(n, seed=n)} for n in (700, 333, 1200, 1, 60)]
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, logprobs=5)
+    prompts = [{"prompt_token_ids": random_prompt(n, seed=n)} for n in (700, 333, 1, 60)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=5)
 
     def run(llm):
         outputs = llm.generate(prompts, params, use_tqdm=False)

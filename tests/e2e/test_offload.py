@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e.test_stores import computed, lose
 from tests.models import random_prompt
-from tests.nightly import nightly
+from tests.nightly import nightly, some
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
@@ -98,7 +98,7 @@ def checked(run, oracle, prompts, asked=None, new_tokens=NEW_TOKENS):
     return outputs
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "ada-snapkv", "two groups", "inside prompts"))
 def test_the_next_turn_loads_the_whole_document(tiny_model, oracle, late, case):
     """What the evictions left of the first turn is not what comes back."""
     settings = SETTINGS | CASES[case]
@@ -123,6 +123,7 @@ def test_the_next_turn_loads_the_whole_document(tiny_model, oracle, late, case):
         assert run.free_blocks() == free
 
 
+@pytest.mark.nightly
 def test_probe(tiny_model_kv4, tmp_path, late):
     path, _ = random_profile(tmp_path, tiny_model_kv4)
     settings = dict(policy="ada-probe", budget=160, interval=32, profile=str(path))
@@ -176,6 +177,7 @@ def test_points_and_their_stores(tiny_model, oracle, late):
         assert loaded(run) - before == 490 // 32 * 32
 
 
+@pytest.mark.nightly
 def test_stores_outside_the_kv_cache_beside_it(tiny_model, oracle, late, monkeypatch):
     """A store comes back into blocks that requests before it gave back and that are copied yet."""
     waited, settle_first = [], OffloadGuard.settle_first
@@ -203,6 +205,7 @@ def test_stores_outside_the_kv_cache_beside_it(tiny_model, oracle, late, monkeyp
         assert loaded(run) > 500 and any(waited)
 
 
+@pytest.mark.nightly
 def test_requests_that_never_evict_are_vllms(tiny_model, late):
     never = [{"kv_eviction": "none"}] * len(PROMPTS)
     with engine(tiny_model, SETTINGS, **OPTIONS | dict(kv_offloading_size=None)) as other:

@@ -115,13 +115,18 @@ def test_chat_with_its_own_settings(server):
     assert mine["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
 
 
-def evicting(server: Server, path: str, body: dict[str, Any]) -> list[int]:
-    """Token ids of an answer before which the prompt evicted, or took what another one kept."""
-    before = settled(server)
-    answer = server.post(path, body | GREEDY)["choices"][0]["token_ids"]
-    after = settled(server)
-    assert any(after[name] > before[name] for name in ("evictions", "stores_reused"))
-    return answer
+def evicting(
+    server: Server, path: str, body: dict[str, Any], *points: dict[str, Any] | int
+) -> list[list[int]]:
+    """Token ids of the answers at eviction points, each of which evicts or takes what is kept."""
+    answers, before = [], settled(server)
+    for point in points:
+        asked = body | GREEDY | dict(vllm_xargs=asks(at=point, interval=0))
+        answers.append(server.post(path, asked)["choices"][0]["token_ids"])
+        after = settled(server)
+        assert any(after[name] > before[name] for name in ("evictions", "stores_reused"))
+        before = after
+    return answers
 
 
 def test_tenants_share_a_context_under_one_salt_and_one_budget(server):
@@ -156,17 +161,16 @@ def test_a_context_named_by_message_or_text_is_the_point_in_tokens(server):
     end = server.post("/tokenize", part)["tokens"]
     assert end == whole[: len(end)]
     path = "/v1/chat/completions"
-    named = evicting(server, path, chat | dict(vllm_xargs=asks(at={"message": 1}, interval=0)))
-    counted = evicting(server, path, chat | dict(vllm_xargs=asks(at=len(end), interval=0)))
-    other = evicting(server, path, chat | dict(vllm_xargs=asks(at=-1, interval=0)))
+    named, counted, other = evicting(server, path, chat, {"message": 1}, len(end), -1)
     assert named == counted != other
     prompt = dict(model="tiny", prompt=PROMPT_TEXT + " who?")
     at = len(server.post("/tokenize", dict(model="tiny", prompt=PROMPT_TEXT))["tokens"])
     path = "/v1/completions"
-    named = evicting(server, path, prompt | dict(vllm_xargs=asks(at={"text": " who?"}, interval=0)))
-    assert named == evicting(server, path, prompt | dict(vllm_xargs=asks(at=at, interval=0)))
+    named, counted = evicting(server, path, prompt, {"text": " who?"}, at)
+    assert named == counted
 
 
+@pytest.mark.nightly
 def test_a_text_inside_a_message_of_a_chat_is_the_point_in_tokens(server):
     """Context and question in one message: the question's text ends the context."""
     chat = dict(model="tiny", messages=[dict(role="user", content=PROMPT_TEXT + " who?")])
@@ -175,9 +179,8 @@ def test_a_text_inside_a_message_of_a_chat_is_the_point_in_tokens(server):
     at = len(server.post("/tokenize", part)["tokens"])
     assert whole[:at] == server.post("/tokenize", part)["tokens"], "its template closes no message"
     path = "/v1/chat/completions"
-    named = evicting(server, path, chat | dict(vllm_xargs=asks(at={"text": " who?"}, interval=0)))
-    assert named == evicting(server, path, chat | dict(vllm_xargs=asks(at=at, interval=0)))
-    assert named != evicting(server, path, chat | dict(vllm_xargs=asks(at=-1, interval=0)))
+    named, counted, other = evicting(server, path, chat, {"text": " who?"}, at, -1)
+    assert named == counted != other
 
 
 @pytest.mark.parametrize("path, asked, reason", BAD_ONLY_IN)
@@ -237,6 +240,7 @@ def test_settings_for_a_beam_search_are_refused_by_name(server, asked):
         assert f"{key} cannot be combined with use_beam_search" in message
 
 
+@pytest.mark.nightly
 def test_a_beam_search_is_not_evicted(server):
     before = settled(server)["evictions"]
     body = dict(model="tiny", use_beam_search=True, n=2, max_tokens=40, prompt=PROMPT)

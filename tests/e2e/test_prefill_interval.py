@@ -4,6 +4,7 @@ import pytest
 
 from tests.e2e.test_tokens import assert_exact
 from tests.models import random_prompt
+from tests.nightly import some
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 from vllm_kvevict.timeline.progress import EvictionProgress
@@ -52,6 +53,7 @@ def test_however_the_prompt_is_cut_and_whatever_the_prefix_cache_had(tiny_model,
     assert agreed < total, "the oracle could not tell: full attention agrees"
 
 
+@pytest.mark.nightly
 def test_a_prompt_longer_than_the_pool_beside_others(tiny_model, oracle):
     """Prompts of 1,500 tokens in a pool of 800, preempted and evicted at the same places anew."""
     prompts = [random_prompt(n, seed=n) for n in (1500, 340, 330, 320, 310, 300)]
@@ -79,7 +81,10 @@ def test_a_prompt_longer_than_the_pool_beside_others(tiny_model, oracle):
         assert run.free_blocks() == 25
 
 
-@pytest.mark.parametrize("policy", ["defensive", "streaming-llm", "h2o", "nacl", "subgen-stream"])
+OTHERS = "defensive", "streaming-llm", "h2o", "nacl", "subgen-stream"
+
+
+@pytest.mark.parametrize("policy", some(OTHERS, "streaming-llm", "h2o"))
 def test_other_policies(tiny_model_kv4, oracle_kv4, policy):
     prompts = [random_prompt(n, seed=n) for n in (720, 333)]
     with engine(tiny_model_kv4, dict(policy=policy, **SETTINGS), max_num_batched_tokens=100) as run:

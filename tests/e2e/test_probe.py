@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
+from tests.nightly import covering
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens, cut_to_fp8, two_biases
 from tests.profiles import of_layers, random_profile, said, said_by_network
@@ -113,9 +114,14 @@ def watch(run):
     return found
 
 
-@pytest.mark.parametrize("units", [0, 5], ids=["linear", "network"])
-@pytest.mark.parametrize("window, channels", [("auto", 2), ("none", 1)])
-@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8", marks=FP8_CACHE)])
+@pytest.mark.parametrize(
+    ("dtype", "window", "channels", "units"),
+    covering(
+        ["auto", pytest.param("fp8", marks=FP8_CACHE)],
+        [pytest.param("auto", 2), pytest.param("none", 1)],
+        [pytest.param(5, id="network"), pytest.param(0, id="linear")],
+    ),
+)
 def test_scores_beside_survivors_are_those_of_keys_before_rotation(
     tiny_model_kv4, tmp_path, dtype, window, channels, units
 ):

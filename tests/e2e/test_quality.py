@@ -18,6 +18,8 @@ from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, message
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import characters_for, make
 
+pytestmark = pytest.mark.nightly
+
 BUDGETS, TASKS, SAMPLES, LENGTH, MAX_TOKENS = ("20%", "60%"), ("s-niah", "vt"), 2, 600, 8
 POLICIES = ("streaming-llm", "snapkv", "ada-snapkv")
 LABELS = {

@@ -56,7 +56,7 @@ def checked(run, oracle, prompts, outputs):
         assert check_tokens(oracle, prompt, output, lives) == (len(output), len(output))
 
 
-@pytest.mark.parametrize("update", [by_reload, by_extension])
+@pytest.mark.parametrize("update", [by_reload, nightly(by_extension)])
 def test_answers_after_an_update_are_those_of_a_fresh_engine(
     tiny_model, trained, oracle, trained_oracle, update
 ):
@@ -166,6 +166,7 @@ def test_a_pause_that_aborts_leaves_nothing(tiny_model, oracle):
         checked(run, oracle, PROMPTS, outputs)
 
 
+@pytest.mark.nightly
 def test_pauses_of_a_server_engine(tiny_model, trained):
     """All modes of ``AsyncLLM.pause_generation``, with updates while paused."""
     from vllm import SamplingParams

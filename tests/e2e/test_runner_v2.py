@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.v2_script import NEW_TOKENS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,7 +36,7 @@ def test_tokens_equal_the_oracle(tiny_model, scheduler):
     assert result["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert result["async_scheduling"] == (scheduler == "async")
     assert result["batch_queue_size"] == (2 if scheduler == "async" else 1)
-    assert result["agreed"] == result["total"] == 3 * 4 * 150
+    assert result["agreed"] == result["total"] == 3 * 4 * NEW_TOKENS
     # The third time host memory has what the cache lost: whole blocks before the windows.
     assert result["loaded"] == 256 + 96 + 160
     # The second time it takes the store of the first.

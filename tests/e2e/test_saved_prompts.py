@@ -82,6 +82,7 @@ def test_nothing_is_saved_that_depends_on_an_eviction(tiny_model, oracle, tmp_pa
         assert len(saved(tmp_path)) == 3
 
 
+@pytest.mark.nightly
 def test_each_part_is_needed(tiny_model, oracle, tmp_path, monkeypatch):
     monkeypatch.setattr(RemotePrefill, "visible", lambda self, output: output)
     with pytest.raises((AssertionError, RuntimeError)):

@@ -5,7 +5,7 @@ import torch
 
 from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
-from tests.nightly import some
+from tests.nightly import nightly, some
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 
@@ -30,7 +30,7 @@ def oracle(tiny_model):
     return MaskedModel(tiny_model)
 
 
-@pytest.mark.parametrize("case", some(CASES, "ada-snapkv", "two groups", "whole blocks"))
+@pytest.mark.parametrize("case", some(CASES, "ada-snapkv"))
 def test_tokens_equal_those_of_requests_that_evict_for_themselves(tiny_model, oracle, case):
     settings = SETTINGS | CASES[case]
     asked = [{"kv_eviction_at": settings.pop("at", len(DOCUMENT))}] * len(PROMPTS)
@@ -82,7 +82,7 @@ def test_what_lies_before_the_point_is_not_computed(tiny_model, sharing):
         assert sum(computed) == (question if sharing else len(PROMPTS[1]))
 
 
-@pytest.mark.parametrize("interval", [0, 64])
+@pytest.mark.parametrize("interval", [nightly(0), 64])
 def test_a_turn_takes_what_the_one_before_computed(tiny_model, oracle, interval):
     settings, turns = SETTINGS | dict(interval=interval), [PROMPTS[0]]
     with engine(tiny_model, settings, enable_prefix_caching=True, **OPTIONS) as run:
@@ -107,6 +107,7 @@ def held(run):
     return [block for store in stores for block, _ in store.hashes]
 
 
+@pytest.mark.nightly
 @FP8_CACHE
 def test_an_fp8_cache_is_shared_as_it_is(tiny_model):
     options = OPTIONS | dict(kv_cache_dtype="fp8")

@@ -7,6 +7,7 @@ import pytest
 from tests.e2e.architectures import architecture
 from tests.hardware import FP8_CACHE
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from vllm_kvevict.tools.plan.options import parse
 from vllm_kvevict.tools.plan.report import Sizing, as_json
@@ -36,7 +37,12 @@ def plan(model, *arguments: str) -> dict:
 
 @pytest.mark.parametrize(
     "policy, budget",
-    [("ada-snapkv", 256), ("h2o", 256), ("streaming-llm", "25%"), ("ada-pyramid", 256)],
+    [
+        ("ada-snapkv", 256),
+        nightly("h2o", 256),
+        nightly("streaming-llm", "25%"),
+        nightly("ada-pyramid", 256),
+    ],
 )
 def test_a_llama(policy, budget, said, tiny_model_kv4):
     load = ["--prompt", "1500", "--output", "100"]
@@ -48,6 +54,7 @@ def test_a_llama(policy, budget, said, tiny_model_kv4):
     check_start_up(planned, said, tiny_model_kv4, settings, **options)
 
 
+@pytest.mark.nightly
 @FP8_CACHE
 def test_an_fp8_cache(said, tiny_model_kv4):
     load = ["--prompt", "1500", "--output", "100", "--budget", "256", "--max-model-len", "2048"]
@@ -69,6 +76,7 @@ def test_layers_with_sliding_windows(said, tmp_path):
     check_start_up(planned, said, path, settings, kv_cache_memory_bytes=16 << 20)
 
 
+@pytest.mark.nightly
 def test_a_latent_cache(said, tmp_path):
     path = architecture("DeepseekV2", tmp_path)
     load = ["--prompt", "600", "--output", "100", "--kv-cache-memory-bytes", "64M"]

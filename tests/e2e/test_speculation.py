@@ -25,7 +25,7 @@ SUFFIX = ROOT / ".cache" / "suffix"
         nightly("ngram", "ada-snapkv"),
         nightly("ngram", "pyramidkv"),
         nightly("ngram", "h2o"),
-        ("medusa", "ada-snapkv"),
+        nightly("medusa", "ada-snapkv"),
         nightly("medusa", "ada-defensive"),
         nightly("suffix", "ada-snapkv"),
         nightly("suffix", "h2o"),

@@ -48,7 +48,7 @@ def computed(run):
 
 
 @pytest.mark.parametrize(
-    "case", ["ada-snapkv", nightly("defensive"), "two groups", nightly("whole blocks")]
+    "case", ["ada-snapkv", nightly("defensive"), nightly("two groups"), nightly("whole blocks")]
 )
 def test_it_comes_back_from_host_memory(tiny_model, oracle, case):
     settings = SETTINGS | MEMORY | CASES[case]
@@ -71,7 +71,7 @@ def test_it_comes_back_from_host_memory(tiny_model, oracle, case):
         assert run.free_blocks() == free
 
 
-@pytest.mark.parametrize("policy", ["ada-probe", "snapkv"])
+@pytest.mark.parametrize("policy", ["ada-probe", nightly("snapkv")])
 def test_policies_that_protect_fewer_tokens_than_others(tiny_model_kv4, tmp_path, policy):
     """Under probe the last 8 tokens stay, under others the window of 32: other tails."""
     path, _ = random_profile(tmp_path, tiny_model_kv4)
@@ -215,7 +215,8 @@ def only_file(folder, but=()):
     return file
 
 
-@pytest.mark.parametrize("faults", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("faults", [40, 1000])
 def test_no_fault_gives_a_wrong_token(tiny_model, tiny_model_kv4, tmp_path, faults):
     """Flips, cuts, holes, swaps; another document's, tenant's, server's and model's file."""
     from vllm import SamplingParams

@@ -49,7 +49,8 @@ def assert_exact(oracle, run, prompts, max_tokens, asked=None) -> list[list[int]
         nightly("snapkv", 4096, False),
         nightly("streaming-llm", 64, True),
         nightly("streaming-llm", 512, True),
-        ("streaming-llm", 4096, True),
+        nightly("streaming-llm", 4096, True),
+        ("streaming-llm", 4096, False),
     ],
 )
 def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
@@ -85,6 +86,7 @@ PLAIN = [name for name in POLICY_NAMES if name not in LEARNED]
 OTHERS = [n for n in PLAIN if n not in ("ada-snapkv", "snapkv", "streaming-llm")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("by_depth", [False, True], ids=["layers-alike", "layers-in-groups"])
 def test_tokens_of_the_other_policies(tiny_model_kv4, oracle_kv4, by_depth):
     """Chunked prefill, first and later evictions; a second run keeps the same, nacl's too."""
@@ -132,20 +134,20 @@ def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
 
 def test_budgets_of_heads_differ(tiny_model_kv4, oracle_kv4):
     """ada-snapkv really moves budget between four KV heads, and stays exact."""
-    prompts = [random_prompt(n, seed=n) for n in (900, 3000)]
+    prompts = [random_prompt(1500, seed=3000)]
     with engine(tiny_model_kv4, dict(policy="ada-snapkv", budget=288, interval=64)) as run:
-        assert_exact(oracle_kv4, run, prompts, 220)
-        kept = run.lives()[1][0].evictions[0].positions
+        assert_exact(oracle_kv4, run, prompts, 90)
+        kept = run.lives()[0][0].evictions[0].positions
     assert any(len({len(head) for head in layer}) > 1 for layer in kept)
 
 
 def test_budget_as_a_share_of_the_prompt(tiny_model, oracle):
-    prompts = [random_prompt(n, seed=n) for n in (3000, 800, 100)]
+    prompts = [random_prompt(n, seed=n) for n in (1500, 800, 100)]
     with engine(tiny_model, dict(policy="ada-snapkv", budget="25%", interval=64)) as run:
-        assert_exact(oracle, run, prompts, 150)
+        assert_exact(oracle, run, prompts, 80)
         first = [lives[0].evictions[0].positions[0] for lives in run.lives()[:2]]
     stores = [sum(map(len, layer)) // len(layer) for layer in first]
-    assert stores == [(3000 // 4 - 32) // 32 * 32, (800 // 4 - 32) // 32 * 32]
+    assert stores == [(1500 // 4 - 32) // 32 * 32, (800 // 4 - 32) // 32 * 32]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
 HEADS = ((2.0, 0.4, 0.8, 0.8), (1.0, 1.0, 1.0, 1.0), (0.1, 0.1, 0.1, 3.7), (0.5, 1.5, 0.5, 1.5))
 
 
-@pytest.mark.parametrize("policy, heads", [nightly("ada-snapkv", None), ("snapkv", HEADS)])
+@pytest.mark.parametrize("policy, heads", [nightly("ada-snapkv", None), nightly("snapkv", HEADS)])
 def test_measured_shares_of_layers_that_are_not_neighbours(
     tiny_model_kv4, oracle_kv4, policy, heads
 ):
@@ -316,22 +318,10 @@ def test_alone_and_among_forty(tiny_model):
     others = [random_prompt(40 + 17 * i, seed=5000 + i) for i in range(40)]
     options = dict(max_num_batched_tokens=512, max_num_seqs=64)
     with engine(tiny_model, dict(policy="ada-snapkv", **EVICTION), **options) as run:
-        alone = run.generate([prompt], 200)[0]
+        alone = run.generate([prompt], 140)[0]
         mine = run.lives()[0]
-        crowd = run.generate([*others[:20], prompt, *others[20:]], 200)
+        crowd = run.generate([*others[:20], prompt, *others[20:]], 140)
         assert crowd[20] == alone
         assert run.lives()[20] == mine
         assert len(mine[0].evictions) >= 3
         assert run.counters.postponed == 0
-
-
-def test_tokens_do_not_depend_on_the_chunk_size(tiny_model):
-    prompt = random_prompt(1100, seed=1100)
-    outputs = []
-    for chunk in (48, 4096):
-        with engine(
-            tiny_model, dict(policy="ada-snapkv", **EVICTION), max_num_batched_tokens=chunk
-        ) as run:
-            outputs.append((run.generate([prompt], 200), run.lives()))
-            assert run.counters.evictions >= 4
-    assert outputs[0] == outputs[1]

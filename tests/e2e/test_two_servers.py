@@ -17,6 +17,7 @@ from vllm.config import KVTransferConfig
 from benchmarks.server import Server, free_port
 from tests.e2e.test_stores import computed
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
@@ -145,7 +146,7 @@ def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, agents):
     until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [40, nightly(200)])
 def test_late_and_failing_transfers(tiny_model, oracle, prefill, agents, monkeypatch, count):
     """One in ten fails; the prompt is then computed here."""
     monkeypatch.setenv("NIXL_STAND_IN", "late=6,fail=10,seed=3")
@@ -160,6 +161,7 @@ def test_late_and_failing_transfers(tiny_model, oracle, prefill, agents, monkeyp
         assert run.free_blocks() == free
 
 
+@pytest.mark.nightly
 def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agents):
     """What follows a point is computed again over the loaded blocks."""
     texts = prompts(3, 600)
@@ -178,6 +180,7 @@ def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agent
     until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.nightly
 def test_auto_gives_all_layers_one_budget(tiny_model_kv4, tmp_path, agents):
     """A profile would make several groups, and the other server has one."""
     path, _ = random_profile(tmp_path, tiny_model_kv4)
@@ -208,6 +211,7 @@ def test_without_replay_it_evicts_later(tiny_model, oracle, prefill, agents, mon
             check(run, oracle, texts, outputs)
 
 
+@pytest.mark.nightly
 def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agents):
     """It never evicts what it hands over, which is then whole; other requests evict."""
     flags = "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"
@@ -230,6 +234,7 @@ def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agen
         until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.nightly
 def test_push(tiny_model, oracle, tmp_path, agents):
     """The prefill server writes into the blocks of the decode server.
 

@@ -63,7 +63,9 @@ def watch(run):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8", marks=FP8_CACHE)])
+@pytest.mark.parametrize(
+    "dtype", ["auto", pytest.param("fp8", marks=[FP8_CACHE, pytest.mark.nightly])]
+)
 def test_shares_of_survivors_are_those_of_full_values(tiny_model_kv4, dtype):
     """First and later evictions, an eviction point, protected tokens, beside another policy."""
     attention = two_biases_fp8 if dtype == "fp8" else two_biases

@@ -11,6 +11,8 @@ from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
 
+NEW_TOKENS = 70
+
 
 def force_async_scheduling() -> None:
     """``platforms/cpu.py`` turns async scheduling off; turn it on again behind it."""
@@ -45,7 +47,7 @@ def main(model: Path, scheduler: str) -> None:
             number = 4 * round_
             if round_ == 2:
                 lose(run)
-            outputs = run.generate(prompts, 150, asked)
+            outputs = run.generate(prompts, NEW_TOKENS, asked)
             for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
                 same, count = check_tokens(oracle, prompt, output, lives)
                 agreed, total = agreed + same, total + count

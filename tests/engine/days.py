@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.engine.scenarios import SCENARIOS, Scenario
 
-ROUNDS = 6
+ROUNDS = 20
 
 HUNTS = 40
 """Rounds of a hunt, each of which ends with the first complaint."""
@@ -43,7 +43,7 @@ def play_until_seen(
 ) -> None:
     """Rounds until every name was counted; an assertion names those that never were."""
     for number in range(ROUNDS):
-        play(day, examples if number == 0 else max(40, examples // 4), number)
+        play(day, examples if number == 0 else max(12, examples // 4), number)
         missing = [name for name in names if not totals[name]]
         if not missing:
             break

@@ -14,7 +14,7 @@ from tests.engine.scenarios import Scenario, in_files, run, streaming_in, under_
 
 pytestmark = pytest.mark.slow
 
-STEPS = int(os.environ.get("KVEVICT_STEPS", "20000"))
+STEPS = int(os.environ.get("KVEVICT_STEPS", "12000"))
 STEPS_A_SCENARIO = 370
 EXAMPLES = max(1, STEPS // STEPS_A_SCENARIO)
 

@@ -15,6 +15,8 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
 
+pytestmark = pytest.mark.nightly
+
 
 def test_one_group_takes_what_is_free(monkeypatch):
     def evict(self: Any, state: Any, quote: Any, end: int) -> list[Any]:

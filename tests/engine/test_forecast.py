@@ -9,12 +9,13 @@ import pytest
 
 from tests.engine.cases import counters, engine, tokens, used_blocks
 from tests.engine.harness import Setup
+from tests.nightly import nightly
 from vllm_kvevict.engine import memory_pressure
 from vllm_kvevict.engine.blocks import EvictionCore
 
 SYNC = Setup(interval=32, blocks=1200, max_num_seqs=12, max_batched=512)
 ASYNC = replace(SYNC, asynchronous=True)
-BOTH = pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+BOTH = pytest.mark.parametrize("setup", [nightly(SYNC), ASYNC], ids=["sync", "async"])
 
 
 def headroom(core) -> int:

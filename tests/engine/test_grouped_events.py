@@ -95,8 +95,8 @@ def run(scenario: Scenario) -> int:
 
 def test_random_days() -> None:
     seen: list[int] = []
-    days.play(lambda scenario: seen.append(run(scenario)), 40)
-    assert sum(seen) > 1000
+    days.play(lambda scenario: seen.append(run(scenario)), 15)
+    assert sum(seen) > 300
 
 
 def test_events_of_a_prompt_name_every_group_once() -> None:

@@ -23,6 +23,8 @@ from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.timeline.quote import Quote
 from vllm_kvevict.timeline.step_plan import PLAN
 
+pytestmark = pytest.mark.nightly
+
 
 def caught(message: str) -> bool:
     """Whether random days end with this message, of the harness, the engine or vLLM's pool.
@@ -128,13 +130,11 @@ def test_accounting_catches_another_requests_budget(monkeypatch):
     assert caught("a store of another budget")
 
 
-@pytest.mark.nightly
 def test_accounting_catches_an_incomplete_window(monkeypatch):
     monkeypatch.setattr(RingQueue, "window_ready", lambda self, state, start, end: True)
     assert caught("evicts without its window")
 
 
-@pytest.mark.nightly
 def test_accounting_catches_a_store_taken_that_has_lost_a_block(monkeypatch):
     monkeypatch.setattr(PublishedStore, "intact", True)
     assert caught("has another owner")
@@ -156,7 +156,6 @@ def test_accounting_catches_a_store_that_is_not_held(monkeypatch):
     assert caught("a store is not held")
 
 
-@pytest.mark.nightly
 def test_accounting_catches_a_store_that_does_not_come_back(monkeypatch):
     wrap(monkeypatch, TieredStores, "copy", lambda self, plan: plan.loads.clear())
     assert caught("a store of other tokens|holds something else")
@@ -167,7 +166,6 @@ def test_accounting_catches_a_store_that_is_not_saved(monkeypatch):
     assert caught("a store that nobody saved")
 
 
-@pytest.mark.nightly
 def test_accounting_catches_a_store_that_is_copied_late(monkeypatch):
     """Not before it is asked for: others have had its blocks."""
     copies: dict[tuple[int, str], Any] = {}
@@ -186,7 +184,6 @@ def test_accounting_catches_a_store_that_is_copied_late(monkeypatch):
     assert caught("holds something else|overwritten or never computed")
 
 
-@pytest.mark.nightly
 def test_accounting_catches_blocks_that_are_taken_from_others(monkeypatch):
     def take(self: Any, shape: Any) -> Any:
         blocks = self._pool.blocks[1 : 1 + shape.blocks]
@@ -198,7 +195,6 @@ def test_accounting_catches_blocks_that_are_taken_from_others(monkeypatch):
     assert caught("has another owner|holds something else")
 
 
-@pytest.mark.nightly
 def test_accounting_catches_a_replay_that_does_not_hold_the_tail(monkeypatch):
     def stores(self: Any) -> list[Any]:
         return [block for one in self.groups.values() for block in one.store]

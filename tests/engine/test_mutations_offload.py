@@ -10,6 +10,8 @@ from tests.engine import days, offloaded
 from tests.engine.scenarios import Scenario, run
 from vllm_kvevict.engine.offload import OffloadGuard
 
+pytestmark = pytest.mark.nightly
+
 SETTLE = OffloadGuard.settle
 WRONG = "overwritten or never computed|holds something else|never heard|was not replayed"
 
@@ -39,7 +41,6 @@ def test_accounting_catches_an_eviction_before_its_copies(monkeypatch):
     assert caught(WRONG)
 
 
-@pytest.mark.nightly
 def test_accounting_catches_survivors_where_others_are_copied_from(monkeypatch):
     def own(self, evictions):
         mine = [self._status(eviction.request_id) for eviction in evictions]
@@ -63,7 +64,6 @@ def test_accounting_catches_what_is_stored_after_an_eviction(monkeypatch):
     assert caught(WRONG)
 
 
-@pytest.mark.nightly
 def test_accounting_catches_what_is_stored_over_a_store(monkeypatch):
     monkeypatch.setattr(OffloadGuard, "looked_up", lambda self, state: None)
     assert caught(WRONG)

@@ -15,13 +15,14 @@ from benchmarks.simulate.options import Options
 from tests.engine.cases import counters, engine, evictions, tokens
 from tests.engine.harness import Engine, Setup
 from tests.models import cached_tiny_llama
+from tests.nightly import nightly
 from vllm_kvevict.timeline.step_plan import PLAN
 
 SYNC = Setup(
     interval=16, blocks=200, max_num_seqs=8, max_batched=512, when="pressure", marks=(0.1, 0.2)
 )
 ASYNC = replace(SYNC, asynchronous=True)
-BOTH = pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+BOTH = pytest.mark.parametrize("setup", [nightly(SYNC), ASYNC], ids=["sync", "async"])
 NO_WINDOW = {"kv_eviction": "streaming-llm"}
 
 
@@ -193,7 +194,7 @@ def test_eviction_comes_before_queueing(setup, policy):
 
 
 @BOTH
-@pytest.mark.parametrize("policy", ["snapkv", "streaming-llm", "h2o"])
+@pytest.mark.parametrize("policy", ["snapkv", "streaming-llm", nightly("h2o")])
 def test_eviction_comes_before_preemption(setup, policy):
     """Every request alone fits; all of them do only where they are evicted."""
     load = [(tokens(150, n), 300) for n in range(8)]

@@ -28,7 +28,7 @@ def play(scenario: Scenario, totals: Counter[str]) -> None:
 
 def test_random_days():
     totals: Counter[str] = Counter()
-    days.play_until_seen(lambda scenario: play(scenario, totals), 60, totals, SEEN)
+    days.play_until_seen(lambda scenario: play(scenario, totals), 30, totals, SEEN)
     assert totals["remote_loads"] > 5 * totals["remote_failures"] > 0
 
 
@@ -121,6 +121,7 @@ def test_two_groups_survive_a_failed_transfer(monkeypatch):
         day()
 
 
+@pytest.mark.nightly
 def test_accounting_catches_loads_that_do_not_wait_for_evictions(monkeypatch):
     make = ShadowWorker.__init__
 

@@ -6,11 +6,14 @@ import pytest
 
 from tests.engine.cases import no_stop, tokens
 from tests.engine.harness import Engine, Setup
+from tests.nightly import covering
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.tools.plan.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 
 PROMPT, OUTPUT = 200, 60
 SETUP = Setup(budget=64, interval=24, blocks=128, max_num_seqs=32, max_batched=256, caching=False)
+
+SCHEDULERS = [pytest.param(False, id="sync"), pytest.param(True, id="async")]
 
 
 def planned(setup: Setup):
@@ -36,8 +39,10 @@ def run(setup: Setup, asked=None) -> tuple[int, int]:
     return peak, sum(request.num_preemptions for request in core.requests)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("rule", [dict(), dict(interval=0), dict(budget="50%"), dict(budget=40)])
+@pytest.mark.parametrize(
+    ("rule", "asynchronous"),
+    covering([dict(), dict(interval=0), dict(budget="50%"), dict(budget=40)], SCHEDULERS),
+)
 def test_planned_sequences_run_without_preemption(asynchronous, rule):
     setup = replace(SETUP, asynchronous=asynchronous, **rule)
     sequences = planned(setup).sequences(setup.blocks - 1)
@@ -45,9 +50,10 @@ def test_planned_sequences_run_without_preemption(asynchronous, rule):
     assert run(replace(setup, max_num_seqs=sequences)) == (sequences, 0)
 
 
-@pytest.mark.parametrize("shared", ["keep", "evict"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("rule", [dict(), dict(interval=0), dict(budget="50%")])
+@pytest.mark.parametrize(
+    ("rule", "asynchronous", "shared"),
+    covering([dict(), dict(interval=0), dict(budget="50%")], SCHEDULERS[::-1], ["keep", "evict"]),
+)
 def test_planned_sequences_over_one_context(asynchronous, rule, shared):
     """Each holds what it asks and says, and the context's store is held once."""
     context, question, output = 200, 30, 60

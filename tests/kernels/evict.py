@@ -38,6 +38,12 @@ KINDS = [
     *(pytest.param(policy, True, id=f"{policy} with networks") for policy in PROBES),
 ]
 """Policies that the kernels compute, and whether their probes have networks."""
+ONE_OF_A_KIND = [
+    one if one.id in ("snapkv", "ada-defensive", "probe", "ada-probe with networks")
+    else pytest.param(*one.values, id=one.id, marks=pytest.mark.nightly)
+    for one in KINDS
+]  # fmt: skip
+"""All of them, of which `make test` runs one for each way to score."""
 
 
 def worker(

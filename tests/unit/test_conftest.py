@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.nightly import nightly
-
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import os, signal, time
@@ -23,7 +21,8 @@ def test_one(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fatal", [nightly(0), 4])
+@pytest.mark.nightly
+@pytest.mark.parametrize("fatal", [0, 4])
 def test_a_process_that_ends_costs_one_test(tmp_path: Path, fatal: int) -> None:
     (tmp_path / "conftest.py").write_text(
         "from tests.conftest import SharedServers, pytest_xdist_make_scheduler\n"

@@ -51,6 +51,7 @@ def build(folder: Path, umask: int, epoch: int | None) -> dict[str, Path]:
     return {file.name: file for file in (folder / "dist").iterdir()}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_clones_build_the_same_bytes(tmp_path: Path) -> None:
     here = build(copy_of_the_sources(tmp_path / "here", 0o644, 10**9), 0o022, EPOCH)

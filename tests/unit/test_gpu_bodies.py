@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import nightly
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
 
-def test_every_body_runs():
+@pytest.mark.parametrize("cases", [1, nightly(2)])
+def test_every_body_runs(cases):
     environment = os.environ | {
+        "KVEVICT_CASES": str(cases),
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "triton_cpu")]),
     }
@@ -22,4 +26,4 @@ def test_every_body_runs():
     command += ["-q", "-n", "0", "-p", "no:cacheprovider"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 40, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20 + 10 * cases, done.stdout[-3000:]

@@ -130,6 +130,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.slow
 def test_wheel_contains_every_module_and_nothing_else(wheel: Path) -> None:
     tree = ROOT / "vllm_kvevict"
     data = ("profiles/*.json", "tools/inspect/page.html")
@@ -177,6 +178,7 @@ def test_an_installed_wheel_evicts(wheel: Path, tmp_path: Path, tiny_model: Path
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_a_process_left_behind_is_ended(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     daemon = (

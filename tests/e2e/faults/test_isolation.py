@@ -29,15 +29,14 @@ OPTIONS = dict(max_model_len=2048, max_num_batched_tokens=512)
 
 @pytest.fixture(scope="module")
 def truth(tiny_model) -> list[list[int]]:
-    """Every tenant's tokens, each request alone, without prefix caching; the oracle agrees."""
+    """Every tenant's tokens without prefix caching; the oracle, which takes them alone, agrees."""
     oracle = MaskedModel(tiny_model)
-    answers = []
+    prompts, asked = map(list, zip(*LOAD, strict=True))
     with engine(tiny_model, SETTINGS, **OPTIONS) as run:
-        for prompt, asked in LOAD:
-            answers += run.generate([prompt], NEW, [asked])
-            (lives,) = run.lives()
-            assert bool(lives[0].evictions) == (asked != asks("none"))
-            assert check_tokens(oracle, prompt, answers[-1], lives) == (NEW, NEW)
+        answers = run.generate(prompts, NEW, asked)
+        for prompt, mine, answer, lives in zip(prompts, asked, answers, run.lives(), strict=True):
+            assert bool(lives[0].evictions) == (mine != asks("none"))
+            assert check_tokens(oracle, prompt, answer, lives) == (NEW, NEW)
     assert len({tuple(answer) for answer in answers[:6]}) >= 5, "budgets change tokens"
     return answers
 

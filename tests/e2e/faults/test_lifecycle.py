@@ -102,6 +102,7 @@ def short_tmp() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_a_killed_worker(tiny_model, tmp_path, short_tmp):
     env = dict(TMPDIR=str(short_tmp))

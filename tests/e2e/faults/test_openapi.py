@@ -165,7 +165,7 @@ def test_no_server_error_of_ours(ample, tiny_model, tmp_path):
     before = complete(ample, prompt)
     with urllib.request.urlopen(ample.url + "/openapi.json", timeout=30) as answer:
         published = answer.read()
-    everything = run(ample, narrowed(json.loads(published)), tmp_path / "all", size(5, 200))
+    everything = run(ample, narrowed(json.loads(published)), tmp_path / "all", size(3, 200))
     front = plain(narrowed(json.loads(published)))
     ours = run(ample, front, tmp_path / "ours", size(25, 1000))
     for name, entries in (("all", everything), ("ours", ours)):

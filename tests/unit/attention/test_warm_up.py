@@ -98,6 +98,7 @@ def serve(backend: Backend, batch: Ragged, seed: int, size: int) -> None:
         backend.forward(layer, query, batch.cache, metadata)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @pytest.mark.parametrize("kernel", ["flash", "triton"])

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.server import Server, ServerFailed
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,7 @@ def test_the_context_ends_every_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how, mood", [(signal.SIGTERM, "polite"), (signal.SIGKILL, "stubborn")], ids=str
+    "how, mood", [(signal.SIGTERM, "polite"), nightly(signal.SIGKILL, "stubborn")], ids=str
 )
 def test_a_killed_test_leaves_no_server_behind(tmp_path, how, mood):
     holder = subprocess.Popen(
@@ -104,7 +105,7 @@ def test_an_interrupted_start_leaves_no_server_behind(tmp_path, monkeypatch):
 
 
 def test_a_server_that_never_gets_ready_is_ended(tmp_path):
-    server = fake(tmp_path / "log", "ill", timeout_s=3)
+    server = fake(tmp_path / "log", "ill", timeout_s=1)
     with pytest.raises(ServerFailed):
         server.__enter__()
     assert members(server.process.pid) == []

@@ -45,6 +45,7 @@ def test_no_name_and_no_answer_is_both_learned_and_measured() -> None:
     assert not [one for one in common if not one.isdigit()]
 
 
+@pytest.mark.nightly
 def test_no_prose_is_both_learned_and_measured() -> None:
     def runs(texts) -> set[tuple[str, ...]]:
         """Eight words in a row."""

@@ -127,6 +127,7 @@ def test_a_policy_that_does_not_load(installed: None, name: str, says: str) -> N
         build_policy(config(name))
 
 
+@pytest.mark.slow
 def test_nobody_else_imports_it(site: Path) -> None:
     """Flags with their help, and a server with a built-in policy, import no other package."""
     code = (

@@ -123,6 +123,7 @@ def test_the_target_of_replicas_follows_from_the_plan(tmp_path, capsys):
     assert target == int(0.75 * planned["with_eviction"]["sequences"])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
 @pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
 def test_ray_takes_the_files(file, monkeypatch):
@@ -152,6 +153,7 @@ def test_ray_takes_the_files(file, monkeypatch):
     assert engine.get_initialization_kwargs()["distributed_executor_backend"] == "ray"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
 @pytest.mark.parametrize(
     "eviction, says",

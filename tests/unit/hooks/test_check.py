@@ -11,6 +11,7 @@ import vllm_kvevict
 from dev.hooks.check import missing
 from dev.hooks.listing import HOOKS
 from dev.hooks.source import Source
+from tests.nightly import nightly
 
 ROOT = Path(vllm.__file__).parent
 OURS = Path(vllm_kvevict.__file__).parent
@@ -20,12 +21,12 @@ SOURCES = OURS.parent / ".cache" / "vllm-source"
 
 TAKEN = [
     ("v1/core/sched/scheduler.py", "_get_local_prefix_cache_hit", "Scheduler"),
-    ("v1/core/sched/scheduler.py", "need_mamba_block_aligned_split", "Scheduler"),
-    ("v1/core/kv_cache_coordinator.py", "group_block_sizes", "KVCacheCoordinator"),
+    nightly("v1/core/sched/scheduler.py", "need_mamba_block_aligned_split", "Scheduler"),
+    nightly("v1/core/kv_cache_coordinator.py", "group_block_sizes", "KVCacheCoordinator"),
     ("v1/attention/backend.py", "block_table_tensor", "CommonAttentionMetadata"),
-    ("v1/worker/gpu_worker.py", "determine_available_memory", "Worker"),
+    nightly("v1/worker/gpu_worker.py", "determine_available_memory", "Worker"),
     ("v1/engine/__init__.py", "resumable", "EngineCoreRequest"),
-    ("config/parallel.py", "worker_cls", "ParallelConfig"),
+    nightly("config/parallel.py", "worker_cls", "ParallelConfig"),
 ]
 
 

@@ -24,6 +24,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(STEPS)
 def test_reports_add_up(steps):
     counters = Counters()

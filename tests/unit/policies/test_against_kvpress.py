@@ -47,10 +47,13 @@ PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
 WINDOW, STORE_TOKENS = 32, 128
 PROMPT = random_prompt(WINDOW + 18 * 32, seed=18)
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists() and "CI" not in os.environ,
-    reason="kvpress is not installed: run `make setup-kvpress`",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON.exists() and "CI" not in os.environ,
+        reason="kvpress is not installed: run `make setup-kvpress`",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

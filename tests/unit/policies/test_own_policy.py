@@ -36,6 +36,7 @@ def test_the_page_adds_a_policy_and_its_adaptive_twin(installed):
             assert columns.tolist() == sorted(smallest)
 
 
+@pytest.mark.slow
 def test_an_engine_evicts_with_it(installed, tiny_model):
     """In this process, after prefill and in decode; every block comes back."""
     from tests.models import random_prompt

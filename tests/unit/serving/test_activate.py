@@ -263,6 +263,7 @@ def test_a_version_that_is_not_fully_tested_gives_one_warning(
     assert len(warnings) == 1 and "vLLM 0.33.0" in warnings[0]
 
 
+@pytest.mark.slow
 def test_installed_but_not_asked_for(model: str) -> None:
     """In a fresh process, as the entry point loads it: nothing wrapped acts, nothing speaks."""
     code = f"""

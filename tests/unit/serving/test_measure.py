@@ -283,6 +283,7 @@ def test_what_takes_longer_than_the_limit_is_ended(records: Any) -> None:
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 def test_what_is_expected_to_take_longer_is_ended_early(records: Any) -> None:
     bars = [bar("probes", done, 24) for done in range(24)]
     started = time.monotonic()
@@ -333,6 +334,7 @@ def test_too_slow_is_remembered_until_the_limit_is_higher(
     assert "it would take about 500 s, and the limit is 100 s (--kv-eviction-measure-s" in said[0]
 
 
+@pytest.mark.slow
 def test_ranks_of_calibrate_end_with_it(tmp_path: Path) -> None:
     """Also processes that calibrate started."""
     script = (

@@ -82,6 +82,7 @@ def test_points_depend_on_lengths_alone(rule, prompt_len, replayed, chunk, share
     assert fresh.points == tuple(n for n in walk.evicted_at if n < end)
 
 
+@pytest.mark.slow
 @PROFILE
 @given(streaming(), st.integers(1, 900), st.integers(0, 60), st.integers(1, 300))
 def test_a_prompt_holds_its_budget_and_one_interval(rule, prompt_len, replayed, chunk):

@@ -177,6 +177,7 @@ def test_evicts_at_a_point_of_its_own_whatever_the_chunks(rule, prompt_len, repl
     assert walk.evicted_at == expected
 
 
+@pytest.mark.slow
 @settings(PROFILE, max_examples=200)
 @given(
     timelines(),
@@ -201,6 +202,7 @@ def test_never_holds_more_than_peak_blocks_with_a_point(
     assert peak_blocks(request, walk.n) - walk.held <= 1
 
 
+@pytest.mark.slow
 @settings(PROFILE, max_examples=200)
 @given(timelines(), st.integers(1, 500), st.integers(0, 60), st.integers(1, 200), st.integers(0, 1))
 def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in_flight):

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from tests.interpreted.fakes import Backend, common_of
+from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from tests.pretend_launches import stub_launches
 from tests.ragged import random_ragged
@@ -55,8 +56,11 @@ MADE = {
     "xformers": (Backend, "xformers"),
 }
 CASES = [
-    *product(["flash", "our kernel", "triton"], ["", "sinks", "fp8"]),
-    *product(["xformers"], ["gathered", "paged"]),
+    pytest.param(*case)
+    for case in (
+        *product(["flash", "our kernel", "triton"], ["", "sinks", "fp8"]),
+        *product(["xformers"], ["gathered", "paged"]),
+    )
 ]
 
 
@@ -75,9 +79,18 @@ def test_launches_take_no_tensor_of_the_host(launched, monkeypatch):
     assert launched == ["_starts_kernel"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0], ids=["none evicted", "some", "all"])
-@pytest.mark.parametrize("counts", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("kernel, options", CASES)
+@pytest.mark.parametrize(
+    ("kernel", "options", "counts", "share"),
+    covering(
+        CASES,
+        [pytest.param(counts, id=name) for name, counts in STEPS.items()],
+        [
+            pytest.param(0.6, id="some"),
+            pytest.param(1.0, id="all"),
+            pytest.param(0.0, id="none evicted"),
+        ],
+    ),
+)
 def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monkeypatch):
     host = random_ragged(3, requests=6, longest_tail=60, evicted_share=share)
     evicted, single = host.tail_start[host.rows.long()] > 0, torch.tensor(counts) == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models import random_prompt
+from tests.nightly import nightly
 from tests.oracles.engine import engine
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.report import Reporter
@@ -76,8 +77,8 @@ def expected(tiny_model) -> Any:
     [
         (SETTINGS, None),
         (ADAPTIVE, None),
-        (SETTINGS, lambda c: torch.zeros(c.num_heads, c.num_candidates + 1)),
-        (SETTINGS, lambda c: torch.zeros(c.num_candidates)),
+        nightly(SETTINGS, lambda c: torch.zeros(c.num_heads, c.num_candidates + 1)),
+        nightly(SETTINGS, lambda c: torch.zeros(c.num_candidates)),
         (SETTINGS, lambda c: "no tensor"),
     ],
 )

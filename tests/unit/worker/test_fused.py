@@ -15,6 +15,7 @@ from tests.kernels.evict import (
     GROUP,
     HEADS,
     KINDS,
+    ONE_OF_A_KIND,
     PROBES,
     ROWS,
     WINDOW,
@@ -23,6 +24,7 @@ from tests.kernels.evict import (
     steps,
     worker,
 )
+from tests.nightly import covering, some
 from tests.turned import Turned
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.config.names import POLICY_NAMES
@@ -36,6 +38,7 @@ from vllm_kvevict.worker.workspace import EvictionSizes
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
+FP8 = [pytest.param(False, id="float32"), pytest.param(True, id="fp8")]
 WAYS = [
     pytest.param(512, False, id="together"),
     pytest.param(1, True, id="one by one, in place"),
@@ -45,9 +48,9 @@ WAYS = [
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
-@pytest.mark.parametrize(("longest", "in_place"), WAYS)
-@pytest.mark.parametrize(("policy", "networks"), KINDS)
+@pytest.mark.parametrize(
+    ("policy", "networks", "longest", "in_place", "fp8"), covering(KINDS, WAYS, FP8)
+)
 def test_same_caches_and_tables_as_the_reference(
     policy, networks, longest, fp8, in_place, monkeypatch
 ):
@@ -71,8 +74,9 @@ def test_same_caches_and_tables_as_the_reference(
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("longest", [512, 1], ids=["together", "one by one"])
-@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", "defensive", "pyramidkv"])
+@pytest.mark.parametrize(
+    ("policy", "longest"), covering(["snapkv", "ada-snapkv", "defensive", "pyramidkv"], [512, 1])
+)
 def test_heads_keep_fixed_shares(policy, longest, monkeypatch):
     """Where their policy follows them: by the kernels, and as by the PyTorch operations."""
     plain = worker(policy, fused=False, shares=True)
@@ -91,9 +95,14 @@ def test_heads_keep_fixed_shares(policy, longest, monkeypatch):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
-@pytest.mark.parametrize("dims, neox", [(64, False), (32, True), (16, False)])
-@pytest.mark.parametrize("window", ["auto", "none", "now and then"])
+@pytest.mark.parametrize(
+    ("window", "dims", "neox", "fp8"),
+    covering(
+        ["now and then", "auto", "none"],
+        [pytest.param(64, False), pytest.param(32, True), pytest.param(16, False)],
+        FP8,
+    ),
+)
 def test_probes_take_rotations_out(window, dims, neox, fp8, monkeypatch):
     """All dimensions or some, in halves or neighbours; with a window, without, or where it is."""
     options = dict(dims=dims, neox=neox, fp8=fp8, shares=True)
@@ -154,8 +163,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
-@pytest.mark.parametrize("window", ["auto", "none", "now and then"])
+@pytest.mark.parametrize(("window", "fp8"), covering(["auto", "none", "now and then"], FP8))
 def test_networks_run_on_the_kernels(window, fp8, monkeypatch):
     """Networks change what is kept, with a window, without one, and under keys alone."""
     options = dict(fp8=fp8, probe_window="none" if window == "none" else "auto")
@@ -178,8 +186,10 @@ def test_networks_run_on_the_kernels(window, fp8, monkeypatch):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("policy", "networks"), KINDS)
-@pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
+@pytest.mark.parametrize(
+    ("policy", "networks", "shares"),
+    covering(ONE_OF_A_KIND, [pytest.param(True, id="shares"), pytest.param(False, id="")]),
+)
 def test_the_warm_up_runs_what_evictions_run(policy, networks, shares):
     made = worker(policy, fused=True, shares=shares, networks=networks)
     with Operations() as warm:
@@ -192,7 +202,7 @@ def test_the_warm_up_runs_what_evictions_run(policy, networks, shares):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("policy", PROBES)
+@pytest.mark.parametrize("policy", some(PROBES, "probe"))
 def test_the_warm_up_loads_the_kernels_of_probes_with_prose_and_without(policy, monkeypatch):
     """Which of them a launch takes follows from the probes of a head."""
     made, seen, layers = worker(policy, fused=True), [], GroupProbes.layers

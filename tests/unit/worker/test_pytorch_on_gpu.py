@@ -6,6 +6,7 @@ import torch
 from tests.kernels.evict import FUSED, assert_same, run, steps, worker
 from tests.meta_eviction import Operations
 from tests.meta_eviction import worker as meta_worker
+from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from vllm_kvevict.ops import pieces
 from vllm_kvevict.ops.torch import score
@@ -22,9 +23,14 @@ SIZES = {
 """Numbers in memory at once, and columns of the layers that are evicted together."""
 
 
-@pytest.mark.parametrize(("numbers", "columns"), SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("policy", [*FUSED, *OTHERS])
-@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize(
+    ("policy", "numbers", "columns", "fp8"),
+    covering(
+        [*FUSED, *OTHERS],
+        [pytest.param(*SIZES[name], id=name) for name in reversed(SIZES)],
+        [pytest.param(False, id="float32"), pytest.param(True, id="fp8")],
+    ),
+)
 def test_the_result_is_that_of_one_layer_at_a_time(policy, fp8, numbers, columns, monkeypatch):
     plain, plans = worker(policy, fused=False, fp8=fp8), steps(policy, in_place=True)
     run(plain, plans)
@@ -37,8 +43,10 @@ def test_the_result_is_that_of_one_layer_at_a_time(policy, fp8, numbers, columns
     assert_same(made, plain)
 
 
-@pytest.mark.parametrize(("numbers", "columns"), SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("window", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("numbers", "columns", "window"),
+    covering([pytest.param(*size, id=name) for name, size in SIZES.items()], ["auto", "none"]),
+)
 def test_networks_of_several_layers_are_evaluated_together(window, numbers, columns, monkeypatch):
     options = dict(fused=False, networks=True, probe_window=window)
     plain, plans = worker("probe", **options), steps("probe")

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.interpreted.fakes import Backend, common_of
 from tests.kernels.evict import BLOCK, BLOCKS, GROUP, GROUPS, HEADS, NAMES, ROWS, SIZE, steps
 from tests.kernels.evict import worker as eviction_of
+from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from tests.pretend_launches import stub_launches
 from tests.ragged import Ragged, random_ragged
@@ -95,10 +96,15 @@ def outputs(policy, in_place):
     return made
 
 
-@pytest.mark.parametrize("kernel, rows", [("flash", "V1"), ("triton", "V2")])
-@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
-@pytest.mark.parametrize("policy", ["snapkv", "ada-defensive", "probe"])
+@pytest.mark.parametrize(
+    ("kernel", "rows", "fp8", "in_place", "policy"),
+    covering(
+        [pytest.param("flash", "V1"), pytest.param("triton", "V2")],
+        [pytest.param(False, id="float32"), pytest.param(True, id="fp8")],
+        [pytest.param(False, id=""), pytest.param(True, id="in place")],
+        ["snapkv", "ada-defensive", "probe"],
+    ),
+)
 def test_steps_wait_for_nothing(policy, in_place, fp8, kernel, rows, monkeypatch):
     monkeypatch.setitem(extension._namespaces, "cuda", extension._namespaces["cpu"])
     monkeypatch.setattr(extension, "_load_installed", lambda: None)

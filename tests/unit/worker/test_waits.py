@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.evict import KINDS, NAMES, ROWS, assert_same, run, steps, worker
+from tests.kernels.evict import NAMES, ONE_OF_A_KIND, ROWS, assert_same, run, steps, worker
+from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from vllm_kvevict.attention import gpu_buffers
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
@@ -128,8 +129,10 @@ def test_tensors_of_two_devices_do_not_meet(watch):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
-@pytest.mark.parametrize(("policy", "networks"), KINDS)
+@pytest.mark.parametrize(
+    ("policy", "networks", "shares"),
+    covering(ONE_OF_A_KIND, [pytest.param(True, id="shares"), pytest.param(False, id="")]),
+)
 def test_evictions_wait_for_nothing(policy, networks, shares, monkeypatch):
     options = dict(shares=shares, networks=networks)
     plain, plans = worker(policy, fused=False, **options), steps(policy)

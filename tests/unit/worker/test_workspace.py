@@ -10,7 +10,7 @@ from tests.kernels.evict import (
     BLOCK,
     GROUP,
     HEADS,
-    KINDS,
+    ONE_OF_A_KIND,
     SIZE,
     WINDOW,
     assert_same,
@@ -20,6 +20,7 @@ from tests.kernels.evict import (
 )
 from tests.meta_eviction import Operations
 from tests.meta_eviction import worker as meta_worker
+from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.cuda import extension
@@ -48,14 +49,16 @@ def mine(policy: str, made: int = 0) -> tuple[EvictionConfig, EvictionSizes]:
 
 NAMES_OF_A_GROUP = ["layer.0", "layer.2"]
 BY_WINDOW = [
-    *(pytest.param(*kind.values, "auto", id=kind.id) for kind in KINDS),
+    *(pytest.param(*kind.values, "auto", id=kind.id, marks=kind.marks) for kind in ONE_OF_A_KIND),
     pytest.param("probe", True, "none", id="probe with networks, by keys alone"),
 ]
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("fused", [False, True], ids=["pytorch", "kernels"])
-@pytest.mark.parametrize(("policy", "networks", "probe_window"), BY_WINDOW)
+@pytest.mark.parametrize(
+    ("policy", "networks", "probe_window", "fused"),
+    covering(BY_WINDOW, [pytest.param(False, id="pytorch"), pytest.param(True, id="kernels")]),
+)
 def test_nothing_is_allocated_while_serving(policy, networks, probe_window, fused, monkeypatch):
     """Not by the driver; and what the pool holds is at most what was allocated at start-up."""
     monkeypatch.setitem(extension._namespaces, "cuda", extension._namespaces["cpu"])
@@ -97,8 +100,10 @@ def step(plan):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
-@pytest.mark.parametrize(("policy", "networks"), KINDS)
+@pytest.mark.parametrize(
+    ("policy", "networks", "in_place"),
+    covering(ONE_OF_A_KIND, [pytest.param(False, id=""), pytest.param(True, id="in place")]),
+)
 def test_long_evictions_go_through_in_pieces(policy, networks, in_place, monkeypatch):
     """A workspace for one layer of one request, by layers that keep shares of their own."""
     plain = worker(policy, fused=False, shares=True, networks=networks)
@@ -138,9 +143,10 @@ def test_layers_at_once_fit(tokens):
     assert LLAMA.layers_at_once(tokens, LLAMA.kernel_workspace(tokens)) > 8
 
 
-@pytest.mark.parametrize("tokens", [512, 8192, 131072])
-@pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe", "tova"])
+@pytest.mark.parametrize(
+    ("policy", "heads", "tokens"),
+    covering(["ada-probe", "ada-defensive", "ada-snapkv", "tova"], [8, 1], [8192, 131072, 512]),
+)
 def test_pytorch_operations_hold_no_more_than_is_said(policy, heads, tokens):
     made, eviction = meta_worker(policy, num_tokens=tokens, heads=heads)
     config = EvictionConfig(policy=policy)
