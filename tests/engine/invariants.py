@@ -198,6 +198,8 @@ class Invariants:
                 continue
             first = timeline.next_eviction if life.took else timeline.next_prefill_eviction
             request = self.scheduler.requests[request_id]
+            if life.took and group not in life.due and group not in parts:
+                first = self._missed(request, group, timeline, entry.prefill_end, end) or first
             if self.expected.asked(request).prefill_interval:
                 before = life.tails.get(group, 0) if life.took else 0
                 points = self.expected.points(group, request)
@@ -227,6 +229,18 @@ class Invariants:
                 life.postponed = True
                 life.put_off.setdefault(group, set()).add(due)
                 self.tally.put_off += 1
+
+    def _missed(
+        self, request: Any, group: int, timeline: Any, prefill_end: int, end: int
+    ) -> int | None:
+        """The eviction after that of a store which a step takes, if the step reaches it at once."""
+        asked, bs = self.expected.asked(request), self.setup.block_size
+        stride = -(-asked.interval_or(self.setup.interval) // bs) * bs
+        if asked.pressure or asked.prefill_interval or not stride:
+            return None
+        due = max(timeline.computed_valid + stride, prefill_end)
+        gives = due <= end and self.expected.gives(group, request, due, timeline.tail_start)
+        return due if gives and due + 1 < timeline.max_length else None
 
     def _must(self, request_id: str) -> bool:
         """Whether evictions of a request run at a loss, too."""
