@@ -236,7 +236,7 @@ class Invariants:
         """The eviction after that of a store which a step takes, if the step reaches it at once."""
         asked, bs = self.expected.asked(request), self.setup.block_size
         stride = -(-asked.interval_or(self.setup.interval) // bs) * bs
-        if asked.pressure or asked.prefill_interval or not stride:
+        if self.setup.shared != "keep" or asked.pressure or asked.prefill_interval or not stride:
             return None
         due = max(timeline.computed_valid + stride, prefill_end)
         gives = due <= end and self.expected.gives(group, request, due, timeline.tail_start)

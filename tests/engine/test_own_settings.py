@@ -210,6 +210,25 @@ def test_a_policy_without_a_window_takes_no_ring():
 
 
 @BOTH
+def test_evictions_inside_a_named_context_say_so(setup):
+    """A point one token before the end names no context."""
+    core = engine(replace(setup, blocks=99, max_batched=512))
+    for number, at in enumerate((100, 159, 160)):
+        core.add(tokens(160, number), 40, asked={"kv_eviction_at": at})
+    core.add(tokens(160, 3), 40)
+    found = []
+    while core.scheduler.has_unfinished_requests():
+        if plan := getattr(core.step(), PLAN, None):
+            found += [(e.request_id, e.num_tokens, e.in_context) for e in plan.evictions]
+    first = {}
+    for request, length, inside in found:
+        first.setdefault(request, (length, inside))
+    assert [*first.values()] == [(100, True), (159, False), (160, False), (160, False)]
+    assert not any(inside for _, length, inside in found if length > 100)
+    core.settle()
+
+
+@BOTH
 def test_own_budgets_in_two_groups(setup):
     core = engine(replace(setup, second_budget=72, blocks=99, max_batched=512))
     core.add(tokens(160), 4, asked=AT_100 | {"kv_eviction_protect_first": 5})

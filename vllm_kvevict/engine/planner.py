@@ -212,8 +212,8 @@ class StepPlanner:
         sizes = [self._core.managers[eviction.group_id].block_size for eviction in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         policy, first = state.options.policy, state.options.protect_first
-        share = kept_share(state.timelines, end)
-        return Eviction(state.request_id, end, ring, evictions, policy, first, share)
+        share, in_context = kept_share(state.timelines, end), end <= state.context_end
+        return Eviction(state.request_id, end, ring, evictions, policy, first, share, in_context)
 
     def retire(self, plan: StepPlan) -> None:
         """Free the blocks that the evictions of a processed step replaced."""

@@ -159,7 +159,7 @@ class Probes:
         """Return the weight of prose in an eviction."""
         if len(self.by_weight) == 1:
             return 0.0
-        return prose_weight(eviction.share, eviction.num_tokens)
+        return prose_weight(eviction.share, eviction.num_tokens, eviction.in_context)
 
     def at(self, eviction: Eviction) -> Mapping[str, LayerProbe]:
         """The probes of an eviction."""

@@ -128,6 +128,12 @@ def test_prose_counts_in_full_where_many_are_kept() -> None:
     assert probe_weights.prose_weight(1 / 8, 1400) == 0.3
 
 
+def test_only_the_share_counts_inside_a_named_context() -> None:
+    for share, expected in ((1 / 16, 0), (1 / 8, 0.3), (1 / 4, 1)):
+        assert probe_weights.prose_weight(share, 16_000, in_context=True) == expected
+        assert probe_weights.prose_weight(share, 16_000) == 1
+
+
 def test_prose_counts_the_more_the_more_is_kept() -> None:
     shares = (0, 1 / 16, 1 / 8, 1 / 4, 2)
     weights = {share: probe_weights.prose_weight(share, 100) for share in shares}
