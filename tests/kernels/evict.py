@@ -194,8 +194,11 @@ def steps(policy: str, in_place: bool = False) -> list[StepPlan]:
 
 def run(made: WorkerEviction, plans: list[StepPlan]) -> None:
     """The steps, with no forward pass in them."""
+    new = [SimpleNamespace(req_id=id_, prompt_token_ids=[ord(id_)]) for id_ in "abc"]
     for plan in plans:
-        made.begin_step(SimpleNamespace(**{PLAN: plan}))
+        made.begin_step(
+            SimpleNamespace(**{PLAN: plan}, finished_req_ids=(), scheduled_new_reqs=new)
+        )
         made.end_step(None)
         made.evict()
 
