@@ -90,8 +90,8 @@ def check_given_cache(
     extra = tables + op_bytes
     logger.info(
         "KV eviction: --kv-cache-memory-bytes (%d) is the size of the KV cache and of the floats "
-        "of cached tokens, in addition to which eviction takes %d bytes for tables and %d bytes for "
-        "attention kernels from the %d bytes that are free",
+        "of cached tokens, in addition to which eviction takes %d bytes for tables and %d bytes "
+        "for attention kernels from the %d bytes that are free",
         given,
         tables,
         op_bytes,
