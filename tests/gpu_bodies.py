@@ -3,9 +3,9 @@
 Tensors on ``cuda`` are CPU tensors, Triton's interpreter runs its kernels, and the CUDA kernels are
 those compiled for the host. A body that reaches something that only a device can do (the replay of
 a graph, an engine) ends there and passes. Fixtures, imports, signatures and arguments are thereby
-those of a run on a GPU. Of each test one case is run, or as many as ``KVEVICT_CASES`` says. Results
-are compared by shape only, because the interpreter's products in bfloat16 are wrong; other tests
-compare them on the CPU.
+those of a run on a GPU. Of each test one case is run, or as many as ``KVEVICT_CASES`` says, and
+those of ``ALSO``. Results are compared by shape only, because the interpreter's products in
+bfloat16 are wrong; other tests compare them on the CPU.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ from tests import conftest, ragged
 from vllm_kvevict.ops.cuda import extension
 
 CASES = int(os.environ.get("KVEVICT_CASES", "1"))
+ALSO = ("ada-probe--128-fp8", "ada-probe with networks--128-fp8")
+"""Parts of the names of cases that run in addition: those that failed on a GPU, or never ran."""
 LEFT_OUT = ("131072", "long_requests", "many_splits", "decode_blocks_and_groups", "opcheck")
 """Parts of the names of tests that emulated kernels cannot run, because their tensors are too large
 or because they trace CUDA."""
@@ -107,7 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
         seen[name] += 1
-        few = seen[name] <= CASES and not any(part in name for part in LEFT_OUT)
+        wanted = seen[name] <= CASES or any(part in item.name for part in ALSO)
+        few = wanted and not any(part in name for part in LEFT_OUT)
         (kept if few else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)

@@ -86,11 +86,14 @@ def worker(
     )
     eviction = Eviction("a", num_tokens, 1, [due], policy, 0, share=0.125)
     made = WorkerEviction(policies, {0: state}, caches, rings, stats, rows, probes=probes)
+    if made._prompts is not None:
+        new = [SimpleNamespace(req_id="a", prompt_token_ids=[1])]
+        made._prompts.begin_step(SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=new))
     return made, eviction
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that are not views, and the bytes of their results that are alive."""
+    """Counts the device's operations that are not views, and the bytes of their live results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +109,9 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         returns = func._schema.returns
         alias = returns[0].alias_info if returns else None
-        if alias is None or alias.is_write:
+        leaves = tree_leaves((args, kwargs, result))
+        on_device = any(isinstance(leaf, torch.Tensor) and not leaf.is_cpu for leaf in leaves)
+        if on_device and (alias is None or alias.is_write):
             self.names[func.name().split(".")[0]] += 1
         known = {
             id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)

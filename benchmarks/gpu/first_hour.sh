@@ -12,6 +12,7 @@
 #                    from .gpu/one/*.tar.xz, which prepare.sh makes
 #   TESTS            arguments of pytest instead of "tests/gpu"
 #   ATTENTION_ARGS, TUNE_ARGS, EVICTION_ARGS, SERVING_ARGS, SMOKE_ARGS   are added to each command
+#   DRY=1            writes each command to OUT/PART.log, quoted, instead of running it
 set -uo pipefail
 started=$(date +%s)
 cd "$(dirname "$0")/../.."
@@ -29,19 +30,31 @@ fi
 until=$((started + ${DEADLINE:-570} - 10))
 [[ ${EARLIER:-} ]] && cp -n "$EARLIER"/*.json "$OUT/" 2>/dev/null
 
+# Runs a command, or writes it, with the program on its standard input if it reads one.
+run() {
+    if [[ ! ${DRY:-} ]]; then
+        "$@"
+        return
+    fi
+    printf '%q ' "$@"
+    echo
+    if [[ ${2:-} == - ]]; then cat; fi
+}
+export -f run
+
 unpack() {
-    mkdir -p "$SITE"
+    run mkdir -p "$SITE"
     local archive
     for archive in .gpu/one/*.tar.xz; do
-        xz -dc -T0 "$archive" | tar -x -C "$SITE" || return
+        run tar -x -I "xz -T0" -f "$archive" -C "$SITE" || return
     done
-    cp "$SITE/_C.abi3.so" vllm_kvevict/ops/cuda/
+    run cp "$SITE/_C.abi3.so" vllm_kvevict/ops/cuda/
 }
 
 env_() {
-    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.limit --format=csv
-    nvcc --version | tail -n 2
-    "$PYTHON" - <<'PY'
+    run nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.limit --format=csv
+    run nvcc --version | tail -n 2
+    run "$PYTHON" - <<'PY'
 from importlib import metadata
 import torch, triton, vllm
 print("vllm", vllm.__version__, "torch", torch.__version__, "triton", triton.__version__)
@@ -56,42 +69,42 @@ PY
 
 tests_() {
     # shellcheck disable=SC2086
-    "$PYTHON" -m pytest -p no:cacheprovider -m gpu -n 8 --dist load -v --timeout 150 \
+    run "$PYTHON" -m pytest -p no:cacheprovider -m gpu -n 8 --dist load -v --timeout 150 \
         --tb short --durations 8 ${TESTS:-tests/gpu}
 }
 
 attention() {
     # shellcheck disable=SC2086
-    "$PYTHON" -m benchmarks.gpu.attention --until "$until" --output "$OUT/attention.json" ${ATTENTION_ARGS:-}
+    run "$PYTHON" -m benchmarks.gpu.attention --until "$until" --output "$OUT/attention.json" ${ATTENTION_ARGS:-}
 }
 
 tune() {
     # shellcheck disable=SC2086
-    "$PYTHON" -m benchmarks.gpu.tune --until "$until" --output "$OUT/tune.json" ${TUNE_ARGS:-}
+    run "$PYTHON" -m benchmarks.gpu.tune --until "$until" --output "$OUT/tune.json" ${TUNE_ARGS:-}
 }
 
 eviction() {
     # shellcheck disable=SC2086
-    "$PYTHON" -m benchmarks.gpu.eviction --until "$until" --output "$OUT/eviction.json" ${EVICTION_ARGS:-}
+    run "$PYTHON" -m benchmarks.gpu.eviction --until "$until" --output "$OUT/eviction.json" ${EVICTION_ARGS:-}
 }
 
 smoke() {
     # shellcheck disable=SC2086
-    "$PYTHON" -m benchmarks.gpu.serving --output "$OUT/smoke.json" --loads 2000/64/4/8 \
+    run "$PYTHON" -m benchmarks.gpu.serving --output "$OUT/smoke.json" --loads 2000/64/4/8 \
         --only 8x-2000 --until "$until" ${SMOKE_ARGS:-}
 }
 
 serving() {
     # shellcheck disable=SC2086
-    "$PYTHON" -m benchmarks.gpu.serving --until "$until" --output "$OUT/serving.json" ${SERVING_ARGS:-}
+    run "$PYTHON" -m benchmarks.gpu.serving --until "$until" --output "$OUT/serving.json" ${SERVING_ARGS:-}
 }
 
 sanitizer() {
-    compute-sanitizer --tool memcheck "$PYTHON" -m pytest -p no:cacheprovider -m gpu -q -x \
+    run compute-sanitizer --tool memcheck "$PYTHON" -m pytest -p no:cacheprovider -m gpu -q -x \
         ${SANITIZED:-tests/gpu/test_kernels.py -k scores}
 }
 
-report() { "$PYTHON" -m benchmarks.gpu.report "$OUT"; }
+report() { run "$PYTHON" -m benchmarks.gpu.report "$OUT"; }
 
 failed=()
 for part in "$@"; do

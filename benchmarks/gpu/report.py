@@ -1,5 +1,5 @@
-"""Joins the parts' JSON files to one, and writes one Markdown file: a verdict for each goal, then a
-table for each part.
+"""Joins the parts' JSON files to one, and writes one Markdown file: a verdict for each goal and for
+each prediction, then a table for each part.
 
 ``python -m benchmarks.gpu.report FOLDER``
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.gpu.attention import FLASH, TRITON
 from benchmarks.gpu.goals import verdicts
+from benchmarks.gpu.predictions import prediction_table
 
 PARTS = ("attention", "eviction", "serving")
 ERROR = 200
@@ -67,6 +68,15 @@ def load(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(key) for key in ("case", "input", "output", "load"))
 
 
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """Return the contents of all result files, those of other settings included."""
+    found = []
+    for name in (*PARTS, "smoke"):
+        for path in sorted([*folder.glob(f"{name}.json"), *folder.glob(f"{name}-*.json")]):
+            found.append(json.loads(path.read_text()) | {"part": name})
+    return found
+
+
 def main(folder: Path) -> None:
     parts = {}
     for name in PARTS:
@@ -75,12 +85,14 @@ def main(folder: Path) -> None:
             parts[name] = json.loads(path.read_text())
     (folder / "gpu.json").write_text(json.dumps(parts, indent=1) + "\n")
     lines = ["# GPU benchmarks", "", *verdicts(parts), ""]
+    predicted = prediction_table(measured(folder))
+    lines += ["## Predictions", "", *predicted, ""]
     for name, part in parts.items():
         lines += [f"## {name}", "", f"{part['device']}; `{part['provenance']['command']}`, commit "
                   f"{part['provenance']['commit']}, {part['provenance']['date']}.", ""]  # fmt: skip
         lines += [*table(with_ratios(part)), ""]
     (folder / "gpu.md").write_text("\n".join(lines) + NOTES)
-    print(*verdicts(parts), sep="\n")
+    print(*verdicts(parts), "", *predicted, sep="\n")
     print(folder / "gpu.md")
 
 

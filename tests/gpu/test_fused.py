@@ -19,7 +19,10 @@ pytestmark = [
 @pytest.mark.parametrize("shares", [False, True], ids=["", "shares"])
 @pytest.mark.parametrize(("policy", "networks"), KINDS)
 def test_same_caches_and_tables_without_waiting(policy, networks, shares, head_size, fp8):
-    """Bit by bit; sums run in another order there, so a near-tie would fall the other way."""
+    """Bit by bit, but for the floats of tokens: :func:`tests.kernels.evict.assert_same`.
+
+    Sums run in another order there, so a near-tie would fall the other way.
+    """
     options = dict(head_size=head_size, fp8=fp8, shares=shares, networks=networks)
     plain = worker(policy, fused=False, **options)
     fused = worker(policy, fused=True, device="cuda", **options)

@@ -1,5 +1,7 @@
 """Input of scorers: the cached tokens of one request in one layer at an eviction.
 
+A scorer that requires ``heads_alone`` or ``layers_alone`` may get the heads of several layers.
+
 Shapes: H KV heads, G query heads per KV head, w observation window, D head size, N columns
 of the candidate grid. A grid row holds one head's cached tokens in order, right-aligned, so
 that heads with fewer cached tokens are padded on the left (``valid`` is False on the padding).
@@ -35,6 +37,8 @@ class Candidates:
             policies that draw random numbers.
         layer: Number that identifies the layer, the same on every rank, for policies that draw
             random numbers.
+        layers: Numbers of the layers whose heads these are, layer by layer, each with H divided by
+            the number of layers; for policies that require ``layers_alone``. Empty for one layer.
         row: Number that identifies the request on this rank until :meth:`Scorer.forget`, for
             policies that keep state.
         layer_name: Name of the layer on this rank.
@@ -71,6 +75,7 @@ class Candidates:
     keep: int = 0
     seed: tuple[int, ...] = ()
     layer: int = 0
+    layers: tuple[int, ...] = ()
     row: int = 0
     layer_name: str = ""
     first_head: int = 0
@@ -85,4 +90,10 @@ class Candidates:
 
     @property
     def num_heads(self) -> int:
+        """H, of all layers together."""
         return self.valid.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers whose heads these are."""
+        return len(self.layers) or 1

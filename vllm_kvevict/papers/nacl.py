@@ -35,7 +35,7 @@ class NACL(Scorer):
 
     """
 
-    requirements: ClassVar[Requirements] = Requirements(random=True)
+    requirements: ClassVar[Requirements] = Requirements(random=True, layers_alone=True)
 
     random_share: float = 0.67
     seed: int = 0
@@ -54,12 +54,20 @@ class NACL(Scorer):
 
     def _noise(self, candidates: Candidates, valid: torch.Tensor) -> torch.Tensor:
         """Return draws [H, num_candidates] float32; draw i of a head belongs to its token i."""
-        noise = torch.zeros(valid.shape, dtype=torch.float32, device="cpu")
-        counts = valid.sum(-1).tolist()
-        for head, count in enumerate(counts):
-            seed = (self.seed, *candidates.seed, candidates.layer, candidates.first_head + head)
-            noise[head, valid.shape[1] - count :] = gumbel(digest(seed), count)
-        return async_tensor_h2d(noise, device=valid.device)
+        heads, columns = valid.shape
+        layers = candidates.layers or (candidates.layer,)
+        noise = torch.empty(heads, columns, dtype=torch.float32, device="cpu")
+        own = heads // len(layers)
+        for index in range(heads):
+            layer, head = layers[index // own], candidates.first_head + index % own
+            noise[index] = gumbel(digest((self.seed, *candidates.seed, layer, head)), columns)
+        noise = async_tensor_h2d(noise, device=valid.device)
+        if not candidates.padded:
+            return noise
+        # The host does not know how many columns are padding, and would wait for the number.
+        padding = columns - valid.sum(-1, keepdim=True)
+        token = torch.arange(columns, device=valid.device) - padding
+        return noise.gather(-1, token.clamp_(min=0))
 
 
 def build(config: "EvictionConfig") -> Scorer:

@@ -1,12 +1,12 @@
 """Scissorhands: the number of queries with attention to a token below the mean."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.ops.torch.score import head_attention
-from vllm_kvevict.policies.base import Candidates, Scorer
+from vllm_kvevict.ops.torch.score import window_weights
+from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
@@ -23,19 +23,24 @@ class Scissorhands(Scorer):
     always have low weights; tokens with equal counts are ordered by the sum of their weights.
     """
 
+    requirements: ClassVar[Requirements] = Requirements(heads_alone=True)
+
     def scores(self, candidates: Candidates) -> torch.Tensor:
         window, columns = candidates.window, candidates.num_candidates
         valid = candidates.valid
-        total = valid.shape[1]
-        seen = valid.cumsum(-1)[:, total - window :, None]
-        rows = []
-        for head in range(candidates.num_heads):
-            weights = head_attention(candidates, head, window)[..., :columns]
-            # Weights that are not low are counted, the complement of the paper's counter. The mean
-            # weight of a token with at least one low weight is below 1, so counts decide first.
-            high = (weights * seen[head] >= 1).sum((0, 1))
-            rows.append(high + weights.mean((0, 1)))
-        return torch.stack(rows).masked_fill(~valid[:, :columns], float("-inf"))
+        assert candidates.queries is not None
+        group = candidates.queries.shape[1]
+        seen = valid.cumsum(-1)[:, valid.shape[1] - window :].repeat(1, group)[..., None]
+        # Weights that are not low are counted, the complement of the paper's counter. The mean
+        # weight of a token with at least one low weight is below 1, so counts decide first.
+        high = torch.zeros(len(valid), columns, device=valid.device)
+        sums = torch.zeros_like(high)
+        for heads, rows, weights in window_weights(candidates):
+            weights = weights[..., :columns]
+            sums[heads] += weights.sum(1)
+            high[heads] += (weights * seen[heads, rows] >= 1).sum(1)
+        scores = high + sums / (group * window)
+        return scores.masked_fill(~valid[:, :columns], float("-inf"))
 
 
 def build(config: "EvictionConfig") -> Scorer:

@@ -23,7 +23,7 @@ class SubGen(Scorer):
     the policy ``subgen-stream``.
     """
 
-    requirements: ClassVar[Requirements] = Requirements(window="none")
+    requirements: ClassVar[Requirements] = Requirements(window="none", heads_alone=True)
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         columns, keep = candidates.num_candidates, candidates.keep

@@ -63,6 +63,9 @@ class Requirements:
         heads_alone: Scores of a head depend on the inputs of that head alone, and not on
             ``num_heads``, ``seed``, ``layer``, ``row``, ``layer_name`` and ``first_head``. On a GPU
             the scorer may then get the heads of several layers at once.
+        layers_alone: Scores of a layer depend on the inputs of that layer alone, and not on
+            ``layer`` and ``layer_name``. On a GPU the scorer may then get all heads of several
+            layers at once, which :attr:`Candidates.layers` numbers.
         attention: Class of the attention extension, as ``module:Class``, that accumulates the
             attention of every query or weighs tokens (``attention/extension.py``). Only the CPU
             backend runs extensions. "" names none.
@@ -84,6 +87,7 @@ class Requirements:
     crosses_ranks: bool = False
     weighs: bool = False
     heads_alone: bool = False
+    layers_alone: bool = False
     attention: str = ""
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 
-from vllm_kvevict.ops.torch.score import head_attention
+from vllm_kvevict.ops.torch.score import last_query_attention
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
@@ -27,19 +27,17 @@ class TOVA(Scorer):
 
     """
 
-    requirements: ClassVar[Requirements] = Requirements(crosses_ranks=True)
+    requirements: ClassVar[Requirements] = Requirements(crosses_ranks=True, layers_alone=True)
 
     heads: Literal["layer", "group"] = "layer"
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         columns = candidates.num_candidates
-        groups = [
-            head_attention(candidates, head, 1)[:, 0, :columns].mean(0)
-            for head in range(candidates.num_heads)
-        ]
-        scores = torch.stack(groups)
+        scores = last_query_attention(candidates)[..., :columns].mean(1)
         if self.heads == "layer":
-            scores = candidates.mean_of_ranks(scores.mean(0)).expand_as(scores)
+            by_layer = scores.unflatten(0, (candidates.num_layers, -1))
+            layers = candidates.mean_of_ranks(by_layer.mean(1))
+            scores = layers[:, None].expand_as(by_layer).flatten(0, 1)
         return scores.masked_fill(~candidates.valid[:, :columns], float("-inf"))
 
     def per_head(self) -> Self:

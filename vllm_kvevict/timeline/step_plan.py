@@ -37,8 +37,8 @@ class Eviction:
     ``num_tokens`` counts the tokens in the cache after that forward pass; ``ring`` is the slot with
     the queries of the last w of them, or None for policies that need none. ``policy`` is the name
     of the policy; the first ``protect_first`` tokens are kept in any case.
-    ``share`` is the share of its tokens that the request keeps by its budget. ``in_context`` is True
-    inside a context that the request names.
+    ``share`` is the share of its tokens that the request keeps by its budget. ``in_context`` is
+    True inside a context that the request names.
     """
 
     request_id: str

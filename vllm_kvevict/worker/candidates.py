@@ -168,7 +168,7 @@ class CandidateReader:
         """Yield the blocks of the L * H heads that are scored together."""
         num_heads = holdings.grid.shape[1]
         device, layout = holdings.grid.device, self.caches[holdings.layer_names[0]].layout
-        together = needs.heads_alone and device.type != "cpu"
+        together = (needs.heads_alone or needs.layers_alone) and device.type != "cpu"
         at_once = num_heads
         if together:
             rows = 1
@@ -177,6 +177,8 @@ class CandidateReader:
                 rows = query_heads // num_heads * holdings.state.timeline.window
             width = max(rows, layout.keys.shape[1])
             at_once = heads_at_once(device, num_heads, holdings.num_columns * width)
+            if not needs.heads_alone:
+                at_once = max(at_once, num_heads)
         kinds = [
             (None if together else index, cache.scale, cache.softcap, cache.sinks is None)
             for index, cache in enumerate(map(self.caches.__getitem__, holdings.layer_names))
@@ -198,6 +200,7 @@ class CandidateReader:
         eviction, bs, made = holdings.eviction, holdings.block_size, inputs.made
         parts = list(by_layer(heads, holdings.grid.shape[1]))
         names = [holdings.layer_names[layer] for layer, _ in parts]
+        numbers = tuple(crc32(name.encode()) for name in names)
         caches = [self.caches[name] for name in names]
         grids = [holdings.grid[layer, some] for layer, some in parts]
         columns, padded = holdings.num_columns, bool(holdings.group.old_store)
@@ -242,7 +245,8 @@ class CandidateReader:
             mean_of_ranks=mean_of_ranks,
             keep=len(holdings.group.store) * bs,
             seed=self._seed(eviction),
-            layer=crc32(names[0].encode()),
+            layer=numbers[0],
+            layers=numbers,
             row=holdings.row,
             layer_name=names[0],
             first_head=first_head(holdings.state.num_heads),

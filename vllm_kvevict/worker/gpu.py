@@ -29,7 +29,7 @@ from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 from vllm_kvevict.worker.probes import Probes
-from vllm_kvevict.worker.tables import table_bytes
+from vllm_kvevict.worker.tables import check_given_cache, table_bytes
 from vllm_kvevict.worker.workspace import (
     EvictionSizes,
     Workspace,
@@ -64,19 +64,30 @@ class EvictingWorker(EvictionWorkerMixin):
         """Return the bytes for the KV cache, with the buffers of eviction already allocated.
 
         The tables that are allocated after the cache, and memory that kernels of attention allocate
-        themselves, stay free, unless ``--kv-cache-memory-bytes`` sets the size of the cache.
+        themselves, stay free. ``--kv-cache-memory-bytes`` is the size of the cache alone, as in
+        vLLM, so these bytes are taken in addition to it, and are checked against the free memory.
+
+        Raises:
+            ValueError: The cache of ``--kv-cache-memory-bytes`` and the tables do not fit.
+
         """
         self._allocate_scratch()
         self._allocate_workspace()
         # The call below may set it to a value that an earlier start measured.
         given = self.cache_config.kv_cache_memory_bytes
-        available = super().determine_available_memory()
         if given:
-            return available
+            # The peak is then that of the run with which vLLM compiles the model.
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        available = super().determine_available_memory()
         scratch = self._allocate_scratch()
         specs = dict(zip(self._evictable_layers, self._evictable_specs, strict=True))
         tables = table_bytes(self.vllm_config, specs, scratch, available)
-        return available - tables - scratch.op_bytes
+        if not given:
+            return available - tables - scratch.op_bytes
+        # Then the cache has another size than the flag says.
+        overridden = self.cache_config.num_gpu_blocks_override is not None
+        check_given_cache(given, tables, scratch.op_bytes, self.device, overridden)
+        return available
 
     def _allocate_workspace(self) -> Workspace:
         """Allocate the memory in which evictions run, before vLLM measures what is left."""

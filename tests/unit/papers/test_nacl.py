@@ -47,6 +47,24 @@ def test_algorithm_1(case, share, seed, layer, first_head):
     assert case.kept(NACL(share, seed)) == expected
 
 
+@settings(deadline=None, max_examples=50)
+@given(cases(), st.integers(2, 4), st.integers(0, 99))
+def test_layers_together_draw_like_each_alone(case, layers, first_head):
+    numbers = tuple(range(10, 10 + layers))
+    alone = [replace(case.candidates, layer=n, first_head=first_head) for n in numbers]
+    together = replace(
+        alone[0],
+        keys=alone[0].keys.repeat(layers, 1, 1),
+        queries=alone[0].queries.repeat(layers, 1, 1, 1),
+        valid=alone[0].valid.repeat(layers, 1),
+        layers=numbers,
+    )
+    scorer = NACL(0.5, 3)
+    torch.testing.assert_close(
+        scorer.scores(together), torch.cat([scorer.scores(layer) for layer in alone])
+    )
+
+
 def peaked(window: int = 64) -> Candidates:
     """Five tokens with F_score about 2, 1, 0.5, 0.2 and 30, where the window takes the rest."""
     weights = torch.tensor([2.0, 1.0, 0.5, 0.2, 30.0]) / window
@@ -150,4 +168,4 @@ def test_protected_tokens_take_the_place_of_the_last_drawn():
 def test_flags_reach_the_scorer_and_heads_share_no_budget():
     config = EvictionConfig(policy="nacl", options=dict(random_share=0.25, seed=9))
     assert build_policy(config).scorer == NACL(0.25, 9)
-    assert NACL.requirements == Requirements(window="required", random=True)
+    assert NACL.requirements == Requirements(window="required", random=True, layers_alone=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.unit.policies.spelled_out import attention, best, cases
 from tests.unit.policies.test_policies import random_candidates
@@ -58,11 +59,43 @@ def test_two_ranks_score_like_one(case):
     sent = []
     for part in parts:
         TOVA().scores(replace(part, mean_of_ranks=lambda tensor: sent.append(tensor) or tensor))
-    assert len(sent) == heads
+    assert [tensor.shape[0] for tensor in sent] == [1] * heads
     average = torch.stack(sent).mean(0)
     for part in parts:
         scores = TOVA().scores(replace(part, mean_of_ranks=lambda tensor: average))
         torch.testing.assert_close(scores, TOVA().scores(both)[:1])
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases(ragged=False), st.integers(1, 4), st.integers(0, 2**31))
+def test_layers_together_score_like_each_alone(case, layers, seed):
+    """The heads of a layer are averaged with each other, and with no head of another layer."""
+    one, generator = case.candidates, torch.Generator().manual_seed(seed)
+    alone = [
+        replace(one, **{
+            name: torch.randn(getattr(one, name).shape, generator=generator)
+            for name in ("keys", "queries")
+        })
+        for _ in range(layers)
+    ]  # fmt: skip
+    together = replace(
+        one,
+        keys=torch.cat([layer.keys for layer in alone]),
+        queries=torch.cat([layer.queries for layer in alone]),
+        valid=one.valid.repeat(layers, 1),
+        layers=tuple(range(layers)),
+    )
+    for scorer in (TOVA(), TOVA("group")):
+        scores = scorer.scores(together).unflatten(0, (layers, -1))
+        for mine, layer in zip(scores, alone, strict=True):
+            rows = [last_query(layer, head) for head in range(layer.num_heads)]
+            if scorer.heads == "layer":
+                rows = [[row for head in rows for row in head]] * layer.num_heads
+            expected = [
+                [math.fsum(row[c] for row in head) / len(head) for c in case.columns(0)]
+                for head in rows
+            ]
+            torch.testing.assert_close(mine, torch.tensor(expected, dtype=torch.float32))
 
 
 def test_older_queries_do_not_matter():

@@ -29,6 +29,7 @@ from tests.turned import Turned
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.ops.cuda.batch import Due
+from vllm_kvevict.ops.torch import probe
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker import workspace
 from vllm_kvevict.worker.fused import launches, obstacle
@@ -71,6 +72,38 @@ def test_same_caches_and_tables_as_the_reference(
     assert uneven == policy.startswith("ada-")
     measured = fused.meter.take()
     assert len(measured["seconds"]) == 4 and len(measured["head_spread"]) == 1
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("policy", PROBES)
+def test_long_fp8_keys(policy):
+    """What the GPU's test compares, with the largest scores."""
+    options = dict(head_size=128, fp8=True)
+    plain, fused = worker(policy, fused=False, **options), worker(policy, fused=True, **options)
+    run(plain, steps(policy))
+    run(fused, steps(policy))
+    assert_same(fused, plain)
+
+
+@pytest.mark.parametrize("policy", PROBES)
+def test_sums_of_another_order_are_the_same_and_a_wrong_score_is_not(policy, monkeypatch):
+    real, options = probe.key_scores, dict(fused=False, head_size=128, fp8=True)
+    plain, other = worker(policy, **options), worker(policy, **options)
+    run(plain, steps(policy))
+
+    def backwards(keys, rotation, weights):
+        turned, (parts, rest) = probe.unrotated(keys, rotation), weights.split([128, 2], dim=-1)
+        return real(turned.flip(-1), None, torch.cat([parts.flip(-1), rest], dim=-1))
+
+    monkeypatch.setattr(probe, "key_scores", backwards)
+    run(other, steps(policy))
+    pairs = [(plain.token_stats.layer(name), other.token_stats.layer(name)) for name in evict.NAMES]
+    assert any(not torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert_same(other, plain)
+    kept = other.token_stats.layer("layer.1")
+    kept.view(-1)[kept.flatten().abs().argmin()] += 1e-3
+    with pytest.raises(AssertionError):
+        assert_same(other, plain)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -1,5 +1,7 @@
 """Evictions by PyTorch operations on a GPU: many heads at once, with the results of one layer."""
 
+from zlib import crc32
+
 import pytest
 import torch
 
@@ -10,11 +12,17 @@ from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from vllm_kvevict.ops import pieces
 from vllm_kvevict.ops.torch import score
+from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.policies.tova import TOVA
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-OTHERS = ["streaming-llm", "tova", "scissorhands", "subgen"]
+OTHERS = [
+    "streaming-llm", "tova", "ada-tova", "scissorhands", "ada-scissorhands", "nacl", "subgen"
+]  # fmt: skip
+CENTERS = 7
+"""Launches of one centre of ``subgen``, which chooses them one after another."""
 SIZES = {
     "all at once": (2**24, 2**21),
     "some heads, some layers": (2 * 230 * 64, 2 * 230 * 3),
@@ -75,7 +83,7 @@ def test_measured_shares_divide_the_pages(policy, monkeypatch):
     assert bool((split[0] != split[1]).any()), "each layer has its own shares"
 
 
-@pytest.mark.parametrize("policy", FUSED)
+@pytest.mark.parametrize("policy", [*FUSED, *OTHERS])
 def test_the_host_waits_for_the_width_of_a_store_and_nothing_else(policy, monkeypatch):
     with pretended(monkeypatch) as watch:
         made = worker(policy, fused=False, device="cuda")
@@ -89,13 +97,35 @@ def test_the_host_waits_for_the_width_of_a_store_and_nothing_else(policy, monkey
     assert made.evictions == 4 and reads == ["__int__ of a CUDA tensor"] * 2
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe", "streaming-llm"])
-def test_an_eviction_takes_few_launches(policy):
-    made, eviction = meta_worker(policy, num_tokens=8192)
+def launched(policy, **sizes):
+    """The operations of one eviction of a long prompt, counted."""
+    made, eviction = meta_worker(policy, **sizes)
     with Operations() as used:
         made._evict(eviction)
-    assert made.evictions == 1 and 300 < used.launches < 2000
+    assert made.evictions == 1
+    return used, eviction
+
+
+def test_every_policy_that_runs_on_a_gpu_is_counted():
+    on_gpu = {name for name, needs in _needs().items() if not needs.attention}
+    assert on_gpu == {*FUSED, *OTHERS}
+
+
+@pytest.mark.parametrize("policy", [*FUSED, *(name for name in OTHERS if name != "subgen")])
+def test_an_eviction_takes_few_launches(policy):
+    used, _ = launched(policy, num_tokens=8192)
+    assert 300 < used.launches < 2000
     assert used.names["aten::index_copy_"] >= 32, "tokens moved in every layer"
+
+
+def test_subgen_chooses_the_centers_of_several_layers_together():
+    """Each centre depends on the one before, so launches grow with the tokens that stay."""
+    counts = {}
+    for layers in (1, 4):
+        used, eviction = launched("subgen", num_tokens=1024, layers=layers, size=64)
+        counts[layers] = used.launches
+    keep = 16 * len(eviction.groups[0].store)
+    assert keep < counts[1] < 150 + CENTERS * keep and counts[4] < counts[1] + 100
 
 
 @pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe"])
@@ -109,10 +139,31 @@ def test_launches_do_not_grow_with_heads(policy):
     assert counts[1] <= 1.2 * counts[0]
 
 
-def test_policies_that_mix_heads_are_scored_layer_by_layer():
-    mixing = [name for name, needs in _needs().items() if not needs.heads_alone]
-    assert {"tova", "nacl", "scissorhands", "subgen"} <= set(mixing)
-    assert not set(mixing) & {"snapkv", "ada-defensive", "probe", "streaming-llm"}
+def test_policies_that_mix_heads_get_whole_layers():
+    needs = _needs()
+    mixing = {name for name in [*FUSED, *OTHERS] if not needs[name].heads_alone}
+    assert mixing == {"tova", "ada-tova", "nacl"}
+    assert all(needs[name].layers_alone for name in mixing)
+
+
+@pytest.mark.parametrize("layers", [True, False], ids=["layers alone", "neither"])
+def test_a_scorer_gets_no_more_than_it_asks_for(layers, monkeypatch):
+    real, seen = TOVA.scores, []
+
+    def scores(self, candidates):
+        seen.append((candidates.num_layers, candidates.num_heads, candidates.layers))
+        return real(self, candidates)
+
+    monkeypatch.setattr(TOVA, "requirements", Requirements(layers_alone=layers))
+    monkeypatch.setattr(TOVA, "scores", scores)
+    with pretended(monkeypatch):
+        run(worker("tova", fused=False, device="cuda"), steps("tova"))
+    of = {name: crc32(name.encode()) for name in ("layer.0", "layer.1", "layer.2")}
+    both, third = (of["layer.0"], of["layer.2"]), (of["layer.1"],)
+    once = [(2, 6, both), (1, 3, third)]
+    if not layers:
+        once = [(1, 3, both[:1]), (1, 3, both[1:]), (1, 3, third)]
+    assert seen == once * 4
 
 
 def _needs():

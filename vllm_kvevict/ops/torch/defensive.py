@@ -37,7 +37,7 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
     before_window = candidates.valid.shape[1] - candidates.window
     columns = max(before_window, candidates.num_candidates)
     peaks = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
-    for heads, weights in window_weights(candidates):
+    for heads, _, weights in window_weights(candidates):
         highest = _highest_sums(weights[..., :columns], kernel)
         torch.maximum(peaks[heads], highest, out=peaks[heads])
     valid = candidates.valid[:, :columns]

@@ -33,7 +33,7 @@ def window_attention(candidates: Candidates) -> torch.Tensor:
     """
     columns = candidates.valid.shape[1] - candidates.window
     sums = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
-    for heads, weights in window_weights(candidates):
+    for heads, _, weights in window_weights(candidates):
         sums[heads] += weights[..., :columns].sum(1)
     assert candidates.queries is not None
     return sums / (candidates.queries.shape[1] * candidates.window)
@@ -44,7 +44,7 @@ def logits_at_once(device: torch.device) -> int:
     return LOGITS if device.type == "cpu" else DEVICE_LOGITS
 
 
-def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor]]:
+def window_weights(candidates: Candidates) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Yield the attention weights of the window's queries to the cached tokens, in blocks of rows.
 
     Row ``g * w + i`` belongs to query head g of the group and query i of the window. It is 0 if
@@ -53,8 +53,8 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor
     grows with the number of columns only.
 
     Yields:
-        Heads, and [h, b, columns] float32 weights of some of their rows, in which each row sums to
-        1, or to less with a sink, as in :func:`head_attention`. Each head has G * w rows in total.
+        Heads, some of their G * w rows, and [h, b, columns] float32 weights of these rows. Each row
+        sums to 1, or to less with a sink.
 
     Raises:
         ValueError: The candidates do not have ``window`` queries.
@@ -91,37 +91,40 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, torch.Tensor
             if padding is not None:
                 held = columns - padding[heads].sum(-1, keepdim=True)
                 weights.masked_fill_((own[block] < window - held)[..., None], 0.0)
-            yield heads, weights
+            yield heads, block, weights
 
 
-def head_attention(candidates: Candidates, head: int, rows: int) -> torch.Tensor:
-    """Return the attention weights of the last ``rows`` queries to all cached tokens of a KV head.
+def last_query_attention(candidates: Candidates) -> torch.Tensor:
+    """Return the attention weights of the last query of each query head to all cached tokens.
 
-    Args:
-        candidates: One layer of one request.
-        head: KV head.
-        rows: Number of queries, at most ``window``.
+    At most :func:`logits_at_once` numbers of the keys are in memory as float32 at once, unless one
+    head has more.
 
     Returns:
-        [G, rows, columns] float32, each row summing to 1, or to less with a sink; 0 if ``valid`` is
-        False, and in the columns after the query's own.
+        [H, G, columns] float32, each row summing to 1, or to less with a sink; 0 if ``valid`` is
+        False.
 
     Raises:
         ValueError: The candidates do not have ``window`` queries.
 
     """
-    queries, keys, window = candidates.queries, candidates.keys[head], candidates.window
+    queries, window, valid = candidates.queries, candidates.window, candidates.valid
     if queries is None or queries.shape[2] != window:
         raise ValueError(f"window attention needs the queries of the last {window} tokens")
-    columns = keys.shape[0]
-    seen = torch.ones(rows, columns, dtype=torch.bool, device=keys.device).tril(columns - rows)
-    logits = queries[head, :, window - rows :].float() @ keys.float().T * candidates.scale
-    if candidates.softcap:
-        logits = torch.tanh(logits / candidates.softcap) * candidates.softcap
-    seen &= candidates.valid[head]
-    logits.masked_fill_(~seen, float("-inf"))
-    sinks = None if candidates.sinks is None else candidates.sinks[head, :, None]
-    return attention_weights(logits, sinks).masked_fill_(~seen.any(-1, keepdim=True), 0.0)
+    rows = queries[:, :, -1].float() * candidates.scale
+    width = max(rows.shape[1:])
+    at_once = max(1, logits_at_once(valid.device) // (width * valid.shape[1]))
+    blocks = []
+    for head in range(0, len(rows), at_once):
+        heads = slice(head, head + at_once)
+        logits = torch.bmm(rows[heads], candidates.keys[heads].float().mT)
+        if candidates.softcap:
+            logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
+        if candidates.padded:
+            logits.masked_fill_(~valid[heads, None], float("-inf"))
+        sinks = None if candidates.sinks is None else candidates.sinks[heads]
+        blocks.append(attention_weights(logits, sinks))
+    return torch.cat(blocks)
 
 
 def pool(scores: torch.Tensor, valid: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
