@@ -238,6 +238,8 @@ class Invariants:
         stride = -(-asked.interval_or(self.setup.interval) // bs) * bs
         if self.setup.shared != "keep" or asked.pressure or asked.prefill_interval or not stride:
             return None
+        if timeline.computed_valid is None:
+            return None  # The budget covers the store's tokens in this group.
         due = max(timeline.computed_valid + stride, prefill_end)
         gives = due <= end and self.expected.gives(group, request, due, timeline.tail_start)
         return due if gives and due + 1 < timeline.max_length else None
