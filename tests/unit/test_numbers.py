@@ -142,6 +142,12 @@ def chats() -> list[list[str]]:
     ]  # fmt: skip
 
 
+def alternatives() -> list[list[str]]:
+    """The rows of docs/results.md, which shows the whole table."""
+    found = table(RESULTS / "alternatives.md", "", "kept")
+    return [list(row.values())[1:] for row in found]
+
+
 def on_a_gpu() -> list[list[str]]:
     """Serving on an H100; the page leaves out most ratios."""
     found = table(RESULTS / "gpu_h100.md", "", "output tokens/s", "most at once")
@@ -158,6 +164,7 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
     (README, ("kept of the cache", "policy"), 2, one_policy_each),
     (README, ("kept of the cache", "SmolLM2, the same facts"), 1, both_models),
     (README, ("", "stock vLLM"), 1, demo),
+    (PAGE, ("", "kept"), 1, alternatives),
     (PAGE, ("memory for",), 1, under_load),
     (PAGE, ("", "right"), 1, chats),
     (PAGE, ("", "output tokens/s"), 1, on_a_gpu),
