@@ -9,6 +9,7 @@ refreshed in place.
 import os
 from typing import Any
 
+import torch
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -19,11 +20,22 @@ from tests.e2e.replayed import Layer, Steps
 from tests.efficient import efficient_attention_forward
 from vllm_kvevict.worker.gpu import BACKENDS, EvictingWorker
 
+FREE = 2**36
+"""Bytes that the device has free."""
+
 STOCK, KERNEL = "KVEVICT_TEST_STOCK", "KVEVICT_TEST_KERNEL"
 
 
 class Worker(EvictingWorker, CPUWorker):
     """The MRO is the CUDA worker's, with vLLM's CPU worker in the place of its CUDA worker."""
+
+    def determine_available_memory(self) -> int:
+        device = torch.accelerator
+        device.reset_peak_memory_stats = lambda _: None
+        device.get_memory_info = lambda _: (FREE, FREE)
+        device.memory_allocated = device.memory_reserved = lambda _: 0
+        device.max_memory_allocated = lambda _: 0
+        return super().determine_available_memory()
 
     def _register_backend(self) -> None:
         flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
