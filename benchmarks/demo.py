@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--output", type=Path, help="JSON; Markdown beside it")
+    parser.add_argument("--output", type=Path, help="JSON file, and a Markdown file")
     options = parser.parse_args()
 
     try:

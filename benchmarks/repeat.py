@@ -35,7 +35,7 @@ IDLE = 0.5
 """Load average up to which the machine counts as quiet."""
 
 PROGRAMS: dict[str, list[str]] = {"python": [], "vllm-kvevict": ["-m", "vllm_kvevict"]}
-"""What commands begin with, and the arguments of Python that replace it."""
+"""First words of commands, and the arguments of Python by which each is replaced."""
 
 COMMIT = re.compile(r"\bcommit\"?:? \"?([0-9a-f]{7,40})\b")
 """How result files name the commit that they were measured with."""
@@ -64,7 +64,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        """What ``--only`` takes: the first file without its suffix."""
+        """The name for ``--only``: that of the first file, without its suffix."""
         return Path(self.files[0]).stem
 
 

@@ -1,4 +1,4 @@
-"""What was predicted for an H100 before anything ran there, and what was measured of it.
+"""Predictions for an H100, made before anything ran there, compared with measurements.
 
 The predictions come from a reading of the code at commit 862b6e1 and from a simulation of queues.
 """
@@ -137,7 +137,7 @@ def bandwidth(parts: Sequence[Part]) -> Evidence:
 
 
 def serving(goal: Callable[[Part], Evidence]) -> Callable[[Sequence[Part]], Evidence]:
-    """What a goal finds in the rows of all files of serving."""
+    """Return a function that applies a goal to the rows of all serving files together."""
 
     def found(parts: Sequence[Part]) -> Evidence:
         files = [part for part in parts if part["part"] == "serving"]

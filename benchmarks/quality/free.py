@@ -14,7 +14,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
@@ -27,7 +26,7 @@ from benchmarks.quality.endpoint import Endpoint
 from benchmarks.quality.free_report import FIRST_TOKENS, Answer, markdown, summarize
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.local_chat import LocalChat
-from benchmarks.quality.measure import Plan
+from benchmarks.quality.measure import Plan, together
 from benchmarks.quality.options import OwnOptions
 from benchmarks.quality.own_server import BLOCK_SIZE, Variant, profile_flags, start
 from benchmarks.quality.prompt import AWARE, Prompt, make_prompt, text_tokens
@@ -160,16 +159,8 @@ class FreeAnswers:
     def all(self, prompts: Sequence[Prompt], concurrency: int) -> list[dict[Cell, Answer]]:
         """Ask ``concurrency`` prompts at a time."""
         cells = 1 + len(self._plan.cells())
-        with (
-            tqdm(total=len(prompts) * cells, unit="answer") as bar,
-            ThreadPoolExecutor(concurrency) as threads,
-        ):
-            futures = [threads.submit(self.answers, prompt, bar) for prompt in prompts]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+        with tqdm(total=len(prompts) * cells, unit="answer") as bar:
+            return together(self.answers, prompts, concurrency, bar)
 
 
 INTERVAL: int = EvictionConfig.model_fields["interval"].default

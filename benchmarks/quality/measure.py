@@ -1,8 +1,9 @@
 """Ask a server every sample under every policy, budget and scenario."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -13,6 +14,9 @@ from benchmarks.quality.journal import Journal
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
 from benchmarks.quality.ruler.sample import RulerSample
+
+Item = TypeVar("Item")
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -118,27 +122,40 @@ def measure(
 
     """
     cells = [FULL_CELL, *plan.cells()]
-    with (
-        tqdm(total=len(prompts) * len(cells), desc=", ".join(plan.labels), unit="req") as bar,
-        ThreadPoolExecutor(concurrency) as threads,
-    ):
 
-        def ask(prompt: Prompt) -> list[Completion]:
-            row = []
-            for cell in cells:
-                wanted = prompt.ids, plan.limit(prompt), plan.xargs(cell, prompt)
-                answer = journal.find(*wanted)
-                if answer is None:
-                    assert endpoint is not None, "without a server every answer is known"
-                    answer = journal.enter(*wanted, endpoint.complete(*wanted))
-                row.append(answer)
-                bar.update()
-            return row
+    def ask(prompt: Prompt, bar: tqdm) -> list[Completion]:
+        row = []
+        for cell in cells:
+            wanted = prompt.ids, plan.limit(prompt), plan.xargs(cell, prompt)
+            answer = journal.find(*wanted)
+            if answer is None:
+                assert endpoint is not None, "without a server every answer is known"
+                answer = journal.enter(*wanted, endpoint.complete(*wanted))
+            row.append(answer)
+            bar.update()
+        return row
 
-        futures = [threads.submit(ask, prompt) for prompt in prompts]
+    with tqdm(total=len(prompts) * len(cells), desc=", ".join(plan.labels), unit="req") as bar:
+        rows = together(ask, prompts, concurrency, bar)
+    return dict(zip(cells, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def together(
+    ask: Callable[[Item, tqdm], Row], items: Sequence[Item], concurrency: int, bar: tqdm
+) -> list[Row]:
+    """Ask about ``concurrency`` items at a time. A failure cancels those that wait, and is raised.
+
+    Args:
+        ask: Asks everything about one item, and moves the bar.
+        items: In the order in which they are asked.
+        concurrency: Number of threads.
+        bar: Progress over all requests.
+
+    """
+    with ThreadPoolExecutor(concurrency) as threads:
+        futures = [threads.submit(ask, item, bar) for item in items]
         try:
-            rows = [future.result() for future in futures]
+            return [future.result() for future in futures]
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    return dict(zip(cells, map(list, zip(*rows, strict=True)), strict=True))

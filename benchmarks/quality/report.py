@@ -49,7 +49,7 @@ def write(gathered: Run, results: Results) -> None:
 
 
 def origin(options: OwnOptions, folder: Path) -> dict[str, Any]:
-    """What a result of an own server states of its making: machine, versions, model, options."""
+    """Return how a result was made: machine, versions, commit, model, hash of weights, options."""
     return {
         **provenance(),
         "model": os.path.relpath(folder),

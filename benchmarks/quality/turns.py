@@ -12,7 +12,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +25,7 @@ from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion, Endpoint
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.local_chat import LocalChat
-from benchmarks.quality.measure import Plan
+from benchmarks.quality.measure import Plan, together
 from benchmarks.quality.options import OwnOptions
 from benchmarks.quality.own_server import BLOCK_SIZE, Variant, profile_flags, start
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt, message, text_tokens
@@ -64,7 +63,7 @@ class TurnsOptions(OwnOptions):
 
 @dataclass(frozen=True)
 class Turn:
-    """What was asked in one turn, and the answer."""
+    """A question of a dialogue and its answer."""
 
     prompt: Prompt
     answer: Completion
@@ -183,16 +182,8 @@ class Dialogues:
     def all(self, contexts: Sequence[Sequence[RulerSample]], concurrency: int) -> list[Row]:
         """Ask about ``concurrency`` contexts at a time."""
         cells = 1 + len(self._plan.cells())
-        with (
-            tqdm(total=sum(map(len, contexts)) * cells, unit="req") as bar,
-            ThreadPoolExecutor(concurrency) as threads,
-        ):
-            futures = [threads.submit(self.about, samples, bar) for samples in contexts]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+        with tqdm(total=sum(map(len, contexts)) * cells, unit="req") as bar:
+            return together(self.about, contexts, concurrency, bar)
 
 
 def compare(expected: Mapping[str, int], counted: Mapping[str, int]) -> list[str]:

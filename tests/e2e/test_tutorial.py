@@ -60,7 +60,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def run(script: str, folder: Path, **environment: str) -> str:
-    """What a script of the page prints, with this environment's commands."""
+    """Run a script of the page with the commands of this environment, and return its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script], cwd=folder, text=True, capture_output=True,

@@ -4,6 +4,7 @@ Each case was found on a server. Blocks of 8, window 8, budget 40: a store of 4 
 ``test_scheduler``.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,9 @@ from tests.engine.cases import (
     hit,
     tokens,
 )
-from tests.engine.harness import Engine
+from tests.engine.harness import Engine, Setup
+from tests.engine.scenarios import Scenario, in_files, run
+from tests.engine.wishes import Wish
 
 WHOLE = {"kv_eviction": "none"}
 
@@ -226,3 +229,117 @@ def test_an_eviction_that_others_make_room_for_is_not_overtaken(setup):
         core.step()
     assert counters(core).evictions and not any(request.is_finished() for request in both)
     core.finish()
+
+
+def test_an_eviction_may_be_put_off_in_the_step_that_takes_a_store():
+    """The step takes a store, hits what was computed behind it, and reaches the next eviction.
+
+    Others share those blocks, so the eviction is put off, and the request holds more blocks.
+    """
+    scenario = Scenario(
+        setup=Setup(
+            budget=96,
+            window=1,
+            interval=64,
+            needs_window=False,
+            second_budget=None,
+            pyramid=0,
+            beta=20.0,
+            shares=(),
+            sliding_window=None,
+            blocks=90,
+            block_size=16,
+            max_num_seqs=6,
+            max_batched=64,
+            long_prefill=0,
+            caching=True,
+            asynchronous=False,
+            priority=False,
+            rings=2,
+            reserve_full=True,
+            watermark=0.0,
+            shared="keep",
+            when="always",
+            marks=(0.05, 0.1),
+            prefill_interval=0,
+            longest=None,
+            memory=100000,
+            disk=None,
+            audit=0.0,
+            offload=6,
+            chunk=1,
+            answers=True,
+            connector="",
+        ),
+        seed=2963,
+        events=[
+            ("squeeze", 29, 4),
+            ("abort", 3, True),
+            ("abort", 0, False),
+            ("lose", 15, 28),
+            ("add", 116, 4, 2, 1, None),
+            ("ask", 3, 4, 7, 3),
+            ("squeeze", 33, 1),
+            ("follow", 6, 17, 22),
+            ("add", 347, 2, 91, 1, None),
+            ("steps", 21),
+            ("steps", 21),
+            ("follow", 13, 15, 3),
+            ("ask", 3, 2, 60, 42),
+            ("steps", 86),
+            ("ask", 3, 4, 25, 1),
+            (
+                "repeat",
+                17,
+                14,
+                Wish(
+                    policy="snapkv",
+                    budget=100,
+                    interval=16,
+                    protect=0,
+                    at=None,
+                    from_end=False,
+                    when="pressure",
+                    prefill=0,
+                ),
+            ),
+            (
+                "many",
+                315,
+                4,
+                103,
+                Wish(
+                    policy=None,
+                    budget=20,
+                    interval=None,
+                    protect=2.6,
+                    at=0.3699176933093461,
+                    from_end=False,
+                    when=None,
+                    prefill=0,
+                ),
+            ),
+            ("reset", 6, True),
+            ("steps", 23),
+            ("burst", 100, 4, 0, 60),
+            (
+                "many",
+                131,
+                3,
+                5,
+                Wish(
+                    policy=None,
+                    budget=110,
+                    interval=16,
+                    protect=0.5,
+                    at=0.7029466919416676,
+                    from_end=False,
+                    when="always",
+                    prefill=0,
+                ),
+            ),
+        ],
+    )
+    totals: Counter[str] = Counter()
+    run(in_files(scenario), totals)
+    assert totals["skipped_shared"] and totals["taken"] and totals["evictions"]

@@ -22,7 +22,7 @@ from vllm_kvevict.config.probe_weights import (
     NetworkWeights,
     ProbeWeights,
     ProseWeights,
-    prose_weight,
+    prose_weights,
 )
 
 STRENGTH = 1e-4
@@ -155,10 +155,12 @@ class Model:
         return ProbeWeights(keys, joined, added, tuple(ranks[0]["rotated"]), network)
 
     def use(self, share: float, tokens: int) -> None:
-        """Score as evictions do that keep this share of so many tokens."""
-        weight = prose_weight(share, tokens)
-        both = zip(self._answers, self._follows, strict=True)
-        self._all("kvevict_use", *(torch.stack([one, weight * more]) for one, more in both))
+        """Score as evictions do that keep this share of so many tokens.
+
+        Keys alone score as inside a named context, and joined with the window as elsewhere.
+        """
+        parts = zip(prose_weights(share, tokens), self._answers, self._follows, strict=True)
+        self._all("kvevict_use", *(torch.stack([one, by * more]) for by, one, more in parts))
 
     def hold(self, context: Sequence[int]) -> None:
         """Run a context, after which texts are tried."""

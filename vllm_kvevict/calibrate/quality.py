@@ -12,7 +12,7 @@ import torch
 
 from vllm_kvevict.calibrate.lessons import Later, Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
-from vllm_kvevict.config.probe_weights import prose_weight
+from vllm_kvevict.config.probe_weights import prose_weights
 from vllm_kvevict.ops.torch.allocate import shared_pages
 from vllm_kvevict.timeline.layers import Share
 
@@ -86,7 +86,7 @@ def measured(
         for names, context, texts in _asked(lesson):
             model.hold(context)
             length = len(context)
-            for _, alike in groupby(BUDGETS, partial(prose_weight, tokens=length)):
+            for _, alike in groupby(BUDGETS, partial(prose_weights, tokens=length)):
                 budgets = list(alike)
                 model.use(budgets[0], length)
                 trials = [

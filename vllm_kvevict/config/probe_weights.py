@@ -49,6 +49,12 @@ def prose_weight(share: float, tokens: int, in_context: bool = False) -> float:
     return round(weight * STEPS) / STEPS
 
 
+def prose_weights(share: float, tokens: int) -> tuple[float, float]:
+    """Return the weights of prose for scores of keys alone, which evictions inside a named context
+    use, and for scores that are joined with the window."""
+    return prose_weight(share, tokens, in_context=True), prose_weight(share, tokens)
+
+
 def _between(points: Sequence[tuple[float, float]], value: float) -> float:
     """Return the weight of ``value``, interpolated between points on a logarithmic scale."""
     values, weights = zip(*points, strict=True)

@@ -9,7 +9,7 @@ from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.scattered import scattered
 
 TOKENS_PER_FACT = 80
-"""A fact and the prose beside it, at least."""
+"""Minimum number of tokens of a fact together with the prose around it."""
 LIST_NUMBER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
 """The number of a list's item at the beginning of a line."""
 

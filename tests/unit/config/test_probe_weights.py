@@ -132,6 +132,7 @@ def test_only_the_share_counts_inside_a_named_context() -> None:
     for share, expected in ((1 / 16, 0), (1 / 8, 0.3), (1 / 4, 1)):
         assert probe_weights.prose_weight(share, 16_000, in_context=True) == expected
         assert probe_weights.prose_weight(share, 16_000) == 1
+        assert probe_weights.prose_weights(share, 16_000) == (expected, 1)
 
 
 def test_prose_counts_the_more_the_more_is_kept() -> None:
