@@ -6,11 +6,14 @@ import torch
 
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.ops.fp8 import typed
+from vllm_kvevict.ops.triton.centers import greedy_centers
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.merge import Partials
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
 from vllm_kvevict.ops.triton.splits import CLASSES, Splits, head_lengths, plan_splits
+from vllm_kvevict.papers.centers import EXACT
+from vllm_kvevict.papers.centers import greedy_centers as reference
 
 # float32 sums in another order; float16 and bfloat16 round the weights of the values to 11 and
 # 8 bits, and the result once more.
@@ -228,3 +231,28 @@ def check_observe(device: str, dtype: torch.dtype = torch.float32) -> None:
     numbers = (torch.tensor(x, dtype=torch.int32).to(device) for x in (tokens, places, back, slots))
     observe_tokens(rings, query.to(device), seq_lens.to(device), *numbers, window)
     torch.testing.assert_close(rings.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check_centers(device: str, dtype: torch.dtype, dim: int = 80, columns: int = 300) -> None:
+    """The centres are those of the reference if sums are exact, and farthest otherwise."""
+    heads, count = 4, 12
+    made = torch.Generator().manual_seed(dim)
+    # Integers have exact sums, and many distances are equal.
+    points = torch.randint(-2, 3, (heads, columns + 16, dim), generator=made)[:, :columns].to(dtype)
+    points[1, 90:95] = points[1, 80:85]
+    points[2, 70], points[2, 71, 0] = float("nan"), float("inf")
+    valid = torch.arange(columns) >= torch.tensor([0, 1, 64, columns - count])[:, None]
+    for given in (points, points.mT.contiguous().mT, points.repeat(1, 1, 2)[..., :dim]):
+        chosen = greedy_centers(given.to(device), valid.to(device), count)
+        assert chosen.tolist() == reference(points.float(), valid, count).tolist()
+    assert greedy_centers(points.to(device), valid.to(device), 0).shape == (heads, 0)
+    points = torch.randn(heads, columns, dim, generator=made).to(dtype)
+    chosen = greedy_centers(points.to(device), valid.to(device), count).cpu()
+    distances = torch.cdist(points.double(), points.double(), compute_mode=EXACT)
+    for head, columns_of_head in enumerate(chosen.tolist()):
+        assert columns_of_head[0] == int(valid[head].nonzero()[0])
+        assert len(set(columns_of_head)) == count
+        away = distances[head][columns_of_head].cummin(0).values
+        for number, column in enumerate(columns_of_head[1:]):
+            farthest = away[number][valid[head]].max()
+            assert valid[head, column] and away[number, column] >= farthest * (1 - 1e-6)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.triton_cases import (
+    check_centers,
     check_decode,
     check_lengths_and_splits,
     check_observe,
@@ -61,3 +62,9 @@ def test_page_table(block_size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_observe(dtype):
     check_observe("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "columns"), [(80, 300), (128, 2000), (256, 129)])
+def test_centers(dtype, dim, columns):
+    check_centers("cuda", dtype, dim, columns)

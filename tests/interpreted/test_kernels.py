@@ -5,6 +5,7 @@ import torch
 
 from tests.interpreted.interleave import interleaved
 from tests.triton_cases import (
+    check_centers,
     check_decode,
     check_lengths_and_splits,
     check_observe,
@@ -126,3 +127,12 @@ def test_a_page_table_records_queries(block, monkeypatch):
 
 def test_observe():
     check_observe("cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "columns"),
+    [(torch.float32, 80, 300), (torch.float16, 64, 1100), (torch.bfloat16, 256, 129)],
+    ids=str,
+)
+def test_centers(dtype, dim, columns):
+    check_centers("cpu", dtype, dim, columns)

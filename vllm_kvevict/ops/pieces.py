@@ -14,6 +14,9 @@ COLUMNS = 2**21
 """Maximum number of candidate columns of all heads of the layers that a GPU takes at once, unless
 one layer has more."""
 
+RESULTS = 7
+"""Maximum number of float32 results of the size of :func:`heads_at_once` that exist at once."""
+
 
 def layers_at_once(device: torch.device, num_layers: int, num_heads: int, num_tokens: int) -> int:
     """Return the number of layers whose candidates are in memory at once.
@@ -45,6 +48,19 @@ def heads_at_once(device: torch.device, num_heads: int, elements: int) -> int:
         return num_heads
     count = max(1, logits_at_once(device) // max(1, elements))
     return count if count < num_heads else count // num_heads * num_heads
+
+
+def width_in_place(size: int, itemsize: int) -> int:
+    """Return the float32 numbers for each column of a head whose scorer makes no large results.
+
+    The keys are then in memory twice, by layers and of all heads together.
+
+    Args:
+        size: D.
+        itemsize: Bytes of an element of the keys.
+
+    """
+    return -(-2 * itemsize * size // (4 * RESULTS))
 
 
 def head_blocks(kinds: Sequence[Hashable], num_heads: int, at_once: int) -> Iterator[slice]:

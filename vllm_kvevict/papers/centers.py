@@ -1,4 +1,4 @@
-"""Greedy k-center selection. Reference implementation."""
+"""Greedy k-center selection: its reference, and an operation that takes one launch on a GPU."""
 
 import torch
 
@@ -15,7 +15,7 @@ def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> tor
     every centre. NaN distances count as 0.
 
     Args:
-        points: [H, N, D] float32; ignored if ``valid`` is False.
+        points: [H, N, D] of any float type, compared in float32; ignored if ``valid`` is False.
         valid: [H, N] bool.
         count: Number of centres, at most the valid points of every row.
 
@@ -29,6 +29,7 @@ def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> tor
     # On a GPU the host does not look, because it would wait. A head keeps no more than it has.
     if valid.is_cpu and count > int(valid.sum(-1).min()):
         raise ValueError(f"a row has fewer than {count} points")
+    points = points.float()
     rows = torch.arange(len(points), device=points.device)
     # Infinite until the first centre is chosen; -inf is never chosen.
     away = torch.where(valid, float("inf"), float("-inf"))
@@ -40,3 +41,24 @@ def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> tor
         away = torch.minimum(away, distance.nan_to_num(nan=0.0, posinf=float("inf")))
         away.scatter_(1, center[:, None], float("-inf"))
     return centers
+
+
+def _on_a_gpu(points: torch.Tensor, valid: torch.Tensor, count: int) -> torch.Tensor:
+    # Servers on CPUs do not load Triton.
+    from vllm_kvevict.ops.triton import centers
+
+    return centers.greedy_centers(points, valid, count)
+
+
+def _shape(points: torch.Tensor, valid: torch.Tensor, count: int) -> torch.Tensor:
+    return valid.new_empty(len(points), count, dtype=torch.int64)
+
+
+_LIBRARY = torch.library.Library("vllm_kvevict_papers", "DEF")
+_LIBRARY.define("greedy_centers(Tensor points, Tensor valid, int count) -> Tensor")
+_LIBRARY.impl("greedy_centers", greedy_centers, "CPU")
+_LIBRARY.impl("greedy_centers", _on_a_gpu, "CUDA")
+torch.library.register_fake("vllm_kvevict_papers::greedy_centers", _shape, lib=_LIBRARY)
+
+choose_centers = torch.ops.vllm_kvevict_papers.greedy_centers
+""":func:`greedy_centers` by its device: PyTorch operations on a CPU, one Triton kernel on a GPU."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.papers.centers import greedy_centers
+from vllm_kvevict.papers.centers import choose_centers
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:
@@ -23,16 +23,22 @@ class SubGen(Scorer):
     the policy ``subgen-stream``.
     """
 
-    requirements: ClassVar[Requirements] = Requirements(window="none", heads_alone=True)
+    requirements: ClassVar[Requirements] = Requirements(
+        window="none", heads_alone=True, keys_in_place=True
+    )
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         columns, keep = candidates.num_candidates, candidates.keep
         valid = candidates.valid[:, :columns]
-        centers = greedy_centers(candidates.keys[:, :columns].float(), valid, keep)
+        centers = choose_centers(candidates.keys[:, :columns], valid, keep)
         order = torch.arange(keep, 0, -1, dtype=torch.float32, device=valid.device)
         scores = torch.zeros(valid.shape, dtype=torch.float32, device=valid.device)
         scores.scatter_(-1, centers, order.expand_as(centers))
         return scores.masked_fill(~valid, float("-inf"))
+
+    def warm_up(self, keys: torch.Tensor) -> None:
+        valid = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+        choose_centers(keys, valid, 1)
 
 
 def build(config: "EvictionConfig") -> Scorer:

@@ -66,6 +66,8 @@ class Requirements:
         layers_alone: Scores of a layer depend on the inputs of that layer alone, and not on
             ``layer`` and ``layer_name``. On a GPU the scorer may then get all heads of several
             layers at once, which :attr:`Candidates.layers` numbers.
+        keys_in_place: Scores make no intermediate result of the size of the keys. On a GPU the
+            scorer then gets more heads at once in the same memory.
         attention: Class of the attention extension, as ``module:Class``, that accumulates the
             attention of every query or weighs tokens (``attention/extension.py``). Only the CPU
             backend runs extensions. "" names none.
@@ -88,6 +90,7 @@ class Requirements:
     weighs: bool = False
     heads_alone: bool = False
     layers_alone: bool = False
+    keys_in_place: bool = False
     attention: str = ""
 
     def __post_init__(self) -> None:
@@ -147,6 +150,14 @@ class Scorer(ABC):
 
         """
         raise NotImplementedError
+
+    def warm_up(self, keys: torch.Tensor) -> None:  # noqa: B027
+        """Compile and load on a GPU what :meth:`scores` runs there, before there is a request.
+
+        Args:
+            keys: [1, N, D] keys of the dtype and device of :attr:`Candidates.keys`.
+
+        """
 
     def forget(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Drop the state of the requests of these rows."""

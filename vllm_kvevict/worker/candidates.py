@@ -12,7 +12,14 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
-from vllm_kvevict.ops.pieces import by_layer, head_blocks, heads_at_once, joined, layers_at_once
+from vllm_kvevict.ops.pieces import (
+    by_layer,
+    head_blocks,
+    heads_at_once,
+    joined,
+    layers_at_once,
+    width_in_place,
+)
 from vllm_kvevict.ops.torch.observe import window_entries
 from vllm_kvevict.ops.torch.pages import candidate_grid
 from vllm_kvevict.ops.torch.value_shares import value_shares
@@ -135,6 +142,11 @@ class CandidateReader:
     probes: Probes | None
     rows: RunnerRows
 
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        """Numbers of the layers by name, the same on every rank and in every run."""
+        return {name: crc32(name.encode()) for name in self.caches}
+
     def holdings(
         self, eviction: Eviction, group: GroupEviction, state: GroupState, row: int
     ) -> Holdings:
@@ -166,8 +178,8 @@ class CandidateReader:
 
     def blocks(self, needs: Requirements, holdings: Holdings) -> Iterator[slice]:
         """Yield the blocks of the L * H heads that are scored together."""
-        num_heads = holdings.grid.shape[1]
-        device, layout = holdings.grid.device, self.caches[holdings.layer_names[0]].layout
+        num_heads, device = holdings.grid.shape[1], holdings.grid.device
+        first = self.caches[holdings.layer_names[0]]
         together = (needs.heads_alone or needs.layers_alone) and device.type != "cpu"
         at_once = num_heads
         if together:
@@ -175,7 +187,10 @@ class CandidateReader:
             if self.rings is not None and needs.window != "none":
                 query_heads = self.rings.layer(holdings.layer_names[0]).shape[1]
                 rows = query_heads // num_heads * holdings.state.timeline.window
-            width = max(rows, layout.keys.shape[1])
+            width = first.layout.keys.shape[1]
+            if needs.keys_in_place:
+                width = width_in_place(width, 4 if first.is_fp8 else first.pages.itemsize)
+            width = max(rows, width)
             at_once = heads_at_once(device, num_heads, holdings.num_columns * width)
             if not needs.heads_alone:
                 at_once = max(at_once, num_heads)
@@ -200,7 +215,7 @@ class CandidateReader:
         eviction, bs, made = holdings.eviction, holdings.block_size, inputs.made
         parts = list(by_layer(heads, holdings.grid.shape[1]))
         names = [holdings.layer_names[layer] for layer, _ in parts]
-        numbers = tuple(crc32(name.encode()) for name in names)
+        numbers = tuple(self._numbers[name] for name in names)
         caches = [self.caches[name] for name in names]
         grids = [holdings.grid[layer, some] for layer, some in parts]
         columns, padded = holdings.num_columns, bool(holdings.group.old_store)

@@ -137,9 +137,15 @@ class WorkerEviction:
 
     def warm_up(self) -> None:
         """Load the kernels of evictions, before there is a request."""
-        if self._fused is not None:
-            with self._in_workspace():
+        with self._in_workspace():
+            if self._fused is not None:
                 self._fused.warm_up(self._shares_of)
+            others = [p.scorer for name, p in self.policies.items() if not self._takes_fused(name)]
+            if others:
+                cache = next(iter(self._caches.values()))
+                keys = cache.key_sequences(torch.zeros_like(cache.pages[:1, :1], dtype=torch.int64))
+                for scorer in others:
+                    scorer.warm_up(keys)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler before the forward pass."""
@@ -294,9 +300,9 @@ class WorkerEviction:
         """
         needs, blocks, columns = policy.requirements, [], len(holdings.columns)
         for heads in self._reader.blocks(needs, holdings):
-            candidates = self._reader.candidates(needs, holdings, heads, inputs)
-            scores = policy.scorer.scores(candidates)
-            want, got = (candidates.num_heads, columns), tuple(scores.shape)
+            # Without a name, so that the keys of a block are freed before the next are read.
+            scores = policy.scorer.scores(self._reader.candidates(needs, holdings, heads, inputs))
+            want, got = (heads.stop - heads.start, columns), tuple(scores.shape)
             if got != want:
                 raise ValueError(f"scores must be of shape {want}, not {got}")
             blocks.append(scores)

@@ -110,7 +110,8 @@ class EvictionSizes:
         """Return the bytes of workspace of an eviction by PyTorch operations.
 
         Intermediate results of :func:`~vllm_kvevict.ops.torch.score.logits_at_once` numbers exist
-        up to seven times. Each candidate column takes 64 bytes: its scores, floats and ranks.
+        up to :data:`~vllm_kvevict.ops.pieces.RESULTS` times. Each candidate column takes 64 bytes:
+        its scores, floats and ranks.
 
         Args:
             longest: Tokens of the longest request.
@@ -124,7 +125,7 @@ class EvictionSizes:
         numbers = min(numbers, all_columns * max(self.query_rows, self.head_size))
         queries = 4 * self.layers * self.heads * self.query_rows * self.head_size
         keys = mixes_heads * 4 * self.heads * longest * self.head_size
-        return 7 * 4 * numbers + 64 * columns + 2 * queries + keys
+        return pieces.RESULTS * 4 * numbers + 64 * columns + 2 * queries + keys
 
 
 class Workspace:

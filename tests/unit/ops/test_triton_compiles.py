@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from vllm_kvevict.ops.triton import decode, gather, observe, page_table, splits
+from vllm_kvevict.ops.triton import centers, decode, gather, observe, page_table, splits
 from vllm_kvevict.ops.triton.residency import AHEAD, RESERVED, resident
 
 pytestmark = pytest.mark.slow
@@ -26,9 +26,11 @@ PLAN = dict(CLASSES=splits.CLASSES)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
 FLOATS |= dict(weights="*fp32", sinks="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
+FLOATS |= dict(keys="*bf16", away="*fp32", centers="*i64")
 NUMBERS = (
-    "num_sequences page_tokens indptr_layer lengths_layer starts_layer queue_layer query_token "
-    "query_head out_token out_head stores_row table_row block_row window dense_row"
+    "num_sequences columns count head_tokens page_tokens indptr_layer lengths_layer starts_layer "
+    "queue_layer query_token query_head out_token out_head stores_row table_row block_row window "
+    "dense_row"
 ).split()
 KERNELS = [
     (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
@@ -38,6 +40,7 @@ KERNELS = [
     (page_table._page_table_kernel, TABLE, {}),
     (gather._gather_kernel, dict(PAGE=16, CONTENT=4096, PROGRAMS=64, BLOCK=1024), {}),
     (observe._observe_kernel, dict(HEADS=32, DIM=128, BLOCK=1024), {}),
+    (centers._centers_kernel, dict(DIM=128, DIM_PAD=128, BLOCK=256), dict(num_warps=16)),
 ]
 
 
@@ -87,11 +90,18 @@ def test_compiles(kernel, constants, options):
         assert "ld.global.cg" in order[arrived:] and "ld.global.cg" not in order[:arrived]
         assert order.count("atom.global.gpu.acq_rel") == 2
         assert order.count("atom.global.gpu.relaxed") == 1
+    if kernel is centers._centers_kernel:
+        # The order of equal distances depends on the rounding of the root.
+        assert "sqrt.rn.f32" in made["ptx"] and "sqrt.approx" not in made["ptx"]
+        assert made["ptx"].count("ld.global.v4") >= 8, "eight keys at a time"
+        # All threads have written their distances before one reads those of others.
+        inner = made["ttgir"].rindex("tt.store")
+        after = r"scf\.yield[^\n]*\n\s*} loc[^\n]*\n\s*ttg\.barrier all"
+        assert re.search(after, made["ttgir"][inner:])
 
 
-SLICES = (
-    "rows places tokens back slots seq_lens lengths size starts classes queue table num_sequences"
-).split()
+SLICES = ("rows places tokens back slots seq_lens lengths size starts classes queue table").split()
+SIZES = ("num_sequences", "columns", "count", "head_tokens")
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel, _, _ in KERNELS], ids=by_name)
@@ -103,7 +113,9 @@ def test_one_kernel_for_slices_at_any_address(kernel):
     table, made = torch.zeros(64, dtype=torch.int32), []
     for offset, number in ((0, 16), (1, 17), (3, 1)):
         values = {
-            name: (number if name == "num_sequences" else table[offset:])
+            name: number
+            if name in SIZES
+            else table[offset:]
             if name in SLICES
             else 32
             if name in NUMBERS or name in FLOATS

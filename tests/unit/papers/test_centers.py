@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.papers.centers import greedy_centers
+from vllm_kvevict.papers.centers import choose_centers, greedy_centers
 
 
 def everything(points: torch.Tensor) -> torch.Tensor:
@@ -60,3 +60,12 @@ def test_none_and_too_many():
     assert greedy_centers(points, valid, 0).shape == (2, 0)
     with pytest.raises(ValueError, match="fewer than 3 points"):
         greedy_centers(points, valid, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_operation_of_a_cpu_is_the_reference(dtype):
+    points = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(5)).to(dtype)
+    valid = everything(points)
+    assert torch.equal(choose_centers(points, valid, 9), greedy_centers(points.float(), valid, 9))
+    fake = choose_centers(points.to("meta"), valid.to("meta"), 9)
+    assert fake.shape == (2, 9) and fake.dtype == torch.int64

@@ -149,7 +149,7 @@ MIXING = ["tova", "nacl"]
 @pytest.mark.parametrize(
     ("policy", "heads", "tokens"),
     covering(
-        ["ada-probe", "ada-defensive", "ada-snapkv", "scissorhands", *MIXING],
+        ["ada-probe", "ada-defensive", "ada-snapkv", "scissorhands", "subgen", *MIXING],
         [8, 1],
         [8192, 131072, 512],
     ),
