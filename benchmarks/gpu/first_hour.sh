@@ -3,15 +3,17 @@
 #
 #   OUT=folder benchmarks/gpu/first_hour.sh PART...
 #
-# Parts: unpack env tests attention tune eviction smoke serving sanitizer report. Each writes OUT/PART.log
-# and a line of OUT/parts.tsv (part, seconds, exit status); a part that fails does not stop the
-# others. Files in EARLIER (a folder) are continued: result files of the same commit and machine.
+# Parts: unpack env tests attention tune eviction smoke serving fp8 needle sanitizer report. Each
+# writes OUT/PART.log and a line of OUT/parts.tsv (part, seconds, exit status); a part that fails does
+# not stop the others. Files in EARLIER (a folder) are continued: result files of the same commit and machine.
 # The following variables change parts:
 #   DEADLINE         seconds after the start at which everything has ended (570)
 #   SITE             folder with vLLM and this package's metadata (/tmp/site); "unpack" fills it
 #                    from .gpu/one/*.tar.xz, which prepare.sh makes
+#   MODEL            folder of a model with weights, which the part "needle" serves
 #   TESTS            arguments of pytest instead of "tests/gpu"
-#   ATTENTION_ARGS, TUNE_ARGS, EVICTION_ARGS, SERVING_ARGS, SMOKE_ARGS   are added to each command
+#   ATTENTION_ARGS, TUNE_ARGS, EVICTION_ARGS, SERVING_ARGS, SMOKE_ARGS, FP8_ARGS, NEEDLE_ARGS   are
+#                    added to each command
 #   DRY=1            writes each command to OUT/PART.log, quoted, instead of running it
 set -uo pipefail
 started=$(date +%s)
@@ -97,6 +99,20 @@ smoke() {
 serving() {
     # shellcheck disable=SC2086
     run "$PYTHON" -m benchmarks.gpu.serving --until "$until" --output "$OUT/serving.json" ${SERVING_ARGS:-}
+}
+
+fp8() {
+    # shellcheck disable=SC2086
+    run "$PYTHON" -m benchmarks.gpu.serving --until "$until" --output "$OUT/fp8.json" --loads 6000/500/4/32 \
+        --only stock-6000,8x-6000 --serve-args=--kv-cache-dtype=fp8 ${FP8_ARGS:-}
+}
+
+needle() {
+    # shellcheck disable=SC2086
+    run "$PYTHON" -m benchmarks.quality --model "${MODEL:?names the folder of a model with weights}" \
+        --tasks s-niah,mk-niah --policies ada-snapkv,ada-defensive --budgets 12.5%,25% --samples 20 \
+        --length 4000 --kv-memory 8G --no-kvpress --no-like-for-like --resume \
+        --work "$OUT/needle" --output "$OUT/needle.json" ${NEEDLE_ARGS:-}
 }
 
 sanitizer() {

@@ -55,4 +55,4 @@ git describe --always --dirty >"$plugin/commit"
 tar -C "$plugin" -cJf "$gpu/one/plugin.tar.xz" .
 du -cb "$gpu"/one/*.tar.xz
 echo "Copy this checkout and .gpu/one to the machine, and run there:"
-echo "  OUT=results benchmarks/gpu/first_hour.sh unpack env tests attention eviction smoke serving report"
+echo "  OUT=results benchmarks/gpu/first_hour.sh unpack env tests attention eviction smoke serving fp8 report"

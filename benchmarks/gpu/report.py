@@ -13,7 +13,7 @@ from benchmarks.gpu.attention import FLASH, TRITON
 from benchmarks.gpu.goals import verdicts
 from benchmarks.gpu.predictions import prediction_table
 
-PARTS = ("attention", "eviction", "serving")
+PARTS = ("attention", "eviction", "serving", "fp8")
 ERROR = 200
 NOTES = """
 - Milliseconds are medians with the middle half of the repetitions, from a flushed L2.
@@ -23,6 +23,8 @@ NOTES = """
   heads and sums nothing over ranks; its prefill is an eighth of one GPU's, without all-reduces.
 - A prefill is what the engine's clock says, from its scheduling to its first token.
 - Weights are random, so in `serving` heads share a budget almost evenly, unlike in `attention`.
+- `fp8`: both servers have the bytes of `serving` and an FP8 cache, which holds twice the tokens. It
+  belongs to no goal.
 - `kv_bytes` of an evicting server are stock's less its observation rings.
 """
 

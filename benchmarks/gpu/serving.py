@@ -136,7 +136,8 @@ def sweep(args: argparse.Namespace) -> Part:
     return part
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--loads", type=loads, default=loads("6000/500/4/32,32000/4000/4/16"))
@@ -159,7 +160,11 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="for the model and the servers' logs",
                         default=Path(tempfile.gettempdir()) / "kvevict-gpu")  # fmt: skip
     add_options(parser, RESULTS / "serving.json")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     part = sweep(args)
     print(args.output)
     raise SystemExit(part.outcome())

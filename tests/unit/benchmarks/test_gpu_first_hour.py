@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import part
+from benchmarks.gpu import part, serving
+from benchmarks.gpu.jobs import services
+from benchmarks.gpu.model import LLAMA_8B
+from benchmarks.quality.options import Options
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "first_hour.sh"
-MODULES = ["attention", "tune", "eviction", "smoke", "serving"]
-PARTS = ["unpack", "env", "tests", *MODULES, "sanitizer", "report"]
+MODULES = ["attention", "tune", "eviction", "smoke", "serving", "fp8"]
+PARTS = ["unpack", "env", "tests", *MODULES, "needle", "sanitizer", "report"]
 
 
 TEST = re.compile(r"^def (test_\w+)", re.MULTILINE)
@@ -29,7 +32,7 @@ class Reached(Exception):
 def folder(tmp_path_factory):
     """Logs of a dry run of all parts."""
     out = tmp_path_factory.mktemp("out")
-    env = os.environ | dict(DRY="1", OUT=str(out), PYTHON="python3")
+    env = os.environ | dict(DRY="1", OUT=str(out), PYTHON="python3", MODEL=str(out))
     ended = subprocess.run(["bash", SCRIPT, *PARTS], env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return out
@@ -43,9 +46,8 @@ def commands(folder: Path, name: str) -> list[list[str]]:
 def test_every_part_is_listed_and_ends(folder):
     ended = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
     assert [(name, status) for name, _, status in ended] == [(name, "0") for name in PARTS]
-    header = SCRIPT.read_text().split("set -uo")[0]
-    (listed,) = [line for line in header.splitlines() if line.startswith("# Parts: ")]
-    assert listed.removeprefix("# Parts: ").split(".")[0].split() == PARTS
+    listed = SCRIPT.read_text().partition("# Parts: ")[2].partition(".")[0]
+    assert listed.split() == PARTS
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -66,6 +68,30 @@ def test_a_measuring_part_reaches_the_device(name, folder, tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", [command[2], *arguments])
     with pytest.raises(Reached):
         module.main()
+
+
+def test_fp8_servers_are_measured_with_and_without_eviction(folder):
+    (command,) = commands(folder, "fp8")
+    known = serving.parser().parse_args(command[3:])
+    names = [one.name for one in services(known, LLAMA_8B)]
+    assert set(known.only) <= set(names) and len(known.only) == 2
+    assert known.serve_args.split("=") == ["--kv-cache-dtype", "fp8"]
+
+
+def test_needles_are_sought_by_a_server_of_the_model(folder):
+    (command,) = commands(folder, "needle")
+    assert command[:3] == ["python3", "-m", "benchmarks.quality"]
+    options = Options.parse(command[3:])
+    assert options.model == str(folder) and options.output == folder / "needle.json"
+    assert not options.kvpress and not options.like_for_like and options.resume
+
+
+def test_a_part_without_its_model_says_so(tmp_path):
+    env = dict(os.environ, DRY="1", OUT=str(tmp_path))
+    env.pop("MODEL", None)
+    ended = subprocess.run(["bash", SCRIPT, "needle"], env=env, capture_output=True, text=True)
+    assert ended.returncode == 1 and "needle" in ended.stderr
+    assert "MODEL: names the folder of a model" in (tmp_path / "needle.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["tests", "sanitizer"])
