@@ -65,6 +65,6 @@ def test_observe(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "columns"), [(80, 300), (128, 2000), (256, 129)])
+@pytest.mark.parametrize(("dim", "columns"), [(80, 350), (128, 2000), (256, 129)])
 def test_centers(dtype, dim, columns):
     check_centers("cuda", dtype, dim, columns)

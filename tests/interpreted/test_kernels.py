@@ -131,7 +131,7 @@ def test_observe():
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "columns"),
-    [(torch.float32, 80, 300), (torch.float16, 64, 1100), (torch.bfloat16, 256, 129)],
+    [(torch.float32, 80, 350), (torch.float16, 64, 1100), (torch.bfloat16, 256, 129)],
     ids=str,
 )
 def test_centers(dtype, dim, columns):
