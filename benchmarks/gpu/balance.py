@@ -101,7 +101,8 @@ def by_tenths(mine: Sequence[Sequence[int]], multiprocessors: int) -> list[float
 def lengths(requests: int, args: argparse.Namespace) -> list[int]:
     """Cached tokens of every head of a step."""
     rand = torch.Generator().manual_seed(args.seed)
-    pages = page_split(requests, args.heads, args.budget // args.block_size, rand).diff(dim=1)
+    blocks = args.budget // args.block_size
+    pages = page_split(requests, args.heads, blocks, rand, sigma=args.sigma).diff(dim=1)
     return (pages * args.block_size + args.tail).flatten().tolist()
 
 
@@ -118,6 +119,9 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=2, help="of a multiprocessor at once")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--tail", type=int, default=96)
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, help="spread of the heads' shares; 0.5: real heads"
+    )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=128)

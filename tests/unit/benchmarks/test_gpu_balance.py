@@ -29,7 +29,7 @@ def test_schedules_of_splits():
 @pytest.mark.parametrize("requests", [64, 128, 256, 512, 1024])
 def test_the_longest_first_balance(requests):
     """What the decode kernel was built for: 95% of ideal on an H100, partial sums included."""
-    args = Namespace(seed=1, heads=8, budget=1024, block_size=16, tail=96)
+    args = Namespace(seed=1, heads=8, budget=1024, block_size=16, tail=96, sigma=1.0)
     found, programs = balance.lengths(requests, args), 2 * 132
     costs = balance.Costs.of(group=4, head_size=128, itemsize=2)
     sequences = balance.cut(found, programs * SPLITS_PER_PROGRAM)
@@ -42,3 +42,15 @@ def test_the_longest_first_balance(requests):
     )
     flat = [split for mine in sequences for split in mine]
     assert balance.balance(balance.dealt(flat, programs, costs), ideal) < 0.8
+
+
+@pytest.mark.parametrize("requests", [8, 16, 32, 64, 128, 256, 512, 1024])
+def test_the_balance_of_real_heads(requests):
+    """Their shares differ less. docs/gpu-notes.md names the batches below the goal of 0.9."""
+    args = Namespace(seed=1, heads=8, budget=1024, block_size=16, tail=96, sigma=0.5)
+    found, programs = balance.lengths(requests, args), 2 * 132
+    assert max(found) < max(balance.lengths(requests, Namespace(**vars(args) | {"sigma": 1.0})))
+    costs = balance.Costs.of(group=4, head_size=128, itemsize=2)
+    order = balance.queue(balance.cut(found, programs * SPLITS_PER_PROGRAM))
+    reached = balance.balance(balance.taken(order, programs, costs), sum(found) * costs.token)
+    assert reached >= (0.88 if requests in (8, 32, 64) else 0.9)
