@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.facts import Question, questions
 from benchmarks.load import Load, measure
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, sentence
 from benchmarks.server import Server
 from benchmarks.smollm2 import ModelUnavailable, real_model
 
@@ -208,12 +208,8 @@ def side_by_side(asked: list[Question], rows: dict[str, dict]) -> str:
 
 def markdown(shown: str, seconds: float, origin: dict) -> str:
     """The result file: where it comes from, and what was printed."""
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-    return (
-        f"# `make demo`\n\n`{origin['command']}`, what `make demo` runs when it is set up: "
-        f"{seconds:.0f} s, {origin['date']}, commit {origin['commit']}. {origin['machine']}. "
-        f"{versions}.\n\n```\n{shown}\n```\n"
-    )
+    about = f"what `make demo` runs when it is set up: {seconds:.0f} s"
+    return f"# `make demo`\n\n{sentence(origin, about)}\n\n```\n{shown}\n```\n"
 
 
 def main() -> int:

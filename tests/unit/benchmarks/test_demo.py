@@ -96,4 +96,4 @@ def test_the_result_file_has_what_was_printed_and_its_commit():
     text = demo.markdown("a table\nof two lines", 379.6, origin)
     assert COMMIT.findall(text) == ["abcdef1"]
     assert text.endswith("```\na table\nof two lines\n```\n")
-    assert "380 s, 2026-11-26 05:28 UTC" in text and "vllm 0.32.0, torch 2.13.0" in text
+    assert "set up: 380 s. a CPU, 2 cores. vllm 0.32.0, torch 2.13.0.\n" in text
