@@ -39,6 +39,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append(body)
+        if self.path == "/tokenize":
+            return self._tokenize(body)
         policy = body.get("vllm_xargs", {}).get("kv_eviction")
         if "prompt_logprobs" in body:
             # As vLLM: nothing of the first token, and of each other its id as text.
@@ -49,6 +51,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(400, '{"error": "unknown policy"}')
         text = f"{policy} {len(body['prompt'])}"
         return self.reply(200, json.dumps({"choices": [{"text": text, "token_ids": [1, 2]}]}))
+
+    def _tokenize(self, body: dict) -> None:
+        """A base model's: no chats, and 2 begins a text."""
+        if "messages" in body:
+            reason = "so you must provide a chat template if the tokenizer does not define one."
+            return self.reply(400, json.dumps({"error": {"message": reason}}))
+        ids = [2] * body["add_special_tokens"] + [ord(letter) for letter in body["prompt"]]
+        return self.reply(200, json.dumps({"tokens": ids}))
 
     def reply(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -78,6 +88,11 @@ def prompts() -> list[Prompt]:
     ]
 
 
+def test_a_base_model_gets_the_text_of_the_messages(endpoint):
+    messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}]
+    assert endpoint.tokenize(messages) == [2, *map(ord, "ab\nc\n")]
+
+
 def plan(**changes) -> Plan:
     labels = {"snapkv": "snapkv", "ada-snapkv, avg 5": "ada-snapkv"}
     settings = dict(
@@ -104,6 +119,7 @@ def test_requests_of_a_sample(endpoint, prompts, journal):
         points = [xargs.get("kv_eviction_at") for xargs in others]
         assert points == [None] * 4 + [prompt.context] * 4
         assert {xargs["kv_eviction_interval"] for xargs in others} == {0}
+        assert {xargs["kv_eviction_when"] for xargs in others} == {"always"}
         assert {(x["kv_eviction"], x["kv_eviction_budget"]) for x in others} == {
             (policy, budget) for policy in ("snapkv", "ada-snapkv") for budget in ("20%", "80%")
         }
