@@ -1,9 +1,6 @@
 """What is asked of a server, in which order, and what it must count."""
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
@@ -18,6 +15,7 @@ from benchmarks.quality.own_server import variants
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
+from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import EvictionRule
 
@@ -28,7 +26,7 @@ vllm_kvevict:evictions_total{engine="1"} 2.0
 """
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     seen: ClassVar[list[dict]] = []
     refuses = True
 
@@ -37,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, answer)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.seen.append(body)
         if self.path == "/tokenize":
             return self._tokenize(body)
@@ -46,38 +44,26 @@ class Handler(BaseHTTPRequestHandler):
             # As vLLM: nothing of the first token, and of each other its id as text.
             found = [None, *({str(i): {"logprob": -i / 2}} for i in body["prompt"][1:])]
             choice = {"text": "", "token_ids": [1], "prompt_logprobs": found}
-            return self.reply(200, json.dumps({"choices": [choice]}))
+            return self.reply(200, {"choices": [choice]})
         if policy == "no-such-policy" and self.refuses:
             return self.reply(400, '{"error": "unknown policy"}')
         text = f"{policy} {len(body['prompt'])}"
-        return self.reply(200, json.dumps({"choices": [{"text": text, "token_ids": [1, 2]}]}))
+        return self.reply(200, {"choices": [{"text": text, "token_ids": [1, 2]}]})
 
     def _tokenize(self, body: dict) -> None:
         """A base model's: no chats, and 2 begins a text."""
         if "messages" in body:
             reason = "so you must provide a chat template if the tokenizer does not define one."
-            return self.reply(400, json.dumps({"error": {"message": reason}}))
+            return self.reply(400, {"error": {"message": reason}})
         ids = [2] * body["add_special_tokens"] + [ord(letter) for letter in body["prompt"]]
-        return self.reply(200, json.dumps({"tokens": ids}))
-
-    def reply(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+        return self.reply(200, {"tokens": ids})
 
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     Handler.seen, Handler.refuses = [], True
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield Endpoint(f"http://127.0.0.1:{server.server_port}/v1/")
-    server.shutdown()
-    server.server_close()
+    with served(Handler) as url:
+        yield Endpoint(f"{url}/v1/")
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_what_the_server_must_count(tmp_path):
     assert endpoint.xargs[3:6] == [
         {
             "kv_eviction": "snapkv", "kv_eviction_budget": "25%", "kv_eviction_interval": 0,
-            "kv_eviction_at": len(CONTEXT),
+            "kv_eviction_when": "always", "kv_eviction_at": len(CONTEXT),
         }
     ] * 3  # fmt: skip
 

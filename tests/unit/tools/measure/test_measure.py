@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
 
+from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.tools.measure.__main__ import main
 from vllm_kvevict.tools.measure.questions import read
 from vllm_kvevict.tools.measure.table import wilson
@@ -20,7 +19,7 @@ NO_TEMPLATE = (
 """vLLM's words."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     """Repeats the part of the context that it "kept": its last tenth if the question was not known
     at a budget of 10%."""
 
@@ -32,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, {"data": [{"id": "served"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         chats = self.path == "/v1/chat/completions"
         if chats and not self.has_template:
             return self.reply(400, {"error": {"message": NO_TEMPLATE}})
@@ -49,23 +48,12 @@ class Handler(BaseHTTPRequestHandler):
         answer = {"message": {"content": context}} if chats else {"text": context}
         return self.reply(200, {"choices": [answer]})
 
-    def reply(self, status: int, body: dict[str, Any]) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def url() -> Iterator[str]:
     Handler.seen, Handler.keys, Handler.has_template = [], set(), True
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Handler) as address:
+        yield address
 
 
 ROWS: list[dict[str, Any]] = [
