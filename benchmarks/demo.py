@@ -27,6 +27,8 @@ from benchmarks.smollm2 import ModelUnavailable, real_model
 
 PROMPT, OUTPUT, BLOCK = 2048, 128, 32
 FOLDER = Path(".cache") / "demo"
+POLICY, BUDGET = "auto", "25%"
+"""As in the first command of README, and as ``auto`` without a budget."""
 CHARACTERS = 8000
 """Of a text: about 1,800 tokens."""
 
@@ -214,8 +216,8 @@ def markdown(shown: str, seconds: float, origin: dict) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policy", default="auto")
-    parser.add_argument("--budget", default="12.5%")
+    parser.add_argument("--policy", default=POLICY)
+    parser.add_argument("--budget", default=BUDGET)
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=8)
