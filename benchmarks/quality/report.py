@@ -28,7 +28,7 @@ def write(gathered: Run, results: Results) -> None:
         **source,
         "model": os.path.relpath(gathered.folder)
         if own
-        else f"{options.model} at {options.base_url}",
+        else f"{options.model or 'served'} at {options.base_url}",
         "weights_sha256": weights_sha256(gathered.folder) if own else None,
         "options": options.model_dump(mode="json"),
         "block_size": gathered.block_size,
