@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.load import Load, measure
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, sentence
 from benchmarks.server import Server
 
 FOLDER = Path(".cache") / "decode_node"
@@ -186,8 +186,7 @@ def main() -> None:
     args.output_path.write_text(json.dumps(result, indent=1) + "\n")
     text = table(rows) + f"\n\nOutput tokens/s, eviction to stock vLLM: {ratios(rows)}\n"
     args.output_path.with_suffix(".md").write_text(
-        f"# A decode server under load\n\n`{result['command']}`, {result['date']}, commit "
-        f"{result['commit']}. {result['machine']}. Times in ms.\n\n{text}"
+        f"# A decode server under load\n\n{sentence(result)} Times in ms.\n\n{text}"
     )
     print(text)
 

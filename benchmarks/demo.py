@@ -21,12 +21,14 @@ from tqdm import tqdm
 
 from benchmarks.facts import Question, questions
 from benchmarks.load import Load, measure
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, sentence
 from benchmarks.server import Server
 from benchmarks.smollm2 import ModelUnavailable, real_model
 
 PROMPT, OUTPUT, BLOCK = 2048, 128, 32
 FOLDER = Path(".cache") / "demo"
+POLICY, BUDGET = "auto", "25%"
+"""As in the first command of README, and as ``auto`` without a budget."""
 CHARACTERS = 8000
 """Of a text: about 1,800 tokens."""
 
@@ -208,18 +210,14 @@ def side_by_side(asked: list[Question], rows: dict[str, dict]) -> str:
 
 def markdown(shown: str, seconds: float, origin: dict) -> str:
     """The result file: where it comes from, and what was printed."""
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-    return (
-        f"# `make demo`\n\n`{origin['command']}`, what `make demo` runs when it is set up: "
-        f"{seconds:.0f} s, {origin['date']}, commit {origin['commit']}. {origin['machine']}. "
-        f"{versions}.\n\n```\n{shown}\n```\n"
-    )
+    about = f"what `make demo` runs when it is set up: {seconds:.0f} s"
+    return f"# `make demo`\n\n{sentence(origin, about)}\n\n```\n{shown}\n```\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policy", default="auto")
-    parser.add_argument("--budget", default="12.5%")
+    parser.add_argument("--policy", default=POLICY)
+    parser.add_argument("--budget", default=BUDGET)
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=8)

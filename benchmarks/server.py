@@ -19,6 +19,7 @@ from typing import Self
 import psutil
 
 from benchmarks.leash import Leash
+from benchmarks.provenance import add_server
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.prometheus import CAUSES, COUNTERS, PREFIX, REASONS, RESTORED, TIERS
 
@@ -70,6 +71,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = str(model)
         self.log = log
+        self._args = args
         self._timeout_s = timeout_s
         self.command = [
             *VLLM, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *args,
@@ -86,6 +88,7 @@ class Server:
         except BaseException:
             self.stop()
             raise
+        add_server(self.model, self._args, self.log.read_text(errors="replace"))
         return self
 
     def _wait_until_ready(self) -> None:

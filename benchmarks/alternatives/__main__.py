@@ -24,7 +24,7 @@ from benchmarks.alternatives.measure import measure_way, server_args
 from benchmarks.alternatives.options import CITE, NONE, RESULT, RUN, parse
 from benchmarks.alternatives.report import markdown
 from benchmarks.alternatives.ways import AUTO, EIGHTH, KVPRESS, STOCK, WAYS
-from benchmarks.provenance import UNKNOWN, commit, provenance
+from benchmarks.provenance import UNKNOWN, commit, provenance, used
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.prompt import Prompt
 from benchmarks.smollm2 import real_model
@@ -129,7 +129,7 @@ def main() -> None:
     prompts = answers.prompts(args, model)
     rows = run(args, model, prompts)
     options = {name: str(value) for name, value in vars(args).items()}
-    result = origin | {"model": str(model), "options": options, "rows": rows}
+    result = origin | used() | {"model": str(model), "options": options, "rows": rows}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     text = markdown(result)

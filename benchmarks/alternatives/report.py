@@ -4,6 +4,7 @@ from typing import Any
 
 from benchmarks.alternatives.options import TASKS
 from benchmarks.alternatives.ways import STOCK
+from benchmarks.provenance import sentence
 from benchmarks.quality.prompt import AGNOSTIC, AWARE
 from benchmarks.quality.table import row
 
@@ -35,13 +36,11 @@ def markdown(result: dict[str, Any]) -> str:
 
     """
     options, rows = result["options"], result["rows"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     stock = next(one["load"] for one in rows if one["key"] == STOCK.key)
     lines = [
         "# Alternatives at equal memory",
         "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}. Model "
-        f"{result['model']}. {result['machine']}. {versions}.",
+        sentence(result),
         "",
         f"KV-cache memory: {options['memory']} (whole requests of {options['prompt']} + "
         f"{options['output_tokens']} tokens in bfloat16, or bytes). Load: {options['requests']} "

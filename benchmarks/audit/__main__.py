@@ -17,7 +17,7 @@ from benchmarks.audit import answers, cost, oracle
 from benchmarks.audit.prompts import KINDS
 from benchmarks.audit.report import markdown, plot
 from benchmarks.load import Load
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, used
 from benchmarks.smollm2 import real_model
 
 RESULT = Path(__file__).parents[1] / "results" / "audit.json"
@@ -78,7 +78,7 @@ def main() -> None:
     origin = provenance()
 
     def keep(found: dict[str, Any]) -> None:
-        write(options.out, options.part, {**origin, "options": given, **found})
+        write(options.out, options.part, {**origin, **used(), "options": given, **found})
 
     mixture = options.policies, options.budgets, options.kinds
     if options.part == "answers":

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.audit.listener import Listener
+from benchmarks.provenance import add_model, add_profile
+from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.requests import AT, BUDGET, INTERVAL, POLICY
 
 BLOCK = 32
@@ -73,6 +75,10 @@ def engine(model: Path, policy: str, dtype: str = "bfloat16", **changes: Any) ->
         max_num_seqs=16, enable_prefix_caching=True, disable_log_stats=False,
         additional_config={"kv_eviction": settings(policy) | changes},
     )  # fmt: skip
+    add_model(model)
+    served = llm.llm_engine.vllm_config.additional_config[CONFIG_KEY]
+    if probe := (served["profile"] or {}).get("probe"):
+        add_profile(probe["file"], probe["sha256"])
     try:
         yield Audited(llm)
     finally:

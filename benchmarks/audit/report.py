@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.audit.figures import HIGH, LOW, Row, cells, summary, within
+from benchmarks.provenance import sentence
 from benchmarks.quality.table import row
 
 NOT_MEASURED = "Not measured."
@@ -29,16 +30,8 @@ def markdown(result: dict[str, Any]) -> str:
     for title, name, tell in parts:
         lines += ["", f"## {title}", ""]
         found = result.get(name)
-        lines += [origin(found), "", *tell(found)] if found else [NOT_MEASURED]
+        lines += [sentence(found), "", *tell(found)] if found else [NOT_MEASURED]
     return "\n".join(lines) + "\n"
-
-
-def origin(found: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return (
-        f"`{found['command']}`, {found['date']}, commit {found['commit']}. {found['machine']}. "
-        f"{versions}."
-    )
 
 
 def _nats(value: float) -> str:

@@ -19,7 +19,7 @@ from benchmarks.chat.dialogue import Dialogue, Question, make
 from benchmarks.chat.measure import measure, missing
 from benchmarks.chat.report import markdown, plot
 from benchmarks.chat.servers import ROWS, Setting
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, used
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import characters_for
@@ -129,6 +129,7 @@ def main() -> None:
                     reason = f"{', '.join(none)} of its counters stayed 0"
                     result["failed"].append({"server": name, "reason": reason})
             # What was measured is kept, whatever becomes of the next server.
+            result |= used()
             write(options.out, result)
     print(options.out.with_suffix(".md").read_text())
     if result["failed"]:

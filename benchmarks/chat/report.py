@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.chat.measure import PREEMPTIONS
 from benchmarks.chat.servers import STOCK
+from benchmarks.provenance import sentence
 from benchmarks.quality.table import row
 
 COLUMNS = (
@@ -23,8 +24,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Chats of several turns",
         "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}; {result['load']}. "
-        f"{result['machine']}.",
+        sentence(result, result["load"]),
     ]
     rows = result["rows"]
     if rows:

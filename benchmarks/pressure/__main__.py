@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.pressure import lossless, needle, swing
 from benchmarks.pressure.report import markdown, plot
 from benchmarks.pressure.servers import PRESSURE, SEQUENCES, WAYS, Servers, add_arguments
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, used
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.smollm2 import real_model
 
@@ -78,6 +78,7 @@ def main() -> None:
     for part in options.parts.split(","):
         result[part] = run[part]()
         # What was measured is kept, whatever becomes of the next part.
+        result |= used()
         write(options, result)
     print(options.output.with_suffix(".md").read_text())
     if found := result.get("lossless"):

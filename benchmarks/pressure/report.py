@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pressure.servers import ALWAYS, PRESSURE, STOCK, WAYS
+from benchmarks.provenance import sentence
 from benchmarks.quality.prompt import AGNOSTIC, AWARE
 from benchmarks.quality.table import row
 
@@ -15,8 +16,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Eviction under pressure, over HTTP",
         "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}; {options['policy']}, "
-        f"{options['budget']} tokens per KV head. {result['machine']}.",
+        sentence(result, f"{options['policy']}, {options['budget']} tokens per KV head"),
     ]
     for part, table in (("lossless", _lossless), ("swing", _swing), ("needle", _needle)):
         if part in result:

@@ -8,6 +8,9 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+NO_TEMPLATE = "must provide a chat template"
+"""Part of vLLM's answer to a chat with a model that has no chat template."""
+
 
 class EndpointError(RuntimeError):
     """The server refused a request; the message carries its reason."""
@@ -52,8 +55,16 @@ class Endpoint:
         self.model = model or self._get_json("/v1/models")["data"][0]["id"]
 
     def tokenize(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat under the server's template, ready for an answer."""
-        return self._post("/tokenize", {"messages": messages})["tokens"]
+        """Token ids of a chat under the server's template, ready for an answer.
+
+        Without a template they are those of ``LocalChat``: the messages' text.
+        """
+        try:
+            return self._post("/tokenize", {"messages": messages})["tokens"]
+        except EndpointError as error:
+            if NO_TEMPLATE not in str(error):
+                raise
+        return self.encode("".join(f"{message['content']}\n" for message in messages), special=True)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text alone; ``special``: after the tokens with which a prompt begins."""

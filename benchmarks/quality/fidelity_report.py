@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from benchmarks.provenance import sentence
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Followed
 from benchmarks.quality.intervals import Estimate, bootstrap
@@ -59,9 +60,11 @@ def markdown(result: dict) -> str:
     lines = [
         "# Fidelity under eviction",
         "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}; {options['texts']} "
-        f"texts, {options['context']} tokens before the eviction, {options['continuation']} behind "
-        f"it, interval {options['interval']}. {result['machine']}.",
+        sentence(
+            result,
+            f"{options['texts']} texts, {options['context']} tokens before the eviction, "
+            f"{options['continuation']} after it, interval {options['interval']}",
+        ),
         "",
         "Means over texts with 95% bootstrap intervals. NLL of the true text in nats a token; "
         "excess over the full cache, text by text; same: tokens whose most likely choice is the "

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.provenance import sentence
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.intervals import Estimate, bootstrap
 from benchmarks.quality.prompt import common_prefix
@@ -91,10 +92,12 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# Long free answers",
         "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}. Model "
-        f"{result['model']}; {options['samples']} prompts of about {options['length']} tokens with "
-        f"{options['facts']} facts, answers of {options['tokens']} tokens, seed {options['seed']}. "
-        f"{result['machine']}.",
+        sentence(
+            result,
+            f"{options['samples']} prompts of about {options['length']} tokens with "
+            f"{options['facts']} facts, answers of {options['tokens']} tokens, seed "
+            f"{options['seed']}",
+        ),
         "",
         f"NLL: negative log-likelihood of an answer under the full cache, in nats a token, of its "
         f"first {FIRST_TOKENS} tokens and of all; excess: over the full cache's own answer. Facts: "

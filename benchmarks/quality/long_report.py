@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.provenance import sentence
 from benchmarks.quality.endpoint import Followed
 from benchmarks.quality.intervals import bootstrap
 from benchmarks.quality.table import beside_full, row
@@ -53,9 +54,11 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Prompts longer than the KV cache",
         "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}; {result['texts']} "
-        f"texts, {options['context']} tokens of prompt in a pool of {result['pool_tokens']}, "
-        f"{said}. {result['machine']}.",
+        sentence(
+            result,
+            f"{result['texts']} texts, {options['context']} tokens of prompt in a pool of "
+            f"{result['pool_tokens']}, {said}",
+        ),
         "",
         "Means over texts with 95% bootstrap intervals. NLL of what is forced in nats a token; "
         "excess over the full cache, text by text; same: tokens whose most likely choice is the "

@@ -56,6 +56,7 @@ class Plan:
             "kv_eviction": self.labels[cell.label],
             "kv_eviction_budget": cell.budget,
             "kv_eviction_interval": 0,
+            "kv_eviction_when": "always",
         }
         if cell.scenario == AGNOSTIC:
             wanted["kv_eviction_at"] = prompt.context

@@ -1,12 +1,11 @@
 """What a run leaves behind: JSON, Markdown, plots."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance
+from benchmarks.provenance import add_model, provenance, sentence, weights_sha256
 from benchmarks.quality.options import OwnOptions
 from benchmarks.quality.plots import plot
 from benchmarks.quality.results import Results
@@ -17,16 +16,20 @@ from benchmarks.quality.table import markdown
 def write(gathered: Run, results: Results) -> None:
     """JSON, Markdown and plots beside one another."""
     options, output = gathered.options, gathered.options.output
+    own = not options.base_url
+    if own:
+        # All answers may be of an earlier run, so that no server started.
+        add_model(gathered.folder)
     source = provenance()
     source["command"] = source["command"].replace(".__main__", "")
     source["versions"] |= {f"kvpress environment: {k}": v for k, v in gathered.versions.items()}
-    kept_table, own = gathered.kept(), not options.base_url
+    kept_table = gathered.kept()
     data = {
         **source,
         "model": os.path.relpath(gathered.folder)
         if own
-        else f"{options.model} at {options.base_url}",
-        "weights_sha256": sha256(gathered.folder) if own else None,
+        else f"{options.model or 'served'} at {options.base_url}",
+        "weights_sha256": weights_sha256(gathered.folder) if own else None,
         "options": options.model_dump(mode="json"),
         "block_size": gathered.block_size,
         "evictions": gathered.evictions,
@@ -50,10 +53,11 @@ def write(gathered: Run, results: Results) -> None:
 
 def origin(options: OwnOptions, folder: Path) -> dict[str, Any]:
     """Return how a result was made: machine, versions, commit, model, hash of weights, options."""
+    add_model(folder)
     return {
         **provenance(),
         "model": os.path.relpath(folder),
-        "weights_sha256": sha256(folder),
+        "weights_sha256": weights_sha256(folder),
         "options": options.model_dump(mode="json"),
     }
 
@@ -77,14 +81,15 @@ def _evictions(evictions: dict[str, dict]) -> list[str]:
 
 
 def _head(data: dict) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     options = data["options"]
+    about = (
+        f"model {data['model']}, {options['samples']} samples of each task, --length "
+        f"{options['length']}, seed {options['seed']}, blocks of {data['block_size']} tokens"
+    )
     lines = [
         "# Quality under eviction",
         "",
-        f"`{data['command']}`, {data['date']}, commit {data['commit']}. Model {data['model']}; "
-        f"{options['samples']} samples of each task, --length {options['length']}, seed "
-        f"{options['seed']}, blocks of {data['block_size']} tokens. {data['machine']}. {versions}.",
+        sentence(data, about),
         "",
         "Accuracy in percent with 95% intervals; behind it the samples that score less (-) and "
         "more (+) than with the full cache, and McNemar's exact p (of the sign test where scores "
@@ -96,14 +101,3 @@ def _head(data: dict) -> str:
         share = data["full_cache_answers_equal_to_transformers"]
         lines += ["", f"With the full cache, transformers gives the same answer to {share:.1%}."]
     return "\n".join([*lines, ""])
-
-
-def sha256(model: Path) -> str | None:
-    """Digest of a model's weights; None where the folder holds no safetensors."""
-    found = sorted(model.glob("*.safetensors"))
-    if not found:
-        return None
-    digest = hashlib.sha256()
-    for path in found:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

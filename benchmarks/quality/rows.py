@@ -58,7 +58,7 @@ def sample_of(row: dict[str, Any]) -> RulerSample:
 
 
 def predict(endpoint: Endpoint, row: dict[str, Any], xargs: dict[str, Any], aware: bool) -> str:
-    """The server's answer to a row, compressed before the question or, ``aware``, behind it."""
+    """The server's answer to a row, compressed before the question or, ``aware``, after it."""
     sample = sample_of(row)
     # kvpress puts nothing between context and question.
     prompt = make_prompt(sample, endpoint.tokenize, endpoint.encode, between="")
@@ -83,7 +83,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     rows, endpoint = list(read(options.rows)), Endpoint(options.base_url, options.model)
     xargs: dict[str, Any] = {"kv_eviction": options.policy}
     if options.policy != "none":
-        xargs |= {"kv_eviction_budget": options.budget, "kv_eviction_interval": 0}
+        xargs |= {
+            "kv_eviction_budget": options.budget, "kv_eviction_interval": 0,
+            "kv_eviction_when": "always",
+        }  # fmt: skip
     endpoint.check_eviction_per_request(tuple(endpoint.encode("Hello")))
     scores = defaultdict(list)
     with (

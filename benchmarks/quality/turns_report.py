@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.provenance import sentence
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.intervals import Estimate, estimate, estimate_difference
 from benchmarks.quality.table import percent, points, row
@@ -50,9 +51,12 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# Several questions in turn about one context",
         "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}. Model "
-        f"{result['model']}; {options['samples']} contexts of {result['context_tokens']:.0f} "
-        f"tokens, {len(turns)} questions about each, seed {options['seed']}. {result['machine']}.",
+        sentence(
+            result,
+            f"{options['samples']} contexts of "
+            f"{result['context_tokens']:.0f} tokens, {len(turns)} questions about each, seed "
+            f"{options['seed']}",
+        ),
         "",
         "Accuracy in percent with 95% intervals. Contexts are evicted before any question is known."
         " The last two columns are means over all turns, and their difference from the full cache, "

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.provenance import sentence
 from benchmarks.serving.options import Options
 from benchmarks.serving.sweep import Row
 
@@ -32,12 +33,10 @@ def write_json(path: Path, options: Options, rows: Sequence[Row], origin: dict) 
 
 def markdown(options: Options, rows: Sequence[Row], origin: dict) -> str:
     """One table for each dataset; the fastest setting of each memory stands in bold."""
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     out = [
         "# Serving under load",
         "",
-        f"`{origin['command']}`, {origin['date']}, commit {origin['commit']}. {origin['machine']}. "
-        f"{versions}. One run of each cell.",
+        f"{sentence(origin)} One run of each cell.",
         "",
         f"Prompts of up to {options.prompt} tokens, answers of up to {options.output}, "
         f"{options.requests} requests, {options.concurrency} at once (the trace at its own times, "

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.provenance import sentence
 from benchmarks.simulate.options import Options
 
 COLUMNS = (
@@ -32,7 +33,7 @@ def markdown(options: Options, results: dict[str, Any], origin: dict[str, Any]) 
     machine = options.machine
     rows = [_row(name, one, next(iter(results.values()))) for name, one in results.items()]
     lines = [
-        f"`{origin['command']}`, {origin['date']}, commit {origin['commit']}. {origin['machine']}.",
+        sentence(origin),
         "",
         f"{machine.model} on {machine.ranks} card(s): {machine.card.assumptions()}.",
         f"{'Async' if machine.asynchronous else 'Sync'} scheduler, at most "

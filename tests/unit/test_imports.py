@@ -1,6 +1,7 @@
 """The order of rooms: imports run one way, downwards, and no two files import each other."""
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,7 +19,13 @@ FLOORS = (
     {"cache", "config"},
     {"ops", "timeline", "compat"},
 )
-"""Rooms from top to bottom. A room imports itself and rooms of lower floors, nothing beside it."""
+"""Rooms from top to bottom: commands, papers and the measurement of a model, and the core's five
+floors. A room imports itself and rooms of lower floors, none of its own floor."""
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def module_of(file: Path, package: Path) -> str:
@@ -26,13 +33,14 @@ def module_of(file: Path, package: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports(package: Path) -> dict[str, set[str]]:
     """The modules of the package that each of its modules imports, wherever in the file."""
     files = {module_of(file, package): file for file in package.rglob("*.py")}
     found: dict[str, set[str]] = {}
     for module, file in files.items():
         found[module] = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -107,20 +115,20 @@ def test_optional_kernels_are_reached_by_the_registry_alone():
 def test_the_package_runs_without_the_rest_of_the_repository():
     rest = {"dev", "tests", "benchmarks", "deploy"}
     files = PACKAGE.rglob("*.py")
-    assert not [file.name for file in files if rest & packages(ast.parse(file.read_text()))]
+    assert not [file.name for file in files if rest & packages(tree(file))]
 
 
 def test_benchmarks_run_without_the_tests():
     """Tests import benchmarks; what both need stands there."""
     files = (PACKAGE.parent / "benchmarks").rglob("*.py")
-    found = {file.name for file in files if {"tests"} & packages(ast.parse(file.read_text()))}
+    found = {file.name for file in files if {"tests"} & packages(tree(file))}
     assert not found
 
 
-def packages(tree: ast.AST) -> set[str]:
+def packages(module: ast.Module) -> set[str]:
     """Top-level packages that a file imports, wherever in the file."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -50,51 +50,53 @@ def both(file: str, task: str, policy: str, budget: str) -> list[str]:
     return [answers(file, scenario, task, policy, budget) for scenario in (KNOWN, UNKNOWN)]
 
 
-def one_policy_each() -> list[list[str]]:
-    """README's first table."""
-    needle = "later_needle.md"
+def with_a_profile() -> list[list[str]]:
+    """README's first table: both models, question known and not known."""
+
+    def row(files: tuple[str, str, str], task: str, budget: str) -> list[str]:
+        """A row of SmolLM2's file, and of Gemma's two."""
+        smollm, known, unknown = files
+        policy, column = ("full cache", "12.5%") if budget == "100%" else (PROBE, budget)
+        try:
+            gemma = answers(known, KNOWN, task, policy, column)
+        except KeyError as missing:
+            assert missing.args == (column,)
+            gemma = "not measured"
+        theirs = answers(unknown, UNKNOWN, task, policy, column)
+        return [*both(smollm, task, policy, column), gemma, theirs]
+
+    facts = "later_needle.md", "gemma_known.md", "gemma_later_needle.md"
+    pages = "unseen_defaults.md", "gemma_defaults.md", "gemma_defaults.md"
+    budgets = "100%", "25%", "12.5%", "6.25%"
+    return [
+        *(row(facts, task, budget) for task in ("later", "s-niah") for budget in budgets),
+        *(row(pages, "defaults", budget) for budget in budgets[:3]),
+    ]
+
+
+def without_a_profile() -> list[list[str]]:
+    """README's second table."""
     kvpress = [
         answers("later_kvpress.md", UNKNOWN, "later", f"kvpress {press}", "12.5%")
         for press in ("keydiff", "expected-attention", "kvzip", "snapkv")
     ]
     return [
-        both(needle, "later", "full cache", "25%"),
-        *(both(needle, "later", PROBE, budget) for budget in ("25%", "12.5%", "6.25%")),
+        both("real_model.md", "s-niah", "full cache", "25%"),
+        both("real_model.md", "s-niah", DEFENSIVE, "25%"),
         both("shipped_later.md", "later", "ada-snapkv", "12.5%"),
         ["", max(kvpress, key=int)],
-        both("real_model.md", "s-niah", DEFENSIVE, "25%"),
     ]
 
 
-def both_models() -> list[list[str]]:
-    """README's second table."""
-    files, tasks = ("later_needle.md", "gemma_later_needle.md"), ("later", "s-niah")
-    kept = [("full cache", "25%"), *((PROBE, budget) for budget in ("25%", "12.5%", "6.25%"))]
+def load() -> list[list[str]]:
+    """README's third table: some columns of alternatives.md, and no row of both savings."""
+    found = table(RESULTS / "alternatives.md", "", "kept")
     return [
-        [answers(file, UNKNOWN, task, *one) for file in files for task in tasks] for one in kept
-    ]
-
-
-def demo() -> list[list[str]]:
-    """README's table of `make demo`; ratios are those of the file."""
-    lines = {}
-    for line in (RESULTS / "demo.md").read_text().splitlines():
-        if len(cells := re.split(r" {2,}", line)) == 5:
-            lines[cells[0]] = cells[1:]
-
-    def row(title: str, scale: float = 1, form: str = "{}", ratio: bool = True) -> list[str]:
-        *values, factor = lines[title]
-        shown = [form.format(float(value) / scale) for value in values]
-        return [shown[0], f"{shown[1]} ({factor})" if ratio else shown[1], shown[2]]
-
-    known, later = lines["right, question known"], lines["right, not known"]
-    return [
-        row("sequences at once", form="{:.0f}"),
-        row("output tokens/s", form="{:.1f}"),
-        row("TTFT median (ms)", 1000, "{:.1f} s"),
-        row("TPOT median (ms)", form="{:.0f} ms"),
-        [*(f"{a}; {b}" for a, b in zip(known[:2], later[:2], strict=True)), "not asked"],
-    ]
+        [row["kept"], *(row[f"`later`, {asked}"].split()[0] for asked in ("known", "not known")),
+         *list(row.values())[7:]]
+        for row in found
+        if row[""] != "FP8 KV cache and `auto`"
+    ]  # fmt: skip
 
 
 def under_load() -> list[list[str]]:
@@ -161,9 +163,9 @@ def on_a_gpu() -> list[list[str]]:
 
 
 SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = [
-    (README, ("kept of the cache", "policy"), 2, one_policy_each),
-    (README, ("kept of the cache", "SmolLM2, the same facts"), 1, both_models),
-    (README, ("", "stock vLLM"), 1, demo),
+    (README, ("task", "kept of the cache", "SmolLM2, known"), 2, with_a_profile),
+    (README, ("task", "kept of the cache", "without a profile"), 3, without_a_profile),
+    (README, ("server", "kept"), 1, load),
     (PAGE, ("", "kept"), 1, alternatives),
     (PAGE, ("memory for",), 1, under_load),
     (PAGE, ("", "right"), 1, chats),

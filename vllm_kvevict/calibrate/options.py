@@ -24,9 +24,9 @@ class Options:
 
     ``output`` is None for the place where ``--kv-eviction-profile auto`` finds it. ``prompts`` is
     the operator's file, None for ``samples`` built-in texts of ``length`` tokens (None for as many
-    as the model needs), whose prose is
-    that of ``documents`` where there are some. ``answers`` of them say how much of what is asked
-    later each head holds, ``prose`` what the text that follows counts beside what is asked.
+    as the model needs). Their prose is that of ``documents`` if there are some. ``answers`` is the
+    number of texts by which the shares of heads are measured, ``prose`` the weight of the text that
+    follows in comparison with what is asked.
     ``least_answered`` is the share of questions that the full cache must answer.
     """
 

@@ -155,8 +155,8 @@ def _asked(lesson: Lesson) -> Iterator[tuple[tuple[str, ...], list[int], list[La
     """Return contexts that are evicted, and texts after them: questions not known, and known."""
     yield ("keys", "joined"), lesson.context, lesson.later
     for later in [one for one in lesson.later if one.asked][:KNOWN]:
-        behind = Later(later.ids[later.asked :], later.answer, later.asked)
-        yield ("known",), [*lesson.context, *later.ids[: later.asked]], [behind]
+        following = Later(later.ids[later.asked :], later.answer, later.asked)
+        yield ("known",), [*lesson.context, *later.ids[: later.asked]], [following]
 
 
 def kept_tokens(share: float, length: int, recent: int) -> float:

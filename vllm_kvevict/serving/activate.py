@@ -170,6 +170,8 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         logger.warning("%s.", warning)
     if isinstance(config.profile, Profile):
         warn_of_related(config.profile, vllm_config)
+        if (file := config.profile.probe) is not None:
+            logger.info("KV eviction: the profile is %s (SHA-256 %s).", file.file, file.sha256)
     slots = ring_slots(vllm_config, config)
     rings = slots * ring_bytes(vllm_config, config)
     most = sustained(slots, config.timeline(vllm_config.cache_config.block_size))

@@ -25,7 +25,7 @@ SERVED = (OFFLOAD, *LOADING)
 
 
 class Beside(NamedTuple):
-    """Something that does not work beside a connector that loads prompts.
+    """Something that does not work together with a connector that loads prompts.
 
     ``applies`` returns whether the configuration has ``what``.
     """
@@ -37,8 +37,8 @@ class Beside(NamedTuple):
 
     def sentence(self, connector: str) -> str:
         return (
-            f"KV eviction does not support {self.what} beside {connector}, because {self.why}; "
-            f"{self.advice}."
+            f"KV eviction does not support {self.what} together with {connector}, because "
+            f"{self.why}; {self.advice}."
         )
 
 

@@ -224,7 +224,7 @@ def _measure(words: list[str], by_hand: str, limit: float, failure: FailureFile)
     """Run calibrate. Return why there is no profile, or None."""
     logger.info(
         "KV eviction: this model has no profile yet, so it is measured now, before it is served. "
-        "This takes a minute or two for a small model on a few CPU cores, and at most %g s "
+        "This takes several minutes for a small model on a few CPU cores, and at most %g s "
         "(--kv-eviction-measure-seconds). --kv-eviction-profile none skips it. The command is: %s",
         limit,
         by_hand,

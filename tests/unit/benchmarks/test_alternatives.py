@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -18,6 +18,7 @@ from benchmarks.quality.journal import Journal
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, Prompt
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.server import ServerFailed
+from tests.unit.benchmarks.fake_server import FakeServer, fresh
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.serving.plugin import fold_flags
 
@@ -245,37 +246,6 @@ def test_the_table_has_every_row() -> None:
     assert len(table) == 6 and len({line.count("|") for line in table}) == 1
 
 
-class FakeServer:
-    """Counts as a server with its flags would; does not start with a flag of ``fails``."""
-
-    started: ClassVar[list[str]] = []
-    fails = ("--kv-offloading-size",)
-    url, model, log = "http://x", "m", Path("log")
-
-    def __init__(self, model: Path, flags: list[str], log: Path, timeout_s: float) -> None:
-        self.flags, self.log, self.count = flags, log, 0
-
-    def __enter__(self) -> "FakeServer":
-        FakeServer.started.append(self.log.stem)
-        if set(self.fails) & set(self.flags):
-            self.log.write_text(LOG)
-            raise ServerFailed("no")
-        return self
-
-    def stop(self) -> int:
-        return 0
-
-    def warm_up(self) -> None:
-        self.count += 7
-
-    def evictions(self) -> dict[str, int]:
-        self.count += 100 * ("--kv-eviction" in self.flags)
-        return dict(evictions=self.count, evictions_prefill=self.count)
-
-    def metric(self, name: str) -> float:
-        return 5.0
-
-
 class Info:
     """The information metrics of a server."""
 
@@ -287,24 +257,25 @@ class Info:
 
 
 @pytest.fixture
-def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def servers(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
     load = LOAD | dict(completed=24, failed=0)
     answers = {task: {AGNOSTIC: dict(mean=1.0)} for task in ("later", "s-niah")}
-    monkeypatch.setattr(FakeServer, "started", [])
-    monkeypatch.setattr(measure, "Server", FakeServer)
+    found = fresh(ill=("--kv-offloading-size",), says=LOG)
+    monkeypatch.setattr(measure, "Server", found)
     monkeypatch.setattr(measure, "Endpoint", Info)
     monkeypatch.setattr(measure, "measure", lambda *_: dict(load))
     monkeypatch.setattr(measure, "ask", lambda *_: (answers, 100))
+    return found
 
 
 def test_a_run_measures_every_way_and_resumes_after_the_last(
-    folder: Path, tmp_path: Path, no_servers: None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, servers: type[FakeServer]
 ) -> None:
     words = ["--work", str(tmp_path / "work")]
     rows = command.run(parse(words), folder, [])
     keys = [way.key for way in WAYS]
     assert [row["key"] for row in rows] == [*keys, "kvpress", "kvpress"]
-    assert FakeServer.started == keys
+    assert servers.started == keys
     (failed,) = [row for row in rows if "error" in row]
     assert (failed["key"], failed["error"]) == ("offload", "Only on GPUs")
     streaming = rows[keys.index("streaming-llm")]["flags"]
@@ -318,30 +289,28 @@ def test_a_run_measures_every_way_and_resumes_after_the_last(
     journal = tmp_path / "work" / "rows.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join(lines[:-1]) + lines[-1][:40])  # killed while it wrote
-    FakeServer.started.clear()
+    servers.started.clear()
     assert command.run(parse([*words, "--resume"]), folder, []) == rows
-    assert FakeServer.started == keys[-1:]
-    FakeServer.started.clear()
+    assert servers.started == keys[-1:]
+    servers.started.clear()
     command.run(parse([*words, "--resume", "--samples", "50"]), folder, [])
-    assert FakeServer.started == keys, "other options, other rows"
+    assert servers.started == keys, "other options, other rows"
     command.run(parse([*words, "--rows", "fp8"]), folder, [])
-    assert FakeServer.started[len(keys) :] == ["stock", "fp8", "auto"]
+    assert servers.started[len(keys) :] == ["stock", "fp8", "auto"]
 
 
 def test_a_way_that_must_start_ends_the_run(
-    folder: Path, tmp_path: Path, no_servers: None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, servers: type[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = parse(["--work", str(tmp_path)])
     journal = Journal(tmp_path / "a.jsonl", False, "m")
-    monkeypatch.setattr(FakeServer, "fails", ("--kv-eviction", "--kv-transfer-config"))
+    monkeypatch.setattr(servers, "ill", ("--kv-eviction", "--kv-transfer-config"))
     with pytest.raises(ServerFailed):
         measure.measure_way(AUTO, args, folder, [], journal, None)
-    monkeypatch.setattr(FakeServer, "fails", ())
-    monkeypatch.setattr(FakeServer, "metric", lambda self, name: 0.0)
+    monkeypatch.setattr(servers, "ill", ())
+    monkeypatch.setattr(servers, "metric", lambda self, name: 0.0)
     with pytest.raises(RuntimeError, match="nothing was copied to host memory"):
         measure.measure_way(BY_KEY["offload"], args, folder, [], journal, None)
-    monkeypatch.setattr(
-        FakeServer, "evictions", lambda self: dict(evictions=0, evictions_prefill=0)
-    )
+    monkeypatch.setattr(servers, "evictions", lambda self: dict(evictions=0, evictions_prefill=0))
     with pytest.raises(RuntimeError, match="0 of 24 requests were evicted"):
         measure.measure_way(AUTO, args, folder, [], journal, None)

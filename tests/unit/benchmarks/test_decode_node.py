@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import decode_node
 from benchmarks.decode_node import COLUMNS, kv_bytes, parse, ratios, run, server_args, table
+from tests.unit.benchmarks.fake_server import FakeServer, fresh
 
 
 @pytest.fixture
@@ -40,22 +41,6 @@ def test_the_servers_of_a_pair_differ_in_eviction_alone() -> None:
     assert connector["kv_connector_extra_config"]["fill_std"] > 0
 
 
-class FakeServer:
-    def __init__(self, model: Path, flags: list[str], log: Path, timeout_s: float) -> None:
-        self.evicts = "--kv-eviction" in flags
-        self.count = 0
-
-    def __enter__(self) -> "FakeServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def evictions(self) -> dict[str, int]:
-        self.count += 10 * self.evicts
-        return {"evictions": self.count}
-
-
 def fake_measure(server: FakeServer, model: Path, load: decode_node.Load) -> dict[str, float]:
     row = {key: 1.0 for _, key, _ in COLUMNS}
     rate = 30.0 if server.evicts else 10.0
@@ -70,14 +55,14 @@ def test_pairs_and_ratios(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["setting"] for row in rows] == ["stock vLLM", "eviction"] * 4
     assert ratios(rows) == {"2": [3.0, 3.0], "all": [3.0, 3.0]}
     lines = table(rows).splitlines()
-    assert len(lines) == 10 and "| 2 | 76 | eviction | 30.0 | 1 | 1.0 | 1.0 | 1 | 10 |" in lines
+    assert len(lines) == 10 and "| 2 | 76 | eviction | 30.0 | 1 | 1.0 | 1.0 | 1 | 100 |" in lines
 
 
 def test_a_server_that_does_not_evict_ends_the_run(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_node, "Server", FakeServer)
+    never = fresh(evictions=lambda self: {"evictions": 0})
+    monkeypatch.setattr(decode_node, "Server", never)
     monkeypatch.setattr(decode_node, "measure", fake_measure)
-    monkeypatch.setattr(FakeServer, "evictions", lambda self: {"evictions": 0})
     with pytest.raises(RuntimeError, match="0 evictions"):
         run(parse(["--memory", "2"]), model)

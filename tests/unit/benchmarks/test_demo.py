@@ -1,6 +1,8 @@
 """The demo's questions and memory, without a server."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,4 +98,13 @@ def test_the_result_file_has_what_was_printed_and_its_commit():
     text = demo.markdown("a table\nof two lines", 379.6, origin)
     assert COMMIT.findall(text) == ["abcdef1"]
     assert text.endswith("```\na table\nof two lines\n```\n")
-    assert "380 s, 2026-11-26 05:28 UTC" in text and "vllm 0.32.0, torch 2.13.0" in text
+    assert "set up: 380 s. a CPU, 2 cores. vllm 0.32.0, torch 2.13.0.\n" in text
+
+
+def test_it_shows_what_readme_begins_with():
+    """README's first command and its table of throughput have the demo's policy and budget."""
+    readme = (Path(demo.__file__).parents[1] / "README.md").read_text()
+    (command,) = re.findall(r"^ +vllm serve MODEL .*$", readme, re.MULTILINE)
+    assert f"--kv-eviction {demo.POLICY} --kv-eviction-budget {demo.BUDGET} " in command
+    assert f"| `{demo.POLICY}` | {demo.BUDGET} | " in readme
+    assert "**Throughput and latency.** SmolLM2 " in readme, "the demo's model"

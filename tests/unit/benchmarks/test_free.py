@@ -146,22 +146,6 @@ def test_summary_is_paired():
     assert text.rstrip().endswith("| 33.3 [25.0, 50.0] | -33.3 [-75.0, +0.0] | 1 |")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--policies", "chess"], "--policies: chess; choose from"),
-        (["--budgets", "none"], "25%"),
-        (["--facts", "15"], "less than or equal to 14"),
-        (["--tokens", "100"], "greater than or equal to 128"),
-        (["--turns", "5"], "unrecognized arguments: --turns"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        FreeOptions.parse(["--model", str(tmp_path), *arguments])
-    assert message in capsys.readouterr().err
-
-
 def test_options(tmp_path):
     options = FreeOptions.parse(["--model", str(tmp_path), "--no-beginning"])
     assert (options.facts, options.tokens, options.budgets) == (12, 1024, ("12.5%", "25%"))

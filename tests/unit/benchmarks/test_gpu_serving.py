@@ -10,7 +10,7 @@ from benchmarks.gpu import part, serving
 from benchmarks.gpu.jobs import START_S, services
 from benchmarks.gpu.model import LLAMA_8B, TINY, ring_bytes, token_bytes
 from benchmarks.gpu.prefill import NAME, prefill_ms
-from benchmarks.server import ServerFailed
+from tests.unit.benchmarks.fake_server import fresh
 
 SOURCE = dict(commit="c", command="python", date="d", versions={}, machine="m")
 
@@ -59,36 +59,15 @@ def test_a_server_of_its_own_where_no_stock_server_has_room(tmp_path):
     assert found["stock-room"].kv_bytes >= 8 * 620 * token_bytes(LLAMA_8B | TINY)
 
 
-class Fake:
-    """A server that answers, unless its name is in ``ill``."""
-
-    ill: tuple[str, ...] = ()
-    started: list[str] = []  # noqa: RUF012
-
-    def __init__(self, model: Path, args: list[str], log: Path, timeout_s: float) -> None:
-        self.log = log
-
-    def __enter__(self) -> "Fake":
-        self.started.append(self.log.stem)
-        self.log.write_text(f"INFO {serving.KERNELS} ada-snapkv")
-        if self.log.stem in self.ill:
-            raise ServerFailed("no memory")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(part, "provenance", lambda: SOURCE)
     monkeypatch.setattr(serving, "make_model", lambda folder, config: folder)
-    monkeypatch.setattr(serving, "Server", Fake)
+    found = fresh(says=f"INFO {serving.KERNELS} ada-snapkv")
+    monkeypatch.setattr(serving, "Server", found)
     monkeypatch.setattr(serving, "ask", lambda *_, **__: None)
     monkeypatch.setattr(serving, "figures", lambda server, job, vocab: dict(took=1))
-    monkeypatch.setattr(Fake, "started", [])
-    monkeypatch.setattr(Fake, "ill", ())
-    return Fake
+    return found
 
 
 def test_a_failed_server_loses_its_rows_only(fake, tmp_path):

@@ -1,9 +1,6 @@
 """What is asked of a server, in which order, and what it must count."""
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
@@ -18,6 +15,7 @@ from benchmarks.quality.own_server import variants
 from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
+from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.timeline.progress import EvictionProgress
 from vllm_kvevict.timeline.rule import EvictionRule
 
@@ -28,7 +26,7 @@ vllm_kvevict:evictions_total{engine="1"} 2.0
 """
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     seen: ClassVar[list[dict]] = []
     refuses = True
 
@@ -37,37 +35,35 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, answer)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.seen.append(body)
+        if self.path == "/tokenize":
+            return self._tokenize(body)
         policy = body.get("vllm_xargs", {}).get("kv_eviction")
         if "prompt_logprobs" in body:
             # As vLLM: nothing of the first token, and of each other its id as text.
             found = [None, *({str(i): {"logprob": -i / 2}} for i in body["prompt"][1:])]
             choice = {"text": "", "token_ids": [1], "prompt_logprobs": found}
-            return self.reply(200, json.dumps({"choices": [choice]}))
+            return self.reply(200, {"choices": [choice]})
         if policy == "no-such-policy" and self.refuses:
             return self.reply(400, '{"error": "unknown policy"}')
         text = f"{policy} {len(body['prompt'])}"
-        return self.reply(200, json.dumps({"choices": [{"text": text, "token_ids": [1, 2]}]}))
+        return self.reply(200, {"choices": [{"text": text, "token_ids": [1, 2]}]})
 
-    def reply(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def _tokenize(self, body: dict) -> None:
+        """A base model's: no chats, and 2 begins a text."""
+        if "messages" in body:
+            reason = "so you must provide a chat template if the tokenizer does not define one."
+            return self.reply(400, {"error": {"message": reason}})
+        ids = [2] * body["add_special_tokens"] + [ord(letter) for letter in body["prompt"]]
+        return self.reply(200, {"tokens": ids})
 
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     Handler.seen, Handler.refuses = [], True
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield Endpoint(f"http://127.0.0.1:{server.server_port}/v1/")
-    server.shutdown()
-    server.server_close()
+    with served(Handler) as url:
+        yield Endpoint(f"{url}/v1/")
 
 
 @pytest.fixture
@@ -76,6 +72,11 @@ def prompts() -> list[Prompt]:
         Prompt(make(task, 600, n), tuple(range(300 + 40 * n)), 250 + 40 * n)
         for n, task in enumerate(("s-niah", "s-niah", "mv-niah"))
     ]
+
+
+def test_a_base_model_gets_the_text_of_the_messages(endpoint):
+    messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}]
+    assert endpoint.tokenize(messages) == [2, *map(ord, "ab\nc\n")]
 
 
 def plan(**changes) -> Plan:
@@ -104,6 +105,7 @@ def test_requests_of_a_sample(endpoint, prompts, journal):
         points = [xargs.get("kv_eviction_at") for xargs in others]
         assert points == [None] * 4 + [prompt.context] * 4
         assert {xargs["kv_eviction_interval"] for xargs in others} == {0}
+        assert {xargs["kv_eviction_when"] for xargs in others} == {"always"}
         assert {(x["kv_eviction"], x["kv_eviction_budget"]) for x in others} == {
             (policy, budget) for policy in ("snapkv", "ada-snapkv") for budget in ("20%", "80%")
         }

@@ -1,18 +1,17 @@
 """kvpress's rows through a pretended server: what it is sent, and what comes out."""
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import ClassVar
 
 import pytest
 
 from benchmarks.quality.rows import main, read
+from tests.http_stand_in import JsonHandler, served
 
 TEMPLATE = "<user>{}<assistant>"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     """Tokens are code points. It answers with its own evicted context's last letters."""
 
     seen: ClassVar[list[dict]] = []
@@ -21,7 +20,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, {"data": [{"id": "served"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         if self.path == "/tokenize":
             text = body.get("prompt") or TEMPLATE.format(body["messages"][0]["content"])
             return self.reply(200, {"tokens": [ord(c) for c in text]})
@@ -33,23 +32,12 @@ class Handler(BaseHTTPRequestHandler):
         text = prompt[: xargs.get("kv_eviction_at", len(prompt))][-7:]
         return self.reply(200, {"choices": [{"text": text, "token_ids": [1]}]})
 
-    def reply(self, status: int, body: dict) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def url():
     Handler.seen = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Handler) as address:
+        yield address
 
 
 def write(path, rows):
@@ -78,7 +66,7 @@ def test_rows_in_predictions_out(url, tmp_path):
     )
     assert first["vllm_xargs"] == {
         "kv_eviction": "ada-snapkv", "kv_eviction_budget": "30%", "kv_eviction_interval": 0,
-        "kv_eviction_at": len("<user>It is 4711.\n"),
+        "kv_eviction_when": "always", "kv_eviction_at": len("<user>It is 4711.\n"),
     }  # fmt: skip
     assert (first["max_tokens"], second["max_tokens"]) == (9, 5)
 

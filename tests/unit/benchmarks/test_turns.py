@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion
+from benchmarks.quality.free import FreeOptions
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.measure import Plan
 from benchmarks.quality.own_server import profile_flags
@@ -155,7 +156,7 @@ def test_what_the_server_must_count(tmp_path):
     assert endpoint.xargs[3:6] == [
         {
             "kv_eviction": "snapkv", "kv_eviction_budget": "25%", "kv_eviction_interval": 0,
-            "kv_eviction_at": len(CONTEXT),
+            "kv_eviction_when": "always", "kv_eviction_at": len(CONTEXT),
         }
     ] * 3  # fmt: skip
 
@@ -225,20 +226,21 @@ def test_options(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "arguments", "message"),
     [
-        (["--policies", "none"], "--policies: none; choose from"),
-        (["--policies", ""], "--policies: nothing given"),
-        (["--budgets", "0%"], "25%"),
-        (["--turns", "1"], "turns"),
-        (["--turns", "15"], "less than or equal to 14"),
-        (["--model", "/nowhere"], "no folder /nowhere"),
-        (["--tasks", "vt"], "unrecognized arguments: --tasks"),
+        (TurnsOptions, ["--policies", "none"], "--policies: none; choose from"),
+        (TurnsOptions, ["--policies", ""], "--policies: nothing given"),
+        (TurnsOptions, ["--budgets", "0%"], "25%"),
+        (TurnsOptions, ["--turns", "1"], "turns"),
+        (TurnsOptions, ["--model", "/nowhere"], "no folder /nowhere"),
+        (TurnsOptions, ["--tasks", "vt"], "unrecognized arguments: --tasks"),
+        (FreeOptions, ["--facts", "15"], "less than or equal to 14"),
+        (FreeOptions, ["--tokens", "100"], "greater than or equal to 128"),
     ],
 )
-def test_wrong_options_are_named(arguments, message, tmp_path, capsys):
+def test_wrong_options_are_named(options, arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        TurnsOptions.parse(["--model", str(tmp_path), *arguments])
+        options.parse(["--model", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err
 
 

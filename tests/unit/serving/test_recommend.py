@@ -1,5 +1,6 @@
 """``--kv-eviction auto``: what it stands for on which model and server."""
 
+import hashlib
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.provenance import PROFILE_LINE
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.probe_weights import ProbeWeights
 from vllm_kvevict.serving import measure, recommend
@@ -66,8 +68,11 @@ def test_without_a_profile(build: Any, records: list[logging.LogRecord]) -> None
 
 
 def test_with_a_profile(build: Any, nothing_ships: Path, records: list[logging.LogRecord]) -> None:
-    write(build, nothing_ships / "a.json")
+    file = write(build, nothing_ships / "a.json")
     found = settled(build("auto"))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    log = "".join(record.getMessage() for record in records)
+    assert PROFILE_LINE.findall(log) == [(str(file), digest)], "result files read this line"
     assert (found.policy, found.budget) == ("probe", "12.5%")
     assert found.profile.layers == (0.4, 1.6) and found.profile.probe is not None
     line = said(records)

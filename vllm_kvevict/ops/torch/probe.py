@@ -55,14 +55,14 @@ def unrotated(keys: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         cos, sin = (part.mT for part in rotation.by_pair)
     if rotation.interleaved:
         first, second = keys[..., begin:end:2], keys[..., begin + 1 : end : 2]
-        into, beside = found[..., begin:end:2], found[..., begin + 1 : end : 2]
+        out_first, out_second = found[..., begin:end:2], found[..., begin + 1 : end : 2]
     else:
         first, second = keys[..., begin : begin + pairs], keys[..., begin + pairs : end]
-        into, beside = found[..., begin : begin + pairs], found[..., begin + pairs : end]
-    torch.mul(first, cos, out=into)
-    into.addcmul_(second, sin)
-    torch.mul(second, cos, out=beside)
-    beside.addcmul_(first, sin, value=-1)
+        out_first, out_second = found[..., begin : begin + pairs], found[..., begin + pairs : end]
+    torch.mul(first, cos, out=out_first)
+    out_first.addcmul_(second, sin)
+    torch.mul(second, cos, out=out_second)
+    out_second.addcmul_(first, sin, value=-1)
     found[..., :begin], found[..., end:] = keys[..., :begin], keys[..., end:]
     return found
 

@@ -117,9 +117,9 @@ def _mark(view: View, axes: "Axes", labels: bool) -> None:
         thin = max(sighting.stop - sighting.start, n / 500)
         axes.axvspan(middle - thin / 2, middle + thin / 2, color=colour, alpha=0.3, linewidth=0)
         if labels:
-            beside = sum(abs(middle - other) < 0.015 * n for other in taken)
+            near = sum(abs(middle - other) < 0.015 * n for other in taken)
             axes.annotate(
-                letter(index), (middle, 0), (9 * beside, -2), xycoords=("data", "axes fraction"),
+                letter(index), (middle, 0), (9 * near, -2), xycoords=("data", "axes fraction"),
                 textcoords="offset points", ha="center", va="top", fontsize=9, color=colour,
                 fontweight="bold", annotation_clip=False,
             )  # fmt: skip

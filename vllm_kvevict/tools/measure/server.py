@@ -12,6 +12,9 @@ FULL = "full cache"
 KNOWN, NOT_KNOWN = "known", "not known"
 TIMEOUT_S = 3600.0
 
+NO_TEMPLATE = "must provide a chat template"
+"""Part of vLLM's answer to a chat with a model that has no chat template."""
+
 
 class Refused(Exception):
     """The server cannot be asked. The message is one sentence."""
@@ -19,6 +22,9 @@ class Refused(Exception):
 
 class Server:
     """A server that evicts.
+
+    Questions are chats. A base model without a chat template gets the context, the question and a
+    line break as a completion.
 
     Args:
         url: Its address, with or without ``/v1``.
@@ -37,6 +43,7 @@ class Server:
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._key, self._policy, self._max_tokens = key, policy, max_tokens
+        self._has_template = True
         self.model = model or str(self._call("/models")["data"][0]["id"])
 
     def answer(self, question: Question, budget: str, known: bool) -> str:
@@ -51,21 +58,28 @@ class Server:
             Refused: The server answers with an error.
 
         """
-        messages = [
-            {
-                "role": "user",
-                "content": question.context.rstrip() + SEPARATOR + question.question,
-            }
-        ]
+        text = question.context.rstrip() + SEPARATOR + question.question
         body: dict[str, Any] = {
             "model": self.model,
             "temperature": 0,
             "max_tokens": question.max_tokens or self._max_tokens,
             "vllm_xargs": self._settings(question, budget, known),
         }
-        if question.prefix:
-            messages.append({"role": "assistant", "content": question.prefix})
-            body |= {"add_generation_prompt": False, "continue_final_message": True}
+        if self._has_template:
+            try:
+                return self._chat(body, text, question.prefix)
+            except Refused as error:
+                if NO_TEMPLATE not in str(error):
+                    raise
+                self._has_template = False
+        found = self._call("/completions", body | {"prompt": f"{text}\n{question.prefix}"})
+        return str(found["choices"][0]["text"])
+
+    def _chat(self, body: dict[str, Any], text: str, prefix: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        if prefix:
+            messages.append({"role": "assistant", "content": prefix})
+            body = body | {"add_generation_prompt": False, "continue_final_message": True}
         found = self._call("/chat/completions", body | {"messages": messages})
         return str(found["choices"][0]["message"].get("content") or "")
 

@@ -1,12 +1,11 @@
 """``vllm-kvevict audit``: the table of a server's metrics."""
 
 import math
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.metrics.audited import AGREEMENT, NATS, kept_label
 from vllm_kvevict.tools.audit.__main__ import main
 from vllm_kvevict.tools.audit.table import Audits, lines, read
@@ -78,33 +77,24 @@ def test_no_audits_no_quantile():
 def server():
     """Answers ``/metrics`` with ``server.text``."""
 
-    class Answer(BaseHTTPRequestHandler):
+    class Answer(JsonHandler):
+        text = metrics(SEEN)
+
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/metrics" else 404)
-            self.end_headers()
-            self.wfile.write(self.server.text)
+            self.reply(200 if self.path == "/metrics" else 404, self.text)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    found = HTTPServer(("127.0.0.1", 0), Answer)
-    found.text = metrics(SEEN)
-    thread = threading.Thread(target=found.serve_forever)
-    thread.start()
-    yield found
-    found.shutdown()
-    thread.join()
-    found.server_close()
+    with served(Answer) as Answer.url:
+        yield Answer
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/metrics"])
 def test_the_command(server, capsys, ending):
-    assert main([f"http://127.0.0.1:{server.server_port}{ending}"]) == 0
+    assert main([f"{server.url}{ending}"]) == 0
     assert "probe" in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_is_one_sentence(server, capsys):
-    url = f"http://127.0.0.1:{server.server_port}"
+    url = server.url
     server.text = metrics([])
     assert main([url]) == 1
     assert "--kv-eviction-audit 1%" in capsys.readouterr().err

@@ -2,58 +2,58 @@
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
 
+from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.tools.measure.__main__ import main
 from vllm_kvevict.tools.measure.questions import read
 from vllm_kvevict.tools.measure.table import wilson
 
+NO_TEMPLATE = (
+    "As of transformers v4.44, default chat template is no longer allowed, so you must provide a "
+    "chat template if the tokenizer does not define one."
+)
+"""vLLM's words."""
 
-class Handler(BaseHTTPRequestHandler):
+
+class Handler(JsonHandler):
     """Repeats the part of the context that it "kept": its last tenth if the question was not known
     at a budget of 10%."""
 
     seen: ClassVar[list[dict[str, Any]]] = []
     keys: ClassVar[set[str | None]] = set()
+    has_template: ClassVar[bool] = True
 
     def do_GET(self) -> None:
         self.reply(200, {"data": [{"id": "served"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
+        chats = self.path == "/v1/chat/completions"
+        if chats and not self.has_template:
+            return self.reply(400, {"error": {"message": NO_TEMPLATE}})
         self.seen.append(body)
         self.keys.add(self.headers["Authorization"])
-        settings, context = body["vllm_xargs"], body["messages"][0]["content"]
+        settings = body["vllm_xargs"]
+        context = body["messages"][0]["content"] if chats else body["prompt"]
         if settings.get("kv_eviction") == "tova":
             return self.reply(400, {"error": {"message": "kv_eviction must be one of snapkv"}})
         if "kv_eviction_at" in settings:
             place = context.rindex(settings["kv_eviction_at"]["text"])
             if settings["kv_eviction_budget"] == "10%":
                 context = context[place - place // 10 : place]
-        return self.reply(200, {"choices": [{"message": {"content": context}}]})
-
-    def reply(self, status: int, body: dict[str, Any]) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+        answer = {"message": {"content": context}} if chats else {"text": context}
+        return self.reply(200, {"choices": [answer]})
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Handler.seen, Handler.keys = [], set()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    Handler.seen, Handler.keys, Handler.has_template = [], set(), True
+    with served(Handler) as address:
+        yield address
 
 
 ROWS: list[dict[str, Any]] = [
@@ -104,6 +104,22 @@ def test_what_is_asked_and_printed(url: str, file: Path, capsys: Any, monkeypatc
     assert len(written) == 20 and written[0]["budget"] == "full cache"
     assert [row["index"] for row in written[:4]] == [0, 1, 2, 3]
     assert "4711" in written[0]["answer"]
+
+
+def test_a_base_model_completes_texts(url: str, file: Path, capsys: Any) -> None:
+    Handler.has_template = False
+    assert main([str(file), "--base-url", url, "--budgets", "10%"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[-5] for row in rows[1:]] == ["4", "4", "4"] and rows[3][:3] == [
+        "10%",
+        "not",
+        "known",
+    ]
+    assert [row[row.index("of") - 1] for row in rows[1:]] == ["3", "3", "2"], "as in chats"
+    assert len(Handler.seen) == 12
+    last = [body for body in Handler.seen if body["max_tokens"] == 5][-1]
+    assert last["prompt"] == "z" * 400 + "blue\n\nWhich?\nIt is" and "messages" not in last
+    assert last["vllm_xargs"]["kv_eviction_at"] == {"text": "\n\nWhich?"}
 
 
 @pytest.mark.parametrize("right, count", [(0, 5), (5, 5), (31, 100), (98, 100)])
