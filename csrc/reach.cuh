@@ -9,11 +9,11 @@ namespace kvevict {
 
 constexpr int kMeanThreads = 1024;
 
-// The highest peak of a column and its neighbours.
+// The highest peak that covers a column.
 __device__ inline float peak_of(const Reach& work, const Head& head, int column) {
   const int last = head.summed(work.window) - 1;
-  const int from = column > kReach / 2 ? column - kReach / 2 : 0;
-  const int to = column + kReach / 2 < last ? column + kReach / 2 : last;
+  const int from = column > kAfter ? column - kAfter : 0;
+  const int to = column + kBefore < last ? column + kBefore : last;
   float highest = 0;
   for (int i = 0; i < work.query_groups; ++i) {
     const float* peaks = work.peaks + i * work.num_peaks + head.first_sum;

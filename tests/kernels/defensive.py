@@ -37,7 +37,8 @@ def peaks_of(scene: Scene, case: Case, layers: WindowLayers, due: Due, layer: in
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., :scored]
     peaks = functional.avg_pool1d(weights, 5, 1, 2).amax(1)
     peaks = peaks.masked_fill(~one.valid[:, :scored], 0.0)
-    peaks = functional.max_pool1d(peaks, 17, 1, 8)
+    # A peak covers two tokens before it and fourteen after it.
+    peaks = functional.pad(peaks, (14, 2)).unfold(-1, 17, 1).amax(-1)
     peaks = peaks.masked_fill(~one.valid[:, :scored], torch.nan)
     return peaks.maximum(peaks.nanmean(-1, keepdim=True))
 

@@ -27,7 +27,8 @@ def features(keys: torch.Tensor) -> torch.Tensor:
 def seen_by_window(attention: torch.Tensor, columns: int) -> torch.Tensor:
     """[columns] the most that any query [G, w, n] gives one or one near it, at least the mean."""
     near = functional.avg_pool1d(attention[..., :columns].flatten(0, 1)[:, None], 5, 1, 2)
-    most = functional.max_pool1d(near.amax(0), 17, 1, 8)[0]
+    peaks = near.amax(0)[0]
+    most = torch.stack([peaks[max(0, i - 14) : i + 3].max() for i in range(columns)])
     return most.maximum(most.mean()).clamp(min=1e-6)
 
 
@@ -98,6 +99,8 @@ def check_learned(
         text = (of_text[..., :size] @ ridge(of_text[..., :size], z)[..., None])[..., 0]
         spread = [one.std((1, 2), correction=0)[:, None, None] for one in (answered, text)]
         follows = prose * spread[0] / spread[1] * text
+        # At evictions the window counts three times as much as while spreads are learned.
+        answered = answered + 2 * window_weight * of_text[..., -1]
         close = 1e-4 * (answered + follows)[..., : first.shape[2]].std()
         apart = torch.zeros(())
         assert found.prose is not None

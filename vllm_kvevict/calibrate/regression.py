@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
-from vllm_kvevict.ops.torch.defensive import window_peaks
+from vllm_kvevict.ops.torch.defensive import AFTER, BEFORE, window_peaks
 from vllm_kvevict.ops.torch.probe import with_prose
 from vllm_kvevict.ops.torch.value_shares import value_shares
 
@@ -89,7 +89,7 @@ def window_feature(
     window, columns = queries.shape[2], shares.shape[1]
     valid = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
     candidates = Candidates(keys, valid, queries, window, columns, scale, softcap, sinks=sinks)
-    peaks = window_peaks(candidates, KERNEL, REACH)[:, :columns]
+    peaks = window_peaks(candidates, KERNEL, BEFORE, AFTER)[:, :columns]
     return peaks.clamp(min=LEAST).log() + shares.clamp(min=LEAST).log()
 
 

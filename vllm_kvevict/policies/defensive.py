@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.ops.torch.defensive import window_peaks
+from vllm_kvevict.ops.torch.defensive import AFTER, BEFORE, window_peaks
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 
@@ -24,7 +24,8 @@ class Defensive(Scorer):
 
     Args:
         kernel: Neighbours along the sequence over which each query's weights are averaged.
-        reach: Neighbours over which the maximum of these averages is taken. DefensiveKV has none.
+        before: Tokens before a peak of these averages that have its score. DefensiveKV has none.
+        after: Tokens after a peak that have its score. DefensiveKV has none.
 
     """
 
@@ -33,7 +34,8 @@ class Defensive(Scorer):
     )
 
     kernel: int = 5
-    reach: int = 17
+    before: int = BEFORE
+    after: int = AFTER
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         """As :meth:`Scorer.scores`.
@@ -45,7 +47,7 @@ class Defensive(Scorer):
         if candidates.value_shares is None:
             raise ValueError("defensive needs the heads' shares of the value norms")
         columns = candidates.num_candidates
-        peaks = window_peaks(candidates, self.kernel, self.reach)[:, :columns]
+        peaks = window_peaks(candidates, self.kernel, self.before, self.after)[:, :columns]
         scores = peaks * candidates.value_shares[:, :columns]
         return scores.masked_fill(~candidates.valid[:, :columns], float("-inf"))
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.ops.torch.defensive import window_peaks
+from vllm_kvevict.ops.torch.defensive import AFTER, BEFORE, window_peaks
 from vllm_kvevict.policies.base import PROTECTED, Candidates, Requirements, Scorer
 
 LEAST = 1e-6
@@ -25,7 +25,8 @@ class Probe(Scorer):
 
     Args:
         kernel: As ``defensive`` averages the window's weights.
-        reach: As ``defensive`` takes the maximum of neighbours.
+        before: As ``defensive``.
+        after: As ``defensive``.
 
     """
 
@@ -34,7 +35,8 @@ class Probe(Scorer):
     )
 
     kernel: int = 5
-    reach: int = 17
+    before: int = BEFORE
+    after: int = AFTER
 
     def scores(self, candidates: Candidates) -> torch.Tensor:
         """As :meth:`Scorer.scores`.
@@ -50,7 +52,7 @@ class Probe(Scorer):
             scores = candidates.key_scores[..., 0]
         else:
             assert candidates.window_weights is not None
-            peaks = window_peaks(candidates, self.kernel, self.reach)[:, :columns]
+            peaks = window_peaks(candidates, self.kernel, self.before, self.after)[:, :columns]
             attended = peaks.clamp_(min=LEAST).log_()
             weights = candidates.window_weights[:, None]
             scores = torch.addcmul(candidates.key_scores[..., 1], attended, weights)

@@ -15,7 +15,7 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
-from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH, defensive_scores
+from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, defensive_scores
 from vllm_kvevict.ops.cuda.limits import (
     BLOCK_SIZES,
     DTYPES,
@@ -29,6 +29,7 @@ from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.cuda.token_stats import keep_page_values
 from vllm_kvevict.ops.fp8 import FP8
+from vllm_kvevict.ops.torch.defensive import AFTER, BEFORE
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
 from vllm_kvevict.policies.defensive import Defensive
@@ -136,7 +137,7 @@ class FusedEvictions:
         if not has_kernels(scorer):
             return False
         if isinstance(scorer, Defensive | Probe):
-            compiled = (scorer.kernel, scorer.reach) == (NEIGHBOURS, REACH)
+            compiled = (scorer.kernel, scorer.before, scorer.after) == (NEIGHBOURS, BEFORE, AFTER)
             inputs = [group.probes if isinstance(scorer, Probe) else group.kept for group in groups]
             return compiled and all(inputs)
         return True

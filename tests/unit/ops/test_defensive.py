@@ -15,7 +15,9 @@ from vllm_kvevict.ops.torch.defensive import window_peaks
 from vllm_kvevict.policies.base import Candidates
 
 
-def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[int, float]]:
+def spelled_out(
+    candidates: Candidates, kernel: int, before: int, after: int
+) -> list[dict[int, float]]:
     """[H] by token, a candidate or before the window: the highest average near it, floored."""
     last = max(candidates.valid.shape[1] - candidates.window, candidates.num_candidates)
     found = []
@@ -30,7 +32,8 @@ def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[in
                     averages.append(math.fsum(row.get(n, 0) for n in near if n < last) / kernel)
             highest[c] = max(averages)
         highest = {
-            c: max(peak for n, peak in highest.items() if abs(n - c) <= reach // 2) for c in mine
+            c: max(peak for n, peak in highest.items() if c - after <= n <= c + before)
+            for c in mine
         }
         mean = math.fsum(highest.values()) / len(mine)
         found.append({c: max(peak, mean) for c, peak in highest.items()})
@@ -41,20 +44,20 @@ def spelled_out(candidates: Candidates, kernel: int, reach: int) -> list[dict[in
 @given(
     cases(),
     st.sampled_from([1, 3, 5, 7]),
-    st.sampled_from([1, 3, 17]),
+    st.sampled_from([(0, 0), (1, 1), (2, 14), (14, 2)]),
     st.sampled_from([(1, 1), (1, 2), (1, 16), (200, 4), (2**20, 16)]),
 )
-def test_window_peaks(case, kernel, reach, memory):
+def test_window_peaks(case, kernel, covers, memory):
     """However few heads and rows stand in memory at once."""
     limits = score.LOGITS, score.MIN_ROWS
     score.LOGITS, score.MIN_ROWS = memory
     try:
-        peaks = window_peaks(case.candidates, kernel, reach)
+        peaks = window_peaks(case.candidates, kernel, *covers)
     finally:
         score.LOGITS, score.MIN_ROWS = limits
     assert peaks.dtype == torch.float32
     assert peaks.shape[1] == case.candidates.valid.shape[1] - case.candidates.window
-    for mine, expected in zip(peaks, spelled_out(case.candidates, kernel, reach), strict=True):
+    for mine, expected in zip(peaks, spelled_out(case.candidates, kernel, *covers), strict=True):
         torch.testing.assert_close(
             mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
         )
@@ -67,9 +70,9 @@ def test_candidates_inside_the_window(case, protected):
     columns = case.candidates.valid.shape[1]
     most = max(case.candidates.num_candidates, columns - protected)
     inside = replace(case.candidates, num_candidates=most)
-    peaks = window_peaks(inside, 5, 17)
+    peaks = window_peaks(inside, 5, 2, 14)
     assert peaks.shape[1] == max(most, columns - inside.window)
-    for mine, expected in zip(peaks, spelled_out(inside, 5, 17), strict=True):
+    for mine, expected in zip(peaks, spelled_out(inside, 5, 2, 14), strict=True):
         torch.testing.assert_close(
             mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
         )
@@ -82,8 +85,8 @@ def test_bounds(case):
 
     A wider maximum lowers nothing.
     """
-    narrow, wide = window_peaks(case.candidates, 1, 1), window_peaks(case.candidates, 5, 1)
-    far = window_peaks(case.candidates, 5, 17)
+    narrow, wide = (window_peaks(case.candidates, kernel, 0, 0) for kernel in (1, 5))
+    far = window_peaks(case.candidates, 5, 2, 14)
     for head, valid in enumerate(case.candidates.valid[:, : narrow.shape[1]]):
         for peaks in (narrow[head, valid], wide[head, valid]):
             assert 0 <= peaks.max() / len(peaks) <= peaks.min() * (1 + 1e-5)
@@ -95,15 +98,15 @@ def test_needs_the_whole_window():
     candidates = random_candidates()
     for queries in (None, candidates.queries[:, :, 1:]):
         with pytest.raises(ValueError, match="last 4 tokens"):
-            window_peaks(replace(candidates, queries=queries), 5, 17)
+            window_peaks(replace(candidates, queries=queries), 5, 2, 14)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_in_its_head(number):
     candidates = random_candidates()
-    expected = window_peaks(candidates, 5, 17)
+    expected = window_peaks(candidates, 5, 2, 14)
     candidates.keys[1, 7] = number
-    peaks = window_peaks(candidates, 5, 17)
+    peaks = window_peaks(candidates, 5, 2, 14)
     assert bool(peaks[1].isnan().any())
     others = [head for head in range(candidates.num_heads) if head != 1]
     torch.testing.assert_close(peaks[others], expected[others])
@@ -123,8 +126,8 @@ def test_a_head_with_fewer_tokens_than_the_window():
         num_candidates=width,
         scale=1.0,
     )
-    peaks = window_peaks(candidates, 5, 17)
-    for mine, expected in zip(peaks, spelled_out(candidates, 5, 17), strict=True):
+    peaks = window_peaks(candidates, 5, 2, 14)
+    for mine, expected in zip(peaks, spelled_out(candidates, 5, 2, 14), strict=True):
         torch.testing.assert_close(
             mine[list(expected)], torch.tensor(list(expected.values())), atol=2e-6, rtol=1e-4
         )

@@ -19,7 +19,7 @@ from vllm_kvevict.policies.registry import build_policy
 @given(cases())
 def test_keeps_the_highest_peaks_times_shares(case):
     expected = []
-    for head, peaks in enumerate(spelled_out(case.candidates, 5, 17)):
+    for head, peaks in enumerate(spelled_out(case.candidates, 5, 2, 14)):
         shares = case.candidates.value_shares[head].tolist()
         scores = {c: peaks[c] * shares[c] for c in case.columns(head)}
         expected.append(best(scores, case.keep))
@@ -30,7 +30,7 @@ def test_policies_and_what_they_read():
     config = EvictionConfig(policy="ada-defensive", options=dict(floor=0.35))
     for name, allocator in [("ada-defensive", Adaptive(0.35)), ("defensive", Uniform())]:
         policy = build_policy(config.model_copy(update={"policy": name}))
-        assert policy.allocator == allocator and policy.scorer == Defensive(5, 17)
+        assert policy.allocator == allocator and policy.scorer == Defensive(5, 2, 14)
         needs = Requirements(value_shares=True, floats_per_token=1, heads_alone=True)
         assert policy.requirements == needs
 

@@ -31,7 +31,7 @@ def with_scores(case):
 @given(cases().map(with_scores))
 def test_with_a_window_both_are_joined(case):
     expected = []
-    for head, peaks in enumerate(spelled_out(case.candidates, 5, 17)):
+    for head, peaks in enumerate(spelled_out(case.candidates, 5, 2, 14)):
         said = case.candidates.key_scores[head, :, 1].tolist()
         weight = float(case.candidates.window_weights[head])
         scores = {c: said[c] + weight * math.log(max(peaks[c], 1e-6)) for c in case.columns(head)}
@@ -54,7 +54,7 @@ def test_what_it_reads_and_keeps():
     auto = EvictionConfig(policy="ada-probe", profile="x.json")
     for name in ("probe", "ada-probe"):
         policy = build_policy(auto.model_copy(update={"policy": name}))
-        assert policy.scorer == Probe(5, 17)
+        assert policy.scorer == Probe(5, 2, 14)
         assert policy.requirements.window == "optional" and not policy.requirements.keys
     assert floats_per_token(auto) == 2
     none = EvictionConfig(policy="ada-probe", profile="x.json", options=dict(probe_window="none"))

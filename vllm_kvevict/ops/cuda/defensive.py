@@ -11,9 +11,6 @@ from vllm_kvevict.ops.cuda.score import WindowLayers, launch_arguments, window_l
 NEIGHBOURS = 5
 """Number of columns over which a query's weights are averaged."""
 
-REACH = 17
-"""Number of columns over which the maximum of the averages is taken."""
-
 
 def window_peaks(batch: EvictionBatch, layers: WindowLayers, lse: torch.Tensor) -> torch.Tensor:
     """Return the highest sum over neighbours of the weights of any query of the window.

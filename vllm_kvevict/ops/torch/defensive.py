@@ -6,8 +6,15 @@ from torch.nn import functional
 from vllm_kvevict.ops.candidates import Candidates
 from vllm_kvevict.ops.torch.score import window_weights
 
+BEFORE, AFTER = 2, 14
+"""Number of tokens before and after a peak that have its attention.
 
-def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tensor:
+What a query looks for follows what it attends to: between the name of an option and its default
+stand up to a dozen tokens.
+"""
+
+
+def window_peaks(candidates: Candidates, kernel: int, before: int, after: int) -> torch.Tensor:
     """Return the highest attention of any query of the window to each token.
 
     The tokens are the candidates or all tokens before the window, whichever are more. Defensive
@@ -17,14 +24,16 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
     window, if there are any, do not count as being in the window, and queries before them give them
     no attention.
 
-    Then the maximum is taken over the rows of a KV head, and over ``reach`` neighbours, which keeps
-    consecutive tokens together: a query attends to the first words of a fact, and to the next ones
-    only after those were generated. No token of a head is below the mean of that head's tokens.
+    Then the maximum is taken over the rows of a KV head, and every peak covers ``before`` tokens
+    before it and ``after`` tokens after it: a query attends to the words that name a fact, and to
+    the fact itself only when it is generated, one token after the other. No token of a head is
+    below the mean of that head's tokens.
 
     Args:
         candidates: One layer of one request.
         kernel: Width of the average in tokens, odd; 1 for none.
-        reach: Width of the maximum in tokens, odd; 1 for none.
+        before: Tokens before a peak that have its attention.
+        after: Tokens after a peak that have its attention.
 
     Returns:
         [H, max(num_candidates, columns before the window)] float32; undefined if ``valid`` is
@@ -42,9 +51,25 @@ def window_peaks(candidates: Candidates, kernel: int, reach: int) -> torch.Tenso
         torch.maximum(peaks[heads], highest, out=peaks[heads])
     valid = candidates.valid[:, :columns]
     peaks = (peaks / kernel).masked_fill(~valid, 0.0)
-    peaks = functional.max_pool1d(peaks, reach, stride=1, padding=reach // 2)
+    peaks = covered(peaks, before, after)
     peaks.masked_fill_(~valid, 0.0)
     return peaks.maximum(peaks.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True))
+
+
+def covered(peaks: torch.Tensor, before: int, after: int) -> torch.Tensor:
+    """Return for each of N tokens the highest of the peaks that cover it.
+
+    Args:
+        peaks: [H, N], at least 0.
+        before: Tokens before a peak that it covers.
+        after: Tokens after a peak that it covers.
+
+    Returns:
+        [H, N] of the same type.
+
+    """
+    padded = functional.pad(peaks, (after, before))
+    return functional.max_pool1d(padded, before + after + 1, stride=1)
 
 
 def _highest_sums(weights: torch.Tensor, kernel: int) -> torch.Tensor:

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from vllm_kvevict.ops.cuda import limits
-from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS, REACH
+from vllm_kvevict.ops.cuda.defensive import NEIGHBOURS
+from vllm_kvevict.ops.torch.defensive import AFTER, BEFORE
 from vllm_kvevict.policies.probe import LEAST
 
 HEADER = (Path(__file__).parents[4] / "csrc" / "sizes.h").read_text()
@@ -27,7 +28,8 @@ def test_limits():
     assert listed("KVEVICT_BLOCK_SIZES") == limits.BLOCK_SIZES
     assert constant("kMaxLayers") == limits.MAX_LAYERS
     assert constant("kChunk") == limits.CHUNK
-    assert constant("kNeighbours") == NEIGHBOURS and constant("kReach") == REACH
+    assert constant("kNeighbours") == NEIGHBOURS
+    assert (constant("kBefore"), constant("kAfter")) == (BEFORE, AFTER)
     for size in limits.HEAD_SIZES:
         blocks = 2 if size <= constant("kWideHead") else 1
         assert constant("kScoreWarps") * 16 * blocks == limits.rows_at_once(size)
