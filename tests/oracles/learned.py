@@ -99,8 +99,6 @@ def check_learned(
         text = (of_text[..., :size] @ ridge(of_text[..., :size], z)[..., None])[..., 0]
         spread = [one.std((1, 2), correction=0)[:, None, None] for one in (answered, text)]
         follows = prose * spread[0] / spread[1] * text
-        # At evictions the window counts three times as much as while spreads are learned.
-        answered = answered + 2 * window_weight * of_text[..., -1]
         close = 1e-4 * (answered + follows)[..., : first.shape[2]].std()
         apart = torch.zeros(())
         assert found.prose is not None

@@ -29,14 +29,10 @@ STRENGTH = 1e-4
 """Ridge penalty on a weight's square, for each token counted."""
 
 WINDOW_WEIGHT = 0.6
-"""Weight of the logarithm of the window's score relative to what answers taught a probe, while
-shares and the scale of prose are learned.
+"""Weight of the logarithm of the window's score relative to what answers taught a probe.
 
-Not learned: the windows of the contexts that teach hold no question."""
-
-QUESTION = 3
-"""Factor of that weight in the profile. The window of a prompt holds the question, and what is
-looked up there is worth more than what a key says."""
+Not learned: windows of contexts, without the question, teach a weight that is too small if the
+question is in them."""
 
 STEPS = 128
 """Parts of a context at which it is measured what heads hold."""
@@ -146,7 +142,6 @@ class Model:
             self._follows.append(prose * spread_as(both[:, :, 1], moments, size + 1))
         added = None
         keys, joined = (_without_age(one, size) for one in self._answers)
-        joined[..., -1] *= QUESTION
         if prose:
             age = torch.stack([one[..., size + 2 : size + REST] for one in self._follows], dim=2)
             more = [_without_age(one, size) for one in self._follows]
@@ -159,20 +154,12 @@ class Model:
             network = NetworkWeights(hidden.numpy(), out.numpy())
         return ProbeWeights(keys, joined, added, tuple(ranks[0]["rotated"]), network)
 
-    def use(self, share: float, tokens: int, question: float = QUESTION) -> None:
+    def use(self, share: float, tokens: int) -> None:
         """Score as evictions do that keep this share of so many tokens.
 
         Keys alone score as inside a named context, and joined with the window as elsewhere.
-
-        Args:
-            share: Share of the tokens.
-            tokens: Number of tokens of the context.
-            question: Factor of :data:`WINDOW_WEIGHT`.
-
         """
-        keys, joined = self._answers
-        joined = torch.cat([joined[..., :-1], question * joined[..., -1:]], dim=-1)
-        parts = zip(prose_weights(share, tokens), (keys, joined), self._follows, strict=True)
+        parts = zip(prose_weights(share, tokens), self._answers, self._follows, strict=True)
         self._all("kvevict_use", *(torch.stack([one, by * more]) for by, one, more in parts))
 
     def hold(self, context: Sequence[int]) -> None:
@@ -239,7 +226,7 @@ def shares_of(
     curves, means, rule = [], [], config.timeline(block_size=1)
     for lesson in progress(lessons, "shares"):
         length = len(lesson.context)
-        model.use(rule.budget(length) / length, length, question=1.0)
+        model.use(rule.budget(length) / length, length)
         found = model.captured(lesson)
         curves.append(found / found[..., -1].mean())
         means.append(min(1.0, max(1, rule.store_blocks(length)) / (length - model.recent)))
