@@ -1,10 +1,11 @@
 """Prompts that a connector loads or saves: what is computed again, and what is never saved.
 
 vLLM computes one token after a load, so the queries of the observation window would be missing.
-A loaded prompt therefore continues where a prefix-cache hit would end
-(:attr:`RequestState.hit_cap`): the last 32 to 63 tokens are computed over the loaded blocks, as
-one server would after a hit. The load itself is never shortened, because point-to-point
-connectors pair the blocks of both servers from the end.
+A loaded prompt therefore continues at the observation window (:attr:`RequestState.load_cap`): the
+last tokens, 32 unless configured otherwise, are computed over the loaded blocks. A prefix-cache
+hit ends at a full block; a load fills the request's own blocks and may end inside one. The load
+itself is never shortened, because point-to-point connectors pair the blocks of both servers from
+the end.
 
 vLLM publishes the blocks of an asynchronous load when it is complete, and those of a synchronous
 load when the request is scheduled. The first can be limited to the tokens before an eviction
@@ -87,7 +88,7 @@ class RemotePrefill(Part):
         state = self._table.states.get(request.request_id)
         if state is None or not state.evicts or state.pending_store is not None:
             return 0
-        start = min(num_hit_tokens, state.hit_cap)
+        start = min(num_hit_tokens, state.load_cap)
         state.replayed_from = start
         return num_hit_tokens - start
 
@@ -98,7 +99,7 @@ class RemotePrefill(Part):
         """
         state = self._table.states.get(request.request_id)
         if state is not None and state.evicts:
-            request.num_computed_tokens = min(request.num_computed_tokens, state.hit_cap)
+            request.num_computed_tokens = min(request.num_computed_tokens, state.load_cap)
 
     def visible(self, scheduler_output: "SchedulerOutput") -> "SchedulerOutput":
         """Return the step without the requests that a connector must not save.

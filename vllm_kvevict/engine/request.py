@@ -377,14 +377,25 @@ class RequestState:
         """
         if self.accumulates_attention:
             return 0
-        caps = [
-            t.hit_cap
+        return min([self.request.num_tokens, *(t.hit_cap for t in self._reading)])
+
+    @property
+    def load_cap(self) -> int:
+        """Maximum number of tokens that are not computed again after a load by a connector."""
+        if self.accumulates_attention:
+            return 0
+        return min([self.request.num_tokens, *(t.load_cap for t in self._reading)])
+
+    @property
+    def _reading(self) -> list[EvictionProgress]:
+        """The progress of the groups whose evictions limit what need not be computed."""
+        return [
+            t
             for t in self.timelines.values()
             if (t.has_eviction_points and t.next_prefill_eviction is not None)
             or self.needs.window != "none"
             or self.audited
         ]
-        return min([self.request.num_tokens, *caps])
 
     @property
     def reuse_cap(self) -> int:

@@ -199,6 +199,16 @@ class EvictionProgress:
         window = max(0, self.next_eviction - rule.window) // rule.block_size * rule.block_size
         return min(self.prefill_end, rule.tail_start(self.next_eviction), window)
 
+    @property
+    def load_cap(self) -> int:
+        """Maximum number of tokens that are not computed again after a load by a connector.
+
+        The load fills blocks of the request's own, so it may end inside one.
+        """
+        if self.next_eviction is None:
+            return self.prefill_end
+        return min(self.prefill_end, max(0, self.next_eviction - self.rule.window))
+
     def is_due(self, n: int) -> bool:
         """Return whether the step that ends at ``n`` should evict."""
         return self.next_eviction is not None and n >= self.next_eviction and self.gain(n) > 0
