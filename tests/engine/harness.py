@@ -212,7 +212,13 @@ class Engine:
         patience_idle = 16 if self.setup.offloads or self.setup.connector else 4
         patience_idle += 3 * int(READ_TIMEOUT_S / SECONDS_A_STEP) if self.disk else 0
         known = self._tokens()
-        while self.scheduler.has_unfinished_requests() or self._comes_to_more():
+        remote = self.worker.remote
+        # A transfer goes on after its request was aborted, even if it was the last one.
+        while (
+            self.scheduler.has_unfinished_requests()
+            or self._comes_to_more()
+            or (remote is not None and remote.loading)
+        ):
             output = self.step()
             busy = [output, *self.pending]
             idle = 0 if any(one.total_num_scheduled_tokens for one in busy) else idle + 1
@@ -226,7 +232,6 @@ class Engine:
         stores = self.scheduler._stores
         if hasattr(stores, "_kept"):
             assert self.worker.host.keys() - set(stores._next.forgotten) == stores._kept.keys()
-        remote = self.worker.remote
         if remote is not None:
             assert not remote.loading
             assert self.prefilled <= remote.released, "the other server was never told"
