@@ -18,12 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.server import Server
 from tests.e2e.faults.conftest import EVICTION, PATIENCE_S, arguments
-from tests.e2e.faults.processes import group, worker
+from tests.e2e.faults.processes import group
 from tests.e2e.faults.reports import (
     DOCUMENT,
     LIMIT,
@@ -105,7 +104,7 @@ def folder(tiny_model, tmp_path_factory) -> Iterator[Folder]:
     words = [
         *arguments(64, LIMIT), *EVICTION, "--kv-eviction-store-path", str(root),
         "--enable-prompt-tokens-details", "--enable-lora", "--max-loras", "2",
-        "--max-lora-rank", str(RANK),
+        "--max-lora-rank", str(RANK), "--distributed-executor-backend", "mp",
     ]  # fmt: skip
     env = dict(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_SERVER_DEV_MODE="1")
     log = tmp_path_factory.mktemp("one-client") / "log"
@@ -147,8 +146,8 @@ def limited(kind: int, limit: int) -> Callable[[Folder], Callable[[], None]]:
     """A fault that takes files or file sizes from the server's processes."""
 
     def fault(folder: Folder) -> Callable[[], None]:
-        members: list[psutil.Process] = [worker(folder.server)]
-        members += [p for p in group(folder.server) if "EngineCore" in " ".join(p.cmdline())]
+        members = [p for p in group(folder.server) if "VLLM::" in " ".join(p.cmdline())]
+        assert len(members) == 2, "the engine core reads files, and the worker writes them"
         before = [(p.pid, resource.prlimit(p.pid, kind)) for p in members]
         for pid, (_, hard) in before:
             resource.prlimit(pid, kind, (limit, hard))
