@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine import days
+from tests.engine.cases import SYNC, counters, engine, tokens
 from tests.engine.scenarios import Scenario, run
 from tests.engine.shadow import ShadowWorker
 from vllm_kvevict.config.requests import RequestOptions
@@ -136,8 +137,29 @@ def test_accounting_catches_an_incomplete_window(monkeypatch):
 
 
 def test_accounting_catches_a_store_taken_that_has_lost_a_block(monkeypatch):
+    """Between two steps such a store is dropped, so the block is lost in the step that takes it."""
+
+    def taken() -> int:
+        core = engine(replace(SYNC, max_batched=512))
+        core.add(tokens(130), 4, asked={"kv_eviction_at": 100})
+        core.finish()
+        core.add(tokens(80, 2), 4, asked={"kv_eviction": "none"})
+        core.finish()
+        # The pool hands out the blocks of the store next, and then those of the second prompt.
+        (store,) = core.scheduler._stores._published.values()
+        own = {block.block_id for block, _ in store.hashes}
+        pool = core.scheduler.kv_cache_manager.block_pool
+        queued = [block.block_id in own for block in pool.free_block_queue.get_all_free_blocks()]
+        core.hold(len(queued) - queued.index(True))
+        core.add(tokens(8, 1), 40, asked={"kv_eviction": "none"})
+        core.add(tokens(130), 4, asked={"kv_eviction_at": 100})
+        core.step()
+        return counters(core).stores_reused
+
+    assert taken() == 0
     monkeypatch.setattr(PublishedStore, "intact", True)
-    assert caught("has another owner")
+    with pytest.raises(AssertionError, match="has another owner"):
+        taken()
 
 
 def test_accounting_catches_stores_shared_by_tenants(monkeypatch):

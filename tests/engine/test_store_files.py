@@ -24,7 +24,12 @@ from tests.engine.cases import ASYNC, BOTH, SYNC, counters, engine, lose, tokens
 from tests.engine.faulty_disk import raising, tag_of, tensors_for
 from vllm_kvevict.config.handover import TAKEN_OVER
 from vllm_kvevict.engine import tiered_stores as stores_module
-from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S, READERS, TieredStores
+from vllm_kvevict.engine.tiered_stores import (
+    HANDOVER_TIMEOUT_S,
+    READ_TIMEOUT_S,
+    READERS,
+    TieredStores,
+)
 from vllm_kvevict.stores import files as files_module
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.timeline.step_plan import StepPlan
@@ -500,6 +505,23 @@ def test_stores_that_cannot_be_written_are_not_handed_over(tmp_path, monkeypatch
     handed_over(core, tokens(130, 3))
     assert handed_over(core, tokens(130, 4)), "there is room again"
     assert not core.scheduler._stores._writing
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0], ids=["slow", "fast"])
+def test_a_late_file_is_waited_for_by_this_servers_clock(tmp_path, clock, skew_s):
+    """Whatever the clocks of the other server and of the client say."""
+    core = serve(tmp_path)
+    start = clock.now
+    request = core.add(DOCUMENT, 4, asked=ONCE)
+    request.kv_transfer_params, request.arrival_time = TAKEN_OVER, time.time() + skew_s
+    while not request.num_computed_tokens:
+        assert clock.now < start + 10 * HANDOVER_TIMEOUT_S, "it waits for ever"
+        core.step()
+        time.sleep(0.001)
+        clock.now += 0.1
+    assert HANDOVER_TIMEOUT_S <= clock.now - start < 1.5 * HANDOVER_TIMEOUT_S
+    core.finish()
+    assert_nothing_is_held(core)
 
 
 def test_no_store_is_copied_for_a_request_that_is_not_admitted(tmp_path):
