@@ -53,24 +53,23 @@ def both(file: str, task: str, policy: str, budget: str) -> list[str]:
 def with_a_profile() -> list[list[str]]:
     """README's first table: both models, question known and not known."""
 
-    def row(files: tuple[str, str, str], task: str, budget: str) -> list[str]:
-        """A row of SmolLM2's file, and of Gemma's two."""
-        smollm, known, unknown = files
+    def row(unknown: str, task: str, budget: str) -> list[str]:
+        """A row; ``unknown`` is the file of SmolLM2 with the question not known."""
         policy, column = ("full cache", "12.5%") if budget == "100%" else (PROBE, budget)
-        try:
-            gemma = answers(known, KNOWN, task, policy, column)
-        except KeyError as missing:
-            assert missing.args == (column,)
-            gemma = "not measured"
-        theirs = answers(unknown, UNKNOWN, task, policy, column)
-        return [*both(smollm, task, policy, column), gemma, theirs]
+        sources = (
+            ("known.md", KNOWN), (unknown, UNKNOWN),
+            ("gemma_known.md", KNOWN), ("gemma_not_known.md", UNKNOWN),
+        )  # fmt: skip
+        return [answers(file, scenario, task, policy, column) for file, scenario in sources]
 
-    facts = "later_needle.md", "gemma_known.md", "gemma_later_needle.md"
-    pages = "unseen_defaults.md", "gemma_defaults.md", "gemma_defaults.md"
     budgets = "100%", "25%", "12.5%", "6.25%"
     return [
-        *(row(facts, task, budget) for task in ("later", "s-niah") for budget in budgets),
-        *(row(pages, "defaults", budget) for budget in budgets[:3]),
+        *(
+            row("later_needle.md", task, budget)
+            for task in ("later", "s-niah")
+            for budget in budgets
+        ),
+        *(row("unseen_defaults.md", "defaults", budget) for budget in budgets),
     ]
 
 
