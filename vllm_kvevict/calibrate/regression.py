@@ -14,7 +14,7 @@ LEAST = 1e-6
 """Smallest argument of a logarithm."""
 
 KERNEL, REACH = 5, 17
-"""Neighbours for the average of attention and for its maximum, as in ``defensive``."""
+"""Neighbours for the average of attention, as in ``defensive``, and for the maximum in a target."""
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
