@@ -144,6 +144,7 @@ def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, agents):
         # A hit is computed again from an earlier token than a load: near ties may fall otherwise.
         check(run, oracle, texts, again)
         assert sum(a == b for a, b in zip(again, outputs, strict=True)) >= len(texts) - 2
+        assert answer(run, prefill, texts) == again and agents[-1].posted == len(texts)
         assert run.free_blocks() == free
     # Every prompt's blocks were read or let go.
     until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)

@@ -232,7 +232,7 @@ def test_an_eviction_that_others_make_room_for_is_not_overtaken(setup):
 
 
 def test_an_eviction_may_be_put_off_in_the_step_that_takes_a_store():
-    """The step takes a store, hits what was computed behind it, and reaches the next eviction.
+    """A step takes a store, hits the blocks that follow it, and reaches the next eviction.
 
     Others share those blocks, so the eviction is put off, and the request holds more blocks.
     """

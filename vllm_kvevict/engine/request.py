@@ -388,7 +388,7 @@ class RequestState:
 
     @property
     def _reading(self) -> list[EvictionProgress]:
-        """The progress of the groups whose evictions limit what need not be computed."""
+        """The progress of the groups that bound how many tokens may be loaded or reused."""
         return [
             t
             for t in self.timelines.values()

@@ -1,5 +1,4 @@
-"""What one client, one folder or one adapter does while others ask: each gets the answer it gets
-alone.
+"""A fault of one client, one folder or one adapter changes no answer of the other clients.
 
 The server keeps stores in files alone, so that each restored store is read from the folder. Its KV
 cache has 64 blocks of 32 tokens, which three long prompts fill.
@@ -123,7 +122,7 @@ def folder(tiny_model, tmp_path_factory) -> Iterator[Folder]:
 
 
 def instead(new: Callable[[Path], Any]) -> Callable[[Folder], Callable[[], None]]:
-    """A fault that puts something else in the place of the folder of files."""
+    """A fault that replaces the folder of files by something else."""
 
     def fault(folder: Folder) -> Callable[[], None]:
         own = folder.own
@@ -146,7 +145,7 @@ def instead(new: Callable[[Path], Any]) -> Callable[[Folder], Callable[[], None]
 
 
 def full(own: Path) -> None:
-    """Put a file system of 64 KiB in the place of a folder, which needs rights that most users
+    """Mount a file system of 64 KiB on the folder, which needs rights that most users
     lack."""
     own.mkdir()
     small = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", own]
@@ -481,11 +480,11 @@ def test_two_hundred_requests_of_one_client_that_leaves(folder):
         sockets.append(socket.create_connection(("127.0.0.1", folder.server.port)))
         sockets[-1].sendall(head.encode() + data)
     with ThreadPoolExecutor(1) as threads:
-        beside = threads.submit(folder.server.post, "/v1/completions", other)
+        during = threads.submit(folder.server.post, "/v1/completions", other)
         time.sleep(1)
         for each in sockets:
             each.close()
-        assert tokens_of(beside.result(300)) == expected
+        assert tokens_of(during.result(300)) == expected
     folder.quiet()
     with evictions(folder.server, 1):
         answer = post(folder.server, other["prompt"], vllm_xargs=POINT, cache_salt="fresh")
