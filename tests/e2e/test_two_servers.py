@@ -1,13 +1,18 @@
 """A stock prefill server and an evicting decode server, with vLLM's NixlConnector between them.
 
-A stand-in for the module ``nixl`` copies between the two processes (``tests/nixl_stand_in``).
+A stand-in for the module ``nixl`` copies between the two processes (``tests/nixl_stand_in``), or
+the real one if ``KVEVICT_NIXL`` names the folder that has it: `make nixl`.
 """
 
 import importlib
 import json
 import os
+import random
+import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -15,6 +20,7 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from benchmarks.server import Server, free_port
+from tests.e2e.test_handover_server import ask, proxy
 from tests.e2e.test_stores import computed
 from tests.models import random_prompt
 from tests.nightly import nightly
@@ -24,7 +30,7 @@ from tests.profiles import random_profile
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
 
 ROOT = Path(__file__).parents[2]
-STAND_IN = str(ROOT / "tests" / "nixl_stand_in")
+NIXL = os.environ.get("KVEVICT_NIXL") or str(ROOT / "tests" / "nixl_stand_in")
 NEW_TOKENS = 50
 SETTINGS = dict(policy="ada-snapkv", budget=128, interval=32, allow="none")
 OPTIONS = dict(max_num_batched_tokens=256, max_model_len=1024, enable_prefix_caching=True)
@@ -35,8 +41,8 @@ def prompts(count, first=200):
     return [random_prompt(300 + 41 * (i % 6), seed=first + i) for i in range(count)]
 
 
-def prefill_args(connector, *more):
-    transfer = dict(kv_connector=connector, kv_role="kv_producer")
+def server_args(connector, role, *more):
+    transfer = dict(kv_connector=connector, kv_role=role, kv_load_failure_policy="recompute")
     return [
         "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024",
         "--kv-cache-memory-bytes", str(128 << 20), "--seed", "0",
@@ -56,10 +62,10 @@ class Prefill:
         return self.server.post("/v1/completions", body)["kv_transfer_params"]
 
 
-def serve(model, folder, connector, *more, **environment):
-    path = os.pathsep.join([STAND_IN, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    env = dict(PYTHONPATH=path, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **environment)
-    return Server(model, prefill_args(connector, *more), folder / "prefill.log", env=env)
+def serve(model, folder, connector, *more, role="kv_producer"):
+    path = os.pathsep.join([NIXL, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    env = dict(PYTHONPATH=path, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+    return Server(model, server_args(connector, role, *more), folder / f"{role}.log", env=env)
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +80,67 @@ def oracle(tiny_model):
     return MaskedModel(tiny_model)
 
 
+@dataclass
+class Transfers:
+    """The transfers that this process asked for.
+
+    Args:
+        late: Most polls after which a transfer begins.
+        fail: One in so many never begins and ends in an error; 0 for none.
+        posted: Number of transfers.
+        failed: Number of those that ended in an error.
+
+    """
+
+    late: int = 0
+    fail: int = 0
+    posted: int = 0
+    failed: int = 0
+
+
 @pytest.fixture
-def agents(monkeypatch):
-    """The stand-in in this process; its agents, of which the last one is the decode server's."""
-    monkeypatch.syspath_prepend(STAND_IN)
+def transfers(monkeypatch):
+    """NIXL in this process, where the decode server runs."""
+    monkeypatch.syspath_prepend(NIXL)
     for name in [one for one in sys.modules if one.split(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, name)
     api = importlib.import_module("nixl._api")
     worker = importlib.import_module(
         "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
     )
-    made = []
+    found, rng = Transfers(), random.Random(3)
 
     class Agent(api.nixl_agent):
         def __init__(self, *args):
             super().__init__(*args)
-            made.append(self)
+            self._held = {}
+
+        def transfer(self, handle, *more):
+            found.posted += 1
+            polls = rng.randint(0, found.late)
+            fails = found.fail and rng.randrange(found.fail) == 0
+            if polls or fails:
+                self._held[handle] = polls, fails
+                return "PROC"
+            return super().transfer(handle, *more)
+
+        def check_xfer_state(self, handle):
+            if handle not in self._held:
+                return super().check_xfer_state(handle)
+            polls, fails = self._held.pop(handle)
+            if polls > 1:
+                self._held[handle] = polls - 1, fails
+                return "PROC"
+            if fails:
+                found.failed += 1
+                return "ERR"
+            return super().transfer(handle)
 
     monkeypatch.setattr(worker, "NixlWrapper", Agent)
     monkeypatch.setattr(worker, "nixl_agent_config", api.nixl_agent_config)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
     affinity = os.sched_getaffinity(0)
-    yield made
+    yield found
     # vLLM moves the process to the core that it reserves for transfers.
     os.sched_setaffinity(0, affinity)
 
@@ -125,7 +170,7 @@ def check(run, oracle, texts, outputs, loaded=True):
             assert lives[0].evictions[0].n == len(text), "did not evict in its first step"
 
 
-def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, agents):
+def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, transfers):
     texts = prompts(6)
     with engine(tiny_model, SETTINGS, **OPTIONS) as alone:
         expected = alone.generate(texts, NEW_TOKENS)
@@ -136,37 +181,88 @@ def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, agents):
         # The servers compute prompts in other chunks, so that near ties may fall otherwise.
         equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
         assert equal >= len(texts) - 2
-        assert agents[-1].posted == len(texts) and not agents[-1].failed
+        assert transfers.posted == len(texts) and not transfers.failed
         assert sum(counts) <= len(texts) * (NEW_TOKENS - 1 + 64)
         # Prompts are in the prefix cache now, as far as a hit may cover them.
         again = answer(run, prefill, texts)
-        assert agents[-1].posted == len(texts)
+        assert transfers.posted == len(texts)
         # A hit is computed again from an earlier token than a load: near ties may fall otherwise.
         check(run, oracle, texts, again)
         assert sum(a == b for a, b in zip(again, outputs, strict=True)) >= len(texts) - 2
-        assert answer(run, prefill, texts) == again and agents[-1].posted == len(texts)
+        assert answer(run, prefill, texts) == again and transfers.posted == len(texts)
         assert run.free_blocks() == free
     # Every prompt's blocks were read or let go.
     until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
 @pytest.mark.parametrize("count", [40, nightly(200)])
-def test_late_and_failing_transfers(tiny_model, oracle, prefill, agents, monkeypatch, count):
+def test_late_and_failing_transfers(tiny_model, oracle, prefill, transfers, count):
     """One in ten fails; the prompt is then computed here."""
-    monkeypatch.setenv("NIXL_STAND_IN", "late=6,fail=10,seed=3")
+    transfers.late, transfers.fail = 6, 10
     with engine(tiny_model, SETTINGS, **decode(num_gpu_blocks_override=90)) as run:
         free = run.free_blocks()
         for first in range(0, count, 8):
             texts = prompts(min(8, count - first), 300 + first)
             outputs = answer(run, prefill, texts, new_tokens=40)
             check(run, oracle, texts, outputs)
-        agent = agents[-1]
-        assert agent.posted == count and count / 20 <= agent.failed <= count / 5
+        assert transfers.posted == count and count / 20 <= transfers.failed <= count / 5
         assert run.free_blocks() == free
 
 
 @pytest.mark.nightly
-def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agents):
+def test_the_prefill_server_dies(tiny_model, oracle, tmp_path, transfers):
+    """The decode server computes what it cannot load, known or unknown as the other server was."""
+    texts = prompts(5, 1000)
+    with engine(tiny_model, SETTINGS, **decode()) as run:
+        free = run.free_blocks()
+        for known, some in ((True, texts[:3]), (False, texts[3:])):
+            with serve(tiny_model, tmp_path, "NixlConnector") as server:
+                server = Prefill(server)
+                if known:
+                    check(run, oracle, some[:1], answer(run, server, some[:1]))
+                    some = some[1:]
+                params = [dict(kv_transfer_params=server.compute(text)) for text in some]
+                os.killpg(server.server.process.pid, signal.SIGKILL)
+                server.server.process.wait()
+            posted = transfers.posted
+            outputs = run.generate(some, NEW_TOKENS, params)
+            check(run, oracle, some, outputs)
+            # A server that was never met is asked for its memory first, and does not answer.
+            assert transfers.posted - posted == (len(some) if known else 0)
+        assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+def test_over_http_through_the_proxy(tiny_model, tmp_path):
+    """Both servers are processes of their own, and the proxy of deploy/ asks them."""
+    flags = ["--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"]
+    texts = prompts(12, 1100)
+    with (
+        serve(tiny_model, tmp_path, "NixlConnector") as server,
+        serve(tiny_model, tmp_path, "NixlConnector", *flags, role="kv_consumer") as decode,
+        proxy(server.url, decode.url) as url,
+    ):
+
+        def tokens(url, text, **more):
+            asked = dict(prompt=text, max_tokens=NEW_TOKENS, return_token_ids=True)
+            return json.loads(ask(url, "/v1/completions", **asked, **more))["choices"][0][
+                "token_ids"
+            ]
+
+        with ThreadPoolExecutor(4) as pool:
+            loaded = list(pool.map(lambda text: tokens(url, text), texts))
+        assert decode.evictions()["evictions_prefill"] == len(texts)
+        until(lambda: decode.metric("vllm:nixl_xfer_time_seconds_count") == len(texts))
+        # With a salt of their own, requests find nothing of what was loaded.
+        own = [tokens(decode.url, text, cache_salt="own") for text in texts]
+        assert decode.evictions()["evictions_prefill"] == 2 * len(texts)
+        # The servers compute prompts in other chunks, so that near ties may fall otherwise.
+        assert sum(a == b for a, b in zip(loaded, own, strict=True)) >= len(texts) - 2
+        until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+@pytest.mark.nightly
+def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, transfers):
     """What follows a point is computed again over the loaded blocks."""
     texts = prompts(3, 600)
     asked = [{"kv_eviction_at": 200}, {"kv_eviction": "none"}, {}]
@@ -177,7 +273,7 @@ def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agent
         check(run, oracle, texts, outputs, loaded=False)
         assert outputs[1] == expected[1], "the request that never evicts"
         first = [lives[0].evictions[0].n for lives in run.lives() if lives[0].evictions]
-        assert first == [200, len(texts[2])] and agents[-1].posted == 3
+        assert first == [200, len(texts[2])] and transfers.posted == 3
         # The prefix cache holds nothing that was computed after an eviction.
         again = run.generate(texts, NEW_TOKENS, [{"kv_eviction": "none"}] * 3)
         check(run, oracle, texts, again, loaded=False)
@@ -185,7 +281,7 @@ def test_points_and_requests_that_never_evict(tiny_model, oracle, prefill, agent
 
 
 @pytest.mark.nightly
-def test_auto_gives_all_layers_one_budget(tiny_model_kv4, tmp_path, agents):
+def test_auto_gives_all_layers_one_budget(tiny_model_kv4, tmp_path, transfers):
     """A profile would make several groups, and the other server has one."""
     path, _ = random_profile(tmp_path, tiny_model_kv4)
     settings = dict(policy="auto", budget="25%", interval=32, profile=str(path))
@@ -198,7 +294,7 @@ def test_auto_gives_all_layers_one_budget(tiny_model_kv4, tmp_path, agents):
         assert len(run.scheduler.kv_cache_config.kv_cache_groups) == 1
         outputs = answer(run, Prefill(server), texts)
         check(run, MaskedModel(tiny_model_kv4), texts, outputs)
-        assert agents[-1].posted == 3
+        assert transfers.posted == 3
 
 
 def without_replay(monkeypatch):
@@ -206,7 +302,7 @@ def without_replay(monkeypatch):
     monkeypatch.setattr(RemotePrefill, "replayed", lambda *_: 0)
 
 
-def test_without_replay_it_evicts_later(tiny_model, oracle, prefill, agents, monkeypatch):
+def test_without_replay_it_evicts_later(tiny_model, oracle, prefill, transfers, monkeypatch):
     without_replay(monkeypatch)
     texts = prompts(2, 700)
     with engine(tiny_model, SETTINGS, **decode()) as run:
@@ -216,7 +312,7 @@ def test_without_replay_it_evicts_later(tiny_model, oracle, prefill, agents, mon
 
 
 @pytest.mark.nightly
-def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agents):
+def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, transfers):
     """It never evicts what it hands over, which is then whole; other requests evict."""
     flags = "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"
     texts = prompts(3, 800)
@@ -227,7 +323,7 @@ def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agen
         prefill = Prefill(server)
         outputs = answer(run, prefill, texts)
         check(run, oracle, texts, outputs)
-        assert agents[-1].posted == 3 and server.evictions()["evictions"] == 0
+        assert transfers.posted == 3 and server.evictions()["evictions"] == 0
         with pytest.raises(HTTPError) as refused:
             prefill.compute(texts[0], max_tokens=2)
         assert refused.value.code == 400
@@ -239,7 +335,7 @@ def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, agen
 
 
 @pytest.mark.nightly
-def test_push(tiny_model, oracle, tmp_path, agents):
+def test_push(tiny_model, oracle, tmp_path, transfers):
     """The prefill server writes into the blocks of the decode server.
 
     It finds them by the id of the request, which proxies give to both servers.

@@ -1,15 +1,12 @@
 """A stand-in for NIXL that copies between processes of one machine.
 
 vLLM's real ``NixlConnector`` runs over it. Memory of other processes is read and written with
-``process_vm_readv`` and ``process_vm_writev``; notifications are datagrams. The variable
-``NIXL_STAND_IN`` makes transfers late and lets some fail: ``late=6,fail=10,seed=1`` ends each after
-0 to 6 polls, and one in 10 in an error after it wrote garbage.
+``process_vm_readv`` and ``process_vm_writev``; notifications are datagrams.
 """
 
 import ctypes
 import json
 import os
-import random
 import socket
 import tempfile
 from pathlib import Path
@@ -61,19 +58,12 @@ class _Transfer:
         self.pid = pid
         self.pieces = pieces
         self.notify: tuple[str, bytes] | None = None
-        self.left = 0
-        self.fails = False
         self.state = "INIT"
 
 
 class nixl_agent:
     def __init__(self, name: str, config: nixl_agent_config | None = None) -> None:
         self.name = name
-        settings = dict(
-            part.split("=") for part in os.environ.get("NIXL_STAND_IN", "").split(",") if part
-        )
-        self._late, self._fail = int(settings.get("late", 0)), int(settings.get("fail", 0))
-        self._rng = random.Random(int(settings.get("seed", 0)))
         # Other processes may read this one's memory.
         _libc.prctl(PR_SET_PTRACER, ANY, 0, 0, 0)
         self._folder = tempfile.TemporaryDirectory(prefix="nixl-")
@@ -85,7 +75,6 @@ class nixl_agent:
         self._lists: dict[int, tuple[str, np.ndarray]] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._handles = 0
-        self.posted = self.failed = 0
 
     def _handle(self) -> int:
         self._handles += 1
@@ -162,43 +151,23 @@ class nixl_agent:
         transfer = _Transfer(operation, self._remote[agent]["pid"], pieces)
         if notif_msg:
             transfer.notify = agent, notif_msg
-        transfer.left = self._rng.randint(0, self._late)
-        transfer.fails = bool(self._fail) and self._rng.randrange(self._fail) == 0
         handle = self._handle()
         self._transfers[handle] = transfer
         return handle
 
     def transfer(self, handle: int) -> str:
         transfer = self._transfers[handle]
-        transfer.state = "PROC"
-        self.posted += 1
-        if transfer.left == 0:
-            self._run(transfer)
-        return transfer.state
-
-    def _run(self, transfer: _Transfer) -> None:
         local, remote = transfer.pieces
-        if transfer.fails:
-            self.failed += 1
-            transfer.state = "ERR"
-            if transfer.operation == "READ":
-                for address, size, *_ in local.tolist():
-                    ctypes.memset(address, 0x7F, size // 2)
-            return
         read = transfer.operation == "READ"
         call = _libc.process_vm_readv if read else _libc.process_vm_writev
         _copy(call, transfer.pid, local, remote)
         transfer.state = "DONE"
         if transfer.notify is not None:
             self.send_notif(*transfer.notify)
+        return transfer.state
 
     def check_xfer_state(self, handle: int) -> str:
-        transfer = self._transfers[handle]
-        if transfer.state == "PROC":
-            transfer.left -= 1
-            if transfer.left <= 0:
-                self._run(transfer)
-        return transfer.state
+        return self._transfers[handle].state
 
     def get_xfer_telemetry(self, handle: int) -> nixlXferTelemetry:
         local, _ = self._transfers[handle].pieces
