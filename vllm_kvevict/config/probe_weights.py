@@ -24,8 +24,7 @@ Tokens that prose needs displace facts, so the weight is small if few tokens are
 """
 
 PLACES = ((256, 0.0), (1024, 1.0))
-"""The same weight by the number of tokens kept in a KV head; the larger of the two applies, but not
-inside a context that the request names: what follows there is asked.
+"""The same weight by the number of tokens kept in a KV head; the larger of the two applies.
 
 A budget of 512 is a decreasing share of a prompt of 8,000 tokens that is evicted during prefill. By
 shares alone, its first tokens, which were scored with the full weight of prose, would be kept in
@@ -41,11 +40,11 @@ STEPS = 10
 def prose_weight(share: float, tokens: int, in_context: bool = False) -> float:
     """Return the weight of prose for an eviction that keeps ``share`` of ``tokens`` tokens.
 
-    ``in_context`` is True inside a context that the request names.
+    It is 0 ``in_context``, inside a context that the request names: what follows there is asked.
     """
-    weight = _between(PROSE, share)
-    if not in_context:
-        weight = max(weight, _between(PLACES, share * tokens))
+    if in_context:
+        return 0.0
+    weight = max(_between(PROSE, share), _between(PLACES, share * tokens))
     return round(weight * STEPS) / STEPS
 
 

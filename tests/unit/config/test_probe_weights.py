@@ -128,11 +128,11 @@ def test_prose_counts_in_full_where_many_are_kept() -> None:
     assert probe_weights.prose_weight(1 / 8, 1400) == 0.3
 
 
-def test_only_the_share_counts_inside_a_named_context() -> None:
-    for share, expected in ((1 / 16, 0), (1 / 8, 0.3), (1 / 4, 1)):
-        assert probe_weights.prose_weight(share, 16_000, in_context=True) == expected
+def test_prose_counts_nothing_inside_a_named_context() -> None:
+    for share in (1 / 16, 1 / 8, 1 / 4, 1):
+        assert probe_weights.prose_weight(share, 16_000, in_context=True) == 0
         assert probe_weights.prose_weight(share, 16_000) == 1
-        assert probe_weights.prose_weights(share, 16_000) == (expected, 1)
+        assert probe_weights.prose_weights(share, 16_000) == (0, 1)
 
 
 def test_prose_counts_the_more_the_more_is_kept() -> None:
