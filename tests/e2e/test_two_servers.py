@@ -233,12 +233,14 @@ def test_the_prefill_server_dies(tiny_model, oracle, tmp_path, transfers):
 
 
 @pytest.mark.nightly
-def test_over_http_through_the_proxy(tiny_model, tmp_path):
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_over_http_through_the_proxy(tiny_model, tmp_path, ranks):
     """Both servers are processes of their own, and the proxy of deploy/ asks them."""
-    flags = ["--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"]
+    both = ["--tensor-parallel-size", ranks]
+    flags = [*both, "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"]
     texts = prompts(12, 1100)
     with (
-        serve(tiny_model, tmp_path, "NixlConnector") as server,
+        serve(tiny_model, tmp_path, "NixlConnector", *both) as server,
         serve(tiny_model, tmp_path, "NixlConnector", *flags, role="kv_consumer") as decode,
         proxy(server.url, decode.url) as url,
     ):
@@ -252,7 +254,9 @@ def test_over_http_through_the_proxy(tiny_model, tmp_path):
         with ThreadPoolExecutor(4) as pool:
             loaded = list(pool.map(lambda text: tokens(url, text), texts))
         assert decode.evictions()["evictions_prefill"] == len(texts)
-        until(lambda: decode.metric("vllm:nixl_xfer_time_seconds_count") == len(texts))
+        # Each rank reads its heads.
+        loads = len(texts) * int(ranks)
+        until(lambda: decode.metric("vllm:nixl_xfer_time_seconds_count") == loads)
         # With a salt of their own, requests find nothing of what was loaded.
         own = [tokens(decode.url, text, cache_salt="own") for text in texts]
         assert decode.evictions()["evictions_prefill"] == 2 * len(texts)

@@ -53,24 +53,17 @@ def both(file: str, task: str, policy: str, budget: str) -> list[str]:
 def with_a_profile() -> list[list[str]]:
     """README's first table: both models, question known and not known."""
 
-    def row(unknown: str, task: str, budget: str) -> list[str]:
-        """A row; ``unknown`` is the file of SmolLM2 with the question not known."""
+    def row(task: str, budget: str) -> list[str]:
         policy, column = ("full cache", "12.5%") if budget == "100%" else (PROBE, budget)
         sources = (
-            ("known.md", KNOWN), (unknown, UNKNOWN),
+            ("known.md", KNOWN), ("not_known.md", UNKNOWN),
             ("gemma_known.md", KNOWN), ("gemma_not_known.md", UNKNOWN),
         )  # fmt: skip
         return [answers(file, scenario, task, policy, column) for file, scenario in sources]
 
     budgets = "100%", "25%", "12.5%", "6.25%"
-    return [
-        *(
-            row("later_needle.md", task, budget)
-            for task in ("later", "s-niah")
-            for budget in budgets
-        ),
-        *(row("unseen_defaults.md", "defaults", budget) for budget in budgets),
-    ]
+    tasks = "later", "s-niah", "defaults"
+    return [row(task, budget) for task in tasks for budget in budgets]
 
 
 def without_a_profile() -> list[list[str]]:
