@@ -52,7 +52,7 @@ def random_weights(
 
 def prose_counts(share: float) -> float:
     """What prose counts where this share is kept: 0 at 1/16, 0.3 at 1/8, 1 at 1/4, in tenths."""
-    halvings = math.log2(share)
+    halvings = math.log2(share) if share else -math.inf
     found = 0.3 * (halvings + 4) if halvings < -3 else 0.3 + 0.7 * (halvings + 3)
     return round(10 * min(1.0, max(0.0, found))) / 10
 
@@ -64,7 +64,8 @@ def said(
 
     Args:
         weights: The probes.
-        share: That an eviction keeps.
+        share: That an eviction keeps; 0 inside a context that the request names, where prose
+            counts nothing.
         x: [L, H, n, D + 2] float64: keys before rotation, their norms, 1.
         ages: [L, H or 1, n] of tokens when they were scored, all in one eviction.
         kind: 0 for keys alone, 1 for what the window is joined with.

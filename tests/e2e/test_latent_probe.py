@@ -98,7 +98,8 @@ def check_kept(oracle, run, outputs, weights, window, asked=ASKED) -> int:
                 x, age = features(entries[layer, list(new)]), kept.n - torch.tensor(new)
                 mine_of = of_layers(weights, slice(layer, layer + 1))
                 for kind in (0, 1):
-                    alone, beside = said(mine_of, share, x[None, None], age[None, None], kind)
+                    counts = 0 if in_context else share
+                    alone, beside = said(mine_of, counts, x[None, None], age[None, None], kind)
                     scored[layer][kind].update(zip(new, alone[0, 0].tolist(), strict=True))
                 joined = window and not in_context
                 scores = torch.tensor([scored[layer][joined][t] for t in candidates]).double()

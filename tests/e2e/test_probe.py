@@ -51,8 +51,11 @@ class WatchedModel(MaskedModel):
         cos, sin = self.model.model.rotary_emb(keys, torch.arange(keys.shape[2])[None])
         return apply_rotary_pos_emb(keys, keys, cos, -sin)[1]
 
-    def scores(self, tokens, life, weights, share) -> torch.Tensor:
-        """[L, H, n, 2] what the probes say of a key alone, and with the share of the values."""
+    def scores(self, tokens, life, weights, share, context_end) -> torch.Tensor:
+        """[L, H, n, 2] what the probes say of a key alone, and with the share of the values.
+
+        Up to ``context_end`` the request names a context, in which prose counts nothing.
+        """
         self.parts.clear()
         self.predictions(tokens, life)
         layers = [
@@ -76,9 +79,10 @@ class WatchedModel(MaskedModel):
             for eviction in [e for e in life.evictions if e.positions[layer] is not None]:
                 new = slice(begin, eviction.tail_start)
                 ages = eviction.n - torch.arange(new.start, new.stop)[None, None]
+                counts = 0 if eviction.n <= context_end else share
                 for kind in (0, 1):
                     alone, window = said(
-                        of_layers(weights, one), share, features[one, :, new], ages, kind
+                        of_layers(weights, one), counts, features[one, :, new], ages, kind
                     )
                     beside = window[..., None] * shares[one, :, new] if kind else 0
                     mine = of_layers(weights, one)
@@ -148,7 +152,8 @@ def test_scores_beside_survivors_are_those_of_keys_before_rotation(
         own = ASKED[index].get("kv_eviction_budget", "")
         # The others keep more than a quarter.
         share = float(own[:-1]) / 100 if own else BUDGET / len(tokens)
-        expected = oracle.scores(tokens, life, weights, share)
+        context_end = ASKED[index].get("kv_eviction_at", 0)
+        expected = oracle.scores(tokens, life, weights, share, context_end)
         for eviction, beside in zip(life.evictions, kept, strict=True):
             for layer, heads in enumerate(eviction.positions):
                 if heads is None:
