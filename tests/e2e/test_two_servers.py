@@ -133,6 +133,8 @@ def transfers(monkeypatch):
                 return "PROC"
             if fails:
                 found.failed += 1
+                if hasattr(self, "spoil"):  # Of the stand-in alone.
+                    self.spoil(handle)
                 return "ERR"
             return super().transfer(handle)
 

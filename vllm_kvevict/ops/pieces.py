@@ -51,7 +51,7 @@ def heads_at_once(device: torch.device, num_heads: int, elements: int) -> int:
 
 
 def width_in_place(size: int, itemsize: int) -> int:
-    """Return the float32 numbers for each column of a head whose scorer reads keys in place.
+    """Return how many float32 numbers a head needs per column if its scorer reads keys in place.
 
     The keys are then in memory twice, by layers and of all heads together.
 

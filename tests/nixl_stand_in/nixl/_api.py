@@ -166,6 +166,12 @@ class nixl_agent:
             self.send_notif(*transfer.notify)
         return transfer.state
 
+    def spoil(self, handle: int) -> None:
+        """Leave garbage where a transfer would read to, as one that fails half-way may."""
+        local, _ = self._transfers[handle].pieces
+        for address, size, *_ in local.tolist():
+            ctypes.memset(address, 0x7F, size // 2)
+
     def check_xfer_state(self, handle: int) -> str:
         return self._transfers[handle].state
 
