@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from tests.engine import days
 from tests.engine.harness import Engine, Setup
@@ -145,6 +146,28 @@ def test_a_loaded_prompt_evicts_in_its_first_step(asynchronous):
     assert [count for count in computed if count] == [8]
     assert engine.scheduler.eviction_counters.evictions_prefill == 1
     engine.finish()
+
+
+def test_a_load_completes_in_a_full_pool():
+    """The engine core ended with "Cannot get 4 free blocks": the blocks of the eviction, which
+    cannot reuse blocks that another request shares, were counted before the load and taken after
+    it."""
+    setup = replace(NIXL, needs_window=False, shared="evict", interval=0)
+    engine = Engine(setup, lambda *_: 5)
+    engine.add(PROMPT, 60, asked={"kv_eviction": "none"})
+    engine.step()
+    while not engine.requests[0].num_output_tokens:
+        engine.step()
+    loaded = engine.add([*PROMPT, *range(2, 10)], 20)
+    engine.step()
+    assert loaded.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.hold(1)
+    while not loaded.num_output_tokens:
+        engine.step()
+    engine.release()
+    engine.finish()
+    assert loaded.num_output_tokens == 20
+    assert engine.scheduler.eviction_counters.evictions > 0
 
 
 def test_a_prompt_of_one_token_is_computed():

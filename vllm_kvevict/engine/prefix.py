@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.engine.stores import PublishedStores
@@ -53,7 +55,11 @@ class PrefixCaps:
             if state is not None and num_computed_tokens < state.publish_at:
                 return
             if state is not None and state.phase is waiting:
-                core.admit(state, num_computed_tokens)
+                if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    # Other requests may have taken what was free when the load began.
+                    core.begin(state)
+                else:
+                    core.admit(state, num_computed_tokens)
             if state is not None and state.replay_store is not None:
                 return
             if state is None or not state.timelines:
