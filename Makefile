@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients nixl demo results wheel dist sbom prometheus \
+.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients connectors demo results wheel dist sbom prometheus \
 	vllm-source hooks clean
 
 help:
@@ -15,12 +15,12 @@ help:
 	@echo "make test     a case of everything, with real servers (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, drafts, images, ranks and stages, token by token"
 	@echo "make fuzz     a million scheduler steps of random days, by a seed that is printed"
-	@echo "make nightly  fuzz, cells, kernels, architectures, clients and nixl"
+	@echo "make nightly  fuzz, cells, kernels, architectures, clients and connectors"
 	@echo "make cells    more of what make test runs: policies, chunk sizes, prefix caches, several servers,"
 	@echo "              broken rules that the accounting must notice, the quality benchmark"
 	@echo "make kernels  what to run when csrc/ or ops/ change: every scene under sanitizers, each barrier left out once"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
-	@echo "make nixl     a prefill and a decode server, with NIXL between them instead of a stand-in"
+	@echo "make connectors  NIXL between a prefill and a decode server instead of a stand-in, and LMCache"
 	@echo "make results  measure the files of benchmarks/results anew, for hours (REPEAT=--list shows them)"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
 	@echo "make dist     what a package index takes, checked by twine, in dist/; same commit, same bytes"
@@ -61,7 +61,7 @@ test:
 	@$(MAKE) --no-print-directory --jobs 2 setup setup-kvpress
 	$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-nightly: fuzz cells kernels architectures clients nixl
+nightly: fuzz cells kernels architectures clients connectors
 
 KERNELS := tests/unit/ops tests/unit/worker tests/unit/test_cuda_build.py
 ARCHITECTURES := $(addprefix tests/e2e/test_,architectures.py hybrids.py pictures.py sounds.py speculation.py \
@@ -91,9 +91,9 @@ architectures: setup
 clients: setup setup-clients
 	$(PYTHON_VENV) -m pytest -m "nightly or not nightly" $(CLIENTS) $(PYTEST_ARGS)
 
-nixl: setup
-	@packaging/setup_nixl.sh
-	KVEVICT_NIXL=$(CURDIR)/.cache/nixl $(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_two_servers.py $(PYTEST_ARGS)
+connectors: setup
+	@packaging/setup_connectors.sh
+	KVEVICT_NIXL=$(CURDIR)/.cache/nixl KVEVICT_LMCACHE=$(CURDIR)/.cache/lmcache $(PYTHON_VENV) -m pytest -m "nightly or not nightly" tests/e2e/test_two_servers.py tests/e2e/test_lmcache.py $(PYTEST_ARGS)
 
 demo: setup
 	@$(PYTHON_VENV) -m benchmarks.demo

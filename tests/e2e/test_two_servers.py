@@ -1,7 +1,7 @@
 """A stock prefill server and an evicting decode server, with vLLM's NixlConnector between them.
 
 A stand-in for the module ``nixl`` copies between the two processes (``tests/nixl_stand_in``), or
-the real one if ``KVEVICT_NIXL`` names the folder that has it: `make nixl`.
+the real one if ``KVEVICT_NIXL`` names the folder that has it: `make connectors`.
 """
 
 import importlib

@@ -10,8 +10,14 @@ answers."""
 EXAMPLE = "ExampleConnector"
 """vLLM's connector that saves and loads prompts in files, by their tokens; for tests."""
 
-ONE_GROUP = (*NIXL, EXAMPLE)
+LMCACHE = "LMCacheConnectorV1"
+"""LMCache's connector, which saves and loads chunks of prompts, by their tokens."""
+
+SAVING = (EXAMPLE, LMCACHE)
+"""Connectors that save what requests compute, by their tokens."""
+
+ONE_GROUP = (*NIXL, *SAVING)
 """Connectors that need one KV-cache group with all layers."""
 
-LOADING = (DUMMY, *NIXL, EXAMPLE)
+LOADING = (DUMMY, *NIXL, *SAVING)
 """Connectors that load the KV of whole prompts."""

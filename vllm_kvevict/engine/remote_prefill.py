@@ -17,9 +17,9 @@ holds its prompt. Such a request is therefore hidden from the connector.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_kvevict.config.connectors import EXAMPLE, NIXL
+from vllm_kvevict.config.connectors import LMCACHE, NIXL, SAVING
 from vllm_kvevict.config.handover import hands_over
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.part import Part
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_kvevict.timeline.step_plan import StepPlan
+
+
+LMCACHE_REFUSED = ("enable_async_loading", "enable_blending", "enable_pd", "use_layerwise")
+"""Settings of LMCache that were not tested together with eviction."""
+
 
 class RemotePrefill(Part):
     """Decides what of a prompt is loaded, and what is computed again after the load.
@@ -35,22 +41,30 @@ class RemotePrefill(Part):
     Args:
         core: The engine core. Its scheduler has a connector that loads whole prompts.
 
+    Raises:
+        ValueError: The configuration of LMCache is not supported; the message is one sentence.
+
     """
 
     def __init__(self, core: EvictionCore) -> None:
         connector = core.scheduler.connector
         assert connector is not None
-        self._table = core.table
+        self._table, self._cache = core.table, core.cache
         transfer = core.scheduler.vllm_config.kv_transfer_config
         name = transfer.kv_connector if transfer is not None else None
-        self.saves = name == EXAMPLE
+        self.saves = name in SAVING
         """True if the connector saves what requests compute, by their tokens."""
         self._transfers = name in NIXL
+        if name == LMCACHE:
+            _check_lmcache(connector)
         match = connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(
             request: "Request", num_computed_tokens: int
         ) -> tuple[int | None, bool]:
+            if self.saves and self._hides(request.request_id):
+                # LMCache keeps what a look-up finds in memory until it sees the request in a step.
+                return 0, False
             found, is_async = match(request, num_computed_tokens)
             if found and not self._may_load(request, num_computed_tokens, is_async):
                 return 0, False
@@ -101,6 +115,28 @@ class RemotePrefill(Part):
         if state is not None and state.evicts:
             request.num_computed_tokens = min(request.num_computed_tokens, state.load_cap)
 
+    def lost(self, invalid_block_ids: set[int], plan: "StepPlan") -> set[str]:
+        """Return the requests that evicted over blocks whose load failed.
+
+        All their blocks from the first invalid one on leave the prefix cache.
+
+        Args:
+            invalid_block_ids: Reported for the step that was processed.
+            plan: The plan of that step.
+
+        """
+        failed, gone = set[str](), set[int]()
+        for eviction in plan.evictions:
+            for group in eviction.groups:
+                blocks = group.positional
+                invalid = [block in invalid_block_ids for block in blocks]
+                if any(invalid):
+                    failed.add(eviction.request_id)
+                    gone.update(blocks[invalid.index(True) :])
+        if gone:
+            self._cache.evict_blocks(gone)
+        return failed
+
     def visible(self, scheduler_output: "SchedulerOutput") -> "SchedulerOutput":
         """Return the step without the requests that a connector must not save.
 
@@ -128,13 +164,27 @@ class RemotePrefill(Part):
         """Return whether a request computes, or reads, something else than its tokens alone say.
 
         A request with eviction points counts from its start: a connector may save a prompt in the
-        first step, before the point is reached.
+        first step, before the point is reached. So does a request that was preempted: LMCache
+        expects it to continue where the load ends, but its window is computed again.
         """
         state = self._table.states.get(request_id)
         if state is None or not state.evicts:
             return False
+        if state.request.num_preemptions:
+            return True
         store = state.pending_store or state.base_store
         return store is not None or state.has_eviction_points or state.computed_valid is not None
+
+
+def _check_lmcache(connector: Any) -> None:
+    """Refuse settings that LMCache reads from its own file or environment variables."""
+    settings = getattr(connector._lmcache_engine, "config", None)
+    for name in LMCACHE_REFUSED:
+        if getattr(settings, name, False):
+            raise ValueError(
+                f"KV eviction does not support {name} of LMCache, because this has not been "
+                "tested; remove it from LMCache's configuration."
+            )
 
 
 def _without(cached: "CachedRequestData", hidden: set[str]) -> "CachedRequestData":

@@ -102,6 +102,8 @@ class EvictingScheduler(Scheduler):
         self._prefix = PrefixCaps(core, self._stores)
         self._parts += build_parts(core, config, self._stores)
         self._remote = next((p for p in self._parts if isinstance(p, RemotePrefill)), None)
+        self._processed: StepPlan | None = None
+        """Plan of the step whose output is being processed."""
         groups = self.kv_cache_config.kv_cache_groups
         if 1 < len(managers) == len(groups):
             GroupedEvents(core)
@@ -224,6 +226,7 @@ class EvictingScheduler(Scheduler):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         measured: dict[str, Any] = getattr(model_runner_output, MEASURED, None) or {}
         self._stores.executed(plan, measured.get("stores", ()))
+        self._processed = plan
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if plan is not None:
             self._planner.retire(plan)
@@ -322,14 +325,18 @@ class EvictingScheduler(Scheduler):
     def _handle_invalid_blocks(
         self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> set[str]:
-        """Ignore block ids that do not name a group, because the connector names the requests, too.
+        """Return the requests that end because the load of a block failed.
 
-        vLLM would end the engine core. Only connectors that also report the requests in
-        ``failed_recving`` are served with several groups.
+        Block ids that do not name a group are ignored, because vLLM would end the engine core. Only
+        connectors that also report the requests in ``failed_recving`` are served with several
+        groups. vLLM does not find a request that evicted in the step that loaded its prompt.
         """
         if self._remote is not None and len(self.kv_cache_config.kv_cache_groups) > 1:
             return set()
-        return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        failed = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        if self._remote is not None and self._processed is not None:
+            failed = failed | self._remote.lost(invalid_block_ids, self._processed)
+        return failed
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

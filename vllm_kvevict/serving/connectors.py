@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.config.connectors import LOADING, NIXL, ONE_GROUP
+from vllm_kvevict.config.connectors import LOADING, NIXL, ONE_GROUP, SAVING
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.serving.offload import CONNECTOR as OFFLOAD
 from vllm_kvevict.serving.offload import serve_offload
@@ -121,6 +121,16 @@ BESIDE_ONE_GROUP = (
     ),
 )
 
+BESIDE_SAVED = (
+    *BESIDE_ONE_GROUP,
+    Beside(
+        "kv_load_failure_policy recompute",
+        "a prompt evicts in the step that loads it, before a failure is known",
+        "set it to fail in --kv-transfer-config",
+        lambda c, _: c.kv_transfer_config.kv_load_failure_policy == "recompute",
+    ),
+)
+
 BESIDE_TRANSFERS = (
     *BESIDE_ONE_GROUP,
     Beside(
@@ -191,7 +201,7 @@ def serve_connector(vllm_config: "VllmConfig", config: "EvictionConfig") -> None
     if name == OFFLOAD:
         serve_offload(vllm_config)
         return
-    beside = BESIDE_ONE_GROUP if name in ONE_GROUP else BESIDE_LOADS
-    for one in BESIDE_TRANSFERS if name in NIXL else beside:
+    beside = BESIDE_TRANSFERS if name in NIXL else BESIDE_SAVED if name in SAVING else BESIDE_LOADS
+    for one in beside:
         if one.applies(vllm_config, config):
             raise ValueError(one.sentence(name))

@@ -6,9 +6,9 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from tests.unit.serving.configurations import NGRAM, Build, assert_sentence, build, refusal
-from vllm_kvevict.config.connectors import DUMMY, LOADING, NIXL
+from vllm_kvevict.config.connectors import DUMMY, LOADING, NIXL, SAVING
 from vllm_kvevict.config.profile import ModelIdentity, Profile
-from vllm_kvevict.serving.connectors import BESIDE_TRANSFERS, SERVED
+from vllm_kvevict.serving.connectors import BESIDE_SAVED, BESIDE_TRANSFERS, SERVED
 
 __all__ = ["build"]
 
@@ -120,6 +120,16 @@ def test_beside_transfers(build: Build, options: Any, what: str, advice: str) ->
     assert "NixlConnector" in message
 
 
+@pytest.mark.parametrize("name", SAVING)
+def test_beside_saved_prompts(build: Build, name: str) -> None:
+    assert build(**transfer(kv_connector=name)).kv_transfer_config is not None
+    message = refusal(build, **transfer(kv_connector=name, kv_load_failure_policy="recompute"))
+    assert_sentence(message)
+    assert "set it to fail" in message
+    message = refusal(build, **transfer(kv_connector=name), **eviction(policy="ada-pyramid"))
+    assert "groups of layers" in message
+
+
 def test_a_profile_has_one_group_beside_transfers(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +147,6 @@ def test_a_profile_has_one_group_beside_transfers(
 
 
 def test_every_refusal_is_a_sentence() -> None:
-    for one in BESIDE_TRANSFERS:
+    for one in (*BESIDE_TRANSFERS, *BESIDE_SAVED):
         for name in LOADING:
             assert_sentence(one.sentence(name))

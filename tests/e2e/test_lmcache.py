@@ -1,0 +1,199 @@
+"""LMCache's connector never gets what an eviction has touched: `make connectors`.
+
+LMCache itself runs, from the folder that ``KVEVICT_LMCACHE`` names. Only the kernels that copy its
+chunks are replaced, because it has them for GPUs only.
+"""
+
+import os
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.triton_utils import dispatcher
+
+from tests.e2e.test_stores import computed, lose
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from tests.oracles.masked import MaskedModel, check_tokens
+from vllm_kvevict.engine.remote_prefill import RemotePrefill, _check_lmcache
+
+FOLDER = os.environ.get("KVEVICT_LMCACHE")
+pytestmark = pytest.mark.skipif(not FOLDER, reason="KVEVICT_LMCACHE names no folder")
+
+BLOCK = 32
+TRANSFER = KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both")
+OPTIONS = dict(max_num_batched_tokens=1024, max_model_len=1024, enable_prefix_caching=True)
+SETTINGS = dict(policy="ada-snapkv", budget=128, interval=32, allow="none")
+PROMPTS = [random_prompt(300 + 37 * i, seed=80 + i) for i in range(3)]
+NEW_TOKENS = 60
+NEVER = {"kv_eviction": "none"}
+POINT = {"kv_eviction_at": 200}
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return MaskedModel(tiny_model)
+
+
+@pytest.fixture
+def caching(tiny_model, monkeypatch):
+    """A context with an engine that has LMCache, and the chunks that were copied."""
+    monkeypatch.syspath_prepend(FOLDER)
+    for name, value in dict(
+        CHUNK_SIZE=BLOCK, LOCAL_CPU="True", MAX_LOCAL_CPU_SIZE=0.2, SAVE_DECODE_CACHE="True",
+        TRACK_USAGE="false", LOG_LEVEL="WARNING", DISABLE_BANNER=1,
+    ).items():  # fmt: skip
+        monkeypatch.setenv(f"LMCACHE_{name}", str(value))
+    # vLLM looks into everything that was imported, and what numba made has no ``__dict__``.
+    monkeypatch.setattr(dispatcher, "_rebind_kernels", lambda kernels: None)
+    import lmcache.v1.gpu_connector as connectors
+
+    from tests.e2e.lmcache_copies import Copies
+
+    copies = SimpleNamespace(made=None)
+
+    def create(config, metadata, *args, **kwargs):
+        copies.made = Copies(metadata.kv_shape, BLOCK)
+        return copies.made
+
+    monkeypatch.setattr(connectors, "CreateGPUConnector", create)
+
+    @contextmanager
+    def start():
+        try:
+            with engine(tiny_model, SETTINGS, **OPTIONS, kv_transfer_config=TRANSFER) as run:
+                yield run
+                assert not copies.made.pinned(), "a look-up left chunks in memory"
+        finally:
+            # The worker of an engine in this process is never told to stop.
+            from lmcache.integration.vllm.utils import ENGINE_NAME
+            from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+            LMCacheEngineBuilder.destroy(ENGINE_NAME)
+
+    return SimpleNamespace(start=start, copies=copies)
+
+
+def check(run, oracle, texts, outputs):
+    for text, output, lives in zip(texts, outputs, run.lives(), strict=True):
+        assert check_tokens(oracle, text, output, lives) == (len(output), len(output))
+
+
+def test_prompts_are_saved_whole_and_loaded_before_their_window(tiny_model, oracle, caching):
+    """What is saved after an eviction would be found by whoever continues the answer."""
+    with caching.start() as run:
+        free = run.free_blocks()
+        first = run.generate(PROMPTS, NEW_TOKENS)
+        check(run, oracle, PROMPTS, first)
+        assert run.counters.evictions_decode, "answers go on after evictions"
+        made = caching.copies.made
+        assert made.saved == sum(len(prompt) // BLOCK for prompt in PROMPTS)
+        lose(run)
+        counts = computed(run)
+        check(run, oracle, PROMPTS, run.generate(PROMPTS, NEW_TOKENS))
+        assert [lives[0].evictions[0].n for lives in run.lives()] == list(map(len, PROMPTS))
+        assert made.loaded >= made.saved
+        assert sum(counts) <= 3 * (NEW_TOKENS - 1 + 2 * BLOCK), "prompts were loaded"
+        lose(run)
+        longer = [prompt + answer for prompt, answer in zip(PROMPTS, first, strict=True)]
+        found = run.generate(longer, NEW_TOKENS, [NEVER] * 3)
+        assert run.free_blocks() == free
+    with engine(tiny_model, SETTINGS, **OPTIONS) as alone:
+        assert found == alone.generate(longer, NEW_TOKENS, [NEVER] * 3)
+
+
+def test_nothing_is_saved_that_depends_on_an_eviction(oracle, caching):
+    """Neither tokens after a point nor requests that start with a store."""
+    document = PROMPTS[0][:200]
+    texts = [document + random_prompt(60 + 40 * i, seed=90 + i) for i in range(3)]
+    with caching.start() as run:
+        check(run, oracle, texts[:1], run.generate(texts[:1], NEW_TOKENS, [POINT]))
+        check(run, oracle, texts[1:], run.generate(texts[1:], NEW_TOKENS, [POINT] * 2))
+        assert run.counters.stores_reused == 2
+        made = caching.copies.made
+        assert not made.saved
+        lose(run)
+        check(run, oracle, texts, run.generate(texts, NEW_TOKENS))
+        saved = made.saved
+        assert saved > 6, "without a point the same prompts are saved"
+        lose(run)
+        check(run, oracle, texts, run.generate(texts, NEW_TOKENS, [POINT] * 3))
+        assert made.saved == saved
+
+
+def test_preempted_requests_are_saved_and_loaded(oracle, caching):
+    with caching.start() as run:
+        schedule, count = run.scheduler.schedule, 0
+
+        def resetting(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count in (8, 30):
+                assert run.scheduler.reset_prefix_cache(reset_running_requests=True)
+            return schedule(*args, **kwargs)
+
+        run.scheduler.schedule = resetting
+        asked = [{}, POINT, NEVER]
+        outputs = run.generate(PROMPTS, NEW_TOKENS, asked)
+        check(run, oracle, PROMPTS, outputs)
+        assert [len(lives) for lives in run.lives()] == [3, 3, 3]
+
+
+def test_a_load_that_fails_ends_its_request_alone(oracle, caching, monkeypatch):
+    """The prompt has evicted in the step that should have loaded it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+
+    with caching.start() as run:
+        free, made = run.free_blocks(), caching.copies.made
+        run.generate(PROMPTS, NEW_TOKENS)
+        lose(run)
+        made.spoil = {made.loaded + 2}
+
+        def failed(self):
+            now = set(made.spoiled)
+            made.spoiled.clear()
+            return now
+
+        monkeypatch.setattr(LMCacheConnectorV1, "get_block_ids_with_load_errors", failed)
+        outputs = run.generate(PROMPTS, NEW_TOKENS)
+        assert sorted(map(len, outputs)) == [0, NEW_TOKENS, NEW_TOKENS]
+        for text, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
+            assert not output or check_tokens(oracle, text, output, lives)[0] == NEW_TOKENS
+        assert run.free_blocks() == free
+        # The prefix cache has nothing of what was loaded and computed over it.
+        check(run, oracle, PROMPTS, run.generate(PROMPTS, NEW_TOKENS))
+
+
+@pytest.mark.parametrize(
+    "name", ["enable_async_loading", "enable_blending", "enable_pd", "use_layerwise"]
+)
+def test_untested_settings_are_refused(name, caching):
+    from lmcache.v1.config import LMCacheEngineConfig
+
+    assert hasattr(LMCacheEngineConfig.from_defaults(), name)
+    connector = SimpleNamespace(_lmcache_engine=SimpleNamespace(config=SimpleNamespace()))
+    _check_lmcache(connector)
+    setattr(connector._lmcache_engine.config, name, True)
+    with pytest.raises(ValueError, match=f"support {name} of LMCache, because"):
+        _check_lmcache(connector)
+
+
+@pytest.mark.parametrize(
+    "mended",
+    [
+        test_prompts_are_saved_whole_and_loaded_before_their_window,
+        test_nothing_is_saved_that_depends_on_an_eviction,
+    ],
+)
+def test_each_part_is_needed(mended, tiny_model, oracle, caching, monkeypatch):
+    monkeypatch.setattr(RemotePrefill, "visible", lambda self, output: output)
+    arguments = dict(tiny_model=tiny_model, oracle=oracle, caching=caching)
+    names = mended.__code__.co_varnames[: mended.__code__.co_argcount]
+    with pytest.raises((AssertionError, RuntimeError)):
+        mended(**{name: arguments[name] for name in names})
+
+
+def test_lmcache_is_that_of_the_folder(caching):
+    assert sys.modules["lmcache"].__file__.startswith(FOLDER)
