@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.tiny_model import cached_tiny_llama
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.connectors import DUMMY
+from vllm_kvevict.config.connectors import DUMMY, MULTI
 from vllm_kvevict.config.names import PYRAMIDS
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.engine.blocks import register_spec
@@ -188,15 +188,18 @@ def vllm_config(setup: Setup) -> Any:
             offload_prompt_only=not setup.answers,
             **OURS,
         )
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra
-        )
-    elif setup.connector:
-        config.kv_transfer_config = KVTransferConfig(
+        offload = dict(kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
+    if setup.connector:
+        loads: dict[str, Any] = dict(
             kv_connector=setup.connector,
             kv_role="kv_both" if setup.connector == DUMMY else "kv_consumer",
-            kv_load_failure_policy="recompute",
         )
+        if setup.offloads:
+            both = dict(connectors=[loads, offload])
+            loads = dict(kv_connector=MULTI, kv_role="kv_both", kv_connector_extra_config=both)
+        config.kv_transfer_config = KVTransferConfig(**loads, kv_load_failure_policy="recompute")
+    elif setup.offloads:
+        config.kv_transfer_config = KVTransferConfig(**offload)
     return config
 
 

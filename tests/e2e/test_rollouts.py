@@ -1,8 +1,11 @@
 """Rollouts of reinforcement learning: new weights, pauses and resets between and inside answers."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.e2e.test_stores import lose
 from tests.models import cached_tiny_llama, random_prompt
@@ -164,6 +167,74 @@ def test_a_pause_that_aborts_leaves_nothing(tiny_model, oracle):
         run.llm.llm_engine.abort_request([str(number) for number in range(3)])
         outputs = run.generate(PROMPTS, NEW_TOKENS)
         checked(run, oracle, PROMPTS, outputs)
+
+
+def scribble(run):
+    """What the memory of the KV cache holds after vLLM freed it and took it back."""
+    eviction = run.worker.kv_eviction
+    for cache in eviction._caches.values():
+        # vLLM's kernels multiply slots that nobody has written by 0.
+        cache.pages.fill_(77)
+    for tensor in allocated(run.worker):
+        tensor.fill_(12345)
+
+
+def allocated(worker):
+    """Tensors of eviction on the device, apart from probes and what is computed by them."""
+    eviction = worker.kv_eviction
+    for state in eviction.states.values():
+        yield from (state.tail_start, state.stores, state.head_indptr, state._kept)
+    if worker._rings is not None:
+        yield worker._rings._queries
+    if eviction.token_stats is not None:
+        yield from {t.data_ptr(): t for t in eviction.token_stats._layers.values()}.values()
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize("tags", [None, nightly(["kv_cache"])])
+def test_answers_after_a_sleep(tiny_model, oracle, mode, tags):
+    """A CPU frees nothing, so the test overwrites what a GPU would free."""
+    settings = dict(policy="ada-defensive", budget=128, interval=32)
+    with engine(tiny_model, settings, **OPTIONS) as run:
+        free = run.free_blocks()
+        start(run)
+        outputs = advance(run, 40)
+        assert run.counters.evictions_decode
+        assert any(state.evicted.any() for state in run.worker.kv_eviction.states.values())
+        run.core.sleep(1, mode=mode)
+        scribble(run)
+        if tags:
+            assert not run.core.wake_up(["weights"])
+            scribble(run)
+        assert run.core.wake_up(tags)
+        if mode == "abort":
+            run.llm.llm_engine.abort_request([str(number) for number in range(3)])
+            start(run)
+            outputs = {}
+        checked(run, oracle, PROMPTS, finish(run, outputs))
+        assert run.free_blocks() == free
+
+
+def test_what_eviction_allocates_is_freed_with_the_cache(tiny_model, oracle, monkeypatch):
+    """All of it is allocated in the pool that vLLM's sleep mode frees, and only it."""
+    made = set()
+
+    class Noted(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                made.add(found.untyped_storage().data_ptr())
+            return found
+
+    def pool(self, tag):
+        return Noted() if tag == "kv_cache" else nullcontext()
+
+    monkeypatch.setattr(EvictionWorkerMixin, "_maybe_get_memory_pool_context", pool)
+    settings = dict(policy="ada-defensive", budget=128, interval=32)
+    with engine(tiny_model, settings, **OPTIONS) as run:
+        tensors = list(allocated(run.worker))
+        assert len(tensors) > 6
+        assert all(tensor.untyped_storage().data_ptr() in made for tensor in tensors)
 
 
 @pytest.mark.nightly

@@ -21,13 +21,15 @@ from vllm.config import KVTransferConfig
 
 from benchmarks.server import Server, free_port
 from tests.e2e.test_handover_server import ask, proxy
-from tests.e2e.test_stores import computed
+from tests.e2e.test_offload import LateCopies
+from tests.e2e.test_stores import computed, lose
 from tests.models import random_prompt
 from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.profiles import random_profile
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
+from vllm_kvevict.worker import cpu_offload
 
 ROOT = Path(__file__).parents[2]
 NIXL = os.environ.get("KVEVICT_NIXL") or str(ROOT / "tests" / "nixl_stand_in")
@@ -154,6 +156,25 @@ def decode(connector="NixlConnector", **options):
     return OPTIONS | dict(kv_transfer_config=transfer) | options
 
 
+def beside_offload(**options):
+    """A decode server that has vLLM's offload as well."""
+    connectors = [
+        dict(kv_connector="NixlConnector", kv_role="kv_consumer"),
+        dict(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(cpu_bytes_to_use=256 << 20),
+        ),
+    ]
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=dict(connectors=connectors),
+    )
+    return OPTIONS | dict(kv_transfer_config=transfer) | options
+
+
 def answer(run, prefill, texts, asked=None, new_tokens=NEW_TOKENS):
     """Compute prompts on the one server and answer them on the other."""
     more = asked or [{}] * len(texts)
@@ -208,6 +229,27 @@ def test_late_and_failing_transfers(tiny_model, oracle, prefill, transfers, coun
             outputs = answer(run, prefill, texts, new_tokens=40)
             check(run, oracle, texts, outputs)
         assert transfers.posted == count and count / 20 <= transfers.failed <= count / 5
+        assert run.free_blocks() == free
+
+
+def test_the_offload_keeps_what_was_loaded(tiny_model, oracle, prefill, transfers, monkeypatch):
+    """What the decode server has lost comes back from its own host memory, not from the other."""
+    monkeypatch.setattr(cpu_offload, "CopyingWorker", LateCopies)
+    transfers.late, transfers.fail = 6, 4
+    texts = prompts(8, 1300)
+    with engine(tiny_model, SETTINGS, **beside_offload(num_gpu_blocks_override=90)) as run:
+        free = run.free_blocks()
+        check(run, oracle, texts, answer(run, prefill, texts))
+        assert transfers.posted == len(texts) and transfers.failed
+        lose(run)
+        counts = computed(run)
+        again = run.generate(texts, NEW_TOKENS)
+        check(run, oracle, texts, again)
+        prompt_tokens = sum(counts) - len(texts) * (NEW_TOKENS - 1)
+        assert prompt_tokens <= 0.4 * sum(map(len, texts)), "prompts came from host memory"
+        assert transfers.posted == len(texts)
+        whole = run.generate(texts, NEW_TOKENS, [{"kv_eviction": "none"}] * len(texts))
+        check(run, oracle, texts, whole, loaded=False)
         assert run.free_blocks() == free
 
 

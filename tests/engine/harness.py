@@ -185,10 +185,13 @@ class Engine:
     def reset(self) -> None:
         """What sleep mode and weight updates do: preempt all, forget the prefix cache."""
         # vLLM resets none of what a load has written to, or will.
-        offload, transfers = self.worker.offload, self.worker.offload or self.worker.remote
-        while transfers is not None and (self.scheduler.kv_holding_waiting or transfers.loading):
+        offload = self.worker.offload
+        transfers = [one for one in (offload, self.worker.remote) if one is not None]
+        while transfers and (
+            self.scheduler.kv_holding_waiting or any(one.loading for one in transfers)
+        ):
             self.step()
-        if transfers is not None:
+        if transfers:
             self.settle()
         connector = offload is not None and self.rng.random() < 0.5
         if self.disk is not None and self.rng.random() < 0.5:

@@ -160,7 +160,7 @@ def loading(scenario: Scenario) -> Scenario:
         sliding_window=None,
         memory=0,
         audit=0.0,
-        offload=0,
+        offload=setup.offload if seed % 8 in (1, 6) else 0,
     )
     return replace(scenario, setup=setup)
 

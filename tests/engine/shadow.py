@@ -9,11 +9,15 @@ and its plan.
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.engine.faulty_disk import tag_of
 from tests.engine.offloaded import ShadowOffload
@@ -74,6 +78,18 @@ class Row:
         self.store_content = [[] for _ in self.tables]
 
 
+def both(loads: KVConnectorOutput | None, offload: KVConnectorOutput) -> KVConnectorOutput:
+    """What a ``MultiConnector`` reports of the two connectors; the first may be missing."""
+    if loads is None:
+        return offload
+    meta = MultiKVConnectorWorkerMetadata(metadata=(None, offload.kv_connector_worker_meta))
+    return replace(
+        loads,
+        finished_recving=(loads.finished_recving or set()) | (offload.finished_recving or set()),
+        kv_connector_worker_meta=meta,
+    )
+
+
 class ShadowWorker:
     """Executes scheduler outputs in order and asserts on everything it reads.
 
@@ -132,21 +148,24 @@ class ShadowWorker:
         """Run a step; returns the sampled tokens by request id."""
         if self.fenced:
             self._catch_up()
+        loads = stores = output.kv_connector_metadata
+        if self.remote is not None and self.offload is not None:
+            loads, stores = output.kv_connector_metadata.metadata
         if self.remote is not None:
-            self.remote.begin(output.kv_connector_metadata)
+            self.remote.begin(loads)
         # The forward pass comes later in the stream than the evictions of the step before.
         self._catch_up()
         self._follow(output)
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
         if self.offload is not None and plan.settle_first:
-            self.offload.settle(plan.settle_first, output.kv_connector_metadata)
+            self.offload.settle(plan.settle_first, stores)
         self.weighed = plan.weigh
         if plan.weigh and self.files is not None:
             self.files.use(self.generation)
         for copy in plan.loads:
             self._load(copy)
         if self.offload is not None:
-            self.offload.before(output.kv_connector_metadata)
+            self.offload.before(stores)
         for source, target in output.kv_cache_block_copies or ():
             self.memory[target] = list(self.memory[source])
         for request_id, reused in plan.reused.items():
@@ -166,11 +185,12 @@ class ShadowWorker:
             self._read(self.rows[request_id], start, end)
         self._record(plan, spans)
         self._accumulate(plan, spans)
-        if self.offload is not None:
-            self.transferred = self.offload.after(output.kv_connector_metadata)
-            self.offload.settle(plan.settle)
-        elif self.remote is not None:
+        self.transferred = None
+        if self.remote is not None:
             self.transferred = self.remote.after()
+        if self.offload is not None:
+            self.transferred = both(self.transferred, self.offload.after(stores))
+            self.offload.settle(plan.settle)
         for eviction in plan.evictions:
             self._evict(eviction, spans)
         self._hear(plan, spans)

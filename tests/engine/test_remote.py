@@ -16,7 +16,7 @@ from vllm_kvevict.engine.scheduler import EvictingScheduler
 
 SEEN = (
     "remote_loads", "remote_failures", "filled", "evictions", "preemptions", "aborts", "resets",
-    "prefix_hits", "taken", "evictions_at_point", "evictions_inside",
+    "prefix_hits", "taken", "evictions_at_point", "evictions_inside", "offload_loads",
 )  # fmt: skip
 WRONG = "overwritten or never computed|holds something else"
 NIXL = Setup(connector="NixlConnector", blocks=80)
@@ -74,9 +74,8 @@ def test_accounting_catches_a_rewind_after_the_blocks_are_published(monkeypatch)
 def test_accounting_catches_a_shorter_load(monkeypatch):
     make = RemotePrefill.__init__
 
-    def capped(self, core):
-        make(self, core)
-        connector = core.scheduler.connector
+    def capped(self, core, connector, name):
+        make(self, core, connector, name)
         match = connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(request, num_computed_tokens):

@@ -37,6 +37,10 @@ class ObservationRings:
     def num_bytes(self) -> int:
         return self._queries.numel() * self._queries.element_size()
 
+    def forget(self) -> None:
+        """Zero all queries, whatever the memory holds."""
+        self._queries.zero_()
+
     def layer(self, layer_name: str) -> torch.Tensor:
         """Return the ring of one layer: [slots * window, query heads, D]."""
         return self._queries[self._index[layer_name]]

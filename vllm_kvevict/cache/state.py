@@ -92,6 +92,13 @@ class GroupState:
             index = async_tensor_h2d(cleared, device=self.tail_start.device)
             self.tail_start.index_fill_(0, index, 0)
 
+    def forget(self) -> None:
+        """Reset all rows to not evicted, whatever the tables hold."""
+        for table in (self.tail_start, self._stores, self.head_indptr, self._kept):
+            table.zero_()
+        for flags in (self.evicted, self.shorter, self.weighted):
+            flags.zero_()
+
     def splits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the head splits [L, R, H + 1] int32 of ``rows`` [R]; zeros if not evicted."""
         return self.head_indptr[:, rows] * (self.tail_start[rows] > 0)[:, None]

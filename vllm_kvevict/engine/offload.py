@@ -30,16 +30,15 @@ class OffloadGuard(Part):
     at the end of its own step. Copies of these blocks are finished first.
 
     Args:
-        core: The engine core. Its scheduler has vLLM's offload as its connector.
+        core: The engine core.
+        connector: vLLM's offload in its scheduler.
 
     Raises:
         ValueError: The blocks of this model cannot be offloaded; the message is one sentence.
 
     """
 
-    def __init__(self, core: EvictionCore) -> None:
-        connector = core.scheduler.connector
-        assert isinstance(connector, OffloadingConnector)
+    def __init__(self, core: EvictionCore, connector: OffloadingConnector) -> None:
         if len(core.scheduler.kv_cache_config.kv_cache_groups) > len(core.managers):
             raise ValueError(
                 "KV eviction: --kv-offloading-size has not been tested with models that have "

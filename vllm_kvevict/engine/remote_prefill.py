@@ -25,6 +25,7 @@ from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.part import Part
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
@@ -39,19 +40,19 @@ class RemotePrefill(Part):
     """Decides what of a prompt is loaded, and what is computed again after the load.
 
     Args:
-        core: The engine core. Its scheduler has a connector that loads whole prompts.
+        core: The engine core.
+        connector: A connector in its scheduler that loads whole prompts.
+        name: Its name in ``--kv-transfer-config``.
 
     Raises:
         ValueError: The configuration of LMCache is not supported; the message is one sentence.
 
     """
 
-    def __init__(self, core: EvictionCore) -> None:
-        connector = core.scheduler.connector
-        assert connector is not None
+    def __init__(
+        self, core: EvictionCore, connector: "KVConnectorBase_V1", name: str | None
+    ) -> None:
         self._table, self._cache = core.table, core.cache
-        transfer = core.scheduler.vllm_config.kv_transfer_config
-        name = transfer.kv_connector if transfer is not None else None
         self.saves = name in SAVING
         """True if the connector saves what requests compute, by their tokens."""
         self._transfers = name in NIXL

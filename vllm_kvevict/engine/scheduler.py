@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvevict.config.budget_log import report_budgets
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.connectors import connector_names, connectors_of
 from vllm_kvevict.config.core_options import read_options
 from vllm_kvevict.config.handover import TAKEN_OVER, takes_over
 from vllm_kvevict.config.names import CONFIG_KEY
@@ -413,10 +414,13 @@ def build_parts(core: EvictionCore, config: EvictionConfig, stores: PublishedSto
 
     """
     parts: list[Part] = []
-    if isinstance(core.scheduler.connector, OffloadingConnector):
-        parts.append(OffloadGuard(core))
-    elif core.scheduler.connector is not None:
-        parts.append(RemotePrefill(core))
+    names = connector_names(core.scheduler.vllm_config.kv_transfer_config)
+    connectors = connectors_of(core.scheduler.connector)
+    for name, connector in zip(names, connectors, strict=True):
+        if isinstance(connector, OffloadingConnector):
+            parts.append(OffloadGuard(core, connector))
+        else:
+            parts.append(RemotePrefill(core, connector, name))
     if config.audits:
         parts.append(Replays(core, config, stores))
     return parts

@@ -12,7 +12,7 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from vllm_kvevict.config.connectors import NIXL
+from vllm_kvevict.config.connectors import NIXL, connector_names
 from vllm_kvevict.config.handover import PARAMS, hands_over, one_token, shares_prompt
 from vllm_kvevict.config.limits import check_limits
 from vllm_kvevict.config.names import CONFIG_KEY, NONE, REPLAY, is_replay
@@ -56,8 +56,7 @@ def check_request(
     config, rules = known
     length = length_from_prompt_token_ids_or_embeds(tokens, embeds)
     options = parse_options(config, extra_args, length, rules)
-    transfer = vllm_config.kv_transfer_config
-    moves = transfer is not None and transfer.kv_connector in NIXL
+    moves = any(name in NIXL for name in connector_names(vllm_config.kv_transfer_config))
     if moves and hands_over((extra_args or {}).get(PARAMS)):
         if (max_tokens := getattr(params, "max_tokens", None)) != 1:
             raise ValueError(one_token(max_tokens))

@@ -4,12 +4,21 @@ A connector that loads whole prompts makes a decode server: another server compu
 and this one evicts them in its first step.
 """
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.config.connectors import LOADING, NIXL, ONE_GROUP, SAVING
+from vllm_kvevict.config.connectors import (
+    LOADING,
+    MULTI,
+    NIXL,
+    ONE_GROUP,
+    SAVING,
+    connector_names,
+    contained,
+)
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.serving.offload import CONNECTOR as OFFLOAD
 from vllm_kvevict.serving.offload import serve_offload
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kv_eviction.connectors")
 
-SERVED = (OFFLOAD, *LOADING)
+SERVED = (OFFLOAD, *LOADING, MULTI)
 
 
 class Beside(NamedTuple):
@@ -160,15 +169,16 @@ def with_one_group(vllm_config: "VllmConfig", config: "EvictionConfig") -> "Evic
     Servers that exchange blocks must have the same groups of layers. The probes of a profile stay
     in use; an explicit number of groups is not changed.
     """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector not in ONE_GROUP:
+    names = connector_names(vllm_config.kv_transfer_config)
+    needing = [name for name in names if name in ONE_GROUP]
+    if not needing:
         return config
     if config.profile is None or config.options.groups is not None:
         return config
     logger.info(
         "KV eviction gives all layers one budget, as if the option groups were 1, because "
         "%s serves one group with all layers.",
-        transfer.kv_connector,
+        needing[0],
     )
     options = config.options.model_copy(update={"groups": 1})
     return config.model_copy(update={"options": options})
@@ -190,6 +200,9 @@ def serve_connector(vllm_config: "VllmConfig", config: "EvictionConfig") -> None
     if transfer is None:
         return
     name = transfer.kv_connector
+    if name == MULTI and transfer.kv_connector_module_path is None:
+        _serve_both(vllm_config, config)
+        return
     if name not in SERVED or transfer.kv_connector_module_path is not None:
         raise ValueError(
             "KV eviction does not support this KV connector, because connectors move blocks that "
@@ -205,3 +218,29 @@ def serve_connector(vllm_config: "VllmConfig", config: "EvictionConfig") -> None
     for one in beside:
         if one.applies(vllm_config, config):
             raise ValueError(one.sentence(name))
+
+
+def _serve_both(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
+    """Check the connectors in a ``MultiConnector``: NIXL, and vLLM's offload after it.
+
+    Raises:
+        ValueError: In one sentence, what does not work with eviction.
+
+    """
+    from vllm.config import KVTransferConfig
+
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    names = connector_names(transfer)
+    if len(names) != 2 or names[0] not in NIXL or names[1] != OFFLOAD:
+        raise ValueError(
+            f"KV eviction does not support these connectors in {MULTI}, because only one "
+            "combination has been tested; set connectors of kv_connector_extra_config in "
+            f"--kv-transfer-config to one of {', '.join(NIXL)}, followed by {OFFLOAD}."
+        )
+    for one in contained(transfer):
+        alone = copy.copy(vllm_config)
+        alone.kv_transfer_config = KVTransferConfig(**one)
+        serve_connector(alone, config)
+        # The offload gets other copies on a CPU.
+        one["kv_connector_extra_config"] = alone.kv_transfer_config.kv_connector_extra_config

@@ -1,6 +1,7 @@
 """vLLM's workers with eviction around ``execute_model``."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.connectors import NIXL
+from vllm_kvevict.config.connectors import NIXL, connector_names, connectors_of
 from vllm_kvevict.config.memory_budget import evictable_stages, kv_cache_bytes
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import read
@@ -145,14 +146,31 @@ class EvictionWorkerMixin(Worker, ABC):
                 f"full-attention layer, and this model has {sorted(shapes)}: serve it without "
                 "--kv-eviction."
             )
-        self._rings = ObservationRings(
-            self._evictable_layers,
-            slots,
-            self.eviction_config.window,
-            *shapes.pop(),
-            dtype=self.model_config.dtype,
-            device=self.device,
-        )
+        with self._like_the_cache():
+            self._rings = ObservationRings(
+                self._evictable_layers,
+                slots,
+                self.eviction_config.window,
+                *shapes.pop(),
+                dtype=self.model_config.dtype,
+                device=self.device,
+            )
+
+    def _like_the_cache(self) -> AbstractContextManager[None]:
+        """Return a context whose allocations vLLM's sleep mode frees with the KV cache.
+
+        They have other content after :meth:`wake_up`.
+        """
+        return self._maybe_get_memory_pool_context("kv_cache")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up; no request and no published store outlives the KV cache."""
+        super().wake_up(tags)
+        if self.kv_eviction is not None and (tags is None or "kv_cache" in tags):
+            for state in self.kv_eviction.states.values():
+                state.forget()
+            if self._rings is not None:
+                self._rings.forget()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -169,23 +187,25 @@ class EvictionWorkerMixin(Worker, ABC):
             if not isinstance(spec, EvictableAttentionSpec) or not group.layer_names:
                 continue
             assert spec.timeline is not None
-            states[group_id] = GroupState(
-                group_id,
-                group.layer_names,
-                spec.timeline,
-                spec.num_kv_heads,
-                self.scheduler_config.max_num_seqs,
-                self.model_config.max_model_len,
-                self.device,
-                # A published store is identified by its first block.
-                kv_cache_config.num_blocks if self.cache_config.enable_prefix_caching else 0,
-                sharing,
-            )
+            with self._like_the_cache():
+                states[group_id] = GroupState(
+                    group_id,
+                    group.layer_names,
+                    spec.timeline,
+                    spec.num_kv_heads,
+                    self.scheduler_config.max_num_seqs,
+                    self.model_config.max_model_len,
+                    self.device,
+                    # A published store is identified by its first block.
+                    kv_cache_config.num_blocks if self.cache_config.enable_prefix_caching else 0,
+                    sharing,
+                )
             for name in group.layer_names:
                 caches[name] = self._layer_cache(self._layer(name), spec)
                 heads[name] = spec.num_kv_heads
         channels = floats_per_token(self.eviction_config)
-        values = TokenStats(caches, heads, channels) if channels else None
+        with self._like_the_cache():
+            values = TokenStats(caches, heads, channels) if channels else None
         probes = self._probes(states, caches, values)
         rows = self._rows(states)
         # It may extend the workspace.
@@ -212,9 +232,11 @@ class EvictionWorkerMixin(Worker, ABC):
                 self.kv_eviction.meter.compared,
             )
         self._bind(self.kv_eviction)
-        transfer = self.vllm_config.kv_transfer_config
-        if self.device.type == "cuda" and transfer is not None and transfer.kv_connector in NIXL:
-            self.kv_eviction.fence = LoadFence(get_kv_transfer_group())
+        names = connector_names(self.vllm_config.kv_transfer_config)
+        if self.device.type == "cuda" and any(name in NIXL for name in names):
+            connectors = zip(names, connectors_of(get_kv_transfer_group()), strict=True)
+            (nixl,) = (connector for name, connector in connectors if name in NIXL)
+            self.kv_eviction.fence = LoadFence(nixl)
         logger.info(
             "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
             "%d bytes of floats of cached tokens",

@@ -6,9 +6,11 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from tests.unit.serving.configurations import NGRAM, Build, assert_sentence, build, refusal
-from vllm_kvevict.config.connectors import DUMMY, LOADING, NIXL, SAVING
+from vllm_kvevict.config.connectors import DUMMY, LOADING, NIXL, SAVING, connector_names
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.serving.connectors import BESIDE_SAVED, BESIDE_TRANSFERS, SERVED
+from vllm_kvevict.serving.offload import CONNECTOR as OFFLOAD
+from vllm_kvevict.serving.offload import OURS
 
 __all__ = ["build"]
 
@@ -128,6 +130,53 @@ def test_beside_saved_prompts(build: Build, name: str) -> None:
     assert "set it to fail" in message
     message = refusal(build, **transfer(kv_connector=name), **eviction(policy="ada-pyramid"))
     assert "groups of layers" in message
+
+
+def both(*names: str, **given: Any) -> dict[str, Any]:
+    """A ``MultiConnector`` with these connectors; the settings are those of the first."""
+    connectors: list[dict[str, Any]] = [dict(kv_connector=n, kv_role="kv_both") for n in names]
+    connectors[0] |= given
+    extra = dict(connectors=connectors)
+    return transfer(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+
+
+def test_the_offload_beside_transfers(build: Build) -> None:
+    config = build(**both("NixlConnector", OFFLOAD))
+    assert connector_names(config.kv_transfer_config) == ("NixlConnector", OFFLOAD)
+    (_, offload) = config.kv_transfer_config.kv_connector_extra_config["connectors"]
+    assert offload["kv_connector_extra_config"] == OURS, "copies for a CPU"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (OFFLOAD, "NixlConnector"),
+        ("NixlConnector",),
+        ("NixlConnector", DUMMY),
+        ("NixlConnector", OFFLOAD, OFFLOAD),
+        ("MooncakeConnector", OFFLOAD),
+    ],
+)
+def test_other_combinations_are_refused(build: Build, names: tuple[str, ...]) -> None:
+    message = refusal(build, **both(*names))
+    assert_sentence(message)
+    assert "these connectors in MultiConnector" in message
+    assert "NixlPushConnector, followed by OffloadingConnector" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (both("NixlConnector", OFFLOAD) | eviction(policy="h2o"), "h2o"),
+        (both("NixlConnector", OFFLOAD) | eviction(policy="ada-pyramid"), "groups of layers"),
+        (both("NixlConnector", OFFLOAD, enable_permute_local_kv=True), "enable_permute_local_kv"),
+        (both("NixlConnector", OFFLOAD) | dict(enable_prefix_caching=False), "prefix caching"),
+    ],
+)
+def test_each_connector_of_both_is_checked(build: Build, options: Any, what: str) -> None:
+    message = refusal(build, **options)
+    assert_sentence(message)
+    assert what in message
 
 
 def test_a_profile_has_one_group_beside_transfers(
