@@ -169,6 +169,22 @@ def test_a_load_completes_in_a_full_pool():
     assert engine.scheduler.eviction_counters.evictions > 0
 
 
+def test_a_load_after_a_failed_load_needs_no_room_beside_itself():
+    """A user waited for ever: the pool had no room for the request twice."""
+    engine = Engine(replace(NIXL, blocks=40, offload=60), lambda *_: 5)
+    engine.add(PROMPT, 30, prefilled=False)
+    engine.finish()
+    engine.reset()
+    remote, offload = engine.worker.remote, engine.worker.offload
+    assert remote is not None and offload is not None
+    remote.rng.random = lambda: 0.0
+    before = offload.loads
+    request = engine.add(PROMPT, 9)
+    engine.finish()
+    assert request.num_output_tokens == 9
+    assert remote.failures == 1 and offload.loads > before
+
+
 def test_a_prompt_of_one_token_is_computed():
     engine = Engine(NIXL, lambda *_: 5)
     engine.add([7], 60)

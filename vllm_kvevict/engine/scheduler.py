@@ -315,6 +315,10 @@ class EvictingScheduler(Scheduler):
         if self._remote is not None:
             self._remote.rewind(request)
         super()._update_waiting_for_remote_kv(request)
+        if not request.num_computed_tokens:
+            # The load failed, and its blocks are free. vLLM would keep room for the request beside
+            # its load by another connector, and might wait for ever.
+            self._inflight_prefills.discard(request)
 
     def _build_kv_connector_meta(
         self, connector: "KVConnectorBase_V1", scheduler_output: SchedulerOutput
@@ -330,13 +334,15 @@ class EvictingScheduler(Scheduler):
 
         Block ids that do not name a group are ignored, because vLLM would end the engine core. Only
         connectors that also report the requests in ``failed_recving`` are served with several
-        groups. vLLM does not find a request that evicted in the step that loaded its prompt.
+        groups. vLLM does not find a request that evicted in the step that loaded its prompt, as
+        with the connectors that save prompts.
         """
         if self._remote is not None and len(self.kv_cache_config.kv_cache_groups) > 1:
             return set()
         failed = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
-        if self._remote is not None and self._processed is not None:
-            failed = failed | self._remote.lost(invalid_block_ids, self._processed)
+        remote, plan = self._remote, self._processed
+        if remote is not None and remote.saves and plan is not None:
+            return failed | remote.lost(invalid_block_ids, plan)
         return failed
 
     def reset_prefix_cache(
