@@ -160,9 +160,20 @@ def loading(scenario: Scenario) -> Scenario:
         sliding_window=None,
         memory=0,
         audit=0.0,
-        offload=setup.offload if seed % 8 in (1, 6) else 0,
+        offload=0,
     )
+    if seed % 8 in (1, 6):
+        # Both connectors are served together with one group and whole prompts only.
+        offload = scenario.setup.offload
+        setup = replace(setup, second_budget=None, pyramid=0, shares=(), reserve_full=True)
+        setup = replace(setup, offload=offload)
     return replace(scenario, setup=setup)
+
+
+def settings(request: Request) -> dict[str, Any] | None:
+    """What a request asked for, without what a proxy added to it."""
+    asked = request.sampling_params.extra_args
+    return asked and {key: value for key, value in asked.items() if key != "kv_transfer_params"}
 
 
 def in_files(scenario: Scenario) -> Scenario:
@@ -312,7 +323,7 @@ class Day:
         """The next turn of a conversation; at times another tenant has said the same so far."""
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
-            asked = former.sampling_params.extra_args or {}
+            asked = settings(former) or {}
             about = asked if int(asked.get("kv_eviction_at", 0)) > 0 else None
             prompt = list(former.all_token_ids) + self._tokens(more)
             salt = former.cache_salt if self.rng.random() < 0.75 else "another"
@@ -323,7 +334,7 @@ class Day:
         self.forget()
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
-            asked = former.sampling_params.extra_args
+            asked = settings(former)
             prompt = list(former.prompt_token_ids or ())
             self._submit(prompt, max_tokens, asked=asked, salt=former.cache_salt)
 

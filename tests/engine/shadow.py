@@ -151,6 +151,8 @@ class ShadowWorker:
         loads = stores = output.kv_connector_metadata
         if self.remote is not None and self.offload is not None:
             loads, stores = output.kv_connector_metadata.metadata
+            # Before any load is posted.
+            self.offload.before(stores)
         if self.remote is not None:
             self.remote.begin(loads)
         # The forward pass comes later in the stream than the evictions of the step before.
@@ -164,7 +166,7 @@ class ShadowWorker:
             self.files.use(self.generation)
         for copy in plan.loads:
             self._load(copy)
-        if self.offload is not None:
+        if self.offload is not None and self.remote is None:
             self.offload.before(stores)
         for source, target in output.kv_cache_block_copies or ():
             self.memory[target] = list(self.memory[source])

@@ -11,6 +11,7 @@ from tests.engine import days
 from tests.engine.harness import Engine, Setup
 from tests.engine.scenarios import Scenario, loading, run
 from tests.engine.shadow import ShadowWorker
+from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
 from vllm_kvevict.engine.scheduler import EvictingScheduler
 
@@ -183,6 +184,34 @@ def test_a_load_after_a_failed_load_needs_no_room_beside_itself():
     engine.finish()
     assert request.num_output_tokens == 9
     assert remote.failures == 1 and offload.loads > before
+
+
+def loaded_over_a_copy() -> Engine:
+    """A prompt is loaded into blocks that the offload still copies, and these copies are read."""
+    engine = Engine(replace(NIXL, blocks=40, offload=60, needs_window=False), lambda *_: 5)
+    remote, offload = engine.worker.remote, engine.worker.offload
+    assert remote is not None and offload is not None
+    remote.rng.random, remote.rng.randrange = lambda: 0.5, lambda *_: 0
+    offload._rng.randrange = lambda *_: 5
+    engine.add(PROMPT, 1, prefilled=False)
+    engine.step()
+    engine.add([number + 1 for number in PROMPT], 9)
+    for _ in range(12):
+        engine.step()
+    engine.reset()
+    before = offload.loads
+    engine.add(PROMPT, 9, prefilled=False)
+    engine.finish()
+    assert offload.loads > before and remote.loads == 1
+    return engine
+
+
+def test_a_load_waits_for_copies_from_its_blocks(monkeypatch):
+    """vLLM forgets them if another connector than the offload loads."""
+    loaded_over_a_copy()
+    monkeypatch.setattr(OffloadGuard, "_allocated", lambda self, allocated: allocated)
+    with pytest.raises(AssertionError, match=WRONG):
+        loaded_over_a_copy()
 
 
 def test_a_prompt_of_one_token_is_computed():

@@ -1,6 +1,6 @@
 """Limits on vLLM's offload for evicting requests, and the copies that must finish first."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         RequestOffloadState,
     )
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
 MAX_OFFLOAD_TOKENS_KEY = "max_offload_tokens"
@@ -48,8 +49,26 @@ class OffloadGuard(Part):
         self._table = core.table
         self._chunk = lcm(*(g.tokens_per_chunk for g in self._scheduler.config.kv_group_configs))
         connector._max_loadable_tokens = self._max_loaded
+        connector.update_state_after_alloc = self._allocated(connector.update_state_after_alloc)
         self._paused = False
         """True if nothing is loaded in the next step."""
+
+    def _allocated(self, allocated: Callable[..., None]) -> Callable[..., None]:
+        """Return ``update_state_after_alloc``, which also finishes copies from blocks that another
+        connector loads into.
+
+        vLLM finishes the copies from blocks of scheduled requests and of its own loads only.
+        """
+
+        def update_state_after_alloc(
+            request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+        ) -> None:
+            if not num_external_tokens:
+                for ids in blocks.get_block_ids():
+                    self._scheduler._current_batch_allocated_block_ids.update(ids)
+            allocated(request, blocks, num_external_tokens)
+
+        return update_state_after_alloc
 
     def _max_loaded(self, request: "Request", num_computed_tokens: int) -> int | None:
         """Return the tokens that a load may add to a hit of ``num_computed_tokens``; None for no

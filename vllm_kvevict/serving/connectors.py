@@ -238,6 +238,12 @@ def _serve_both(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
             "combination has been tested; set connectors of kv_connector_extra_config in "
             f"--kv-transfer-config to one of {', '.join(NIXL)}, followed by {OFFLOAD}."
         )
+    if not vllm_config.scheduler_config.scheduler_reserve_full_isl:
+        raise ValueError(
+            f"KV eviction does not support --no-scheduler-reserve-full-isl together with {MULTI}, "
+            "because requests whose prompts are loaded in part could wait for each other; remove "
+            "the flag."
+        )
     for one in contained(transfer):
         alone = copy.copy(vllm_config)
         alone.kv_transfer_config = KVTransferConfig(**one)

@@ -171,6 +171,10 @@ def test_other_combinations_are_refused(build: Build, names: tuple[str, ...]) ->
         (both("NixlConnector", OFFLOAD) | eviction(policy="ada-pyramid"), "groups of layers"),
         (both("NixlConnector", OFFLOAD, enable_permute_local_kv=True), "enable_permute_local_kv"),
         (both("NixlConnector", OFFLOAD) | dict(enable_prefix_caching=False), "prefix caching"),
+        (
+            both("NixlConnector", OFFLOAD) | dict(scheduler_reserve_full_isl=False),
+            "--no-scheduler-reserve-full-isl",
+        ),
     ],
 )
 def test_each_connector_of_both_is_checked(build: Build, options: Any, what: str) -> None:
