@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from vllm.config import KVTransferConfig
 
 import vllm_kvevict
 from benchmarks.simulate.model import write_config
@@ -220,7 +221,11 @@ def test_a_block_is_data_or_python(shown: Shown, build: Any, tmp_path: Path, cap
     if any(shown.text.startswith(known) for known in PROSE):
         return
     if shown.text.startswith("{"):
-        asked = json.loads(shown.text)["vllm_xargs"]
+        given = json.loads(shown.text)
+        if "kv_connector" in given:
+            build({"policy": "snapkv"}, kv_transfer_config=KVTransferConfig(**given))
+            return
+        asked = given["vllm_xargs"]
         assert asked and set(asked) <= set(KEYS)
     elif shown.text.startswith("request of "):
         plan_prints(shown.text, tmp_path, capsys)
