@@ -82,7 +82,7 @@ def check(run, oracle, texts, outputs):
 
 
 def test_prompts_are_saved_whole_and_loaded_before_their_window(tiny_model, oracle, caching):
-    """What is saved after an eviction would be found by whoever continues the answer."""
+    """A request that continues an answer finds nothing that was computed after an eviction."""
     with caching.start() as run:
         free = run.free_blocks()
         first = run.generate(PROMPTS, NEW_TOKENS)

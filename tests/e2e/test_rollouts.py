@@ -170,7 +170,7 @@ def test_a_pause_that_aborts_leaves_nothing(tiny_model, oracle):
 
 
 def scribble(run):
-    """What the memory of the KV cache holds after vLLM freed it and took it back."""
+    """Overwrite the memory that vLLM frees with the KV cache during sleep."""
     eviction = run.worker.kv_eviction
     for cache in eviction._caches.values():
         # vLLM's kernels multiply slots that nobody has written by 0.

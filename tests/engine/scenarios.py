@@ -171,7 +171,7 @@ def loading(scenario: Scenario) -> Scenario:
 
 
 def settings(request: Request) -> dict[str, Any] | None:
-    """What a request asked for, without what a proxy added to it."""
+    """Return the settings of a request, without the parameters of a proxy."""
     asked = request.sampling_params.extra_args
     return asked and {key: value for key, value in asked.items() if key != "kv_transfer_params"}
 

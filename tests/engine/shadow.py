@@ -79,7 +79,7 @@ class Row:
 
 
 def both(loads: KVConnectorOutput | None, offload: KVConnectorOutput) -> KVConnectorOutput:
-    """What a ``MultiConnector`` reports of the two connectors; the first may be missing."""
+    """Return the combined output of two connectors; the first may be missing."""
     if loads is None:
         return offload
     meta = MultiKVConnectorWorkerMetadata(metadata=(None, offload.kv_connector_worker_meta))

@@ -117,7 +117,7 @@ class RemotePrefill(Part):
             request.num_computed_tokens = min(request.num_computed_tokens, state.load_cap)
 
     def lost(self, invalid_block_ids: set[int], plan: "StepPlan") -> set[str]:
-        """Return the requests that evicted over blocks whose load failed.
+        """Return the requests that evicted tokens of blocks whose load failed.
 
         All their blocks from the first invalid one on leave the prefix cache.
 

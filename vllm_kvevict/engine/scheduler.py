@@ -104,7 +104,7 @@ class EvictingScheduler(Scheduler):
         self._parts += build_parts(core, config, self._stores)
         self._remote = next((p for p in self._parts if isinstance(p, RemotePrefill)), None)
         self._processed: StepPlan | None = None
-        """Plan of the step whose output is being processed."""
+        """Plan of the step that is being processed."""
         groups = self.kv_cache_config.kv_cache_groups
         if 1 < len(managers) == len(groups):
             GroupedEvents(core)
@@ -316,8 +316,8 @@ class EvictingScheduler(Scheduler):
             self._remote.rewind(request)
         super()._update_waiting_for_remote_kv(request)
         if not request.num_computed_tokens:
-            # The load failed, and its blocks are free. vLLM would keep room for the request beside
-            # its load by another connector, and might wait for ever.
+            # The load failed, and its blocks are free. vLLM would count them again when another
+            # connector loads the request, which might then wait for ever.
             self._inflight_prefills.discard(request)
 
     def _build_kv_connector_meta(
