@@ -233,7 +233,7 @@ def test_late_and_failing_transfers(tiny_model, oracle, prefill, transfers, coun
 
 
 def test_the_offload_keeps_what_was_loaded(tiny_model, oracle, prefill, transfers, monkeypatch):
-    """The decode server loads evicted prefixes from its own host memory, not from the prefill server."""
+    """The decode server loads what its cache has lost from its own host memory."""
     monkeypatch.setattr(cpu_offload, "CopyingWorker", LateCopies)
     transfers.late, transfers.fail = 6, 4
     texts = prompts(8, 1300)
