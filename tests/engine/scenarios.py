@@ -164,9 +164,8 @@ def loading(scenario: Scenario) -> Scenario:
     )
     if seed % 8 in (1, 6):
         # Both connectors are served together with one group and whole prompts only.
-        offload = scenario.setup.offload
-        setup = replace(setup, second_budget=None, pyramid=0, shares=(), reserve_full=True)
-        setup = replace(setup, offload=offload)
+        one_group = dict(second_budget=None, pyramid=0, shares=())
+        setup = replace(setup, **one_group, reserve_full=True, offload=scenario.setup.offload)
     return replace(scenario, setup=setup)
 
 

@@ -117,7 +117,7 @@ class RemotePrefill(Part):
             request.num_computed_tokens = min(request.num_computed_tokens, state.load_cap)
 
     def lost(self, invalid_block_ids: set[int], plan: "StepPlan") -> set[str]:
-        """Return the requests that evicted tokens of blocks whose load failed.
+        """Return the evicted requests with a block that could not be loaded.
 
         All their blocks from the first invalid one on leave the prefix cache.
 

@@ -241,8 +241,7 @@ def _serve_both(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     if not vllm_config.scheduler_config.scheduler_reserve_full_isl:
         raise ValueError(
             f"KV eviction does not support --no-scheduler-reserve-full-isl together with {MULTI}, "
-            "because requests whose prompts are loaded in part could wait for each other; remove "
-            "the flag."
+            "because partly loaded requests could wait for each other forever; remove the flag."
         )
     for one in contained(transfer):
         alone = copy.copy(vllm_config)

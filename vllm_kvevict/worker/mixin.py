@@ -157,9 +157,9 @@ class EvictionWorkerMixin(Worker, ABC):
             )
 
     def _like_the_cache(self) -> AbstractContextManager[None]:
-        """Return a context whose allocations vLLM's sleep mode frees with the KV cache.
+        """Return a context in which memory is allocated as the KV cache is.
 
-        They have other content after :meth:`wake_up`.
+        Sleep mode frees this memory, and its content is undefined after :meth:`wake_up`.
         """
         return self._maybe_get_memory_pool_context("kv_cache")
 
