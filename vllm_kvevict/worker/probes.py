@@ -15,7 +15,13 @@ from vllm_kvevict.config.probe_weights import (
     prose_weight,
 )
 from vllm_kvevict.ops.pieces import by_layer, head_blocks, heads_at_once, joined
-from vllm_kvevict.ops.torch.probe import Network, Rotation, age_features, probe_scores
+from vllm_kvevict.ops.torch.probe import (
+    Buffers,
+    Network,
+    Rotation,
+    age_features,
+    probe_scores,
+)
 from vllm_kvevict.ops.torch.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
 from vllm_kvevict.timeline.step_plan import Eviction
@@ -152,6 +158,7 @@ class Probes:
         self._caches = caches
         self._page_values = token_stats
         self._rotations: dict[int, tuple[torch.Tensor, Rotation]] = {}
+        self._buffers = Buffers()
         self.channels = first.weights.shape[1]
         self.has_networks = first.network is not None
 
@@ -216,7 +223,9 @@ class Probes:
             )
             mine = None if shares is None else shares.flatten(0, 1)[block]
             prose = None if probe.age is None else (of_ages, probe.age)
-            new = probe_scores(keys, rotation, probe.weights, prose, probe.network, mine)
+            new = probe_scores(
+                keys, rotation, probe.weights, prose, probe.network, mine, self._buffers
+            )
             if self.channels > 1 and mine is not None:
                 new[..., 1].addcmul_(mine, probe.window[:, None])
             found.append(new)
@@ -237,8 +246,9 @@ class Probes:
         return index if alone else None if probe.rotary is None else id(probe.rotary.module)
 
     def release(self) -> None:
-        """Drop the rotations of the last eviction, which take 8 * R bytes per token."""
+        """Drop the rotations of the last eviction, which take 8 * R bytes per token, and buffers."""
         self._rotations.clear()
+        self._buffers.clear()
 
     def _rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
         """Return the last rotation if it is the same: groups and layers ask one by one."""

@@ -11,6 +11,7 @@ from vllm_kvevict.ops.torch.probe import (
     Rotation,
     key_scores,
     network_scores,
+    probe_scores,
     unrotated,
     with_prose,
 )
@@ -115,3 +116,51 @@ def test_networks_are_their_units_one_by_one(with_shares):
                 z = math.fsum(x * y for x, y in zip(hidden[h, u].tolist(), features, strict=True))
                 expected += float(out[h, u]) * z * (1 + math.erf(z / math.sqrt(2))) / 2
             assert float(found[h, n]) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("by_dimension", [False, True])
+@pytest.mark.parametrize("with_shares", [True, False])
+@pytest.mark.parametrize("ages", [True, False])
+def test_scores_are_the_sum_of_probes_prose_and_network(by_dimension, with_shares, ages):
+    """The same numbers, one by one, from keys that were rotated."""
+    torch.manual_seed(0)
+    heads, tokens, units, size, angles = 2, 9, 3, 6, torch.rand(9, 3) * 6
+    keys, logs = torch.randn(heads, tokens, size), torch.randn(heads, tokens)
+    turned = torch.tensor(
+        [
+            [rotated(keys[h, n].tolist(), angles[n].tolist(), False, 1.0, 0) for n in range(tokens)]
+            for h in range(heads)
+        ]
+    )
+    if by_dimension:
+        turned = turned.mT.contiguous().mT
+    hidden, out = torch.randn(heads, units, size + 3), torch.randn(heads, units + 1)
+    weights = torch.randn(heads, 4, size + 2)
+    logged, of_ages = torch.randn(tokens, 2), torch.randn(heads, 2, 2)
+    found = probe_scores(
+        turned,
+        Rotation(angles.cos(), angles.sin()),
+        weights,
+        (logged, of_ages) if ages else None,
+        Network.of(hidden, out),
+        logs if with_shares else None,
+    )
+    assert found.shape == (heads, tokens, 2 if ages else 4) and found.dtype == torch.float32
+    for h in range(heads):
+        for n in range(tokens):
+            key, log = keys[h, n].tolist(), float(logs[h, n]) if with_shares else 0.0
+            features = [*key, math.hypot(*key), 1.0, log]
+
+            def product(row, features=features):
+                return math.fsum(x * y for x, y in zip(row.tolist(), features, strict=False))
+
+            said = [product(row) for row in weights[h]]
+            if ages:
+                aged = [math.fsum((row * logged[n]).tolist()) for row in of_ages[h]]
+                said = [said[c] + max(0.0, said[2 + c] + aged[c]) for c in range(2)]
+            network = float(out[h, -1]) * log
+            for u in range(units):
+                z = product(hidden[h, u])
+                network += float(out[h, u]) * z * (1 + math.erf(z / math.sqrt(2))) / 2
+            expected = [one + network for one in said]
+            assert found[h, n].tolist() == pytest.approx(expected, abs=1e-4)

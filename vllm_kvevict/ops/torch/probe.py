@@ -1,5 +1,7 @@
 """probe: what a probe of its unrotated key says a cached token is worth. Reference."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,23 +35,30 @@ class Rotation:
         return self.cos.T.contiguous(), self.sin.T.contiguous()
 
 
-def unrotated(keys: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+def unrotated(
+    keys: torch.Tensor,
+    rotation: Rotation | None,
+    buffers: "Buffers | None" = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Keys as they were before the model rotated them.
 
     Args:
         keys: [H, N, D] of any float type.
         rotation: Of these N tokens; None for keys that were not rotated.
+        buffers: Memory for the keys in float32; None for new memory.
+        out: [H, N, D] float32 to write to; None for a new tensor.
 
     Returns:
         [H, N, D] float32.
 
     """
     if rotation is None:
-        return keys.float()
+        return keys.float() if out is None else out.copy_(keys)
     pairs, begin = rotation.cos.shape[-1], rotation.first
     end = begin + 2 * pairs
-    keys = keys.float()
-    found = torch.empty_like(keys)
+    keys = keys.float() if buffers is None else buffers.like("keys", keys).copy_(keys)
+    found = torch.empty_like(keys) if out is None else out
     cos, sin = rotation.cos, rotation.sin
     if _by_dimension(keys):
         cos, sin = (part.mT for part in rotation.by_pair)
@@ -99,6 +108,7 @@ def probe_scores(
     prose: "Prose | None" = None,
     network: "Network | None" = None,
     shares: torch.Tensor | None = None,
+    buffers: "Buffers | None" = None,
 ) -> torch.Tensor:
     """Return the scores of keys by C probes of each head and their network.
 
@@ -109,18 +119,88 @@ def probe_scores(
         prose: Arguments of :func:`with_prose`.
         network: Of these heads: :func:`network_scores` are added to every score.
         shares: [H, N] argument of the same function.
+        buffers: Memory for intermediate results; None for new memory.
 
     Returns:
         [H, N, C] float32.
 
     """
-    if network is not None:
-        keys, rotation = unrotated(keys, rotation), None
-    scores = key_scores(keys, rotation, weights)
-    scores = scores if prose is None else with_prose(scores, *prose)
-    if network is not None:
-        scores.add_(network_scores(keys, network, shares)[..., None])
-    return scores
+    if network is None:
+        scores = key_scores(keys, rotation, weights)
+        return scores if prose is None else with_prose(scores, *prose)
+    buffers = buffers or Buffers()
+    scores, more = _all_scores(keys, rotation, weights, network, shares, buffers)
+    if prose is None:
+        return scores + more[..., None]
+    return with_prose(scores, *prose).add_(more[..., None])
+
+
+class Buffers:
+    """Memory for intermediate results that layers use one after another.
+
+    On a CPU, results of this size are often returned to the operating system when they are freed.
+    The page faults of the next layer then take longer than its matrix products.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return uninitialized float32 memory, valid until the name is taken again."""
+        size, flat = math.prod(shape), self._flat.get(name)
+        if flat is None or flat.numel() < size or flat.device != device:
+            flat = self._flat[name] = torch.empty(size, dtype=torch.float32, device=device)
+        return flat[:size].view(*shape)
+
+    def like(self, name: str, keys: torch.Tensor) -> torch.Tensor:
+        """Return memory for keys [H, N, D] that lie by dimension, or by token, as these do."""
+        heads, tokens, size = keys.shape
+        if _by_dimension(keys):
+            return self.take(name, (heads, size, tokens), keys.device).mT
+        return self.take(name, keys.shape, keys.device)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._flat.clear()
+
+
+def _all_scores(
+    keys: torch.Tensor,
+    rotation: Rotation | None,
+    weights: torch.Tensor,
+    network: "Network",
+    shares: torch.Tensor | None,
+    buffers: Buffers,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return :func:`key_scores` and :func:`network_scores` of keys that are read once.
+
+    One matrix product serves both: a probe is a unit of the network without an activation.
+
+    Returns:
+        [H, N, C] in the buffers, and [H, N], both float32.
+
+    """
+    heads, tokens, size = keys.shape
+    device = keys.device
+    if _by_dimension(keys):
+        inputs = buffers.take("inputs", (heads, size + 3, tokens), device).mT
+    else:
+        inputs = buffers.take("inputs", (heads, tokens, size + 3), device)
+    found = unrotated(keys, rotation, buffers, inputs[..., :size])
+    squares = torch.mul(found, found, out=buffers.like("keys", keys))
+    torch.sum(squares, -1, out=inputs[..., size]).sqrt_()
+    inputs[..., size + 1] = 1
+    inputs[..., size + 2] = 0 if shares is None else shares
+    count = weights.shape[1]
+    units = torch.cat([network.keys, network.rest], dim=-1)
+    both = torch.cat([torch.nn.functional.pad(weights, (0, 1)), units], dim=1)
+    # Units first: keys in a CPU's cache lie dimension by dimension.
+    rows = buffers.take("rows", (heads, both.shape[1], tokens), device)
+    torch.bmm(both, inputs.mT, out=rows)
+    more = torch.bmm(network.out, torch.ops.aten.gelu_(rows[:, count:]))[:, 0]
+    if shares is not None:
+        more.addcmul_(shares, network.shares)
+    return rows[:, :count].mT, more
 
 
 def _by_dimension(keys: torch.Tensor) -> bool:
