@@ -4,7 +4,8 @@
 does it, and each program reads its splits one after another, all at one speed. Balance is the time
 of a perfect schedule over that of the program that ends last: the share of the bandwidth that is
 used. Partial sums, which splits of one sequence write and the last of them reads, count as bytes
-that a perfect schedule lacks.
+that a perfect schedule lacks. With ``--latency``, times are those of a perfect schedule to which
+each split adds a constant: the loads with which it begins.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import heapq
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -20,8 +21,8 @@ import torch
 from benchmarks.gpu.attention import RESULTS, numbers
 from benchmarks.gpu.heads import page_split
 from benchmarks.provenance import provenance
-from vllm_kvevict.attention.scratch import MIN_SPLIT, SPLITS_PER_PROGRAM
-from vllm_kvevict.ops.triton.splits import CLASSES, STEP
+from vllm_kvevict.attention.scratch import MIN_SPLIT, splits_per_program
+from vllm_kvevict.ops.triton.splits import CLASSES, MARGIN, STEP
 
 TENTHS = 10
 
@@ -39,14 +40,19 @@ class Costs:
         return cls(2 * head_size * itemsize, 2 * group * (head_size + 2) * 4)
 
 
+def floats(text: str) -> list[float]:
+    """Numbers, comma-separated."""
+    return [float(item) for item in text.split(",")]
+
+
 Split = tuple[int, int]
 """Its keys, and the splits of its sequence."""
 
 
-def cut(lengths: Sequence[int], target: int) -> list[list[Split]]:
-    """The splits of every sequence in order."""
-    size = -(-sum(lengths) // target)
-    size = max(MIN_SPLIT, -(-size // STEP) * STEP)
+def cut(lengths: Sequence[int], target: int, margin: bool = True) -> list[list[Split]]:
+    """The splits of every sequence in order; of equal parts without the margin."""
+    longer = margin * (sum(lengths) * (MARGIN + 1) // (MARGIN * target) // STEP * STEP)
+    size = max(MIN_SPLIT, longer, -(-sum(lengths) // (STEP * target)) * STEP)
     found = []
     for length in lengths:
         count = max(1, -(-length // size))
@@ -98,11 +104,11 @@ def by_tenths(mine: Sequence[Sequence[int]], multiprocessors: int) -> list[float
     return found
 
 
-def lengths(requests: int, args: argparse.Namespace) -> list[int]:
-    """Cached tokens of every head of a step."""
+def lengths(requests: int, sigma: float, args: argparse.Namespace) -> list[int]:
+    """Cached tokens of every head of a step, whose shares are log-normal with this sigma."""
     rand = torch.Generator().manual_seed(args.seed)
     blocks = args.budget // args.block_size
-    pages = page_split(requests, args.heads, blocks, rand, sigma=args.sigma).diff(dim=1)
+    pages = page_split(requests, args.heads, blocks, rand, sigma=sigma).diff(dim=1)
     return (pages * args.block_size + args.tail).flatten().tolist()
 
 
@@ -111,17 +117,29 @@ def balance(mine: Sequence[Sequence[int]], ideal: float) -> float:
     return round(ideal / len(mine) / max(sum(splits) for splits in mine), 3)
 
 
+def slowdown(
+    splits: Sequence[Split], programs: int, costs: Costs, ideal: float, late: int
+) -> float:
+    """Time of the queue over that of a perfect schedule, if each split costs ``late`` bytes more."""
+    free = [0] * programs
+    for one in splits:
+        heapq.heapreplace(free, free[0] + late + num_bytes(one, costs))
+    return round(max(free) * programs / ideal, 3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=numbers, default=[16, 64, 128, 256, 512, 1024])
-    parser.add_argument("--splits", type=numbers, default=[SPLITS_PER_PROGRAM, 2, 3])
+    parser.add_argument("--batches", type=numbers,
+                        default=[8, 16, 32, 48, 64, 96, 128, 256, 512, 1024])  # fmt: skip
+    parser.add_argument("--splits", type=numbers, default=[1, 2, 3], help="for each program")
     parser.add_argument("--multiprocessors", type=int, default=132)
     parser.add_argument("--programs", type=int, default=2, help="of a multiprocessor at once")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--tail", type=int, default=96)
-    parser.add_argument(
-        "--sigma", type=float, default=1.0, help="spread of the heads' shares; 0.5: real heads"
-    )
+    parser.add_argument("--sigmas", type=floats, default=[0.5, 1.0],
+                        help="spreads of the heads' shares; 0.5: real heads")  # fmt: skip
+    parser.add_argument("--latency", type=int, default=224,
+                        help="keys that a program could read while a split begins")  # fmt: skip
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=128)
@@ -133,23 +151,34 @@ def main() -> None:
     programs = args.programs * args.multiprocessors
     costs, rows = Costs.of(args.group, args.head_size, args.itemsize), []
     keys_only = Costs(costs.token, 0)
-    for requests in args.batches:
-        found = lengths(requests, args)
+    for sigma, requests in product(args.sigmas, args.batches):
+        found = lengths(requests, sigma, args)
         ideal = sum(found) * costs.token
         for each in args.splits:
             sequences = cut(found, programs * each)
             in_order = [split for mine in sequences for split in mine]
-            ours = taken(queue(sequences), programs, costs)
+            order = queue(sequences)
+            ours = taken(order, programs, costs)
             row = {
+                "sigma": sigma,
                 "requests": requests,
                 "splits per program": each,
+                "chosen": each == splits_per_program(len(found), programs),
                 "splits": len(in_order),
                 "round robin": balance(dealt(in_order, programs, keys_only), ideal),
                 "queue in order": balance(taken(in_order, programs, keys_only), ideal),
-                "queue, longest first": balance(
-                    taken(queue(sequences), programs, keys_only), ideal
-                ),
+                "queue, longest first": balance(taken(order, programs, keys_only), ideal),
                 "the same with partial sums": balance(ours, ideal),
+                "time with latency": slowdown(
+                    order, programs, costs, ideal, args.latency * costs.token
+                ),
+                "the same of one equal part for each program": slowdown(
+                    queue(cut(found, programs, margin=False)),
+                    programs,
+                    costs,
+                    ideal,
+                    args.latency * costs.token,
+                ),
                 "least over most bytes of a multiprocessor, by tenths": by_tenths(
                     ours, args.multiprocessors
                 ),

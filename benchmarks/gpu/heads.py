@@ -89,6 +89,7 @@ class Step:
         self.triton = Scratch("triton", self.shape, self.device)
         sequences = self.requests * heads
         self.splits = Splits.room(self.layers, sequences, self.triton.max_splits, self.device)
+        self.target = self.triton.target(sequences)
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +115,7 @@ class Step:
     def plan(self) -> None:
         """The plan of work of our kernel, once a step for all layers."""
         sequences = self.requests * self.shape.num_heads
-        plan_splits(self.lengths, sequences, self.triton.target, MIN_SPLIT, self.splits)
+        plan_splits(self.lengths, sequences, self.target, MIN_SPLIT, self.splits)
 
     def attend(self, layer: int) -> None:
         """Our decode kernel, which records the queries too."""

@@ -36,14 +36,14 @@ class Tuned:
         )
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         # Buffers are allocated for this many splits.
-        self.most = self.step.triton.target
+        self.most = self.step.triton.max_splits - requests * shape.num_heads
         self.bandwidth = copy_bandwidth(self.device, 2**30)
 
     def time(self, choice: Key) -> dict[str, Any]:
         """Milliseconds of a layer, and the share of the bandwidth of a copy."""
         triton = self.step.triton
         triton.programs = self.processors * choice["programs"]
-        triton.target = min(self.most, triton.programs * choice["splits"])
+        self.step.target = min(self.most, triton.programs * choice["splits"])
         triton.stages = choice["stages"]
         before = decode.TILE, heads.MIN_SPLIT
         decode.TILE, heads.MIN_SPLIT = choice["tile"], choice["min_split"]

@@ -205,7 +205,7 @@ class GroupBuffers:
         )
         if decode.splits is not None:
             sequences = len(decode.rows) * self.state.num_heads
-            target = self.scratch.target
+            target = self.scratch.target(sequences)
             plan_splits(self.lengths, sequences, target, MIN_SPLIT, decode.splits)
 
     def hide(self, seq_lens: torch.Tensor, evicted: torch.Tensor) -> torch.Tensor:

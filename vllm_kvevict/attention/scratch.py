@@ -12,8 +12,12 @@ from vllm_kvevict.timeline.rule import blocks_for
 
 Kernel = Literal["flash", "triton", "xformers"]
 
-SPLITS_PER_PROGRAM = 1
-"""Splits that fill the GPU, for each program. More of them cost time: measured on an H100."""
+UNEVEN = 1.0, 2.75
+"""Sequences for each program between which whole sequences do not balance: a program has between
+one and three of them. Two splits for each program fill the GPU then. Otherwise one does, because
+each split begins with a chain of dependent loads."""
+MOST_SPLITS = 2
+"""Maximum number of splits for each program that fill the GPU."""
 MIN_SPLIT = 64
 MAX_SEQUENCES = 992
 """Maximum number of sequences of a call for which FlashAttention 3 splits keys."""
@@ -21,6 +25,12 @@ MAX_SPLITS = 32
 """Maximum number of splits of a sequence in FlashAttention, as vLLM bounds them in graphs."""
 PARTIAL_BYTES = 2**27
 """Bytes of partial sums that FlashAttention 3 may allocate for the splits of one layer."""
+
+
+def splits_per_program(sequences: int, programs: int) -> int:
+    """Return the number of splits for each program that fill a GPU."""
+    least, most = UNEVEN
+    return MOST_SPLITS if least * programs < sequences <= most * programs else 1
 
 
 class Scratch:
@@ -44,11 +54,10 @@ class Scratch:
                 shape.head_size, shape.itemsize, shape.fp8, gpu.shared_memory_per_multiprocessor
             )
             self.programs *= gpu.multi_processor_count
-        self.target = self.programs * SPLITS_PER_PROGRAM
         sequences = shape.max_requests * shape.num_heads
         optional = optional_kernel(kernel)
         self.optional = optional(shape, device) if optional is not None else None
-        self.max_splits = 0 if self.optional else self.target + sequences
+        self.max_splits = 0 if self.optional else self.programs * MOST_SPLITS + sequences
         room = sequences if self.max_splits else 0
         self.partials = Partials.room(self.max_splits, room, shape.group, shape.head_size, device)
         rows = power_of_two(sequences) if self.optional else sequences
@@ -59,6 +68,10 @@ class Scratch:
     def num_bytes(self) -> int:
         table = self.table.numel() * self.table.element_size()
         return table + (self.optional.num_bytes if self.optional else self.partials.num_bytes)
+
+    def target(self, sequences: int) -> int:
+        """Return the number of splits that fill the GPU with the keys of so many sequences."""
+        return self.programs * splits_per_program(sequences, self.programs)
 
     def by_splits(self, requests: int) -> bool:
         """Return True if decode steps run the Triton decode kernel, False for FlashAttention.

@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvevict.attention import flash
 from vllm_kvevict.attention.flash import EvictingFlashImpl
-from vllm_kvevict.attention.scratch import PARTIAL_BYTES, Scratch, Shape
+from vllm_kvevict.attention.scratch import PARTIAL_BYTES, Scratch, Shape, splits_per_program
 
 LLAMA = Shape(
     num_heads=8, group=4, head_size=128, block_size=16, max_requests=256, max_model_len=64
@@ -42,3 +42,14 @@ def test_only_version_3_is_told_how_many_splits(version, splits, monkeypatch):
     one = torch.zeros(1, dtype=torch.int32)
     impl.attend_pages(layer, pages, pages, pages, pages, one, one, one, 1, 16, 7, None)
     assert given["num_splits"] == splits
+
+
+def test_the_splits_that_fill_a_gpu_fit_the_buffers():
+    """One for each program, and two where a program would have one to three whole sequences."""
+    assert [splits_per_program(n, 264) for n in (1, 264, 265, 512, 726, 727, 8192)] == [
+        1, 1, 2, 2, 2, 1, 1,
+    ]  # fmt: skip
+    for requests in (1, 3, 40):
+        scratch = Scratch("triton", Shape(4, 2, 64, 16, requests, 256), torch.device("cpu"))
+        for sequences in range(1, 4 * requests + 1):
+            assert scratch.target(sequences) + sequences <= scratch.max_splits

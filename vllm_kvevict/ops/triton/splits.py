@@ -1,8 +1,8 @@
 """Lengths of (request, KV head) sequences, and the splits of decode attention. Triton.
 
 A launch of decode attention has as many programs as the GPU runs at once, and heads differ in
-length. Therefore all keys of a layer are cut into splits of one size, the smallest for which
-they fit into the buffers, and programs take them from a queue, the longest first. The plans of all
+length. Therefore all keys of a layer are cut into splits of one size, a little more than an equal
+part of them, and programs take them from a queue, the longest first. The plans of all
 layers are computed once per step, on the device, at fixed addresses.
 """
 
@@ -17,6 +17,11 @@ TILE = 64
 
 STEP = 16
 """Keys of the smallest page. The size of a split is a multiple of it."""
+
+MARGIN = 16
+"""Splits are longer than an equal part of the keys by one part in so many. The last splits of
+sequences are shorter. Without a margin some programs take a whole split and one of these as well,
+and the others wait for them."""
 
 CLASSES = 64
 """Number of length classes by which the queue is ordered."""
@@ -104,7 +109,7 @@ def _last_split(length, split, CLASSES: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_sequences"],
+    do_not_specialize=["num_sequences", "target"],
     do_not_specialize_on_alignment=["lengths", "size", "starts", "classes"],
 )
 def _starts_kernel(
@@ -115,7 +120,8 @@ def _starts_kernel(
     num_sequences,
     lengths_layer,
     starts_layer,
-    TARGET: tl.constexpr,
+    target,
+    MARGIN: tl.constexpr,
     SMALLEST: tl.constexpr,
     STEP: tl.constexpr,
     CLASSES: tl.constexpr,
@@ -129,8 +135,9 @@ def _starts_kernel(
         mask = sequence < num_sequences
         total += tl.load(lengths + layer * lengths_layer + sequence, mask=mask, other=0)
     keys = tl.sum(total, 0)
-    split = (keys + TARGET - 1) // TARGET
-    split = tl.maximum((split + STEP - 1) // STEP * STEP, SMALLEST).to(tl.int32)
+    split = keys * (MARGIN + 1) // (MARGIN * target) // STEP * STEP
+    split = tl.maximum(split, (keys + STEP * target - 1) // (STEP * target) * STEP)
+    split = tl.maximum(split, SMALLEST).to(tl.int32)
     tl.store(size + layer, split)
     before = keys.to(tl.int32) * 0
     tl.store(starts + layer * starts_layer, before)
@@ -228,7 +235,8 @@ def plan_splits(
 ) -> None:
     """Cut the keys of every layer into splits of one size and queue them, in two launches.
 
-    There are at most ``target + num_sequences`` splits in a layer. Splits that are not the last of
+    A split is longer by :data:`MARGIN` than one of ``target`` equal parts of the keys. There are at
+    most ``target + num_sequences`` splits in a layer. Splits that are not the last of
     their sequence come first. The last splits follow in descending order of length, in
     :data:`CLASSES` classes; the order within a class is undefined.
 
@@ -257,7 +265,8 @@ def plan_splits(
         *plan,
         num_sequences,
         *strides,
-        TARGET=target,
+        target,
+        MARGIN=MARGIN,
         SMALLEST=smallest,
         STEP=STEP,
         CLASSES=CLASSES,
