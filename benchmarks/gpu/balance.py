@@ -120,7 +120,7 @@ def balance(mine: Sequence[Sequence[int]], ideal: float) -> float:
 def slowdown(
     splits: Sequence[Split], programs: int, costs: Costs, ideal: float, late: int
 ) -> float:
-    """Time of the queue over that of a perfect schedule, if each split costs ``late`` bytes more."""
+    """Time of the queue over a perfect schedule's, if each split costs ``late`` bytes more."""
     free = [0] * programs
     for one in splits:
         heapq.heapreplace(free, free[0] + late + num_bytes(one, costs))

@@ -246,7 +246,7 @@ class Probes:
         return index if alone else None if probe.rotary is None else id(probe.rotary.module)
 
     def release(self) -> None:
-        """Drop the rotations of the last eviction, which take 8 * R bytes per token, and buffers."""
+        """Drop the buffers of the last eviction, and its rotations of 8 * R bytes per token."""
         self._rotations.clear()
         self._buffers.clear()
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 
@@ -72,10 +73,16 @@ def test_a_point_in_a_seeded_prompt_is_refused_where_it_would_end_the_worker(mon
     check_request(engine(), seeded(kv_eviction_at=4), [1] * 5, None)
 
 
-def test_a_prompt_that_another_server_reads_is_answered_with_one_token():
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector", "MultiConnector"])
+def test_a_prompt_that_another_server_reads_is_answered_with_one_token(connector):
     handed = {"kv_transfer_params": {"do_remote_decode": True}}
     server = engine()
-    server.kv_transfer_config = SimpleNamespace(kv_connector="NixlConnector")
+    contained = [{"kv_connector": name} for name in ("NixlConnector", "OffloadingConnector")]
+    server.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector,
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": contained},
+    )
     for tokens in (2, None):
         params = SamplingParams(max_tokens=tokens, extra_args=handed)
         with pytest.raises(ValueError, match=f"set max_tokens to 1, not {tokens}"):
