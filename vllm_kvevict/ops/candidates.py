@@ -8,9 +8,11 @@ that heads with fewer cached tokens are padded on the left (``valid`` is False o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from vllm_kvevict.ops.torch.buffers import Buffers
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Candidates:
         sinks: [H, G] float32: attention sinks of the query heads, None if the layer has none.
         padded: False if ``valid`` is known to be True everywhere. The host of a GPU would wait for
             the GPU to look.
+        buffers: Memory for intermediate results.
 
     """
 
@@ -87,6 +90,7 @@ class Candidates:
     protected: int = 0
     sinks: torch.Tensor | None = None
     padded: bool = True
+    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def num_heads(self) -> int:

@@ -1,7 +1,7 @@
 """The cached tokens of a request at an eviction, read for the policy that scores them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from zlib import crc32
 
@@ -20,6 +20,7 @@ from vllm_kvevict.ops.pieces import (
     layers_at_once,
     width_in_place,
 )
+from vllm_kvevict.ops.torch.buffers import Buffers
 from vllm_kvevict.ops.torch.observe import window_entries
 from vllm_kvevict.ops.torch.pages import candidate_grid
 from vllm_kvevict.ops.torch.value_shares import value_shares
@@ -141,6 +142,7 @@ class CandidateReader:
     prompts: PromptDigests | None
     probes: Probes | None
     rows: RunnerRows
+    _buffers: Buffers = field(default_factory=Buffers, init=False)
 
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
@@ -162,6 +164,7 @@ class CandidateReader:
 
     def release(self) -> None:
         """Drop what was computed for an eviction and is shared by its groups of layers."""
+        self._buffers.clear()
         if self.probes is not None:
             self.probes.release()
 
@@ -273,6 +276,7 @@ class CandidateReader:
             protected=eviction.protect_first,
             sinks=sinks,
             padded=padded,
+            buffers=self._buffers,
         )
 
     def _floats(self, layer_name: str, pages: torch.Tensor) -> torch.Tensor:

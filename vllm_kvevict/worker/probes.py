@@ -15,8 +15,8 @@ from vllm_kvevict.config.probe_weights import (
     prose_weight,
 )
 from vllm_kvevict.ops.pieces import by_layer, head_blocks, heads_at_once, joined
+from vllm_kvevict.ops.torch.buffers import Buffers
 from vllm_kvevict.ops.torch.probe import (
-    Buffers,
     Network,
     Rotation,
     age_features,

@@ -1,9 +1,12 @@
 """Defensive aggregation: the highest attention of any query of the window. Reference."""
 
+from itertools import cycle
+
 import torch
 from torch.nn import functional
 
 from vllm_kvevict.ops.candidates import Candidates
+from vllm_kvevict.ops.torch.buffers import Buffers
 from vllm_kvevict.ops.torch.score import window_weights
 
 BEFORE, AFTER = 2, 14
@@ -47,7 +50,7 @@ def window_peaks(candidates: Candidates, kernel: int, before: int, after: int) -
     columns = max(before_window, candidates.num_candidates)
     peaks = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
     for heads, _, weights in window_weights(candidates):
-        highest = _highest_sums(weights[..., :columns], kernel)
+        highest = _highest_sums(weights[..., :columns], kernel, candidates.buffers)
         torch.maximum(peaks[heads], highest, out=peaks[heads])
     valid = candidates.valid[:, :columns]
     peaks = (peaks / kernel).masked_fill(~valid, 0.0)
@@ -72,7 +75,7 @@ def covered(peaks: torch.Tensor, before: int, after: int) -> torch.Tensor:
     return functional.max_pool1d(padded, before + after + 1, stride=1)
 
 
-def _highest_sums(weights: torch.Tensor, kernel: int) -> torch.Tensor:
+def _highest_sums(weights: torch.Tensor, kernel: int, buffers: Buffers) -> torch.Tensor:
     """Return the highest sum [h, N] over ``kernel`` neighbours in any of the rows [h, rows, N].
 
     Neighbours beyond the ends count as zeros.
@@ -80,28 +83,35 @@ def _highest_sums(weights: torch.Tensor, kernel: int) -> torch.Tensor:
     half = kernel // 2
     # On a GPU launches cost more than the copy.
     if weights.shape[-1] < kernel or not weights.is_cpu:
-        return _sums(functional.pad(weights, (half, half)), kernel).amax(1)
+        return _sums(functional.pad(weights, (half, half)), kernel, buffers).amax(1)
     # Only the ends are padded, because a padded copy of all columns takes as long as the sums.
     left = functional.pad(weights[..., : 2 * half], (half, 0))
     right = functional.pad(weights[..., weights.shape[-1] - 2 * half :], (0, half))
     parts = (left, weights, right) if half else (weights,)
-    return torch.cat([_sums(part, kernel).amax(1) for part in parts], dim=-1)
+    return torch.cat([_sums(part, kernel, buffers).amax(1) for part in parts], dim=-1)
 
 
-def _sums(rows: torch.Tensor, kernel: int) -> torch.Tensor:
+def _sums(rows: torch.Tensor, kernel: int, buffers: Buffers) -> torch.Tensor:
     """Return sums [..., N - kernel + 1] over ``kernel`` neighbours, faster than torch's pooling.
 
     Sums of 2, 4, 8, ... neighbours are computed from each other, and adjacent sums that add up to
-    ``kernel`` neighbours are combined.
+    ``kernel`` neighbours are combined. The result is valid until the buffers are used again.
     """
     count = rows.shape[-1] - kernel + 1
     width, done, total = 1, 0, None
+    # The logits of these weights are no longer needed.
+    names = cycle(("logits", "sums"))
+
+    def added(name: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return torch.add(first, second, out=buffers.take(name, first.shape, first.device))
+
     while 2 * width <= kernel:
         if kernel & width:
             part = rows[..., done : done + count]
-            total = part if total is None else total + part
+            # The kernel is odd, so that the first part is one of the weights.
+            total = part if total is None else added("total", total, part)
             done += width
-        rows = rows[..., :-width] + rows[..., width:]
+        rows = added(next(names), rows[..., :-width], rows[..., width:])
         width *= 2
     last = rows[..., done : done + count]
     return last if total is None else last.add_(total)

@@ -1,12 +1,12 @@
 """probe: what a probe of its unrotated key says a cached token is worth. Reference."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.nn.functional import gelu
+
+from vllm_kvevict.ops.torch.buffers import Buffers, by_dimension
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rotation:
 def unrotated(
     keys: torch.Tensor,
     rotation: Rotation | None,
-    buffers: "Buffers | None" = None,
+    buffers: Buffers | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Keys as they were before the model rotated them.
@@ -57,10 +57,10 @@ def unrotated(
         return keys.float() if out is None else out.copy_(keys)
     pairs, begin = rotation.cos.shape[-1], rotation.first
     end = begin + 2 * pairs
-    keys = keys.float() if buffers is None else buffers.like("keys", keys).copy_(keys)
+    keys = keys.float() if buffers is None else buffers.floats("keys", keys)
     found = torch.empty_like(keys) if out is None else out
     cos, sin = rotation.cos, rotation.sin
-    if _by_dimension(keys):
+    if by_dimension(keys):
         cos, sin = (part.mT for part in rotation.by_pair)
     if rotation.interleaved:
         first, second = keys[..., begin:end:2], keys[..., begin + 1 : end : 2]
@@ -94,7 +94,7 @@ def key_scores(
     # Of keys that lie dimension by dimension, torch's norm takes ten times as long on a CPU.
     norms = found.square().sum(-1, keepdim=True).sqrt_()
     a, b, c = weights.split([found.shape[-1], 1, 1], dim=-1)
-    if _by_dimension(found):
+    if by_dimension(found):
         scores = torch.baddbmm(c, a, found.mT).mT
     else:
         scores = torch.baddbmm(c.mT, found, a.mT)
@@ -108,7 +108,7 @@ def probe_scores(
     prose: "Prose | None" = None,
     network: "Network | None" = None,
     shares: torch.Tensor | None = None,
-    buffers: "Buffers | None" = None,
+    buffers: Buffers | None = None,
 ) -> torch.Tensor:
     """Return the scores of keys by C probes of each head and their network.
 
@@ -135,35 +135,6 @@ def probe_scores(
     return with_prose(scores, *prose).add_(more[..., None])
 
 
-class Buffers:
-    """Memory for intermediate results that layers use one after another.
-
-    On a CPU, results of this size are often returned to the operating system when they are freed.
-    The page faults of the next layer then take longer than its matrix products.
-    """
-
-    def __init__(self) -> None:
-        self._flat: dict[str, torch.Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return uninitialized float32 memory, valid until the name is taken again."""
-        size, flat = math.prod(shape), self._flat.get(name)
-        if flat is None or flat.numel() < size or flat.device != device:
-            flat = self._flat[name] = torch.empty(size, dtype=torch.float32, device=device)
-        return flat[:size].view(*shape)
-
-    def like(self, name: str, keys: torch.Tensor) -> torch.Tensor:
-        """Return memory for keys [H, N, D] that lie by dimension, or by token, as these do."""
-        heads, tokens, size = keys.shape
-        if _by_dimension(keys):
-            return self.take(name, (heads, size, tokens), keys.device).mT
-        return self.take(name, keys.shape, keys.device)
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self._flat.clear()
-
-
 def _all_scores(
     keys: torch.Tensor,
     rotation: Rotation | None,
@@ -182,7 +153,7 @@ def _all_scores(
     """
     heads, tokens, size = keys.shape
     device = keys.device
-    if _by_dimension(keys):
+    if by_dimension(keys):
         inputs = buffers.take("inputs", (heads, size + 3, tokens), device).mT
     else:
         inputs = buffers.take("inputs", (heads, tokens, size + 3), device)
@@ -201,11 +172,6 @@ def _all_scores(
     if shares is not None:
         more.addcmul_(shares, network.shares)
     return rows[:, :count].mT, more
-
-
-def _by_dimension(keys: torch.Tensor) -> bool:
-    """Return True if keys [H, N, D] are stored dimension by dimension, as on CPUs."""
-    return keys.stride(-2) < keys.stride(-1)
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, slice, torch
     grows with the number of columns only.
 
     Yields:
-        Heads, some of their G * w rows, and [h, b, columns] float32 weights of these rows. Each row
-        sums to 1, or to less with a sink.
+        Heads, some of their G * w rows, and [h, b, columns] float32 weights of these rows, valid
+        until the next block. Each row sums to 1, or to less with a sink.
 
     Raises:
         ValueError: The candidates do not have ``window`` queries.
@@ -70,23 +70,29 @@ def window_weights(candidates: Candidates) -> Iterator[tuple[slice, slice, torch
     # On a GPU the host does not look, because it would wait.
     padding = ~valid if candidates.padded and not (valid.is_cpu and bool(valid.all())) else None
     most = logits_at_once(valid.device)
-    sinks = candidates.sinks
+    sinks, buffers = candidates.sinks, candidates.buffers
     if sinks is not None:
         sinks = sinks.repeat_interleave(window, dim=1)
     heads_at_once = max(1, most // (rows.shape[1] * columns))
     rows_at_once = rows.shape[1] if heads_at_once > 1 else max(MIN_ROWS, most // columns)
     for head in range(0, len(rows), heads_at_once):
         heads = slice(head, head + heads_at_once)
-        keys = candidates.keys[heads].float().mT
+        keys = buffers.floats("keys", candidates.keys[heads]).mT
         for begin in range(0, rows.shape[1], rows_at_once):
             block = slice(begin, begin + rows_at_once)
-            logits = torch.bmm(rows[heads, block], keys)
+            shape = (len(keys), len(own[block]), columns)
+            logits = buffers.take("logits", shape, keys.device)
+            torch.bmm(rows[heads, block], keys, out=logits)
             if candidates.softcap:
                 logits = logits.div_(candidates.softcap).tanh_().mul_(candidates.softcap)
             logits[..., columns - window :].masked_fill_(ahead[block], float("-inf"))
             if padding is not None:
                 logits.masked_fill_(padding[heads, None], float("-inf"))
-            weights = attention_weights(logits, None if sinks is None else sinks[heads, block])
+            weights = attention_weights(
+                logits,
+                None if sinks is None else sinks[heads, block],
+                buffers.take("weights", shape, keys.device),
+            )
             del logits
             if padding is not None:
                 held = columns - padding[heads].sum(-1, keepdim=True)

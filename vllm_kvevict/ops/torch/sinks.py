@@ -3,7 +3,9 @@
 import torch
 
 
-def attention_weights(logits: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attention_weights(
+    logits: torch.Tensor, sinks: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the softmax over the last dimension, with a sink in the denominator.
 
     A sink is a learned logit without a value (gpt-oss, arXiv:2508.10925, section 2.2;
@@ -12,12 +14,13 @@ def attention_weights(logits: torch.Tensor, sinks: torch.Tensor | None = None) -
     Args:
         logits: [..., n] float32; -inf for masked tokens.
         sinks: [...] float32 sink of every row, or a shape that broadcasts to it; None for none.
+        out: [..., n] float32 to write to; None for a new tensor.
 
     Returns:
         [..., n] float32; a row sums to 1 without a sink, to less with a sink.
 
     """
     if sinks is None:
-        return logits.softmax(-1)
+        return torch.softmax(logits, -1, out=out)
     lse = torch.logaddexp(logits.logsumexp(-1), sinks)
-    return (logits - lse[..., None]).exp()
+    return torch.sub(logits, lse[..., None], out=out).exp_()
