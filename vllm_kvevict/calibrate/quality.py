@@ -75,9 +75,10 @@ def measured(
         ``keys`` and ``joined``: the question is not known at the eviction, and scores are those of
         the keys alone, as at the end of a context that a request names, or joined with the
         window's; ``known``: it is, and they are joined (not there if nothing is asked). Only
-        questions follow a named context, and prose too in ``joined``. Each has ``answers``, their number, and by budget: ``kl``, the
-        mean KL divergence in nats per token of the answer and its 95% interval; and ``right``, the
-        share of questions that are answered right and its interval. ``full``: that share without
+        questions follow a named context, and prose too in ``joined``. Each has ``answers``, their
+        number, and by budget: ``kl``, the mean KL divergence in nats per token of the answer and
+        its 95% interval; and ``right``, the share of questions that are answered right and its
+        interval. ``full``: that share without
         eviction.
 
     """
