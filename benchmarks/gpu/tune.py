@@ -17,6 +17,10 @@ from benchmarks.gpu.clock import captured, copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.part import Key, Part, add_options
 from vllm_kvevict.attention.scratch import Shape
 from vllm_kvevict.ops.triton import decode
+from vllm_kvevict.ops.triton import splits as plans
+
+EQUAL = 10**6
+"""Value of ``--margin`` for equal parts."""
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
@@ -45,13 +49,14 @@ class Tuned:
         triton.programs = self.processors * choice["programs"]
         self.step.target = min(self.most, triton.programs * choice["splits"])
         triton.stages = choice["stages"]
-        before = decode.TILE, heads.MIN_SPLIT
+        before = decode.TILE, heads.MIN_SPLIT, plans.MARGIN
         decode.TILE, heads.MIN_SPLIT = choice["tile"], choice["min_split"]
+        plans.MARGIN = choice["margin"]
         try:
             graph = captured(self.step.run_triton, self.device)
             times = milliseconds(graph, self.device, self.args.repeats)
         finally:
-            decode.TILE, heads.MIN_SPLIT = before
+            decode.TILE, heads.MIN_SPLIT, plans.MARGIN = before
         figures: dict[str, Any] = {"layer": spread(times, self.step.layers)}
         floor = self.step.num_bytes / self.bandwidth * 1000
         figures["share of copy bandwidth"] = floor / figures["layer"]["median_ms"]
@@ -61,13 +66,16 @@ class Tuned:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", type=shapes,
-                        default=shapes("16/1024,64/1024,256/1024,16/4096,64/4096"))  # fmt: skip
-    parser.add_argument("--programs", type=numbers, default=[2, 3], help="of a multiprocessor")
-    parser.add_argument("--splits", type=numbers, default=[1, 2, 3], help="for each program")
-    parser.add_argument("--stages", type=numbers, default=[3, 5])
-    parser.add_argument("--min-split", type=numbers, default=[64, 128])
+                        default=shapes("8/1024,16/1024,32/1024,48/1024,64/1024,256/1024,"
+                                       "16/4096,64/4096"))  # fmt: skip
+    parser.add_argument("--programs", type=numbers, default=[2], help="of a multiprocessor")
+    parser.add_argument("--splits", type=numbers, default=[1, 2], help="for each program")
+    parser.add_argument("--margin", type=numbers, default=[plans.MARGIN, EQUAL],
+                        help="splits are longer by one part in so many")  # fmt: skip
+    parser.add_argument("--stages", type=numbers, default=[3])
+    parser.add_argument("--min-split", type=numbers, default=[64])
     parser.add_argument("--tile", type=numbers, default=[64])
-    parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--sigma", type=float, default=0.5, help="0.5: heads of real models")
     parser.add_argument("--device", default="cuda", choices=("cuda",))
     parser.add_argument("--repeats", type=int, default=10)
     add_options(parser, RESULTS / "tune.json")
@@ -75,8 +83,8 @@ def main() -> None:
     part = Part("tune", args, torch.device(args.device))
     for requests, budget in args.shapes:
         tuned = Tuned(args, requests, budget)
-        grid = product(args.programs, args.splits, args.stages, args.min_split, args.tile)
-        names = ("programs", "splits", "stages", "min_split", "tile")
+        names = ("programs", "splits", "margin", "stages", "min_split", "tile")
+        grid = product(*(getattr(args, name) for name in names))
         choices = [dict(zip(names, values, strict=True)) for values in grid]
         keys = [dict(requests=requests, budget=budget, **choice) for choice in choices]
         part.measure(keys, lambda key: 3, tuned.time)
