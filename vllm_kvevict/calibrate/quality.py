@@ -78,8 +78,7 @@ def measured(
         questions follow a named context, and prose too in ``joined``. Each has ``answers``, their
         number, and by budget: ``kl``, the mean KL divergence in nats per token of the answer and
         its 95% interval; and ``right``, the share of questions that are answered right and its
-        interval. ``full``: that share without
-        eviction.
+        interval. ``full``: that share without eviction.
 
     """
     rows: dict[str, dict[float, list[Answer]]] = {}

@@ -2,8 +2,8 @@
 
 A launch of decode attention has as many programs as the GPU runs at once, and heads differ in
 length. Therefore all keys of a layer are cut into splits of one size, a little more than an equal
-part of them, and programs take them from a queue, the longest first. The plans of all
-layers are computed once per step, on the device, at fixed addresses.
+part of them, and programs take them from a queue, the longest first. The plans of all layers are
+computed once per step, on the device, at fixed addresses.
 """
 
 from dataclasses import dataclass
@@ -236,9 +236,9 @@ def plan_splits(
     """Cut the keys of every layer into splits of one size and queue them, in two launches.
 
     A split is longer by :data:`MARGIN` than one of ``target`` equal parts of the keys. There are at
-    most ``target + num_sequences`` splits in a layer. Splits that are not the last of
-    their sequence come first. The last splits follow in descending order of length, in
-    :data:`CLASSES` classes; the order within a class is undefined.
+    most ``target + num_sequences`` splits in a layer. Splits that are not the last of their
+    sequence come first. The last splits follow in descending order of length, in :data:`CLASSES`
+    classes; the order within a class is undefined.
 
     Args:
         lengths: [L, >= num_sequences] int32.
