@@ -73,12 +73,11 @@ def measured(
 
     Returns:
         ``keys`` and ``joined``: the question is not known at the eviction, and scores are those of
-        the keys alone, as at the end of a context that a request names, or joined with the
-        window's; ``known``: it is, and they are joined (not there if nothing is asked). Only
-        questions follow a named context, and prose too in ``joined``. Each has ``answers``, their
-        number, and by budget: ``kl``, the mean KL divergence in nats per token of the answer and
-        its 95% interval; and ``right``, the share of questions that are answered right and its
-        interval. ``full``: that share without eviction.
+        the keys alone or joined with the window's; ``known``: it is, and they are joined (not
+        there if nothing is asked). Each has ``answers``, their number, and by budget: ``kl``, the
+        mean KL divergence in nats per token of the answer and its 95% interval; and ``right``, the
+        share of questions that are answered right and its interval. ``full``: that share without
+        eviction.
 
     """
     rows: dict[str, dict[float, list[Answer]]] = {}
@@ -96,7 +95,7 @@ def measured(
                 ]
                 for name in names:
                     model.scores(name != "keys")
-                    for later in _follows(name, texts):
+                    for later in texts:
                         lost, right = model.lost(later.ids, later.answer, trials)
                         whole, *each = (bool(ok) if later.asked else None for ok in right)
                         if name == "joined" and budgets[0] == BUDGETS[0]:
@@ -158,16 +157,6 @@ def _asked(lesson: Lesson) -> Iterator[tuple[tuple[str, ...], list[int], list[La
     for later in [one for one in lesson.later if one.asked][:KNOWN]:
         following = Later(later.ids[later.asked :], later.answer, later.asked)
         yield ("known",), [*lesson.context, *later.ids[: later.asked]], [following]
-
-
-def _follows(name: str, texts: list[Later]) -> list[Later]:
-    """Return the texts by which the losses ``name`` are measured.
-
-    Probes that expect questions serve the end of a named context, so what they lose of prose does
-    not count there. Prompts of one's own may ask nothing.
-    """
-    asked = [one for one in texts if one.asked]
-    return asked if name == "keys" and asked else texts
 
 
 def kept_tokens(share: float, length: int, recent: int) -> float:

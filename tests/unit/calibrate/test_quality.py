@@ -16,10 +16,7 @@ LESSON = Lesson([1] * 100, [Later([2, 3, 4, 9], 2, 1), Later([2, 3, 5, 9], 2, 1)
 
 
 class Losing:
-    """Loses 1 / tokens kept, twice that by keys alone; half where the question is known.
-
-    Prose loses 100 by keys alone.
-    """
+    """Loses 1 / tokens kept, twice that by keys alone; half where the question is known."""
 
     recent = 8
 
@@ -40,8 +37,6 @@ class Losing:
         assert text[-answer:] and (not known or len(text) == 3)
         kept = [1 / (trial[0][0] + self.recent) for trial in trials]
         right = [text[-answer] == self.right] * (1 + len(trials))
-        if text == [7, 7] and not self.joined:
-            return torch.full((len(trials),), 100.0), torch.tensor(right)
         return torch.tensor(kept) * (1 if self.joined else 2) / (1 + known), torch.tensor(right)
 
 
@@ -53,18 +48,11 @@ def test_losses_and_answers_by_budget() -> None:
     assert found["full"][0] == 0.5, "of two questions one is answered; prose asks nothing"
     for name, times in (("keys", 2), ("joined", 1), ("known", 0.5)):
         row = found[name]
-        assert row["answers"] == (6 if name == "joined" else 4), "questions follow a named context"
+        assert row["answers"] == (4 if name == "known" else 6)
         for at, kept in (("50.00%", 50), ("25.00%", 25), ("12.50%", 12), ("6.25%", 9)):
             # Contexts are 100 tokens long, and one more where they have the question.
             assert row[at]["kl"] == [pytest.approx(times / kept, rel=0.1)] * 3
             assert row[at]["right"][0] == 0.5
-
-
-def test_where_nothing_is_asked_prose_counts() -> None:
-    lesson = Lesson([1] * 100, [Later([7, 7], 1)])
-    found = quality.measured(Losing(4), torch.ones(1, 1), 0.125, [lesson], lambda x, name: x)
-    assert list(found) == ["full", "keys", "joined"]
-    assert found["keys"]["25.00%"]["kl"] == [100.0] * 3 and found["keys"]["answers"] == 1
 
 
 def test_intervals() -> None:
