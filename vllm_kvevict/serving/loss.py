@@ -25,22 +25,18 @@ def losses(profile: Profile, window: bool) -> dict[str, float]:
 
     Args:
         profile: The model's; the question is not known at its evictions.
-        window: True if the server records windows. The bound then holds for both kinds of
-            evictions: joined with the window, and by keys alone at the end of a context that a
-            request names.
+        window: True for evictions that are joined with a recorded window, as at the end of a
+            prompt; False for those by keys alone, as at the end of a context that a request names.
 
     """
-    if profile.probe is None:
+    rows = profile.quality.get("joined" if window else "keys")
+    if profile.probe is None or not isinstance(rows, dict):
         return {}
-    found: dict[str, float] = {}
-    for kind in ("keys", "joined") if window else ("keys",):
-        rows = profile.quality.get(kind)
-        if not isinstance(rows, dict):
-            return {}
-        for share, row in rows.items():
-            if share.endswith("%") and isinstance(row, dict) and len(row.get("kl", ())) == 3:
-                name = f"{float(share[:-1]):g}%"
-                found[name] = max(found.get(name, 0.0), float(row["kl"][2]))
+    found = {
+        f"{float(share[:-1]):g}%": float(row["kl"][2])
+        for share, row in rows.items()
+        if share.endswith("%") and isinstance(row, dict) and len(row.get("kl", ())) == 3
+    }
     return dict(sorted(found.items(), key=lambda pair: float(pair[0][:-1])))
 
 
@@ -51,7 +47,8 @@ def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
         ValueError: In one sentence: the profile does not say what answers lose.
 
     """
-    bounds = losses(profile, config.options.probe_window == "auto")
+    window = config.options.probe_window == "auto"
+    bounds = losses(profile, window)
     if not bounds:
         raise ValueError(
             f"{FLAG} loss={loss:g}: the profile does not say what answers lose; make a new one "
@@ -75,6 +72,15 @@ def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
         loss,
         listed,
     )
+    named = losses(profile, window=False).get(chosen, 0.0)
+    if window and named >= loss:
+        logger.info(
+            "KV eviction: at the end of a context that a request names (kv_eviction_at), answers "
+            "may lose %.3f nats per token at %s, which is more than %g.",
+            named,
+            chosen,
+            loss,
+        )
     return chosen
 
 

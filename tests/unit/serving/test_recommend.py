@@ -90,7 +90,7 @@ MEASURED = {
         "keys": (0.02, 0.025, 0.03, 0.045),
     }.items()
 }
-"""Losses by budget, with their upper bounds. A server that records windows evicts in both ways."""
+"""Losses by budget, with their upper bounds. Evictions at the end of a prompt are joined."""
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,8 @@ MEASURED = {
         (dict(policy="auto", budget="loss=0.25"), "12.5%"),
         (dict(policy="probe", budget="loss=0.061", profile="auto"), "12.5%"),
         (dict(policy="probe", budget="loss=0.06", profile="auto"), "25%"),
-        (dict(policy="ada-probe", budget="loss=0.015", profile="auto"), "100%"),
+        (dict(policy="ada-probe", budget="loss=0.015", profile="auto"), "50%"),
+        (dict(policy="ada-probe", budget="loss=0.01", profile="auto"), "100%"),
         (dict(policy="auto", options=dict(probe_window="none")), "6.25%"),
         (dict(policy="auto", budget="12.5%"), "12.5%"),
         (dict(policy="auto", max_budget="20%"), "20%"),
@@ -118,9 +119,22 @@ def test_a_budget_from_what_answers_lose(
     # A server that evicts nothing says so.
     assert [r.levelno >= logging.WARNING for r in mine] == [budget == "100%"] * len(mine)
     chosen = "prefill_interval" not in asked and asked.get("budget") != "12.5%"
-    assert len(lines) == chosen
+    assert len(lines) == chosen + (budget == "50%"), "keys alone lose more at a half"
     if chosen and "options" not in asked:
         assert "12.5% 0.060" in lines[0] and "25% 0.030" in lines[0]
+
+
+def test_contexts_that_requests_name_may_lose_more(
+    build: Any, nothing_ships: Path, records: list[logging.LogRecord]
+) -> None:
+    """The choice is that of the end of prompts; a line says what the end of a context loses."""
+    more = {"25.00%": {"kl": [0.08, 0.05, 0.115], "right": None}}
+    quality = MEASURED | {"keys": MEASURED["keys"] | more}
+    write(build, nothing_ships / "a.json", quality=quality)
+    assert settled(build("auto")).budget == "25%"
+    lines = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.loss"]
+    assert len(lines) == 2
+    assert "(kv_eviction_at), answers may lose 0.115 nats per token at 25%" in lines[1]
 
 
 @pytest.mark.parametrize(
