@@ -1,12 +1,13 @@
-"""How much of the model's own prose eviction changes: no task, no right or wrong.
+"""How much eviction changes the continuation of prose or code: no task, no right or wrong.
 
     python -m benchmarks.quality.fidelity [--texts 20] [--context 1400] [--continuation 128]
 
-A text of Python's documentation is cut in two. The server reads the first part, evicts, and is made
-to say the second token by token (`forced.py`). Reported are the negative log-likelihood of the true
-continuation, and the share of its tokens at which the model's first choice is the full cache's.
-With `--interval 128 --continuation 1024 --bins 8 --spread` evictions go on in decode: fidelity
-against position, which `python -m benchmarks.quality.position` draws.
+A text of Python's documentation, or with `--source code` of NetworkX's code, is cut in two. The
+server reads the first part, evicts, and is made to say the second token by token (`forced.py`).
+Reported are the negative log-likelihood of the true continuation, and the share of its tokens at
+which the model's first choice is the full cache's. With `--interval 128 --continuation 1024 --bins 8
+--spread` evictions go on in decode: fidelity against position, which
+`python -m benchmarks.quality.position` draws.
 """
 
 import argparse
@@ -25,11 +26,12 @@ from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Endpoint, Followed
 from benchmarks.quality.fidelity_report import markdown, summarize
 from benchmarks.quality.ruler.prose import passage, spread
+from benchmarks.quality.ruler.source_code import piece
 from benchmarks.server import Server
 from benchmarks.smollm2 import real_model
 
 ROOT = Path(__file__).parents[2]
-PROSE = "prose"
+PROSE, CODE = "prose", "code"
 WAIT = 64
 """Steps that a decode eviction may wait for its turn among many."""
 Row = dict[Cell, Followed]
@@ -81,8 +83,12 @@ def texts(endpoint: Endpoint, options: argparse.Namespace) -> list[tuple[int, ..
     found = []
     for seed in range(options.first, options.first + options.texts):
         rng = random.Random(f"fidelity/{seed}")
-        place = spread(seed, options.texts) if options.spread else None
-        ids = endpoint.encode(" ".join(passage(rng, 6 * wanted, place)), special=True)[:wanted]
+        if options.source == CODE:
+            text = piece(rng, 6 * wanted)
+        else:
+            place = spread(seed, options.texts) if options.spread else None
+            text = " ".join(passage(rng, 6 * wanted, place))
+        ids = endpoint.encode(text, special=True)[:wanted]
         if len(ids) < wanted:
             raise ValueError(f"text {seed} has {len(ids)} tokens, {wanted} are needed")
         found.append(tuple(ids))
@@ -142,6 +148,7 @@ def check(options: argparse.Namespace, rows: list[Row], evictions: dict[str, int
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", choices=(PROSE, CODE), default=PROSE)
     parser.add_argument("--texts", type=int, default=20)
     parser.add_argument("--context", type=int, default=1400, help="tokens before the eviction")
     parser.add_argument("--continuation", type=int, default=128, help="tokens behind it")
@@ -151,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bins", type=int, default=1, help="parts of the continuation")
     parser.add_argument("--model", type=Path, help="folder; SmolLM2-135M-Instruct without it")
     parser.add_argument("--first", type=int, default=0, help="number of the first text")
-    parser.add_argument("--spread", action="store_true", help="texts begin at equal distances")
+    parser.add_argument("--spread", action="store_true", help="prose begins at equal distances")
     parser.add_argument("--at-once", type=int, default=1, help="texts asked at once")
     parser.add_argument("--kv-memory", default="1G")
     parser.add_argument("--threads", type=int, default=1)

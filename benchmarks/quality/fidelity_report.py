@@ -62,8 +62,8 @@ def markdown(result: dict) -> str:
         "",
         sentence(
             result,
-            f"{options['texts']} texts, {options['context']} tokens before the eviction, "
-            f"{options['continuation']} after it, interval {options['interval']}",
+            f"{options['texts']} texts of {options['source']}, {options['context']} tokens before "
+            f"the eviction, {options['continuation']} after it, interval {options['interval']}",
         ),
         "",
         "Means over texts with 95% bootstrap intervals. NLL of the true text in nats a token; "

@@ -16,6 +16,8 @@ from benchmarks.quality.fidelity_report import markdown, summarize
 from benchmarks.quality.forced import Follow, ForcedTokens
 from benchmarks.quality.position import draw
 from benchmarks.quality.ruler.prose import passage, sentences, spread
+from benchmarks.quality.ruler.source_code import files, piece
+from vllm_kvevict.calibrate.lessons import source
 
 
 def test_follow_leaves_no_choice_and_then_every_choice():
@@ -47,7 +49,8 @@ def test_summary_is_paired_and_leaves_the_first_token_out():
     assert [(e["first"], e["last"]) for e in halves] == [(1, 2), (3, 4)]
     assert [e["excess"]["mean"] for e in halves] == pytest.approx([0.5, 1.0])
     result = {
-        "cells": halves, "options": dict(texts=1, context=9, continuation=5, interval=0),
+        "cells": halves,
+        "options": dict(texts=1, source="code", context=9, continuation=5, interval=0),
         "command": "c", "date": "d", "commit": "e", "machine": "m",
     }  # fmt: skip
     assert "| snapkv | 25% | 3-4 | 4.500 | +1.000" in markdown(result)
@@ -90,3 +93,16 @@ def test_picture_of_results_with_and_without_layers(tmp_path):
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     draw(results[:1], tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes() != (tmp_path / "a.png").read_bytes()
+
+
+def test_pieces_of_code_begin_at_a_line_and_were_not_learned_from():
+    texts = [piece(random.Random(seed), 9000) for seed in range(20)]
+    assert texts == [piece(random.Random(seed), 9000) for seed in range(20)]
+    assert len(set(texts)) == 20
+    learned = {line for part in source() for line in part.splitlines() if len(line) > 50}
+    for text in texts:
+        assert len(text) >= 9000 and text.count("\n") > 100
+        assert any(file.endswith(text) and f"\n{text}" in f"\n{file}" for file in files())
+        assert not learned & set(text.splitlines())
+    with pytest.raises(ValueError, match="no source file has 10000000 characters"):
+        piece(random.Random(0), 10**7)
