@@ -5,8 +5,8 @@
 A text of Python's documentation, or with `--source code` of NetworkX's code, is cut in two. The
 server reads the first part, evicts, and is made to say the second token by token (`forced.py`).
 Reported are the negative log-likelihood of the true continuation, and the share of its tokens at
-which the model's first choice is the full cache's. With `--interval 128 --continuation 1024 --bins 8
---spread` evictions go on in decode: fidelity against position, which
+which the model's first choice is the full cache's. With `--interval 128 --continuation 1024
+--bins 8 --spread` evictions go on in decode: fidelity against position, which
 `python -m benchmarks.quality.position` draws.
 """
 
