@@ -23,7 +23,7 @@ class Buffers:
             return torch.empty(tuple(shape), dtype=torch.float32, device=device)
         size, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < size:
-            flat = self._flat[name] = torch.empty(size, dtype=torch.float32)
+            flat = self._flat[name] = torch.empty(size, dtype=torch.float32, device=device)
         return flat[:size].view(*shape)
 
     def like(self, name: str, keys: torch.Tensor) -> torch.Tensor:
