@@ -105,7 +105,7 @@ def by_tenths(mine: Sequence[Sequence[int]], multiprocessors: int) -> list[float
 
 
 def lengths(requests: int, sigma: float, args: argparse.Namespace) -> list[int]:
-    """Cached tokens of every head of a step, whose shares are log-normal with this sigma."""
+    """Cached tokens of every head of a step. The shares of heads are log-normal."""
     rand = torch.Generator().manual_seed(args.seed)
     blocks = args.budget // args.block_size
     pages = page_split(requests, args.heads, blocks, rand, sigma=sigma).diff(dim=1)
