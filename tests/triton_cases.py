@@ -158,10 +158,8 @@ def check_lengths_and_splits(device: str, target: int, smallest: int, **options:
         assert all(longer > shorter - step for longer, shorter in pairwise(keys))
         whole = sum(n - 1 for n in counts)
         assert set(keys[:whole]) <= {size}
-        # Up to a sixteenth longer than equal parts, or up to the next page, whichever is more.
-        equal = sum(expected) / target
-        assert equal <= size and (size == smallest or size < max(equal + 16, equal * 17 / 16 + 1))
-        assert size + 16 > equal * 17 / 16
+        # The smallest size that keeps to the target.
+        assert size == smallest or -(-sum(expected) // (size - 16)) > target
 
 
 def check_page_table(device: str, **options: int) -> None:

@@ -31,6 +31,11 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def floats(text: str) -> list[float]:
+    """Numbers with fractions, separated by commas."""
+    return [float(item) for item in text.split(",")]
+
+
 def served(step: Step) -> str:
     """The kernel that a server runs under ``--kv-eviction-attention auto``."""
     kernel: Kernel = "triton"

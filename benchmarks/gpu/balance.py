@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.attention import RESULTS, numbers
+from benchmarks.gpu.attention import RESULTS, floats, numbers
 from benchmarks.gpu.heads import page_split
 from benchmarks.provenance import provenance
-from vllm_kvevict.attention.scratch import MIN_SPLIT, splits_per_program
-from vllm_kvevict.ops.triton.splits import CLASSES, MARGIN, STEP
+from vllm_kvevict.attention.scratch import MIN_SPLIT, splits_to_fill
+from vllm_kvevict.ops.triton.splits import CLASSES, STEP
 
 TENTHS = 10
 
@@ -40,19 +40,14 @@ class Costs:
         return cls(2 * head_size * itemsize, 2 * group * (head_size + 2) * 4)
 
 
-def floats(text: str) -> list[float]:
-    """Numbers, comma-separated."""
-    return [float(item) for item in text.split(",")]
-
-
 Split = tuple[int, int]
 """Its keys, and the splits of its sequence."""
 
 
-def cut(lengths: Sequence[int], target: int, margin: bool = True) -> list[list[Split]]:
-    """The splits of every sequence in order; of equal parts without the margin."""
-    longer = margin * (sum(lengths) * (MARGIN + 1) // (MARGIN * target) // STEP * STEP)
-    size = max(MIN_SPLIT, longer, -(-sum(lengths) // (STEP * target)) * STEP)
+def cut(lengths: Sequence[int], target: int) -> list[list[Split]]:
+    """The splits of every sequence in order."""
+    size = -(-sum(lengths) // target)
+    size = max(MIN_SPLIT, -(-size // STEP) * STEP)
     found = []
     for length in lengths:
         count = max(1, -(-length // size))
@@ -131,7 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=numbers,
                         default=[8, 16, 32, 48, 64, 96, 128, 256, 512, 1024])  # fmt: skip
-    parser.add_argument("--splits", type=numbers, default=[1, 2, 3], help="for each program")
+    parser.add_argument("--splits", type=numbers, default=[1, 2, 3],
+                        help="for each program, beside those that the backend chooses")  # fmt: skip
     parser.add_argument("--multiprocessors", type=int, default=132)
     parser.add_argument("--programs", type=int, default=2, help="of a multiprocessor at once")
     parser.add_argument("--budget", type=int, default=1024)
@@ -154,8 +150,9 @@ def main() -> None:
     for sigma, requests in product(args.sigmas, args.batches):
         found = lengths(requests, sigma, args)
         ideal = sum(found) * costs.token
-        for each in args.splits:
-            sequences = cut(found, programs * each)
+        for each in ("chosen", *args.splits):
+            target = splits_to_fill(len(found), programs) if each == "chosen" else programs * each
+            sequences = cut(found, target)
             in_order = [split for mine in sequences for split in mine]
             order = queue(sequences)
             ours = taken(order, programs, costs)
@@ -163,7 +160,7 @@ def main() -> None:
                 "sigma": sigma,
                 "requests": requests,
                 "splits per program": each,
-                "chosen": each == splits_per_program(len(found), programs),
+                "target": target,
                 "splits": len(in_order),
                 "round robin": balance(dealt(in_order, programs, keys_only), ideal),
                 "queue in order": balance(taken(in_order, programs, keys_only), ideal),
@@ -171,13 +168,6 @@ def main() -> None:
                 "the same with partial sums": balance(ours, ideal),
                 "time with latency": slowdown(
                     order, programs, costs, ideal, args.latency * costs.token
-                ),
-                "the same of one equal part for each program": slowdown(
-                    queue(cut(found, programs, margin=False)),
-                    programs,
-                    costs,
-                    ideal,
-                    args.latency * costs.token,
                 ),
                 "least over most bytes of a multiprocessor, by tenths": by_tenths(
                     ours, args.multiprocessors

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch, Shape
+from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch, Shape, splits_to_fill
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
@@ -89,7 +89,7 @@ class Step:
         self.triton = Scratch("triton", self.shape, self.device)
         sequences = self.requests * heads
         self.splits = Splits.room(self.layers, sequences, self.triton.max_splits, self.device)
-        self.target = self.triton.target(sequences)
+        self.target = splits_to_fill(sequences, self.triton.programs)
 
     @property
     def num_bytes(self) -> int:

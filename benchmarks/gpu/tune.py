@@ -12,15 +12,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import heads
-from benchmarks.gpu.attention import RESULTS, numbers
+from benchmarks.gpu.attention import RESULTS, floats, numbers
 from benchmarks.gpu.clock import captured, copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.part import Key, Part, add_options
 from vllm_kvevict.attention.scratch import Shape
 from vllm_kvevict.ops.triton import decode
-from vllm_kvevict.ops.triton import splits as plans
-
-EQUAL = 10**6
-"""Value of ``--margin`` for equal parts."""
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
@@ -47,16 +43,15 @@ class Tuned:
         """Milliseconds of a layer, and the share of the bandwidth of a copy."""
         triton = self.step.triton
         triton.programs = self.processors * choice["programs"]
-        self.step.target = min(self.most, triton.programs * choice["splits"])
+        self.step.target = min(self.most, round(triton.programs * choice["splits"]))
         triton.stages = choice["stages"]
-        before = decode.TILE, heads.MIN_SPLIT, plans.MARGIN
+        before = decode.TILE, heads.MIN_SPLIT
         decode.TILE, heads.MIN_SPLIT = choice["tile"], choice["min_split"]
-        plans.MARGIN = choice["margin"]
         try:
             graph = captured(self.step.run_triton, self.device)
             times = milliseconds(graph, self.device, self.args.repeats)
         finally:
-            decode.TILE, heads.MIN_SPLIT, plans.MARGIN = before
+            decode.TILE, heads.MIN_SPLIT = before
         figures: dict[str, Any] = {"layer": spread(times, self.step.layers)}
         floor = self.step.num_bytes / self.bandwidth * 1000
         figures["share of copy bandwidth"] = floor / figures["layer"]["median_ms"]
@@ -69,9 +64,8 @@ def main() -> None:
                         default=shapes("8/1024,16/1024,32/1024,48/1024,64/1024,256/1024,"
                                        "16/4096,64/4096"))  # fmt: skip
     parser.add_argument("--programs", type=numbers, default=[2], help="of a multiprocessor")
-    parser.add_argument("--splits", type=numbers, default=[1, 2], help="for each program")
-    parser.add_argument("--margin", type=numbers, default=[plans.MARGIN, EQUAL],
-                        help="splits are longer by one part in so many")  # fmt: skip
+    parser.add_argument("--splits", type=floats, default=[0.945, 1.0, 2.0],
+                        help="for each program; the first is that of few sequences")  # fmt: skip
     parser.add_argument("--stages", type=numbers, default=[3])
     parser.add_argument("--min-split", type=numbers, default=[64])
     parser.add_argument("--tile", type=numbers, default=[64])
@@ -83,7 +77,7 @@ def main() -> None:
     part = Part("tune", args, torch.device(args.device))
     for requests, budget in args.shapes:
         tuned = Tuned(args, requests, budget)
-        names = ("programs", "splits", "margin", "stages", "min_split", "tile")
+        names = ("programs", "splits", "stages", "min_split", "tile")
         grid = product(*(getattr(args, name) for name in names))
         choices = [dict(zip(names, values, strict=True)) for values in grid]
         keys = [dict(requests=requests, budget=budget, **choice) for choice in choices]

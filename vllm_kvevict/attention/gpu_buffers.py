@@ -12,7 +12,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch
+from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch, splits_to_fill
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
@@ -205,7 +205,7 @@ class GroupBuffers:
         )
         if decode.splits is not None:
             sequences = len(decode.rows) * self.state.num_heads
-            target = self.scratch.target(sequences)
+            target = splits_to_fill(sequences, self.scratch.programs)
             plan_splits(self.lengths, sequences, target, MIN_SPLIT, decode.splits)
 
     def hide(self, seq_lens: torch.Tensor, evicted: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,17 @@ PARTIAL_BYTES = 2**27
 """Bytes of partial sums that FlashAttention 3 may allocate for the splits of one layer."""
 
 
-def splits_per_program(sequences: int, programs: int) -> int:
-    """Return the number of splits for each program that fill a GPU."""
+def splits_to_fill(sequences: int, programs: int) -> int:
+    """Return the number of equal splits of all keys that fill so many programs.
+
+    If there are no more sequences than programs, splits are longer than a program's part by one
+    part in 17. Without it, some programs take a whole split and the short last split of a sequence
+    as well, and the others wait for them.
+    """
     least, most = UNEVEN
-    return MOST_SPLITS if least * programs < sequences <= most * programs else 1
+    if sequences <= least * programs:
+        return max(1, programs * 17 // 18)
+    return programs * MOST_SPLITS if sequences <= most * programs else programs
 
 
 class Scratch:
@@ -68,10 +75,6 @@ class Scratch:
     def num_bytes(self) -> int:
         table = self.table.numel() * self.table.element_size()
         return table + (self.optional.num_bytes if self.optional else self.partials.num_bytes)
-
-    def target(self, sequences: int) -> int:
-        """Return the number of splits that fill the GPU with the keys of so many sequences."""
-        return self.programs * splits_per_program(sequences, self.programs)
 
     def by_splits(self, requests: int) -> bool:
         """Return True if decode steps run the Triton decode kernel, False for FlashAttention.

@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvevict.attention import flash
 from vllm_kvevict.attention.flash import EvictingFlashImpl
-from vllm_kvevict.attention.scratch import PARTIAL_BYTES, Scratch, Shape, splits_per_program
+from vllm_kvevict.attention.scratch import PARTIAL_BYTES, Scratch, Shape, splits_to_fill
 
 LLAMA = Shape(
     num_heads=8, group=4, head_size=128, block_size=16, max_requests=256, max_model_len=64
@@ -45,11 +45,10 @@ def test_only_version_3_is_told_how_many_splits(version, splits, monkeypatch):
 
 
 def test_the_splits_that_fill_a_gpu_fit_the_buffers():
-    """One for each program, and two where a program would have one to three whole sequences."""
-    assert [splits_per_program(n, 264) for n in (1, 264, 265, 512, 726, 727, 8192)] == [
-        1, 1, 2, 2, 2, 1, 1,
-    ]  # fmt: skip
+    """About one for each program, and two where it would have one to three whole sequences."""
+    counts = [splits_to_fill(n, 264) for n in (1, 264, 265, 512, 726, 727, 8192)]
+    assert counts == [249, 249, 528, 528, 528, 264, 264]
     for requests in (1, 3, 40):
         scratch = Scratch("triton", Shape(4, 2, 64, 16, requests, 256), torch.device("cpu"))
         for sequences in range(1, 4 * requests + 1):
-            assert scratch.target(sequences) + sequences <= scratch.max_splits
+            assert splits_to_fill(sequences, scratch.programs) + sequences <= scratch.max_splits

@@ -35,7 +35,7 @@ NUMBERS = (
 KERNELS = [
     (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
     (splits._lengths_kernel, dict(HEADS=8, BLOCK=256), {}),
-    (splits._starts_kernel, dict(PLAN, MARGIN=16, SMALLEST=64, STEP=16, BLOCK=1024), {}),
+    (splits._starts_kernel, dict(PLAN, SMALLEST=64, STEP=16, BLOCK=1024), {}),
     (splits._queue_kernel, dict(PLAN, BLOCK=64), dict(num_warps=2)),
     (page_table._page_table_kernel, TABLE, {}),
     (gather._gather_kernel, dict(PAGE=16, CONTENT=4096, PROGRAMS=64, BLOCK=1024), {}),

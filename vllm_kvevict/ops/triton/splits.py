@@ -1,9 +1,9 @@
 """Lengths of (request, KV head) sequences, and the splits of decode attention. Triton.
 
 A launch of decode attention has as many programs as the GPU runs at once, and heads differ in
-length. Therefore all keys of a layer are cut into splits of one size, a little more than an equal
-part of them, and programs take them from a queue, the longest first. The plans of all layers are
-computed once per step, on the device, at fixed addresses.
+length. Therefore all keys of a layer are cut into splits of one size, the smallest for which
+they fit into the buffers, and programs take them from a queue, the longest first. The plans of all
+layers are computed once per step, on the device, at fixed addresses.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,6 @@ TILE = 64
 
 STEP = 16
 """Keys of the smallest page. The size of a split is a multiple of it."""
-
-MARGIN = 16
-"""Splits are longer than an equal part of the keys by one part in so many. The last splits of
-sequences are shorter. Without a margin some programs take a whole split and one of these as well,
-and the others wait for them."""
 
 CLASSES = 64
 """Number of length classes by which the queue is ordered."""
@@ -121,7 +116,6 @@ def _starts_kernel(
     lengths_layer,
     starts_layer,
     target,
-    MARGIN: tl.constexpr,
     SMALLEST: tl.constexpr,
     STEP: tl.constexpr,
     CLASSES: tl.constexpr,
@@ -135,9 +129,8 @@ def _starts_kernel(
         mask = sequence < num_sequences
         total += tl.load(lengths + layer * lengths_layer + sequence, mask=mask, other=0)
     keys = tl.sum(total, 0)
-    split = keys * (MARGIN + 1) // (MARGIN * target) // STEP * STEP
-    split = tl.maximum(split, (keys + STEP * target - 1) // (STEP * target) * STEP)
-    split = tl.maximum(split, SMALLEST).to(tl.int32)
+    split = (keys + target - 1) // target
+    split = tl.maximum((split + STEP - 1) // STEP * STEP, SMALLEST).to(tl.int32)
     tl.store(size + layer, split)
     before = keys.to(tl.int32) * 0
     tl.store(starts + layer * starts_layer, before)
@@ -235,10 +228,9 @@ def plan_splits(
 ) -> None:
     """Cut the keys of every layer into splits of one size and queue them, in two launches.
 
-    A split is longer by :data:`MARGIN` than one of ``target`` equal parts of the keys. There are at
-    most ``target + num_sequences`` splits in a layer. Splits that are not the last of their
-    sequence come first. The last splits follow in descending order of length, in :data:`CLASSES`
-    classes; the order within a class is undefined.
+    There are at most ``target + num_sequences`` splits in a layer. Splits that are not the last of
+    their sequence come first. The last splits follow in descending order of length, in
+    :data:`CLASSES` classes; the order within a class is undefined.
 
     Args:
         lengths: [L, >= num_sequences] int32.
@@ -266,7 +258,6 @@ def plan_splits(
         num_sequences,
         *strides,
         target,
-        MARGIN=MARGIN,
         SMALLEST=smallest,
         STEP=STEP,
         CLASSES=CLASSES,
