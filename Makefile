@@ -50,8 +50,8 @@ format: setup
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# What takes longer or is an extension: kernels, workers, papers, tools. Days in the scheduler are in tests/engine.
-LONGER := $(addprefix tests/unit/,worker ops papers benchmarks hooks deploy calibrate tools/plan test_conftest.py)
+# What takes longer or is an extension: kernels, workers, tools. Days in the scheduler are in tests/engine.
+LONGER := $(addprefix tests/unit/,worker ops benchmarks hooks deploy calibrate tools/plan test_conftest.py)
 CHECKED := tests/unit $(addprefix tests/engine/test_,scheduler.py in_place.py sharing.py turns.py audit.py)
 
 check: lint

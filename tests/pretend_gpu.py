@@ -22,7 +22,7 @@ from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
 from vllm_kvevict.attention import gpu_buffers
 from vllm_kvevict.cache import state
-from vllm_kvevict.papers import nacl
+from vllm_kvevict.policies import nacl
 from vllm_kvevict.worker import candidates
 
 CUDA = torch.device("cuda", 0)

@@ -6,14 +6,14 @@ import torch
 
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.ops.fp8 import typed
+from vllm_kvevict.ops.torch.centers import EXACT
+from vllm_kvevict.ops.torch.centers import greedy_centers as reference
 from vllm_kvevict.ops.triton.centers import greedy_centers
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.merge import Partials
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
 from vllm_kvevict.ops.triton.splits import CLASSES, Splits, head_lengths, plan_splits
-from vllm_kvevict.papers.centers import EXACT
-from vllm_kvevict.papers.centers import greedy_centers as reference
 
 # float32 sums in another order; float16 and bfloat16 round the weights of the values to 11 and
 # 8 bits, and the result once more.

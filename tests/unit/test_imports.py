@@ -6,12 +6,14 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import vllm_kvevict
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import TABLE
+from vllm_kvevict.policies.registry import build_policy
 
 PACKAGE = Path(vllm_kvevict.__file__).parent
 
 FLOORS = (
     {"__main__", "tools"},
-    {"papers"},
     {"calibrate"},
     {"worker"},
     {"engine", "serving"},
@@ -19,8 +21,8 @@ FLOORS = (
     {"cache", "config"},
     {"ops", "timeline", "compat"},
 )
-"""Rooms from top to bottom: commands, papers and the measurement of a model, and the core's five
-floors. A room imports itself and rooms of lower floors, none of its own floor."""
+"""Rooms from top to bottom: commands, the measurement of a model, and the core's five floors. A
+room imports itself and rooms of lower floors, none of its own floor."""
 
 
 @cache
@@ -92,14 +94,15 @@ def test_no_file_imports_itself_through_others():
     assert circle(imports(PACKAGE)) == []
 
 
-def test_nothing_imports_the_papers():
-    """Policies and their extensions of attention are found by name alone."""
-    users = [
-        module
-        for module, others in imports(PACKAGE).items()
-        if room(module) != "papers" and any(room(other) == "papers" for other in others)
-    ]
-    assert users == []
+def test_policies_and_extensions_of_attention_are_found_by_name_alone():
+    """Except policies that have CUDA kernels, which know them."""
+    graph = imports(PACKAGE)
+    needs = [build_policy(EvictionConfig(policy=name)).requirements for name in TABLE]
+    named = {entry.module for entry in TABLE.values()}
+    named |= {need.attention.split(":")[0] for need in needs if need.attention}
+    named -= graph["vllm_kvevict.policies.kernels"]
+    assert len(named) == 9
+    assert [module for module, others in graph.items() if others & named] == []
 
 
 def test_optional_kernels_are_reached_by_the_registry_alone():

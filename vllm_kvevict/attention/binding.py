@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.extension import AttentionExtension
+from vllm_kvevict.attention.extensions.base import AttentionExtension
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState

@@ -75,7 +75,7 @@ TABLE = {
         options=("probe_window", "probe_recent"),
     ),
     "h2o": Entry(
-        "vllm_kvevict.papers.h2o",
+        "vllm_kvevict.policies.h2o",
         "attention of all queries so far (heavy hitters), and recent tokens",
         True,
         options=("recent_share",),
@@ -95,7 +95,7 @@ TABLE = {
         options=("sinks",),
     ),
     "scissorhands": Entry(
-        "vllm_kvevict.papers.scissorhands",
+        "vllm_kvevict.policies.scissorhands",
         "how rarely the last queries gave a token less attention than the mean",
         True,
     ),
@@ -103,18 +103,18 @@ TABLE = {
         "vllm_kvevict.policies.tova", "attention of the last query alone (TOVA, MSRNN)", True
     ),
     "subgen": Entry(
-        "vllm_kvevict.papers.subgen",
+        "vllm_kvevict.policies.subgen",
         "keys that leave no other key far away (greedy k-center)",
         False,
     ),
     "subgen-stream": Entry(
-        "vllm_kvevict.papers.subgen_stream",
+        "vllm_kvevict.policies.subgen_stream",
         "samples of all tokens, which attention weighs (SubGen Algorithm 1)",
         False,
         options=("seed", "radius", "cluster_samples", "value_share"),
     ),
     "nacl": Entry(
-        "vllm_kvevict.papers.nacl",
+        "vllm_kvevict.policies.nacl",
         "attention of the last tokens (proxies), and a random sample of the others",
         False,
         options=("random_share", "seed"),

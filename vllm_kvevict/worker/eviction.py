@@ -11,7 +11,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.attention.extension import make_extensions
+from vllm_kvevict.attention.extensions.base import make_extensions
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState

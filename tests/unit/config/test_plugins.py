@@ -17,7 +17,7 @@ CODE = {
     "good": "from vllm_kvevict.policies.snapkv import build\n",
     "bad": "import a_module_that_is_not_there\n",
     "odd": "def build(config):\n    return 7\n",
-    "weighing": "from vllm_kvevict.papers.subgen_stream import build\n",
+    "weighing": "from vllm_kvevict.policies.subgen_stream import build\n",
 }
 PACKAGES = {
     "one": ["mine = good:build", "ada-mine = good:build", "twice = good:build"],

@@ -35,10 +35,10 @@ import torch
 from tests.models import random_prompt
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.policy_options import options_of
+from vllm_kvevict.ops.torch.column_sums import column_sums
 from vllm_kvevict.ops.torch.select import select_tokens
-from vllm_kvevict.papers.column_sums import column_sums
-from vllm_kvevict.papers.h2o import H2O
 from vllm_kvevict.policies.base import Candidates
+from vllm_kvevict.policies.h2o import H2O
 from vllm_kvevict.policies.registry import build_policy
 
 ROOT = Path(__file__).parents[3]

@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from vllm_kvevict.attention.extension import AttentionExtension, make_extensions
+from vllm_kvevict.attention.extensions.base import AttentionExtension, make_extensions
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import LEARNED, POLICY_NAMES
 from vllm_kvevict.policies.base import Requirements

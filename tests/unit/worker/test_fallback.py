@@ -12,9 +12,9 @@ from tests.nightly import nightly
 from tests.oracles.engine import engine
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.papers.subgen_stream import SubGenStream
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 from vllm_kvevict.policies.snapkv import SnapKV
+from vllm_kvevict.policies.subgen_stream import SubGenStream
 from vllm_kvevict.worker import eviction
 
 SETTINGS = dict(policy="streaming-llm", budget=96, interval=32, options=dict(sinks=0))

@@ -12,7 +12,7 @@ from tests.nightly import covering
 from tests.pretend_gpu import pretended
 from vllm_kvevict.ops import pieces
 from vllm_kvevict.ops.torch import score
-from vllm_kvevict.papers import subgen
+from vllm_kvevict.policies import subgen
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.tova import TOVA
@@ -120,7 +120,7 @@ def test_an_eviction_takes_few_launches(policy):
 def test_subgen_chooses_the_centers_of_many_layers_in_one_launch():
     """It makes no float32 copy of the keys, so the memory of other policies holds more of them."""
     used, eviction = launched("subgen", num_tokens=8192)
-    assert used.names["vllm_kvevict_papers::greedy_centers"] == 3
+    assert used.names["vllm_kvevict_ops::greedy_centers"] == 3
     assert 16 * len(eviction.groups[0].store) >= 900, "tokens that a head keeps"
     counts = []
     for tokens in (1024, 4096):

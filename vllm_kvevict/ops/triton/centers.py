@@ -66,7 +66,7 @@ def _centers_kernel(
 
 
 def greedy_centers(points: torch.Tensor, valid: torch.Tensor, count: int) -> torch.Tensor:
-    """Choose centres as :func:`vllm_kvevict.papers.centers.greedy_centers` does, in one launch.
+    """Choose centres as :func:`vllm_kvevict.ops.torch.centers.greedy_centers` does, in one launch.
 
     Distances are computed in float32. They differ from those of PyTorch in the order of the sum.
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.extension import AttentionExtension
+from vllm_kvevict.attention.extensions.base import AttentionExtension
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.papers.column_sums import column_sums
+from vllm_kvevict.ops.torch.column_sums import column_sums
 from vllm_kvevict.timeline.rule import blocks_for
 
 ELEMENTS = 2**22

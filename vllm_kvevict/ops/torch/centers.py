@@ -54,11 +54,11 @@ def _shape(points: torch.Tensor, valid: torch.Tensor, count: int) -> torch.Tenso
     return valid.new_empty(len(points), count, dtype=torch.int64)
 
 
-_LIBRARY = torch.library.Library("vllm_kvevict_papers", "DEF")
+_LIBRARY = torch.library.Library("vllm_kvevict_ops", "DEF")
 _LIBRARY.define("greedy_centers(Tensor points, Tensor valid, int count) -> Tensor")
 _LIBRARY.impl("greedy_centers", greedy_centers, "CPU")
 _LIBRARY.impl("greedy_centers", _on_a_gpu, "CUDA")
-torch.library.register_fake("vllm_kvevict_papers::greedy_centers", _shape, lib=_LIBRARY)
+torch.library.register_fake("vllm_kvevict_ops::greedy_centers", _shape, lib=_LIBRARY)
 
-choose_centers = torch.ops.vllm_kvevict_papers.greedy_centers
+choose_centers = torch.ops.vllm_kvevict_ops.greedy_centers
 """:func:`greedy_centers` by its device: PyTorch operations on a CPU, one Triton kernel on a GPU."""

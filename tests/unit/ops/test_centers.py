@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.papers.centers import choose_centers, greedy_centers
+from vllm_kvevict.ops.torch.centers import choose_centers, greedy_centers
 
 
 def everything(points: torch.Tensor) -> torch.Tensor:

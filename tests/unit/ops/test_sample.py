@@ -9,7 +9,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from vllm_kvevict.papers.sample import digest, gumbel
+from vllm_kvevict.ops.torch.sample import digest, gumbel
 
 
 def test_digests_depend_on_every_number_and_their_order():
@@ -26,7 +26,7 @@ def test_a_number_out_of_range_is_an_error():
 
 def test_noise_repeats_in_another_process():
     code = (
-        "from vllm_kvevict.papers.sample import digest, gumbel;"
+        "from vllm_kvevict.ops.torch.sample import digest, gumbel;"
         "print(gumbel(digest((3, -4)), 5).tolist())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.binding import GroupBinding
+from vllm_kvevict.attention.extensions import query_sums
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
-from vllm_kvevict.papers import accumulation
 from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 4, 2, 2, 3, 40
@@ -47,7 +47,7 @@ class Pool:
         self.accumulating: list[int] = []
         self.batch = torch.tensor([])
         worker = SimpleNamespace(
-            extensions=[accumulation.QuerySums(self.caches, self.values)],
+            extensions=[query_sums.QuerySums(self.caches, self.values)],
             batch_rows=lambda common: self.batch,
             batch_accumulating=lambda common: torch.tensor(self.accumulating),
         )
@@ -130,7 +130,7 @@ def test_prefill_and_decode_in_any_chunks(data):
                for m in pool.names}  # fmt: skip
     done = [0] * len(lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulation, "ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))
+        patch.setattr(query_sums, "ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))
         while done != lengths:
             due = [r for r in range(len(lengths)) if done[r] < lengths[r]]
             rows = data.draw(st.permutations(due))

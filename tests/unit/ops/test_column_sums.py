@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvevict.papers.column_sums import column_sums
+from vllm_kvevict.ops.torch.column_sums import column_sums
 
 
 def spelled_out(queries, keys, lengths, scale, softcap, sinks=None):
@@ -49,7 +49,7 @@ def test_column_sums(batch, group, count, before, spare, size, softcap, sink, ga
     keys = 3 * torch.randn(batch, columns, size, generator=generator)
     keys.masked_fill_((torch.arange(columns) >= lengths[:, None])[..., None], garbage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_kvevict.papers.column_sums.LOGITS", limit)
+        patch.setattr("vllm_kvevict.ops.torch.column_sums.LOGITS", limit)
         sinks = None if sink is None else sink + torch.randn(batch, group, generator=generator)
         sums = column_sums(queries, keys, lengths, size**-0.5, softcap, sinks)
     expected = spelled_out(queries, keys, lengths, size**-0.5, softcap, sinks)
@@ -60,7 +60,7 @@ def test_column_sums(batch, group, count, before, spare, size, softcap, sink, ga
 
 def test_no_attention_matrix_of_a_long_prompt_stands_in_memory(monkeypatch):
     """Blocks of queries: the largest logits are bounded, however many queries there are."""
-    monkeypatch.setattr("vllm_kvevict.papers.column_sums.LOGITS", 5000)
+    monkeypatch.setattr("vllm_kvevict.ops.torch.column_sums.LOGITS", 5000)
     largest = []
     matmul = torch.Tensor.__matmul__
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.papers.subgen_stream import SubGenStream
 from vllm_kvevict.policies.base import Candidates, protect
 from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.policies.subgen_stream import SubGenStream
 
 BEHIND = 5
 """Columns that no eviction may take."""

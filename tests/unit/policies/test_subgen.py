@@ -10,9 +10,9 @@ from tests.unit.policies.spelled_out import cases
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.torch.select import select_tokens
-from vllm_kvevict.papers.subgen import SubGen
 from vllm_kvevict.policies.base import protect
 from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.policies.subgen import SubGen
 
 
 def farthest_first(keys: list[list[float]], columns: list[int], k: int) -> list[int]:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.unit.policies.spelled_out import attention, best, cases
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.ops.torch.sample import digest, gumbel
 from vllm_kvevict.ops.torch.select import select_tokens
-from vllm_kvevict.papers.nacl import NACL
-from vllm_kvevict.papers.sample import digest, gumbel
 from vllm_kvevict.policies.base import Candidates, Requirements, protect
+from vllm_kvevict.policies.nacl import NACL
 from vllm_kvevict.policies.registry import build_policy
 
 

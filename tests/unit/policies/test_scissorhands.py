@@ -8,9 +8,9 @@ from hypothesis import event, given, settings
 from tests.unit.policies.spelled_out import attention, cases
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.torch.select import select_tokens
-from vllm_kvevict.papers.scissorhands import Scissorhands
 from vllm_kvevict.policies.base import Candidates
 from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.policies.scissorhands import Scissorhands
 
 
 def importance_record(case, head: int) -> dict[int, tuple[int, float]]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_kvevict.ops.torch.sample import digest, gumbel
 from vllm_kvevict.ops.torch.score import window_attention
-from vllm_kvevict.papers.sample import digest, gumbel
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
 
 if TYPE_CHECKING:

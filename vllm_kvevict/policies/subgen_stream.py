@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm_kvevict.papers.estimator import PAGE, Estimator, finite, squared_norms
-from vllm_kvevict.papers.policy_state import PolicyState
+from vllm_kvevict.ops.torch.estimator import PAGE, Estimator, finite, squared_norms
 from vllm_kvevict.policies.base import Candidates, Requirements, Scorer
+from vllm_kvevict.policies.state import PolicyState
 
 if TYPE_CHECKING:
     from vllm_kvevict.config.config import EvictionConfig
@@ -69,7 +69,7 @@ class SubGenStream(Scorer):
         floats_per_token=2,
         random=True,
         weighs=True,
-        attention="vllm_kvevict.papers.weighted:WeightedAttention",
+        attention="vllm_kvevict.attention.extensions.weighted:WeightedAttention",
     )
 
     radius: float = 0.0

@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.extension import AttentionExtension
+from vllm_kvevict.attention.extensions.base import AttentionExtension
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.papers.estimator import weighted_attention
+from vllm_kvevict.ops.torch.estimator import weighted_attention
 from vllm_kvevict.timeline.rule import blocks_for
 
 

@@ -41,7 +41,7 @@ class H2O(Scorer):
         keys=False,
         every_query=True,
         floats_per_token=1,
-        attention="vllm_kvevict.papers.accumulation:QuerySums",
+        attention="vllm_kvevict.attention.extensions.query_sums:QuerySums",
     )
 
     recent_share: float = 0.5

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.nightly import nightly
-from vllm_kvevict.papers.estimator import (
+from vllm_kvevict.ops.torch.estimator import (
     Estimator,
     finite,
     squared_norms,
     weighted_attention,
 )
-from vllm_kvevict.papers.sample import digest
+from vllm_kvevict.ops.torch.sample import digest
 
 pytestmark = pytest.mark.slow
 

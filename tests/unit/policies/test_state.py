@@ -1,6 +1,6 @@
 """What is remembered of a request ends with its row."""
 
-from vllm_kvevict.papers.policy_state import PolicyState
+from vllm_kvevict.policies.state import PolicyState
 
 
 def test_a_cleared_row_forgets_and_others_do_not():

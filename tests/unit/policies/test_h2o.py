@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.unit.policies.spelled_out import best, cases
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.torch.select import select_tokens
-from vllm_kvevict.papers.h2o import EXACT, H2O, RECENT, STEP
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Candidates, protect
+from vllm_kvevict.policies.h2o import EXACT, H2O, RECENT, STEP
 from vllm_kvevict.policies.registry import build_policy
 
 SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.8, 1.0])

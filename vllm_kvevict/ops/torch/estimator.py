@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_kvevict.papers.clusters import Clusters
-from vllm_kvevict.papers.sample import digest
+from vllm_kvevict.ops.torch.clusters import Clusters
+from vllm_kvevict.ops.torch.sample import digest
 
 PAGE = 32
 """Number of consecutive tokens with draws from one generator."""
