@@ -98,12 +98,16 @@ class EvictionProgress:
     def _inside(self, n: int) -> int | None:
         """Return the next position after ``n`` at which prefill evicts, its end included; None if
         there is none."""
+        rule = self.rule
         last = self.context_end if n < self.context_end else self.prefill_end
-        point = self.rule.next_point(n)
-        while point is not None and point < last:
-            if self.gain(point) > 0:
+        if rule.prefill_stride:
+            # The store of a budget in tokens does not depend on the length, so the first tail start
+            # that gains a block is known.
+            more = 1 + self.wanted(n) - self.store_blocks
+            gains = self.tail_start + more * rule.block_size + rule.protected
+            point = rule.next_point(max(n, gains - 1))
+            if point is not None and point < last:
                 return point
-            point += self.rule.prefill_stride
         if n >= self.context_end:
             return None
         return self._before_end(last) if self.gain(last) > 0 else self._inside(last)
@@ -279,11 +283,11 @@ class EvictionProgress:
 
     def sufficient_blocks(self, n: int) -> int:
         """Return a number of blocks that suffices up to length ``n`` if no block is shared and
-        evictions run.
+        evictions run; for budgets in tokens.
 
         Evictions then reuse the request's own blocks. In decode, a step in flight adds a block
         before those of an eviction are free; in prefill, the next chunk waits for them if chunks
-        end at eviction points.
+        end at eviction points. The cost does not depend on ``n``.
         """
         return _sufficient_blocks(
             self.rule,
@@ -294,6 +298,31 @@ class EvictionProgress:
             self.on_demand,
             n,
         )
+
+    def _skip_equal(self, due: int, n: int) -> None:
+        """Skip evictions up to ``n`` that hold as many blocks as the one after ``due``.
+
+        Evictions at equal distances move the tail start by equal distances, and the store of a
+        budget in tokens stays the same. The last eviction of such a series is not skipped.
+
+        Args:
+            due: Length at the last eviction.
+            n: Length up to which evictions are skipped.
+
+        """
+        end, step = self.prefill_end, self.rule.prefill_stride
+        if due >= end:
+            end, step = sys.maxsize, self.rule.stride
+            if self.max_length is not None:
+                end = self.max_length - 1
+        elif due < self.context_end:
+            end = self.context_end
+        if self.next_eviction is None or self.next_eviction - due != step:
+            return
+        last = min(end - 1, n)
+        skipped = max(0, (last - self.next_eviction) // step - 1) * step
+        self.next_eviction += skipped
+        self.tail_start += skipped
 
 
 @lru_cache(maxsize=4096)
@@ -308,13 +337,16 @@ def _sufficient_blocks(
 ) -> int:
     """Implementation of :meth:`EvictionProgress.sufficient_blocks`, called in every step in which a
     prompt waits."""
+    assert rule.budget_tokens is not None, "the store of a share grows with every eviction"
     request = EvictionProgress(
         rule, prompt_len, prefill_end, requested_point, max_length, on_demand
     )
-    bs, peak, freed, store = rule.block_size, 0, 0, 0
+    bs, peak = rule.block_size, 0
     while request.next_eviction is not None and n >= request.next_eviction:
         due = request.next_eviction
         in_flight = n > due and (due >= prefill_end or not request.has_eviction_points)
-        peak = max(peak, blocks_for(due, bs) - freed + store + in_flight)
-        freed, store = request.evict(due)[1] // bs, request.store_blocks
-    return max(peak, blocks_for(n, bs) - freed + store)
+        held = blocks_for(due, bs) - request.tail_start // bs + request.store_blocks
+        peak = max(peak, held + in_flight)
+        request.evict(due)
+        request._skip_equal(due, n)
+    return max(peak, blocks_for(n, bs) - request.tail_start // bs + request.store_blocks)

@@ -9,6 +9,7 @@ is the number of tokens with keys in the cache at the end of a step.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from vllm_kvevict.timeline.layers import Share
 
@@ -104,9 +105,14 @@ class EvictionRule:
         stride = self.prefill_stride
         if not stride:
             return None
-        kept = replace(self, share=None, cap=None).store_blocks(n)
-        first = (kept + blocks_for(self.protected, self.block_size)) * self.block_size + stride
+        first = self._first_point
         return first + max(0, (n - first) // stride + 1) * stride
+
+    @cached_property
+    def _first_point(self) -> int:
+        kept = replace(self, share=None, cap=None).store_blocks(0)
+        recent = blocks_for(self.protected, self.block_size)
+        return (kept + recent) * self.block_size + self.prefill_stride
 
     def max_blocks(self, longest: int) -> int:
         """Return a number of blocks that suffices for any request of ``longest`` tokens, prompt and
