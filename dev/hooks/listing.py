@@ -57,6 +57,17 @@ HOOKS = {
         """,
         "vllm.entrypoints.serve.engine.protocol": "ErrorResponse.error",
     },
+    "serving/switched_off.py": {
+        "vllm.entrypoints.launchers.api_server.entry": "run_server",
+        "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest.vllm_xargs",
+        "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest.vllm_xargs",
+        "vllm.entrypoints.openai.completion.protocol": "CompletionRequest.vllm_xargs",
+        "vllm.entrypoints.anthropic.protocol": "AnthropicMessagesRequest.vllm_xargs",
+        "vllm.entrypoints.speech_to_text.transcription.protocol": """
+            TranscriptionRequest.vllm_xargs
+        """,
+        "vllm.entrypoints.speech_to_text.translation.protocol": "TranslationRequest.vllm_xargs",
+    },
     "serving/admission.py": {
         "vllm.v1.engine.input_processor": "InputProcessor.process_inputs",
         "vllm.v1.engine.async_llm": "AsyncLLM.generate(prompt,sampling_params,request_id)",

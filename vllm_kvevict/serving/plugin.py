@@ -80,14 +80,15 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
 
     Returns:
         ``args`` itself if nothing asks for eviction, else a copy. Its additional
-        configuration is validated, complete, and without the key where eviction is off.
+        configuration is validated and complete; the key is "none" where eviction is off, whatever
+        the other flags are.
 
     Raises:
         ValueError: In one sentence, what is wrong.
 
     """
     from vllm_kvevict.config.config import EvictionConfig
-    from vllm_kvevict.config.names import CONFIG_KEY
+    from vllm_kvevict.config.names import CONFIG_KEY, NONE
     from vllm_kvevict.config.plugins import policy_names
     from vllm_kvevict.config.sentences import flag
 
@@ -108,16 +109,18 @@ def fold_flags(args: argparse.Namespace) -> argparse.Namespace:
             if "policy" not in base | given:
                 raise ValueError(
                     f"KV eviction: {flag(next(iter(given)))} needs a policy; "
-                    f"add --kv-eviction and one of {', '.join(policy_names())}"
+                    f"add --kv-eviction and one of {', '.join(policy_names())}, or {NONE} to "
+                    "serve without eviction"
                 )
             value = base | given
     config = EvictionConfig.parse(value)
     args = copy.copy(args)
-    args.additional_config = {k: v for k, v in additional.items() if k != CONFIG_KEY}
+    settings: Any = NONE
     if config is not None:
         _check_version()
         # Only what was given: auto fills in the rest.
-        args.additional_config[CONFIG_KEY] = config.model_dump(mode="json", exclude_unset=True)
+        settings = config.model_dump(mode="json", exclude_unset=True)
+    args.additional_config = additional | {CONFIG_KEY: settings}
     return args
 
 
@@ -166,9 +169,14 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
     from vllm_kvevict.config.config import EvictionConfig
     from vllm_kvevict.config.names import CONFIG_KEY
 
-    config = EvictionConfig.parse(engine_args.additional_config[CONFIG_KEY])
+    additional = engine_args.additional_config
+    config = EvictionConfig.parse(additional[CONFIG_KEY])
     if config is None:
-        return original(engine_args, *args, **kwargs)
+        # Another mapping: further API servers read this one, and switch eviction off as well.
+        engine_args.additional_config = {k: v for k, v in additional.items() if k != CONFIG_KEY}
+        vllm_config = original(engine_args, *args, **kwargs)
+        _switch_off(vllm_config)
+        return vllm_config
     with _sentence(engine_args):
         _check_version()
     vllm_config = original(engine_args, *args, **kwargs)
@@ -179,6 +187,16 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
         check_statistics(config, getattr(engine_args, "disable_log_stats", False))
         activate(vllm_config, *measured(engine_args, vllm_config, config))
     return vllm_config
+
+
+def _switch_off(vllm_config: Any) -> None:
+    # A rollback must not fail because of what it rolls back.
+    try:
+        from vllm_kvevict.serving.switched_off import switch_off
+
+        switch_off(vllm_config)
+    except Exception as error:
+        _warn(f"keys of requests cannot be ignored by this vLLM ({error!r})")
 
 
 @contextmanager

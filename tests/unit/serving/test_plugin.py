@@ -20,7 +20,7 @@ ADA = {"policy": "ada-snapkv"}
 
 
 def settings(parser: Any, *flags: str) -> Any:
-    """The eviction settings that ``vllm serve m FLAGS`` arrives at, None for off."""
+    """The eviction settings that ``vllm serve m FLAGS`` arrives at."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     args = parser.parse_args(["m", *flags])
@@ -205,10 +205,13 @@ def test_other_additional_config_stays(parser: Any) -> None:
         ["--kv-eviction", "off", "--kv-eviction-budget", "512"],
         ["--additional-config", '{"kv_eviction": "snapkv"}', "--kv-eviction", "none"],
         ["--additional-config", '{"kv_eviction": null}'],
+        # A rollback, whatever else is wrong.
+        ["--kv-eviction", "none", "--kv-eviction-window", "x", "--kv-eviction-allow", "nobody"],
     ],
 )
 def test_off(parser: Any, flags: list[str]) -> None:
-    assert settings(parser, *flags) is None
+    """Further API servers read it, and switch eviction off as well."""
+    assert settings(parser, *flags) == "none"
 
 
 def test_yaml_config(parser: Any, tmp_path: Path) -> None:
