@@ -80,7 +80,7 @@ def measured(
         config = changed(config, {"profile": AUTO})
     elif config.policy != AUTO or "profile" in config.model_fields_set:
         return config, None
-    if not is_parent(vllm_config) or not _is_usable(vllm_config, config):
+    if not is_parent(vllm_config) or not is_usable(vllm_config, config):
         return config, None
     download(vllm_config)
     found = find(vllm_config)
@@ -91,7 +91,7 @@ def measured(
     failure = FailureFile(profile.cache_folder() / f"{file_name(identity(vllm_config))}.failed")
     problem = None
     if not insists:
-        problem = _impossible(vllm_config) or failure.read(config.measure_seconds)
+        problem = unmeasurable(vllm_config) or failure.read(config.measure_seconds)
     if problem is None:
         problem = _measure(words, by_hand, config.measure_seconds, failure)
         if problem is None and find(vllm_config) is None:
@@ -197,7 +197,8 @@ class FailureFile:
             logger.debug("KV eviction: %s: %s", self.path, error)
 
 
-def _impossible(vllm_config: "VllmConfig") -> str | None:
+def unmeasurable(vllm_config: "VllmConfig") -> str | None:
+    """Return why start-up cannot measure a model, or None."""
     if vllm_config.load_config.load_format == "dummy":
         return "its weights are random (--load-format dummy)"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -207,7 +208,8 @@ def _impossible(vllm_config: "VllmConfig") -> str | None:
     return None
 
 
-def _is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
+def is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
+    """Return whether a server with these settings could use a profile."""
     try:
         if budget_loss(config.budget) is not None:
             # It stands for a share, which the profile will say.

@@ -39,7 +39,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.fixture
 def measurable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model that is built has no tokenizer, which a measurement needs."""
-    monkeypatch.setattr(measure, "_impossible", lambda _: None)
+    monkeypatch.setattr(measure, "unmeasurable", lambda _: None)
 
 
 def test_a_profile_that_is_there_is_not_measured(

@@ -224,7 +224,7 @@ def test_positions_of_images_that_the_runner_does_not_know(
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
     found = recommended(config, EvictionConfig(policy="auto"))
     assert (found.policy, found.profile) == ("ada-defensive", None)
-    assert not measure._is_usable(config, EvictionConfig(policy="auto", profile="auto"))
+    assert not measure.is_usable(config, EvictionConfig(policy="auto", profile="auto"))
 
 
 BUDGET_WARNING = "the budget is %s instead of %s"

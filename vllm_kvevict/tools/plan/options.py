@@ -2,8 +2,9 @@
 
 import argparse
 import shutil
+import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvevict.config.config import EvictionConfig
+
+
+FILES = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
+"""All that is read of a model at Hugging Face: its shape, the sizes of its weights and their type."""
 
 
 class SizingError(Exception):
@@ -23,7 +28,7 @@ class Options:
 
     ``gpu_memory`` is the whole device; None where the KV cache's own size is given.
     ``weights`` and ``activations`` are None for counted and estimated, ``context`` where prompts
-    share none.
+    share none. ``notes`` are what the server would warn of, and what the plan assumes.
     """
 
     gpu_memory: int | None
@@ -33,10 +38,13 @@ class Options:
     activations: int | None
     json: bool
     context: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     """Read the command line and build vLLM's configuration, without weights or tokenizer.
+
+    Of a model at Hugging Face the files :data:`FILES` are downloaded, and a line on stderr says so.
 
     Raises:
         SizingError: A wrong option, an unknown model, or one that eviction does not support.
@@ -52,14 +60,10 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
 
     from vllm_kvevict.compat import shim
     from vllm_kvevict.config.config import EvictionConfig
-    from vllm_kvevict.config.names import CONFIG_KEY, MEASURE
+    from vllm_kvevict.config.names import CONFIG_KEY
     from vllm_kvevict.serving.command import evict_by_default
 
     args = _parser().parse_args(argv)
-    if getattr(args, "kv_eviction_profile", None) == MEASURE:
-        raise SizingError(
-            f"--kv-eviction-profile {MEASURE}: plan runs no model; name a profile, or give auto"
-        )
     options = Options(
         args.gpu_memory,
         args.prompt,
@@ -73,22 +77,35 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
     if args.budget is not None:
         args.kv_eviction_budget = args.budget
     evict_by_default(args)
-    args.skip_tokenizer_init = True
+    # A tokenizer is neither needed nor downloaded, but the server has one.
+    skips_tokenizer, args.skip_tokenizer_init, args.tokenizer = args.skip_tokenizer_init, True, None
     with tempfile.TemporaryDirectory() as folder:
-        args.model = _model(args.model_config, Path(folder))
+        args.model = _model(args, Path(folder))
         try:
-            vllm_config = EngineArgs.from_cli_args(args).create_engine_config(
+            engine_args = EngineArgs.from_cli_args(args)
+            additional = dict(engine_args.additional_config)
+            config = EvictionConfig.parse(additional.pop(CONFIG_KEY, None))
+            if config is None:
+                raise SizingError("eviction is off, so there is nothing to plan: give --kv-eviction")
+            # vLLM's own: a server measures the model where it has its weights.
+            engine_args.additional_config = additional
+            vllm_config = engine_args.create_engine_config(
                 # A server's defaults differ from those of ``LLM``.
                 usage_context=UsageContext.OPENAI_API_SERVER
             )
+            vllm_config.model_config.skip_tokenizer_init = skips_tokenizer
+            from vllm_kvevict.tools.plan.served import activated
+
+            notes = activated(engine_args, vllm_config, config)
+            notes = tuple(note.replace(args.model, args.model_config) for note in notes)
+            options = replace(options, notes=notes)
         except SystemExit as error:
             raise SizingError(str(error.code).removeprefix("error: ")) from None
         except (OSError, ValueError) as error:
             raise SizingError(_sentence(args.model_config, error)) from None
-    shim().choose_block_size(vllm_config)
-    config = EvictionConfig.parse(vllm_config.additional_config.get(CONFIG_KEY))
-    if config is None:
-        raise SizingError("eviction is off, so there is nothing to plan: give --kv-eviction")
+        shim().choose_block_size(vllm_config)
+    config = EvictionConfig.parse(vllm_config.additional_config[CONFIG_KEY])
+    assert config is not None
     longest = vllm_config.model_config.max_model_len
     if options.prompt + options.output > longest:
         raise SizingError(
@@ -150,13 +167,18 @@ def _check(options: Options, kv_cache_memory: int | None) -> None:
         )
 
 
-def _model(given: str, folder: Path) -> str:
-    """Return what vLLM takes as a model: a folder with a config.json, or a name.
+def _model(args: argparse.Namespace, folder: Path) -> str:
+    """Return the folder with the configuration of the model that is planned for.
+
+    Args:
+        args: The command line: the model, and how to find it at Hugging Face.
+        folder: An empty folder for a configuration in a file of another name.
 
     Raises:
-        SizingError: A path at which there is no configuration.
+        SizingError: There is no configuration.
 
     """
+    given = args.model_config
     path = Path(given).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -169,7 +191,37 @@ def _model(given: str, folder: Path) -> str:
         return str(folder)
     if given.startswith(("/", ".", "~")) or given.count("/") > 1 or given.endswith(".json"):
         raise SizingError(f"there is no config.json or model folder {given}")
-    return given
+    return _downloaded(args)
+
+
+def _downloaded(args: argparse.Namespace) -> str:
+    """Return the folder of a model of the Hugging Face Hub, in which its weights need not be."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    given = args.model_config
+    # Configurations in code run only if that is asked for.
+    files = [*FILES, *(["*.py"] if args.trust_remote_code else [])]
+    print(
+        f"reading {', '.join(files)} of {given} at Hugging Face, if they are not here yet; no "
+        "weights are downloaded",
+        file=sys.stderr,
+    )
+    try:
+        folder = snapshot_download(
+            given,
+            revision=args.revision,
+            cache_dir=args.download_dir,
+            allow_patterns=files,
+            token=args.hf_token,
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise SizingError(_sentence(given, OSError(str(error)))) from None
+    if not (Path(folder) / "config.json").is_file():
+        raise SizingError(f"{given} has no config.json at Hugging Face")
+    return str(folder)
 
 
 def _sentence(model: str, error: Exception) -> str:

@@ -119,6 +119,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
             max_model_len=model.max_model_len,
         ),
         eviction=sizing.config.model_dump(mode="json"),
+        notes=list(sizing.options.notes),
         block_size=cache.block_size,
         max_num_seqs=sizing.vllm_config.scheduler_config.max_num_seqs,
         memory=dict(
@@ -202,6 +203,8 @@ def as_text(sizing: Sizing) -> str:
     most = sizing.vllm_config.scheduler_config.max_num_seqs
     if sizing.mean_sequences(sizing.evicting) == most:
         lines.append(f"(no more than {most}: --max-num-seqs)")
+    if sizing.options.notes:
+        lines += ["", *(f"note: {note}" for note in sizing.options.notes)]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 def rank_weights(given: int | None, vllm_config: "VllmConfig") -> tuple[int, str]:
     """Bytes of the weights on one rank, and how they were found.
 
-    From the checkpoint's files or their index; without them, the parameters of the model that
+    From the checkpoint's index or its files; without them, the parameters of the model that
     transformers builds from the configuration, in the model's type. Shared out evenly over
     tensor- and pipeline-parallel ranks.
 
@@ -37,14 +37,13 @@ def rank_weights(given: int | None, vllm_config: "VllmConfig") -> tuple[int, str
 
 
 def _checkpoint(folder: Path) -> tuple[int, str] | None:
-    files = list(folder.glob("*.safetensors"))
-    if files:
-        return sum(file.stat().st_size for file in files), "the checkpoint's files"
+    # The files may be incomplete, the index is not.
     if (folder / INDEX).is_file():
         metadata = json.loads((folder / INDEX).read_text()).get("metadata", {})
         if "total_size" in metadata:
             return int(metadata["total_size"]), "the checkpoint's index"
-    return None
+    files = list(folder.glob("*.safetensors"))
+    return (sum(file.stat().st_size for file in files), "the checkpoint's files") if files else None
 
 
 def _counted(vllm_config: "VllmConfig") -> tuple[int, str]:

@@ -3,10 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from tests.profiles import random_profile
 from vllm_kvevict.tools.plan.command import main
 from vllm_kvevict.tools.plan.options import SizingError, parse
 from vllm_kvevict.tools.plan.report import Sizing, as_json, as_text
@@ -52,10 +55,67 @@ def test_json_holds_what_the_text_says(model):
                 assert str(value) in text, (part, value)
 
 
-def test_without_a_policy_it_plans_what_auto_stands_for(model):
+def eviction_and_notes(*argv: str) -> tuple[dict[str, Any], str]:
+    data = as_json(plan(*argv))
+    return data["eviction"], "\n".join(data["notes"])
+
+
+def test_auto_plans_what_the_first_start_makes(model):
+    """A server measures a model that has no profile, and serves by the profile."""
     for budget, wanted in (((), "25%"), (("--budget", "256"), 256)):
-        eviction = as_json(plan(model, *LOAD, *KV, *budget))["eviction"]
-        assert (eviction["policy"], eviction["budget"]) == ("ada-defensive", wanted)
+        for profile in ((), ("--kv-eviction-profile", "measure")):
+            eviction, notes = eviction_and_notes(model, *LOAD, *KV, *budget, *profile)
+            assert (eviction["policy"], eviction["budget"]) == ("probe", wanted)
+            assert eviction["profile"]["layers"] == [1.0, 1.0]
+            assert "measures it at its first start" in notes
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (["--kv-eviction-profile", "none"], ""),
+        (["--load-format", "dummy"], "its weights are random"),
+        (["--pipeline-parallel-size", "2"], "it is measured on one pipeline stage only"),
+        (["--skip-tokenizer-init"], "it has no tokenizer"),
+    ],
+)
+def test_auto_plans_what_is_served_without_a_profile(model, flags, reason):
+    """The warning is that of the server; without a profile by choice there is none."""
+    eviction, notes = eviction_and_notes(model, *LOAD, *KV, *flags)
+    assert (eviction["policy"], eviction["budget"]) == ("ada-defensive", "25%")
+    assert ("finds 31 of 100 needles" in notes) == bool(reason) and reason in notes
+    assert f"vllm-kvevict calibrate {model} makes a profile" in notes or not reason
+
+
+def test_auto_plans_a_profile_that_is_there(model, tmp_path):
+    path, _ = random_profile(tmp_path, Path(model))
+    eviction, notes = eviction_and_notes(model, *LOAD, *KV, "--kv-eviction-profile", str(path))
+    assert eviction["policy"] == "probe" and eviction["profile"]["probe"]["file"] == str(path)
+    assert "measures it at its first start" not in notes
+
+
+def test_nothing_is_measured(model, monkeypatch):
+    from vllm_kvevict.serving import measure
+
+    def run(*_: Any) -> None:
+        raise AssertionError("calibrate was started")
+
+    monkeypatch.setattr(measure, "_run", run)
+    weights = Path(model, "model.safetensors")
+    save_file({"lm_head.weight": torch.zeros(128, 64)}, str(weights))
+    assert plan(model, *LOAD, *KV).config.policy == "probe"
+    # A server with the same flags would start it.
+    with pytest.raises(AssertionError, match="calibrate was started"):
+        serve(model)
+
+
+def serve(model: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    additional = {"kv_eviction": {"policy": "auto"}}
+    EngineArgs(
+        model=model, additional_config=additional, kv_cache_memory_bytes=8 << 20, block_size=32
+    ).create_engine_config()
 
 
 def test_a_context_that_all_requests_share(model):
@@ -121,12 +181,15 @@ def test_stages_have_layers_of_every_group(model, tmp_path):
 
 
 def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
-    from safetensors.torch import save_file
-
     save_file({"a": torch.zeros(1000)}, f"{model}/model.safetensors")
     memory = as_json(plan(model, *LOAD, "--gpu-memory", "1G"))["memory"]
     assert 4000 <= memory["weights"] < 4200
     assert memory["weights_from"] == "the checkpoint's files"
+    # One file of two is here.
+    index = {"metadata": {"total_size": 8000}, "weight_map": {"a": "1", "b": "2"}}
+    Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
+    memory = as_json(plan(model, *LOAD, "--gpu-memory", "1G"))["memory"]
+    assert memory["weights"] == 8000 and memory["weights_from"] == "the checkpoint's index"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +205,6 @@ def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
         ([*LOAD, *KV, "--kv-eviction", "none"], "eviction is off"),
         ([*LOAD, *KV, "--context", "2000"], "--context: must be at least 1 and less than --prompt"),
         ([*LOAD, *KV, "--context", "9", "--kv-eviction", "nacl"], "nacl .* shares no stores"),
-        ([*LOAD, *KV, "--kv-eviction-profile", "measure"], "measure: plan runs no model"),
         ([*LOAD, "--kv-cache-memory-bytes", "64K"], "estimated maximum model length"),
         ([*LOAD, "--gpu-memory", "1M"], "leave no room for a KV cache"),
         ([*LOAD, *KV, "--kv-cache-dtype", "fp8_e5m2"], "does not support this type of KV cache"),

@@ -1,0 +1,92 @@
+"""What a server with these flags would run by, without its weights and without measuring them."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import AUTO, CONFIG_KEY, MEASURE
+from vllm_kvevict.config.profile import ProbeFile, Profile
+from vllm_kvevict.serving.activate import activate, check_statistics
+from vllm_kvevict.serving.identity import identity
+from vllm_kvevict.serving.measure import is_usable, unmeasurable
+from vllm_kvevict.serving.profile import find
+from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, WITHOUT_PROFILE, changed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MEASURED_FIRST = (
+    "the model has no profile on this machine, so the server measures it at its first start. This "
+    f"is a plan for {WITH_PROFILE} with even shares and, without --kv-eviction-budget, {BUDGET}; "
+    "the profile may choose other shares and another budget. A large model is not measured within "
+    "--kv-eviction-measure-seconds: calibrate it before, or plan what the server then runs, "
+    f"--kv-eviction {WITHOUT_PROFILE}"
+)
+
+
+def activated(
+    engine_args: Any, vllm_config: "VllmConfig", config: EvictionConfig
+) -> tuple[str, ...]:
+    """Switch eviction on in ``vllm_config`` as a server does, but measure and download nothing.
+
+    Args:
+        engine_args: vLLM's ``EngineArgs``, from which ``vllm_config`` was built.
+        vllm_config: vLLM's own; changed in place.
+        config: The settings.
+
+    Returns:
+        What the server would warn of, and what is assumed here.
+
+    Raises:
+        ValueError: As :func:`~vllm_kvevict.serving.activate.activate`.
+
+    """
+    check_statistics(config, engine_args.disable_log_stats)
+    notes: list[str] = []
+    unmeasured = None
+    insists = config.profile == MEASURE
+    if insists:
+        config = changed(config, {"profile": AUTO})
+    implicit = config.policy == AUTO and "profile" not in config.model_fields_set
+    if (insists or implicit) and is_usable(vllm_config, config) and find(vllm_config) is None:
+        unmeasured = unmeasurable(vllm_config)
+        if unmeasured is None:
+            config = config.model_copy(update={"profile": _unknown(vllm_config)})
+            notes.append(MEASURED_FIRST)
+    with _warnings() as warned:
+        activate(vllm_config, config, unmeasured)
+    return *notes, *warned
+
+
+def _unknown(vllm_config: "VllmConfig") -> Profile:
+    """A profile that says nothing about layers."""
+    mine = identity(vllm_config)
+    return Profile(
+        model=mine,
+        policy=WITH_PROFILE,
+        budget=BUDGET,
+        layers=(1.0,) * mine.layers,
+        probe=ProbeFile(file="of the first start", sha256="unknown"),
+    )
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Warnings of this package, whatever VLLM_LOGGING_LEVEL is."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage().removeprefix("KV eviction: ").rstrip("."))
+
+    logger, handler = logging.getLogger(f"vllm.{CONFIG_KEY}"), Keep(logging.WARNING)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
