@@ -250,7 +250,8 @@ class EvictionMetrics:
 def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
     """Return the labels of the configuration: its fields, the block size, and the package version.
 
-    Shares by layer are represented by a digest, the first 16 digits of SHA-256 over their JSON.
+    A profile is represented by a digest, the first 16 digits of SHA-256 over its JSON. Where its file
+    is does not count.
     """
 
     def text(value: Any) -> str:
@@ -263,5 +264,7 @@ def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
 
     values = config.model_dump(mode="json", exclude={"options"})
     values |= config.options.model_dump(mode="json")
+    if isinstance(profile := values["profile"], dict) and profile["probe"] is not None:
+        values["profile"] = profile | {"probe": profile["probe"]["sha256"]}
     settings = {name: text(value) for name, value in values.items()}
     return settings | {"block_size": str(block_size), "version": vllm_kvevict.__version__}

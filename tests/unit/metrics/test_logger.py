@@ -10,7 +10,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.profile import ModelIdentity, Profile
+from vllm_kvevict.config.profile import ModelIdentity, ProbeFile, Profile
 from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.logger import EvictionStatLogger
 from vllm_kvevict.metrics.prometheus import info
@@ -134,16 +134,22 @@ def test_shares_by_layer_are_a_digest():
     """Two files differ, one file is itself, and no label is longer than stores take."""
     model = ModelIdentity(architecture="any", layers=80, kv_heads=8, config="any")
 
-    def shares(first: float) -> EvictionConfig:
+    def shares(first: float, file: str = "/a", digest: str = "0") -> EvictionConfig:
         layers = (first, 2 - first, *[1.0] * 78)
         heads = tuple((1.0,) * 8 for _ in layers)
-        found = Profile(model=model, policy="snapkv", budget=96, layers=layers, heads=heads)
+        probe = ProbeFile(file=file, sha256=digest)
+        found = Profile(
+            model=model, policy="probe", budget=96, layers=layers, heads=heads, probe=probe
+        )
         return EvictionConfig(policy="ada-snapkv", profile=found)
 
     told = info(shares(0.5), 16)
     assert max(map(len, told.values())) < 100
     assert told == info(shares(0.5), 16)
     assert told["profile"] != info(shares(0.6), 16)["profile"]
+    # Replicas may have one file in different places.
+    assert told["profile"] == info(shares(0.5, file="/b"), 16)["profile"]
+    assert told["profile"] != info(shares(0.5, digest="1"), 16)["profile"]
     assert len(told["profile"]) == 16 and set(told["profile"]) <= set("0123456789abcdef")
 
 
