@@ -1,6 +1,7 @@
 """What eviction costs the scheduler per step: vLLM's own and ours under the same load.
 
     python -m benchmarks.scheduler_cost
+    python -m benchmarks.scheduler_cost --waiting 500
 
 256 and 1024 running decodes, no model: CPU time of the thread in ``schedule`` plus
 ``update_from_output``. All schedulers run in lock step in one process, so that ratios mean
@@ -12,14 +13,16 @@ import gc
 import json
 import random
 import statistics
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.provenance import provenance
 
-RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
+RESULTS = Path(__file__).parent / "results"
 PROMPTS = range(512, 768)
 
 
@@ -56,9 +59,34 @@ class Load:
         self.seconds.append(took + time.thread_time() - start)
 
 
+class HangingFiles:
+    """A folder of stores in which every file takes for ever to read."""
+
+    def __init__(self) -> None:
+        self.back = threading.Event()
+
+    def read(self, *args: Any) -> Any:
+        self.back.wait()
+        raise FileNotFoundError
+
+    def present(self, *args: Any) -> set[str]:
+        return set()
+
+
+class MissingFiles(HangingFiles):
+    """A folder without a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back.set()
+
+
 RINGS = 64
 """Ring slots that 512 MiB hold for an 8B model."""
 LIMITS = dict(evicting=1.10, evicting_64_slots=1.10, evicted_once=1.05, never_evicts=1.05)
+WAITING_LIMIT = 1.02
+"""Median of a step with documents that wait, relative to one without."""
+DOCUMENT_TOKENS = 1024
 
 
 def schedulers(requests: int, max_tokens: int, asynchronous: bool) -> dict[str, Load]:
@@ -140,12 +168,82 @@ def measure(requests: int, steps: int, asynchronous: bool) -> dict[str, Any]:
     return result
 
 
+def with_documents(requests: int, waiting: int, asynchronous: bool, steps: int) -> dict[str, Load]:
+    """Schedulers with a folder of stores: nobody waits; documents wait for files; their clients
+    claim that another server computes them."""
+    from benchmarks.bare_scheduler import Setup, make_request, make_scheduler
+    from vllm_kvevict.config.handover import TAKEN_OVER
+
+    length = PROMPTS.stop + steps + 2
+    setup = Setup(
+        budget=256,
+        window=32,
+        interval=128,
+        block_size=16,
+        blocks=requests * (length // 16 + 32),
+        max_num_seqs=requests + 64,
+        max_batched=requests * PROMPTS.stop,
+        asynchronous=asynchronous,
+        memory=1,
+    )
+    loads = {}
+    rng = random.Random(2)
+    for name in ("nobody", "files", "claims"):
+        loads[name] = load = Load(make_scheduler(setup), setup, requests, steps + 2)
+        stores = load.scheduler._stores
+        stores.reads.files = MissingFiles() if name == "claims" else HangingFiles()
+        load.step(2)
+        for index in range(waiting if name != "nobody" else 0):
+            document = [rng.randrange(2, 1000) for _ in range(DOCUMENT_TOKENS)]
+            asked = {"kv_eviction_at": DOCUMENT_TOKENS - 64, "kv_eviction_interval": 0}
+            request = make_request(setup, f"d{index}", document, 2, asked)
+            if name == "claims":
+                request.kv_transfer_params = TAKEN_OVER
+            load.scheduler.add_request(request)
+        while name == "claims" and len(stores.reads.late) < waiting:
+            load.step(2)
+            time.sleep(0.001)
+        load.step(2)
+        load.seconds.clear()
+    return loads
+
+
+def measure_waiting(requests: int, waiting: int, steps: int, asynchronous: bool) -> dict[str, Any]:
+    """Microseconds of a step with and without documents that wait, and the ratios of medians."""
+    from vllm_kvevict.engine import store_reads
+
+    # Nobody gives up while this measures.
+    patience = mock.patch.multiple(store_reads, READ_TIMEOUT_S=1e6, HANDOVER_TIMEOUT_S=1e6)
+    with patience:
+        # The claims are examined in some steps of their own.
+        loads = with_documents(requests, waiting, asynchronous, steps + 400)
+        in_lock_step(loads, steps)
+    result: dict[str, Any] = {}
+    for name, load in loads.items():
+        waits = len(load.scheduler.waiting)
+        assert len(load.scheduler.running) == requests
+        assert waits == (0 if name == "nobody" else waiting), "documents wait, and nobody else"
+        assert load.scheduler.eviction_counters.as_dict()["evictions_decode"] > 0
+        median = statistics.median(load.seconds)
+        result[name] = {"median_us": round(median * 1e6, 1), "waiting": waits}
+        if name != "nobody":
+            # Pairs of one step: the load of the machine is the same for both.
+            pairs = zip(load.seconds, loads["nobody"].seconds, strict=True)
+            base = statistics.median(loads["nobody"].seconds)
+            result[name]["ratio_of_medians"] = round(median / base, 4)
+            result[name]["median_of_ratios"] = round(statistics.median(a / b for a, b in pairs), 4)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--steps", type=int, default=288)
-    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--waiting", type=int, default=0)
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    named = "scheduler_waiting.json" if options.waiting else "scheduler_cost.json"
+    output = options.output or RESULTS / named
     report: dict[str, Any] = {
         "provenance": provenance(),
         "load": {
@@ -156,19 +254,27 @@ def main() -> None:
             "budget": 256,
             "window": 32,
             "interval": 128,
+            "waiting_documents": options.waiting,
         },
     }
     for requests in options.requests:
         for kind, asynchronous in (("sync", False), ("async", True)):
             print(f"{requests} running, {kind} scheduler", flush=True)
+            if options.waiting:
+                found = measure_waiting(requests, options.waiting, options.steps, asynchronous)
+                report[f"{requests}_{kind}"] = found
+                for name, row in found.items():
+                    ratio = f"{row.get('ratio_of_medians', 1):.3f} (<= {WAITING_LIMIT})"
+                    print(f"  {name:20}{row['median_us']:10} us  {ratio}")
+                continue
             found = measure(requests, options.steps, asynchronous)
             report[f"{requests}_{kind}"] = found
             for name, row in found.items():
                 ratio = f"{row['ratio_mean']:.3f} (<= {LIMITS[name]})" if name in LIMITS else ""
                 print(f"  {name:20}{row['mean_us']:10}{row['median_us']:10} us  {ratio}")
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {options.output}")
+    output.parent.mkdir(exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {output}")
 
 
 if __name__ == "__main__":

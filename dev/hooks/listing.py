@@ -244,7 +244,9 @@ HOOKS = {
             Scheduler._build_kv_connector_meta(connector,scheduler_output)
             Scheduler._update_waiting_for_remote_kv(request)
             Scheduler._handle_invalid_blocks(invalid_block_ids,num_scheduled_tokens)
-            Scheduler.waiting
+            Scheduler.waiting Scheduler.running
+            Scheduler._preempt_request(request,timestamp,drop_stale_output)
+            Scheduler.prev_step_scheduled_req_ids
         """,
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
         "vllm.v1.core.sched.async_scheduler": """

@@ -8,7 +8,6 @@ TIER_HOOKS = {
         """,
         "vllm.v1.request": """
             Request.lora_request Request.num_tokens Request.kv_transfer_params
-            Request.is_finished
         """,
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.watermark_blocks",
         "vllm.v1.core.sched.scheduler": "Scheduler.running",

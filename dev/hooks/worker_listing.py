@@ -107,8 +107,9 @@ WORKER_HOOKS = {
     "worker/ranks.py": {
         "vllm.distributed": """
             tensor_model_parallel_all_reduce tensor_model_parallel_all_gather
-            get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
+            get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tp_group
         """,
+        "vllm.distributed.parallel_state": "GroupCoordinator.cpu_group",
     },
     "attention/choice.py": {
         "vllm.config": "AttentionConfig.backend AttentionConfig.flash_attn_version",

@@ -138,7 +138,7 @@ def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_pat
         def slow(*args, **kwargs):
             time.sleep(0.02)
             waited.append(run.counters.stores_restored_file == 0)
-            held.append(len(run.scheduler._stores._reading))
+            held.append(len(run.scheduler._stores.reads.reading))
             return schedule(*args, **kwargs)
 
         run.scheduler.schedule = slow

@@ -21,8 +21,8 @@ from unittest import mock
 
 import torch
 
-from vllm_kvevict.engine import tiered_stores as stores_module
-from vllm_kvevict.engine.tiered_stores import READERS
+from vllm_kvevict.engine import store_reads, tiered_stores
+from vllm_kvevict.engine.store_reads import READERS
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import StoreNews
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes
@@ -123,17 +123,18 @@ class FaultyDisk:
     def __init__(self, core: Any, faults: float, rng: random.Random) -> None:
         self._core, self._faults, self._rng = core, faults, rng
         self.now = 1000.0
-        self.hung = self.failed = self.damaged = self.generations = 0
+        self.hung = self.failed = self.damaged = self.generations = self.unloaded = 0
         folder = Path(tempfile.mkdtemp(prefix="kv-eviction-test", dir=FOLDER))
         self._root = folder / "stores"
         self._away = folder / "away"
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._stores = core.scheduler._stores
-        self._stores._files = StoreFiles(self._root, {"model": "a"})
+        self._stores.reads.files = StoreFiles(self._root, {"model": "a"})
         core.worker.files = StoreFiles(self._root, {"model": "a"})
         core.worker.tensors = tensors_for(self._stores._sizes)
+        core.worker.cannot_load = self._cannot_load
         self._threads = [Deferred(self, READERS), Deferred(self, 1)]
-        self._stores._reader, core.worker.files._writer = self._threads
+        self._stores.reads.threads, core.worker.files._writer = self._threads
 
     @contextmanager
     def clock(self) -> Iterator[None]:
@@ -142,7 +143,9 @@ class FaultyDisk:
         level = log.level
         log.setLevel(logging.ERROR)
         try:
-            with mock.patch.object(stores_module, "monotonic", lambda: self.now):
+            with ExitStack() as stack:
+                for module in (store_reads, tiered_stores):
+                    stack.enter_context(mock.patch.object(module, "monotonic", lambda: self.now))
                 yield
         finally:
             log.setLevel(level)
@@ -153,6 +156,12 @@ class FaultyDisk:
             self.hung += 1
             return HANG_S
         return self._rng.choice([0.0, 0.0, 1.0, 3.0]) if self._faults else 0.0
+
+    def _cannot_load(self, name: str) -> bool:
+        """Whether a rank fails to load a store that was read and checked."""
+        cannot = self._rng.random() < self._faults / 2
+        self.unloaded += cannot
+        return cannot
 
     @contextmanager
     def fault(self) -> Iterator[None]:
@@ -218,10 +227,10 @@ class FaultyDisk:
             self.step()
         stores, files = self._stores, self._core.worker.files
         stores.executed(None, [StoreNews(files.results())])
-        assert not stores._reading and not stores._queued and not stores._loading
-        assert not stores._taking_over and not stores._writing
+        assert not stores.reads.reading and not stores.reads.queued and not stores.reads.loading
+        assert not stores.reads.claims and not stores._writing
         assert not files._waiting, "bytes that wait to be written are counted for ever"
-        assert not stores._all_hang() and not stores._hanging
+        assert not stores.reads.all_hang() and not stores.reads.hanging
         held = [os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors()]
         assert not [name for name in held if "memfd:kv-eviction" in name]
         assert not list(self._root.glob("*/.*")), "unfinished files"

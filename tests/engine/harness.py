@@ -29,7 +29,7 @@ from tests.engine.faulty_disk import SECONDS_A_STEP, FaultyDisk
 from tests.engine.invariants import Invariants
 from tests.engine.shadow import ShadowWorker, extend_chain
 from vllm_kvevict.config.connectors import DUMMY
-from vllm_kvevict.engine.tiered_stores import READ_TIMEOUT_S
+from vllm_kvevict.engine.store_reads import READ_TIMEOUT_S
 from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.stores.host import StoreNews
 
@@ -142,7 +142,7 @@ class Engine:
         )
         if self.worker.files is not None:
             written, weighed = self.worker.files.results(), self.worker.weighed
-            news = StoreNews(written, weighed, self.worker.generation)
+            news = StoreNews(written, weighed, self.worker.generation, self.worker.lost)
             setattr(done, MEASURED, dict(seconds=[], head_spread=[], stores=[news]))
         outputs = self.scheduler.update_from_output(output, done)
         for one in (one for each in outputs.values() for one in each.outputs):

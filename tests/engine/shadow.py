@@ -116,6 +116,11 @@ class ShadowWorker:
         self.host: dict[str, Saved] = {}
         """What host memory holds of stores."""
         self.restored = 0
+        self.cannot_load: Callable[[str], bool] = lambda name: False
+        """Whether a rank cannot load the store of a name."""
+        self.lost: list[str] = []
+        """Stores that the last step could not load."""
+        self.lately_lost: dict[str, Saved] = {}
         self.files: StoreFiles | None = None
         """Where stores are written to; of their content only names and sizes are real."""
         self.disk: list[Saved] = []
@@ -164,6 +169,7 @@ class ShadowWorker:
         self.weighed = plan.weigh
         if plan.weigh and self.files is not None:
             self.files.use(self.generation)
+        self.lost = []
         for copy in plan.loads:
             self._load(copy)
         if self.offload is not None and self.remote is None:
@@ -322,6 +328,10 @@ class ShadowWorker:
     def _load(self, copy: StoreCopy) -> None:
         self.restored += 1
         saved = self.host.get(copy.name)
+        if saved is None and copy.payload is None and copy.name in self.lately_lost:
+            # It was planned before the scheduler heard of it.
+            saved = self.lately_lost[copy.name]
+            self.lost.append(copy.name)
         if saved is None:
             assert copy.payload is not None, "no memory holds it"
             mapping = open_region(copy.payload[0])
@@ -338,6 +348,11 @@ class ShadowWorker:
                 self.published[one.group_id, one.store[0]] = tail_start, one.store, content, point
             for block, slots in zip(one.blocks, memory, strict=True):
                 self.memory[block] = list(slots)
+        # What a request reads after that is not real: its output must be dropped.
+        if self.files is not None and self.cannot_load(copy.name):
+            self.lost.append(copy.name)
+            self.host.pop(copy.name, None)
+            self.lately_lost[copy.name] = saved
 
     def _write(self, row: Row, start: int, end: int) -> None:
         extend_chain(row.content, row.tokens[start:end], *row.over)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.engine.cases import BOTH, SYNC, counters, engine, hit, lose, tokens
-from vllm_kvevict.engine.tiered_stores import MAX_STORES_READ, Lookup, name_of
+from vllm_kvevict.engine.store_reads import MAX_STORES_READ, Lookup
 from vllm_kvevict.stores.region import Region
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
@@ -97,8 +97,8 @@ def test_nobody_waits_for_a_store_that_is_there(setup, memory):
 
 def read(stores: Any, name: str) -> None:
     """Its file was read."""
-    stores._reading[name] = Lookup(1, monotonic() + 10)
-    stores._reading[name].future.set_result([Region(1)])
+    lookup = stores.reads.reading[name] = Lookup(Mock(), {}, 1, monotonic() + 10)
+    lookup.future.set_result([Region(1)])
 
 
 @BOTH
@@ -130,19 +130,19 @@ def test_what_was_read_is_dropped_when_nobody_waits_for_it(setup):
     """Eight requests whose clients went away kept all others from files, as long as it was idle."""
     core = engine(replace(setup, blocks=90, memory=10**9, max_batched=512))
     stores: Any = core.scheduler._stores
-    stores._files, stores._reader = object(), Mock(submit=lambda *_: Future())
+    stores.reads.files, stores.reads.threads = object(), Mock(submit=lambda *_: Future())
     asked = [core.add(tokens(130, seed), 4, asked=ONCE) for seed in (*range(MAX_STORES_READ), 0)]
     core.step()
-    assert len(stores._reading) == MAX_STORES_READ
+    assert len(stores.reads.reading) == MAX_STORES_READ
     for request in asked[:-1]:
         core.abort(request)
-    name = name_of(core.scheduler._table.states[asked[-1].request_id].store_key)
-    assert stores._reading.keys() == {name}, "somebody waits for it"
+    name = core.scheduler._table.states[asked[-1].request_id].store_key.name
+    assert stores.reads.reading.keys() == {name}, "somebody waits for it"
     whole = core.add(tokens(130), 4, asked=ONCE)
     whole.skip_reading_prefix_cache = True
-    stores._files = None
+    stores.reads.files = None
     core.step()
     core.settle()
-    assert not stores._reading, "it was computed"
+    assert not stores.reads.reading, "it was computed"
     core.finish()
     assert counters(core).stores_reused == 1

@@ -23,13 +23,10 @@ from vllm.lora.request import LoRARequest
 from tests.engine.cases import ASYNC, BOTH, SYNC, counters, engine, lose, tokens
 from tests.engine.faulty_disk import raising, tag_of, tensors_for
 from vllm_kvevict.config.handover import TAKEN_OVER
-from vllm_kvevict.engine import tiered_stores as stores_module
-from vllm_kvevict.engine.tiered_stores import (
-    HANDOVER_TIMEOUT_S,
-    READ_TIMEOUT_S,
-    READERS,
-    TieredStores,
-)
+from vllm_kvevict.engine import store_reads as reads_module
+from vllm_kvevict.engine import tiered_stores
+from vllm_kvevict.engine.store_reads import HANDOVER_TIMEOUT_S, READ_TIMEOUT_S, READERS
+from vllm_kvevict.engine.tiered_stores import TieredStores
 from vllm_kvevict.stores import files as files_module
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.timeline.step_plan import StepPlan
@@ -52,7 +49,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(stores_module, "monotonic", clock)
+    monkeypatch.setattr(reads_module, "monotonic", clock)
+    monkeypatch.setattr(tiered_stores, "monotonic", clock)
     return clock
 
 
@@ -61,7 +59,7 @@ def serve(folder: Path, setup=SYNC, memory: int = 0, **options: Any):
     core: Any = engine(replace(setup, blocks=90, memory=10**9, max_batched=512, **options))
     core.regions = shared_memory()
     stores: Any = core.scheduler._stores
-    stores._memory, stores._files = memory, StoreFiles(folder, {"model": "a"})
+    stores._memory, stores.reads.files = memory, StoreFiles(folder, {"model": "a"})
     core.worker.files = StoreFiles(folder, {"model": "a"})
     core.worker.tensors = tensors_for(stores._sizes)
     return core
@@ -107,7 +105,9 @@ def shared_memory() -> int:
 def assert_nothing_is_held(core: Any) -> None:
     stores = core.scheduler._stores
     core.finish()
-    assert not (stores._reading or stores._queued or stores._loading or stores._taking_over)
+    assert not (
+        stores.reads.reading or stores.reads.queued or stores.reads.loading or stores.reads.claims
+    )
     assert shared_memory() <= core.regions
 
 
@@ -189,7 +189,10 @@ def test_a_file_that_vanishes_after_the_check_is_restored_all_the_same(tmp_path)
     request = core.add(DOCUMENT, 4, asked=ONCE)
     core.hold(free=2)
     deadline = time.monotonic() + 30
-    while not any(one.payload for one in stores._reading.values()) and time.monotonic() < deadline:
+    while (
+        not any(one.payload for one in stores.reads.reading.values())
+        and time.monotonic() < deadline
+    ):
         core.step()
         time.sleep(0.001)
     file.unlink()
@@ -217,7 +220,7 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
 ):
     core = serve(tmp_path, setup)
     stores: Any = core.scheduler._stores
-    documents = [tokens(130, seed) for seed in range(stores_module.MAX_STORES_READ + 4)]
+    documents = [tokens(130, seed) for seed in range(reads_module.MAX_STORES_READ + 4)]
     for document in documents:
         saved(core, document)
     hanging = Hanging()
@@ -231,9 +234,9 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
     assert other.num_output_tokens == 4, "who needs no file does not wait"
     clock.now += READ_TIMEOUT_S + 0.1
     core.finish()
-    assert not stores._reading and not stores._queued
+    assert not stores.reads.reading and not stores.reads.queued
     assert counters(core).stores_restored_file == 0
-    assert len(stores._hanging) == READERS, "the others were never begun"
+    assert len(stores.reads.hanging) == READERS, "the others were never begun"
     published = counters(core).stores_published
     lose(core)
     clock.now += READ_TIMEOUT_S + 0.1
@@ -242,10 +245,10 @@ def test_nobody_waits_longer_than_patience_for_a_file_system_that_hangs(
     core.settle()
     assert counters(core).stores_published == published + 1, "it did not wait at all"
     core.finish()
-    reads = list(stores._hanging)
+    reads = list(stores.reads.hanging)
     hanging.back.set()
     wait(reads, timeout=30)
-    assert not stores._all_hang()
+    assert not stores.reads.all_hang()
     # A future refers to what its thread has read.
     del reads
     monkeypatch.setattr(files_module.os, "preadv", READ)
@@ -266,30 +269,30 @@ def test_a_search_that_hangs_takes_a_thread_too(tmp_path, monkeypatch, clock):
     monkeypatch.setattr(StoreFiles, "present", lambda *_: back.wait(60) and set())
     core.add(documents[0], 4, asked=ONCE).kv_transfer_params = TAKEN_OVER
     deadline = time.monotonic() + 30
-    while stores._arrived.done() and time.monotonic() < deadline:
+    while stores.reads.search.done() and time.monotonic() < deadline:
         core.step()
         time.sleep(0.001)
     hanging = Hanging()
     monkeypatch.setattr(files_module.os, "preadv", hanging)
     core.add(documents[1], 4, asked=ONCE)
     core.step()
-    (reading,) = stores._reading.values()
+    (reading,) = stores.reads.reading.values()
     while not reading.future.running() and time.monotonic() < deadline:
         time.sleep(0.001)
     del reading
     clock.now += READ_TIMEOUT_S + 0.1
     core.finish()
-    assert len(stores._hanging) == 1 and not stores._arrived.done()
+    assert len(stores.reads.hanging) == 1 and not stores.reads.search.done()
     published = counters(core).stores_published
     core.add(documents[2], 4, asked=ONCE)
     core.step()
     core.settle()
     assert counters(core).stores_published == published + 1, "no thread is left to read its file"
-    reads = list(stores._hanging)
+    reads = list(stores.reads.hanging)
     back.set()
     hanging.back.set()
-    wait([*reads, stores._arrived], timeout=30)
-    assert not stores._all_hang()
+    wait([*reads, stores.reads.search], timeout=30)
+    assert not stores.reads.all_hang()
     del reads
     assert_nothing_is_held(core)
 
@@ -311,12 +314,12 @@ def test_what_is_read_is_bounded_by_bytes(tmp_path, monkeypatch):
     documents = [tokens(130, seed) for seed in range(3)]
     for document in documents:
         saved(core, document)
-    monkeypatch.setattr(stores_module, "MAX_READ_BYTES", 1)
+    monkeypatch.setattr(reads_module, "MAX_READ_BYTES", 1)
     asked = [core.add(document, 4, asked=ONCE) for document in documents]
     most = 0
     for _ in range(2000):
         core.step()
-        most = max(most, len(stores._reading) + len(stores._loading))
+        most = max(most, len(stores.reads.reading) + len(stores.reads.loading))
         time.sleep(0.001)
         if all(request.is_finished() for request in asked):
             break
@@ -436,7 +439,7 @@ def test_what_is_read_when_the_weights_change_is_not_used(setup, tmp_path, monke
     for document in documents:
         saved(core, document)
     stores: Any = core.scheduler._stores
-    monkeypatch.setattr(stores_module, "MAX_STORES_READ", 1)
+    monkeypatch.setattr(reads_module, "MAX_STORES_READ", 1)
     hanging = Hanging()
     monkeypatch.setattr(files_module.os, "preadv", hanging)
     if not late:
@@ -444,15 +447,15 @@ def test_what_is_read_when_the_weights_change_is_not_used(setup, tmp_path, monke
     core.hold(free=2)
     asked = [core.add(document, 4, asked=ONCE) for document in documents]
     core.step()
-    (reading,) = stores._reading.values()
+    (reading,) = stores.reads.reading.values()
     deadline = time.monotonic() + 30
     while not (reading.future.running() if late else reading.done) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert len(stores._queued) == 1 and reading.done is not late
+    assert len(stores.reads.queued) == 1 and reading.done is not late
     core.release()
     core.reset()
     core.worker.generation = "other weights"
-    assert not stores._reading and not stores._queued and reading.abandoned.is_set()
+    assert not stores.reads.reading and not stores.reads.queued and reading.abandoned.is_set()
     hanging.back.set()
     wait([reading.future], timeout=30)
     del reading

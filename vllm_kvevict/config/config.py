@@ -181,8 +181,9 @@ class EvictionConfig(BaseModel):
     store_path: Folder | None = Field(
         default=None,
         description=(
-            "Folder for stores of kv_eviction_at, such as DIR,max=100G. They survive a restart, "
-            "and equal servers share them. Users with write access may change answers."
+            "Folder for stores of kv_eviction_at, such as DIR,max=100G; without max, files take at "
+            "most half of the free space. They survive a restart, and equal servers share them. "
+            "Users with write access may change answers."
         ),
     )
     audit: Share = Field(

@@ -112,6 +112,8 @@ class RequestState:
     """Ids of the blocks that a replay of the last eviction holds."""
     base_store: "PublishedStore | None" = None
     """Published store that the following tokens are computed over; None after the next eviction."""
+    reused_store: "PublishedStore | None" = None
+    """Published store that the request started with, also after its next eviction."""
     suffix_published: int = 0
     """Number of tokens up to which full blocks after that store were published."""
     publish_at: int = 0
@@ -195,7 +197,7 @@ class RequestState:
             self.timelines = self.fresh_timelines()
             self._begun_with = self.request.num_tokens
             self.refresh()
-        self.pending_store = reuse
+        self.pending_store = self.reused_store = reuse
         if reuse is not None:
             reuse.advance(self.timelines)
             self.refresh()
@@ -214,7 +216,7 @@ class RequestState:
     def release(self) -> None:
         """Return the request to WAITING with nothing computed, because its blocks are freed."""
         self.phase, self._begun_with = Phase.WAITING, -1
-        self.pending_store = self.base_store = self.admitted_at = None
+        self.pending_store = self.base_store = self.reused_store = self.admitted_at = None
         self.suffix_published = self.publish_at = self.evicted_at = 0
         self.expected_gain = self.pressure_order = 0
 

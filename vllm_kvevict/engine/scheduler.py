@@ -1,6 +1,7 @@
 """vLLM's schedulers with eviction. Each hook calls the engine and its parts."""
 
 from dataclasses import replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -24,6 +25,7 @@ from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.prefix import PrefixCaps
+from vllm_kvevict.engine.published import PublishedStore
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
 from vllm_kvevict.engine.replays import Replays
 from vllm_kvevict.engine.ring_queue import RingQueue
@@ -148,7 +150,7 @@ class EvictingScheduler(Scheduler):
         for part in self._parts:
             part.before_schedule()
         self._core.consider(None)
-        self._waiting_queue.return_unless(self._waits)
+        self._waiting_queue.return_ready(self._stores.ready(), self._waits)
         self._memory.begin_step()
         self._inside = 0
         self.need_mamba_block_aligned_split = bool(
@@ -226,7 +228,7 @@ class EvictingScheduler(Scheduler):
     ) -> "dict[int, EngineCoreOutputs]":
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         measured: dict[str, Any] = getattr(model_runner_output, MEASURED, None) or {}
-        self._stores.executed(plan, measured.get("stores", ()))
+        self._recompute(self._stores.executed(plan, measured.get("stores", ())))
         self._processed = plan
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if plan is not None:
@@ -239,6 +241,20 @@ class EvictingScheduler(Scheduler):
             for part in self._parts:
                 part.after_step(plan)
         return outputs
+
+    def _recompute(self, lost: list[PublishedStore]) -> None:
+        """Discard what requests computed over stores that could not be restored.
+
+        They are preempted, and the output of their steps in flight is dropped, as in a reset of the
+        prefix cache.
+        """
+        if not lost:
+            return
+        for request in reversed(self.running.copy()):
+            if self._table.states[request.request_id].reused_store in lost:
+                self.running.remove(request)
+                self._preempt_request(request, monotonic(), drop_stale_output=True)
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _report(
         self,
@@ -297,9 +313,10 @@ class EvictingScheduler(Scheduler):
         if not ready:
             return False
         waits = self._stores.waits(state)
-        # A request that another server computed waits for its file on its own.
-        if waits and state.store_key is not None and not takes_over(request.kv_transfer_params):
-            self._waiting_queue.examined(request, state.store_key)
+        if waits and state.store_key is not None:
+            # A request that another server computed also waits for a file that is late.
+            claims = takes_over(request.kv_transfer_params)
+            self._waiting_queue.examined(request, state.store_key, claims)
         return not waits
 
     def _mark_prefix_replay(
@@ -392,19 +409,18 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
             "that requests share, but this server shares none: sharing needs prefix caching, "
             "eviction in all layers, and no draft model."
         )
+    floats = floats_per_token(config)
     sizes = StoreSizes(
         {group_id: group.kv_cache_spec for group_id, group in groups.items()},
         {group_id: len(group.layer_names) for group_id, group in groups.items()},
-        floats_per_token(config),
+        floats,
         pinned=vllm_config.device_config.device_type == "cuda",
     )
-    return TieredStores(
-        core,
-        sizes,
-        vllm_config.parallel_config.world_size,
-        parse_size(config.store_memory),
-        store_files(vllm_config, scheduler.kv_cache_config, config),
-    )
+    files = store_files(vllm_config, scheduler.kv_cache_config, config, floats)
+    if files is not None:
+        files.announce_limit()
+    ranks = vllm_config.parallel_config.world_size
+    return TieredStores(core, sizes, ranks, parse_size(config.store_memory), files)
 
 
 def build_parts(core: EvictionCore, config: EvictionConfig, stores: PublishedStores) -> list[Part]:

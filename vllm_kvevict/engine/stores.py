@@ -66,6 +66,8 @@ class PublishedStores:
         self._by_block: dict[int, PublishedStore] = {}
         self._to_sweep: deque[PublishedStore] = deque()
         self._abandoned: dict[ShareKey, None] = {}
+        self._awaited: dict[ShareKey, None] = {}
+        """Stores that waiting requests wait for a running request to make."""
         self._made = 0
 
     def read_key(self, state: RequestState) -> None:
@@ -86,14 +88,33 @@ class PublishedStores:
         """Return whether a waiting request should wait for a store that a running one is about to
         make."""
         key = state.store_key
-        if key is None or key in self._abandoned or not self._may_reuse(state):
+        if key is None or not self._may_reuse(state) or not self._is_coming(key, self._making()):
             return False
-        return any(
-            other.store_key is not None
-            and other.store_key.point > other.request.num_computed_tokens
-            and other.store_key == key
-            for other in self._table.prefilling.values()
-        ) and not self.has(key)
+        self._awaited[key] = None
+        return True
+
+    def ready(self) -> list[ShareKey]:
+        """Return the stores about which something changed since the last call, so that requests
+        that wait for them should be examined again."""
+        if not self._awaited:
+            return []
+        making = self._making()
+        changed = [key for key in self._awaited if not self._is_coming(key, making)]
+        for key in changed:
+            del self._awaited[key]
+        return changed
+
+    def _making(self) -> set[ShareKey]:
+        """Return the stores that running requests are about to make."""
+        return {
+            state.store_key
+            for state in self._table.prefilling.values()
+            if state.store_key is not None
+            and state.store_key.point > state.request.num_computed_tokens
+        }
+
+    def _is_coming(self, key: ShareKey, making: set[ShareKey]) -> bool:
+        return key in making and key not in self._abandoned and not self.has(key)
 
     def _may_reuse(self, state: RequestState) -> bool:
         return self._manager.prefix_cache_lookup_enabled(state.request)
@@ -112,14 +133,18 @@ class PublishedStores:
     def reset(self) -> None:
         """Called after a reset of the prefix cache: its stores may no longer be reused."""
 
-    def executed(self, plan: StepPlan | None, news: Sequence[Any]) -> None:
+    def executed(self, plan: StepPlan | None, news: Sequence[Any]) -> list[PublishedStore]:
         """Record that a step was executed.
 
         Args:
             plan: The plan of the step, if it had one.
             news: Reports of the workers about stores outside the KV cache.
 
+        Returns:
+            The stores that could not be restored. What was computed over them is wrong.
+
         """
+        return []
 
     def ended(self, state: RequestState) -> bool:
         """Record that a request ends, before its blocks are freed.

@@ -2,10 +2,11 @@
 
 vLLM examines every waiting request in every step as long as the step has tokens left. A request
 that waits for a store is examined once and then set aside, and all requests with the same store
-return to the queue together. A step therefore costs the same for any number of requests that wait
-for one store.
+return to the queue together when something changed about it. A step therefore costs the same for
+any number of requests that wait, and for any number of stores.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from operator import attrgetter
@@ -17,6 +18,9 @@ from vllm_kvevict.stores.key import ShareKey
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+Group = tuple[ShareKey, bool]
+"""Key of the store that requests wait for, and whether they also wait for a late file."""
 
 
 class WaitingQueue(RequestQueue):
@@ -32,40 +36,53 @@ class WaitingQueue(RequestQueue):
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
-        self._aside: dict[ShareKey, dict[Request, None]] = {}
-        self._examined: dict[Request, ShareKey] = {}
+        self._aside: dict[Group, dict[Request, None]] = {}
+        self._group_of: dict[Request, Group] = {}
+        """The group of each request that was set aside."""
+        self._examined: dict[Request, Group] = {}
         """Requests that wait for a store and that this step has examined."""
 
-    def examined(self, request: "Request", key: ShareKey) -> None:
-        """Record that a request waits for the store of a key. It is still in the queue."""
-        self._examined[request] = key
+    def examined(self, request: "Request", key: ShareKey, late: bool) -> None:
+        """Record that a request, which is still in the queue, waits for a store.
+
+        Args:
+            request: The request.
+            key: The key of the store.
+            late: True if the request also waits for a file that is late.
+
+        """
+        self._examined[request] = key, late
 
     def set_aside(self) -> None:
         """Set the recorded requests aside, after a step was scheduled."""
         if self._examined:
             self._queue.remove_requests(self._examined.keys())
-            for request, key in self._examined.items():
-                self._aside.setdefault(key, {})[request] = None
+            for request, group in self._examined.items():
+                self._aside.setdefault(group, {})[request] = None
+                self._group_of[request] = group
             self._examined.clear()
 
-    def return_unless(self, waits: "Callable[[Request], bool]") -> None:
+    def return_ready(self, keys: "Iterable[ShareKey]", waits: "Callable[[Request], bool]") -> None:
         """Return the requests whose store is no longer waited for to their places in the queue.
 
         Args:
+            keys: The stores about which something changed.
             waits: Returns whether a request waits for its store. It is called for one request of
-                each store.
+                each group.
 
         """
-        for key, requests in list(self._aside.items()):
-            if waits(next(iter(requests))):
-                continue
-            del self._aside[key]
-            if isinstance(self._queue, FCFSRequestQueue):
-                ordered = list(merge(self._queue, requests, key=attrgetter("arrival_time")))
-                self._queue.clear()
-                self._queue.extend(ordered)
-            else:
-                self._queue.prepend_requests(requests)
+        returned: list[Request] = []
+        for group in [(key, late) for key in keys for late in (False, True)]:
+            requests = self._aside.get(group)
+            if requests is not None and not waits(next(iter(requests))):
+                del self._aside[group]
+                returned += requests
+        for request in returned:
+            del self._group_of[request]
+        if isinstance(self._queue, FCFSRequestQueue):
+            _insert(self._queue, returned)
+        elif returned:
+            self._queue.prepend_requests(returned)
 
     def add_request(self, request: "Request") -> None:
         self._queue.add_request(request)
@@ -92,21 +109,35 @@ class WaitingQueue(RequestQueue):
             self._queue.remove_requests(rest)
 
     def _remove_aside(self, request: "Request") -> bool:
-        for key, requests in self._aside.items():
-            if request in requests:
-                del requests[request]
-                if not requests:
-                    del self._aside[key]
-                return True
-        return False
+        group = self._group_of.pop(request, None)
+        if group is None:
+            return False
+        del self._aside[group][request]
+        if not self._aside[group]:
+            del self._aside[group]
+        return True
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def __len__(self) -> int:
-        return len(self._queue) + sum(map(len, self._aside.values()))
+        return len(self._queue) + len(self._group_of)
 
     def __iter__(self) -> "Iterator[Request]":
         yield from self._queue
-        for requests in self._aside.values():
-            yield from requests
+        yield from self._group_of
+
+
+def _insert(queue: "deque[Request]", requests: "list[Request]") -> None:
+    """Insert requests into a queue by the time of their arrival.
+
+    The requests that have waited longest are in front, so only the front of the queue moves.
+    """
+    if not requests:
+        return
+    arrival = attrgetter("arrival_time")
+    requests.sort(key=arrival)
+    earlier = []
+    while queue and arrival(queue[0]) <= arrival(requests[-1]):
+        earlier.append(queue.popleft())
+    queue.extendleft(reversed(list(merge(earlier, requests, key=arrival))))

@@ -22,7 +22,7 @@ from vllm_kvevict.serving.offload import without_prefix_cache
 from vllm_kvevict.serving.profile import check_learned, load, warn_of_related
 from vllm_kvevict.serving.recommend import is_parent, recommended
 from vllm_kvevict.serving.support import check
-from vllm_kvevict.stores.files import check_folder
+from vllm_kvevict.stores.folder import check_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

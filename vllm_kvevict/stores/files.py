@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -11,12 +10,20 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 from threading import Lock
-from time import monotonic, time
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvevict.stores.folder import (
+    SUFFIX,
+    UNFINISHED,
+    FolderSpace,
+    check_owner,
+    check_trusted,
+    no_folder,
+)
 from vllm_kvevict.stores.region import Region
 from vllm_kvevict.stores.threads import Threads
 
@@ -24,17 +31,15 @@ Tensors = dict[str, torch.Tensor]
 
 logger = init_logger("vllm.kv_eviction.tiers")
 
-SUFFIX = ".safetensors"
-STORE_FILE_NAME = re.compile(r"[0-9a-f]{16}/[0-9a-f]{40}\.[0-9]+\.safetensors")
-"""Names of the files of stores. Only these count and may be removed; other files in the folder
-stay."""
-
 MAX_WAITING_BYTES = 2**30
 """Maximum bytes of host memory of stores that wait to be written; further stores are not
 written."""
 
-UNFINISHED_FILE_AGE_S = 3600
-"""Seconds after which an unfinished file is considered abandoned."""
+PEER_TIMEOUT_S = 2.0
+"""Maximum seconds that the first rank waits for the parts of a store that other ranks write."""
+
+PEER_INTERVAL_S = 0.02
+"""Seconds between two looks at these parts."""
 
 WARNING_INTERVAL_S = 600.0
 """Seconds between two log lines about a folder that cannot be written to."""
@@ -66,8 +71,11 @@ class StoreFiles:
     Args:
         folder: Folder of the files; created with access for this user only if it does not exist.
         fingerprint: Values that must be equal for two servers to share a store, by name.
-        max_bytes: Maximum bytes of all files in the folder; the least recently used are removed
-            first.
+        max_bytes: Maximum bytes of all files in the folder, those of other servers and unfinished
+            ones included; the least recently used are removed first. None for half of the space
+            that is free or holds stores when the folder is first listed.
+        ranks: Number of ranks of the server. The first one limits the size of the folder, and
+            reports whether the parts of all ranks were written.
 
     Raises:
         ValueError: The folder cannot be trusted or created; the message is one sentence.
@@ -75,16 +83,21 @@ class StoreFiles:
     """
 
     def __init__(
-        self, folder: Path, fingerprint: dict[str, object], max_bytes: int | None = None
+        self,
+        folder: Path,
+        fingerprint: dict[str, object],
+        max_bytes: int | None = None,
+        ranks: int = 1,
     ) -> None:
         self._text = json.dumps(fingerprint, sort_keys=True, default=str)
         self._root = folder
-        self._max_bytes = max_bytes
+        self._ranks = ranks
+        self._space = FolderSpace(folder, max_bytes)
         self.use("")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(_no_folder(folder, error.strerror)) from error
+            raise ValueError(no_folder(folder, error.strerror)) from error
         check_owner(folder)
         # A folder that is mounted read-only can only have files of other servers.
         with suppress(OSError):
@@ -95,7 +108,7 @@ class StoreFiles:
         self._lock, self._waiting = Lock(), 0
         self._results: dict[str, bool] = {}
         self._warn_at = 0.0
-        self._remove_unfinished()
+        self._space.remove_unfinished(self.folder)
 
     def use(self, generation: str) -> None:
         """Read and write stores of different weights from now on.
@@ -106,13 +119,6 @@ class StoreFiles:
         """
         self.fingerprint = sha256((self._text + generation).encode()).hexdigest()
         self.folder = self._root / self.fingerprint[:16]
-
-    def _remove_unfinished(self) -> None:
-        """Remove unfinished files of servers that were killed."""
-        for path in self.folder.glob(".*"):
-            with suppress(OSError):
-                if time() - path.stat().st_mtime > UNFINISHED_FILE_AGE_S:
-                    path.unlink()
 
     def path(self, name: str, rank: int) -> Path:
         """Return the path of the store ``name`` of a rank."""
@@ -139,8 +145,13 @@ class StoreFiles:
             if not path.exists():
                 ready()
                 self._write_to(path, about, tensors)
-            written = True
-            self.trim()
+            if about["rank"] == "0":
+                # The parts of the ranks are equally large.
+                num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                self._space.written(num_bytes * self._ranks)
+                written = self._all_written(about["name"])
+            else:
+                written = True
         except Exception as error:
             # Neither the error nor its traceback is kept, because the traceback holds the tensors.
             self._warn(getattr(error, "strerror", None) or type(error).__name__)
@@ -157,11 +168,26 @@ class StoreFiles:
                 "KV eviction: a store was not written to a file in %s: %s.", self._root, reason
             )
 
+    def _all_written(self, name: str) -> bool:
+        """Wait for the other ranks' parts of a store; return whether all of them exist.
+
+        Only the first rank's report reaches the scheduler.
+        """
+        until = monotonic() + (PEER_TIMEOUT_S if self._ranks > 1 else 0)
+        while not self.present([name], self._ranks):
+            if monotonic() >= until:
+                if self._ranks > 1:
+                    self._warn("the parts of other ranks are missing")
+                return False
+            sleep(PEER_INTERVAL_S)
+        return True
+
     def results(self) -> dict[str, bool]:
         """Return for each store given to :meth:`write_soon` whether its file exists, since the last
         call.
 
-        A store that already had a file counts as written; a store that was dropped does not.
+        A store that already had a file counts as written; a store that was dropped does not. The
+        first rank reports True only if the files of all ranks exist.
         """
         with self._lock:
             results, self._results = self._results, {}
@@ -180,10 +206,11 @@ class StoreFiles:
     def _write_to(self, path: Path, about: dict[str, str], tensors: Tensors) -> None:
         # The parents are not created: a volume that is no longer mounted must not be written to.
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        check_trusted(path.parent)
         metadata = about | {"sha256": digest(tensors, about)}
         header = json.dumps({"__metadata__": metadata, **_entries(tensors)}).encode()
         header += b" " * (-(8 + len(header)) % ALIGNMENT_BYTES)
-        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=".")
+        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
         try:
             try:
                 _write_all(descriptor, memoryview(len(header).to_bytes(8, "little") + header))
@@ -218,9 +245,11 @@ class StoreFiles:
         Raises:
             FileNotFoundError: The file does not exist.
             ValueError: The file is not a complete file of this store, rank and fingerprint.
-            OSError: The file cannot be read, or the read was abandoned.
+            OSError: The file cannot be read, other users control its folder, or the read was
+                abandoned.
 
         """
+        check_trusted(self.folder)
         expected = {"fingerprint": self.fingerprint, "name": name, "rank": str(rank)}
         descriptor = os.open(self.path(name, rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -260,79 +289,20 @@ class StoreFiles:
             with suppress(OSError):
                 self.path(name, rank).unlink(missing_ok=True)
 
-    def trim(self) -> None:
-        """Remove the least recently used files until the rest are small enough.
+    def announce_limit(self) -> None:
+        """Log the default limit, if there is no other; accesses the folder on the calling
+        thread."""
+        self._space.announce()
 
-        Works on the calling thread. A file that may not be removed is skipped.
-        """
-        if self._max_bytes is None:
-            return
-        entries = []
-        for path in self._root.glob(f"*/*{SUFFIX}"):
-            if not STORE_FILE_NAME.fullmatch(path.relative_to(self._root).as_posix()):
-                continue
-            with suppress(OSError):
-                entries.append(((status := path.stat()).st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
-            if total <= self._max_bytes:
-                return
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-                total -= size
+    def trim(self) -> None:
+        """Remove the least recently used files until the rest are small enough, on the calling
+        thread."""
+        self._space.trim()
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
         """Wait until all stores given so far are written, for at most ``timeout_s`` seconds."""
         with suppress(TimeoutError):
             self._writer.submit(lambda: None).result(timeout_s)
-
-
-def check_folder(folder: Path) -> None:
-    """Reject a path that cannot be a folder of stores, without creating it.
-
-    Raises:
-        ValueError: It or one of its parents is a file, or other users control it.
-
-    """
-    try:
-        if folder.is_dir():
-            check_owner(folder)
-        for existing in (folder, *folder.parents):
-            if existing.exists() and not existing.is_dir():
-                raise ValueError(_no_folder(folder, f"{existing} is not a folder"))
-    except OSError as error:
-        raise ValueError(_no_folder(folder, error.strerror)) from error
-
-
-def _no_folder(folder: Path, reason: str | None) -> str:
-    return (
-        f"KV eviction: --kv-eviction-store-path: the folder {folder} cannot be used ({reason}); "
-        "give a folder that exists, or that the server may create."
-    )
-
-
-def check_owner(folder: Path) -> None:
-    """Reject a folder that other users control.
-
-    Members of the folder's group are trusted: Kubernetes gives a volume's group to its pods.
-
-    Raises:
-        ValueError: The folder belongs to another user than this one or root, or every user may
-            replace its files.
-
-    """
-    status = os.stat(folder)
-    flag = "KV eviction: --kv-eviction-store-path"
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ValueError(
-            f"{flag}: the folder {folder} belongs to user {status.st_uid}, who could change "
-            "answers; give a folder that belongs to the server's user."
-        )
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise ValueError(
-            f"{flag}: every user may write to the folder {folder} and so change answers; give a "
-            "folder that does not exist yet, or remove that permission (chmod o-w)."
-        )
 
 
 def _in_order(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:

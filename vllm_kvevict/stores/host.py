@@ -1,5 +1,6 @@
 """Host memory of one rank for published stores, managed by the scheduler's plans."""
 
+import errno
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,12 +25,14 @@ class StoreNews:
         written: Whether each store was written, by name.
         weighed: Number of the last reset after which the weights were checked.
         generation: Argument of :meth:`StoreFiles.use` for these weights.
+        lost: Stores that a rank could not load in the step that reports them.
 
     """
 
     written: dict[str, bool] = field(default_factory=dict)
     weighed: int = 0
     generation: str = ""
+    lost: list[str] = field(default_factory=list)
 
 
 class HostStores:
@@ -38,8 +41,9 @@ class HostStores:
     On CUDA, copies run on the stream of the step between its forward pass and the next one, to and
     from pinned memory. Only the thread that writes files waits for a copy. A store from a file was
     read and checked by the scheduler's threads, and is in memory that this rank maps. A rank on
-    another host reads its file itself; the step then waits for the file system, and the engine
-    fails if the file was removed after it was checked.
+    another host reads its file itself; the step then waits for the file system. If a rank cannot
+    load a store, because the file is gone or the process has no descriptor left, all ranks report
+    it as lost, and the scheduler discards what was computed over it.
 
     Args:
         content: Copies stores out of the KV cache and into it.
@@ -47,6 +51,7 @@ class HostStores:
         rank: Number of this rank.
         timed: Returns a context that times a copy into the KV cache from the given tier.
         checksum: Returns a checksum of the weights of all ranks; every rank calls it at once.
+        everywhere: Returns which of some conditions hold on all ranks; every rank calls it at once.
 
     """
 
@@ -57,8 +62,10 @@ class HostStores:
         rank: int,
         timed: Callable[[str], AbstractContextManager[None]] = lambda tier: nullcontext(),
         checksum: Callable[[], str] = lambda: "",
+        everywhere: Callable[[list[bool]], list[bool]] = lambda conditions: conditions,
     ) -> None:
         self._timed = timed
+        self._everywhere = everywhere
         self._content = content
         self._files = files
         self._rank = rank
@@ -88,42 +95,62 @@ class HostStores:
         if self._files is None:
             return None
         self._news.written |= self._files.results()
-        if not (self._news.written or self._news.weighed):
+        if not (self._news.written or self._news.weighed or self._news.lost):
             return None
         news, self._news = self._news, StoreNews()
         return news
 
     def load(self, loads: Sequence[StoreCopy]) -> None:
         """Before the forward pass, restore the stores that requests of the step read."""
+        loaded = []
         for copy in loads:
             with self._timed("memory" if copy.payload is None else "file"):
-                self._load(copy)
+                loaded.append(self._load(copy))
+        if not loads or self._files is None:
+            return
+        for copy, whole in zip(loads, self._everywhere(loaded), strict=True):
+            if not whole:
+                self._kept.pop(copy.name, None)
+                self._news.lost.append(copy.name)
 
-    def _load(self, copy: StoreCopy) -> None:
+    def _load(self, copy: StoreCopy) -> bool:
+        """Restore a store; return False if its content cannot be reached."""
         tensors = self._kept.get(copy.name)
         if tensors is None:
-            tensors = self._from_file(copy)
+            try:
+                tensors = self._from_file(copy)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                logger.warning_once(
+                    "KV eviction: rank %d cannot load a store (%s); its requests compute their "
+                    "prompts. This is logged once for each reason.",
+                    self._rank,
+                    reason,
+                )
+                return False
             if copy.keep:
                 tensors = self._kept[copy.name] = _own(tensors, self._pinned)
         self._content.write(copy.groups, tensors)
+        return True
 
     def _from_file(self, copy: StoreCopy) -> Tensors:
         """Return the tensors of a store's file, which was already checked.
 
         Raises:
-            ValueError: This rank is on another host, and its file changed.
-            OSError: This rank is on another host, and its file is gone.
+            ValueError: The file changed.
+            OSError: This rank cannot map the content, and cannot read the file either.
 
         """
-        assert copy.payload is not None and self._files is not None, (
-            f"store {copy.name} has no content"
-        )
+        assert self._files is not None, f"store {copy.name} has no content"
+        if copy.payload is None:
+            # A load of this store failed in the step before, and the scheduler did not know it yet.
+            raise FileNotFoundError(errno.ENOENT, "an earlier load failed")
         handle = copy.payload[self._rank]
         mapping = open_region(handle)
         if mapping is None:
             logger.warning_once(
-                "KV eviction: rank %d and the scheduler run on different hosts, so the rank's "
-                "steps wait for files of stores.",
+                "KV eviction: rank %d cannot map memory of the scheduler, for instance because "
+                "they run on different hosts, so the rank's steps wait for files of stores.",
                 self._rank,
             )
             mapping = self._files.read(copy.name, self._rank, handle[2]).map()

@@ -51,6 +51,15 @@ class ShareKey:
     def digest(self) -> bytes:
         return sha256(repr(self).encode()).digest()
 
+    @cached_property
+    def name(self) -> str:
+        """The name of the store outside the KV cache.
+
+        It does not contain the prompt, but who knows the settings can compute it for a guessed
+        prompt, because vLLM's hashes have a public seed unless ``PYTHONHASHSEED`` is set.
+        """
+        return self.digest.hex()[:40]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShareKey) and self.digest == other.digest
 

@@ -50,7 +50,8 @@ def open_region(handle: Handle) -> mmap.mmap | None:
 
     Returns:
         A mapping that may be written to without changing the region; None if this process cannot
-        reach the region, because it is gone or on another host.
+        map the region, because it is gone or on another host, or because the process has no
+        descriptor or memory left.
 
     """
     path, name, size = handle
@@ -65,5 +66,7 @@ def open_region(handle: Handle) -> mmap.mmap | None:
         return mmap.mmap(
             descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
+    except OSError:
+        return None
     finally:
         os.close(descriptor)

@@ -43,7 +43,7 @@ from vllm_kvevict.worker.head_shares import by_group
 from vllm_kvevict.worker.load_fence import LoadFence
 from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.probes import LayerProbe, Probes
-from vllm_kvevict.worker.ranks import first_head, of_ranks
+from vllm_kvevict.worker.ranks import first_head, of_ranks, on_all_ranks
 from vllm_kvevict.worker.rotary import Rotary, find
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
 from vllm_kvevict.worker.workspace import Workspace
@@ -256,12 +256,13 @@ class EvictionWorkerMixin(Worker, ABC):
         config = self.eviction_config
         if not config.has_tiers:
             return None
-        files = store_files(self.vllm_config, kv_cache_config, config)
+        floats = floats_per_token(config)
+        files = store_files(self.vllm_config, kv_cache_config, config, floats)
         assert self.kv_eviction is not None
         content, meter = StoreContent(states, caches, values), self.kv_eviction.meter
         if files is not None:
             self._watch_weights()
-        return HostStores(content, files, self.rank, meter.restore, self._weights)
+        return HostStores(content, files, self.rank, meter.restore, self._weights, on_all_ranks)
 
     def _weights(self) -> str:
         """Return the checksum of the weights of all ranks; every rank must call it."""

@@ -8,6 +8,7 @@ import torch
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
@@ -28,6 +29,19 @@ def of_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensors of all tensor-parallel ranks, [ranks, ...]; every rank must call it."""
     size = get_tensor_model_parallel_world_size()
     return tensor[None] if size == 1 else tensor_model_parallel_all_gather(tensor[None], dim=0)
+
+
+def on_all_ranks(conditions: list[bool]) -> list[bool]:
+    """Return which conditions hold on every tensor-parallel rank; every rank must call it.
+
+    The result is exchanged on the host, so the device is not waited for.
+    """
+    if get_tensor_model_parallel_world_size() == 1:
+        return conditions
+    held = torch.tensor(conditions, dtype=torch.int32)
+    group = get_tp_group().cpu_group
+    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MIN, group=group)
+    return [bool(value) for value in held]
 
 
 def first_head(num_heads: int) -> int:

@@ -1,5 +1,7 @@
 """What a store is outside the KV cache does not depend on where and how it lay inside."""
 
+import errno
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import HostStores
 from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import StoreBlocks
+from vllm_kvevict.timeline.step_plan import StoreBlocks, StoreCopy
 
 HEADS, BLOCK, SIZE, BLOCKS = 2, 8, 4, 12
 NAMES = ("a", "b")
@@ -80,8 +82,6 @@ def test_a_group_that_had_nothing_to_evict_has_no_split():
 
 
 def test_host_memory_holds_what_it_is_told_to(tmp_path):
-    from vllm_kvevict.timeline.step_plan import StoreCopy
-
     rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {})
     host = HostStores(rank.content, files, rank=0)
     expected = rank.holds(OLD)
@@ -93,11 +93,61 @@ def test_host_memory_holds_what_it_is_told_to(tmp_path):
     host.load([StoreCopy("x", [NEW], keep=True)])
     assert all(map(torch.equal, rank.holds(NEW), expected))
     host.save(["x"], [])
+    host.load([StoreCopy("x", [NEW], keep=True)])
+    assert host.news().lost == ["x"]
     with pytest.raises(AssertionError, match="no content"):
-        host.load([StoreCopy("x", [NEW], keep=True)])
+        HostStores(rank.content, None, rank=0).load([StoreCopy("x", [NEW], keep=True)])
     content = files.read("y", 0, 10**6)
     host.load([StoreCopy("y", [OLD], keep=True, payload=[content.handle])])
     del content
     assert all(map(torch.equal, rank.holds(OLD), expected))
     host.load([StoreCopy("y", [NEW], keep=True)])
     assert all(map(torch.equal, rank.holds(NEW), expected))
+
+
+def no_descriptor(*_, **__):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("fault", ["file gone", "file changed", "no descriptors", "no mapping"])
+def test_a_store_that_cannot_be_loaded_is_reported(tmp_path, monkeypatch, fault):
+    """The rank is on another host, or the process has no descriptor or memory left."""
+    rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {})
+    host = HostStores(rank.content, files, rank=0)
+    host.save([], [StoreCopy("y", [OLD], keep=False, write=True)])
+    host.flush()
+    content, before = files.read("y", 0, 10**6), rank.holds(NEW)
+    assert host.news().written == {"y": True}
+    if fault == "no descriptors":
+        monkeypatch.setattr("os.open", no_descriptor)
+    elif fault == "no mapping":
+        monkeypatch.setattr("mmap.mmap", no_descriptor)
+    else:
+        monkeypatch.setattr("vllm_kvevict.stores.host.open_region", lambda handle: None)
+    if fault == "file gone":
+        files.remove("y", 1)
+    elif fault == "file changed":
+        files.path("y", 0).write_bytes(b"another file")
+    host.load([StoreCopy("y", [NEW], keep=True, payload=[content.handle])])
+    news = host.news()
+    assert news.lost == ["y"] and host.news() is None
+    assert all(map(torch.equal, rank.holds(NEW), before))
+
+
+def test_a_store_that_another_rank_cannot_load_is_not_kept(tmp_path):
+    rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {})
+    asked = []
+
+    def everywhere(loaded):
+        asked.append(loaded)
+        return [True, False]
+
+    host = HostStores(rank.content, files, rank=0, everywhere=everywhere)
+    host.save([], [StoreCopy(name, [OLD], keep=True) for name in "xy"])
+    host.load([StoreCopy(name, [NEW], keep=True) for name in "xy"])
+    assert asked == [[True, True]] and host.news().lost == ["y"]
+    host.load([])
+    assert len(asked) == 1, "ranks exchange nothing for a step without loads"
+    host._everywhere = lambda loaded: loaded
+    host.load([StoreCopy(name, [NEW], keep=True) for name in "xy"])
+    assert host.news().lost == ["y"]

@@ -4,16 +4,19 @@ import gc
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from vllm_kvevict.stores.files import StoreFiles, check_folder, digest, unpack
+from vllm_kvevict.stores.files import StoreFiles, digest, unpack
+from vllm_kvevict.stores.folder import check_folder
 
 NAME = "ab" * 20
 FAULTS = 1000
@@ -280,7 +283,7 @@ def test_a_folder_that_others_control_is_refused(tmp_path, monkeypatch):
     (tmp_path / "group").mkdir()
     (tmp_path / "group").chmod(0o2770)
     StoreFiles(tmp_path / "group", {})
-    monkeypatch.setattr("vllm_kvevict.stores.files.os.geteuid", lambda: 12345)
+    monkeypatch.setattr("vllm_kvevict.stores.folder.os.geteuid", lambda: 12345)
     if (owner := (tmp_path / "own").stat().st_uid) == 0:
         owner = 54321
         os.chown(tmp_path / "own", owner, -1)
@@ -374,9 +377,130 @@ def test_writing_waits_until_the_tensors_are_there(tmp_path):
 
 def test_what_a_killed_server_began_to_write_goes(tmp_path):
     files = written(tmp_path)
-    old, new = files.folder / ".old", files.folder / ".new"
+    old, new = files.folder / ".store-old", files.folder / ".store-new"
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (1, 1))
     again = StoreFiles(tmp_path, {"model": "a"})
     assert not old.exists() and new.exists() and again.path(NAME, 0).exists()
+
+
+def names(files: StoreFiles) -> list[str]:
+    return sorted(path.name for path in files.folder.iterdir())
+
+
+class Listings:
+    """Counts the listings of a folder and of those inside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = str(folder), 0
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple) -> None:
+        if event in ("os.scandir", "os.listdir") and str(args[0]).startswith(self.folder):
+            self.count += 1
+
+
+def test_the_limit_is_kept_and_the_folder_is_seldom_listed(tmp_path):
+    size = written(tmp_path).path(NAME, 0).stat().st_size
+    files = StoreFiles(tmp_path, {"model": "a"}, max_bytes=100 * size)
+    listings, largest = Listings(tmp_path), 0
+    for number in range(300):
+        files.write_soon(f"{number:040x}", 0, tensors(), lambda: None)
+        files.flush()
+        largest = max(largest, len(os.listdir(files.folder)) * size)
+    assert 80 * size < largest <= 101 * size
+    ours = listings.count - 300
+    assert ours < 150, "not at every write: each listing is of the folder and those in it"
+
+
+def test_what_other_servers_write_counts_after_a_while(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("vllm_kvevict.stores.folder.monotonic", lambda: now[0])
+    own = StoreFiles(tmp_path, {"model": "a"}, max_bytes=100_000)
+    own.write_soon(NAME, 0, tensors(), lambda: None)
+    own.flush()
+    other = StoreFiles(tmp_path, {"model": "b"})
+    while sum(path.stat().st_size for path in tmp_path.glob("*/*")) < 150_000:
+        other.write(f"{len(names(other)):040x}", 0, tensors())
+    now[0] += 61
+    own.write_soon("cd" * 20, 0, tensors(), lambda: None)
+    own.flush()
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 100_000
+    assert own.path("cd" * 20, 0).exists()
+
+
+def test_unfinished_files_count(tmp_path):
+    """Abandoned ones leave first; others are being written, and hidden files are not ours."""
+    size = written(tmp_path).path(NAME, 0).stat().st_size
+    files = StoreFiles(tmp_path, {"model": "a"}, max_bytes=3 * size)
+    files.write("cd" * 20, 0, tensors())
+    os.utime(files.path(NAME, 0), (9, 9))
+    kept = files.folder / ".nfs0001", files.folder / ".store-new"
+    for path in (files.folder / ".store-old", *kept):
+        path.write_bytes(b"x" * size)
+    os.utime(files.folder / ".store-old", (1, 1))
+    os.utime(kept[0], (1, 1))
+    files.trim()
+    assert names(files) == sorted([*(path.name for path in kept), *left(NAME, "cd" * 20)])
+    (files.folder / ".store-more").write_bytes(b"x" * size)
+    files.trim()
+    assert not files.path(NAME, 0).exists() and files.path("cd" * 20, 0).exists()
+
+
+def left(*stores: str) -> list[str]:
+    return [f"{store}.0.safetensors" for store in stores]
+
+
+def test_without_a_limit_half_of_the_space_is_used(tmp_path, monkeypatch, caplog):
+    size = written(tmp_path).path(NAME, 0).stat().st_size
+    free = 5 * size
+    monkeypatch.setattr(
+        "vllm_kvevict.stores.folder.os.statvfs",
+        lambda _: SimpleNamespace(f_bavail=free, f_frsize=1),
+    )
+    files = StoreFiles(tmp_path, {"model": "a"})
+    files.announce_limit()
+    (line,) = [r.getMessage() for r in caplog.records if "may take up to" in r.getMessage()]
+    assert "max=100G" in line and str(tmp_path) in line
+    for number in range(9):
+        files.write_soon(f"{number:040x}", 0, tensors(), lambda: None)
+        files.flush()
+    assert sum(path.stat().st_size for path in files.folder.iterdir()) <= 3 * size
+    caplog.clear()
+    StoreFiles(tmp_path, {"model": "a"}, max_bytes=size).announce_limit()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_store_counts_as_written_when_all_ranks_have_written(tmp_path, monkeypatch, late):
+    """Only the first rank's report reaches the scheduler."""
+    monkeypatch.setattr("vllm_kvevict.stores.files.PEER_TIMEOUT_S", 20.0 if late else 0.1)
+    first, second = (StoreFiles(tmp_path, {"model": "a"}, ranks=2) for _ in range(2))
+    first.write_soon(NAME, 0, tensors(), lambda: None)
+    if late:
+        time.sleep(0.05)
+        second.write_soon(NAME, 1, tensors(), lambda: None)
+        second.flush()
+        assert second.results() == {NAME: True}
+    first.flush(30)
+    assert first.results() == {NAME: late}
+
+
+def test_a_folder_for_new_weights_that_others_control_is_not_used(tmp_path, caplog):
+    files = written(tmp_path)
+    files.use("new weights")
+    files.folder.mkdir()
+    files.folder.chmod(0o777)
+    files.write_soon(NAME, 0, tensors(), lambda: None)
+    files.flush()
+    assert files.results() == {NAME: False} and not names(files)
+    assert [r for r in caplog.records if "other users control" in r.getMessage()]
+    shutil.copy(written(tmp_path).path(NAME, 0), files.path(NAME, 0))
+    with pytest.raises(PermissionError, match="other users control"):
+        files.read(NAME, 0, 10**6)
+    assert names(files) == left(NAME), "nor is anything removed from it"
+    files.folder.chmod(0o700)
+    files.path(NAME, 0).unlink()
+    files.write(NAME, 0, tensors())
+    assert same(unpack(files.read(NAME, 0, 10**6).map()))
