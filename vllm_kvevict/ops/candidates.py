@@ -4,7 +4,9 @@ A scorer that requires ``heads_alone`` or ``layers_alone`` may get the heads of 
 
 Shapes: H KV heads, G query heads per KV head, w observation window, D head size, N columns
 of the candidate grid. A grid row holds one head's cached tokens in order, right-aligned, so
-that heads with fewer cached tokens are padded on the left (``valid`` is False on the padding).
+that heads with fewer cached tokens are padded on the left. There ``valid`` is False, and every
+other input is 0: a sum over columns is that of the head's tokens, but a mean must divide by
+``valid.sum(-1)``, not by the number of columns.
 """
 
 from collections.abc import Callable
@@ -21,10 +23,12 @@ class Candidates:
 
     Args:
         keys: [H, N + w + r, D] in the cache's dtype, float32 for an FP8 cache: keys of all cached
-            tokens, or [H, 0, D] for a policy that does not require keys. The last w columns are
-            the observation window; the first ``num_candidates`` columns may be evicted; the r
-            columns between them are kept and fill the last block before the window. If a policy
-            protects fewer tokens than w, candidates extend into the window.
+            tokens as attention reads them, rotated by their position in the request, or [H, 0, D]
+            for a policy that does not require keys. From the second eviction on, the keys of
+            evicted tokens are missing. The last w columns are the observation window; the first
+            ``num_candidates`` columns may be evicted; the r columns between them are kept and fill
+            the last block before the window. If a policy protects fewer tokens than w, candidates
+            extend into the window.
         valid: [H, N + w + r] bool: False on the padding at the left.
         queries: [H, G, w, D] float32: queries of the last w tokens, or None if the policy requires
             none, or if they are optional for the policy and were not recorded.
@@ -41,22 +45,23 @@ class Candidates:
             random numbers.
         layers: Numbers of the layers whose heads these are, layer by layer, each with H divided by
             the number of layers; for policies that require ``layers_alone``. Empty for one layer.
-        row: Number that identifies the request on this rank until :meth:`Scorer.forget`, for
-            policies that keep state.
+        num_tokens: Tokens of the request so far, evicted ones included. Those that were added since
+            another eviction, at which it was smaller, are in the last columns of every head.
+        state_row: :attr:`row`, or None for a policy that does not require ``keeps_state``.
         layer_name: Name of the layer on this rank.
         first_head: Index of this rank's first KV head in the layer.
         accumulated: [H, N + w + r] float32: softmax weight of each cached token, summed over all
-            queries so far and averaged over the query heads of a group; undefined if ``valid`` is
-            False. None for a policy that does not require ``every_query``.
+            queries so far and averaged over the query heads of a group. None for a policy that does
+            not require ``every_query``.
         values: [H, N + w + r, D] float32: values of all cached tokens, or None for a
             policy that does not require them.
         value_shares: [H, N + w + r] float32: each head's share of the norms that a token's values
-            had in all heads of the layer (``ops/torch/value_shares.py``); undefined if ``valid`` is
-            False. None for a policy that does not require them.
+            had in all heads of the layer (``ops/torch/value_shares.py``). None for a policy that
+            does not require them.
         key_scores: [H, num_candidates, C] float32: scores of each token's key by the probes of the
             model's profile: from the key alone, and (C = 2) from the key and the head's share of
-            the token's value norms. They are computed once for each token (``ops/torch/probe.py``)
-            and undefined if ``valid`` is False. None for a policy that does not require them.
+            the token's value norms. They are computed once for each token (``ops/torch/probe.py``).
+            None for a policy that does not require them.
         window_weights: [H] float32: weight of the logarithm of the window's attention that is added
             to the second of the ``key_scores``; None without a second score.
         protected: Number of first tokens that are kept regardless of the scores.
@@ -79,7 +84,8 @@ class Candidates:
     seed: tuple[int, ...] = ()
     layer: int = 0
     layers: tuple[int, ...] = ()
-    row: int = 0
+    num_tokens: int = 0
+    state_row: int | None = None
     layer_name: str = ""
     first_head: int = 0
     accumulated: torch.Tensor | None = None
@@ -91,6 +97,18 @@ class Candidates:
     sinks: torch.Tensor | None = None
     padded: bool = True
     buffers: Buffers = field(default_factory=Buffers)
+
+    @property
+    def row(self) -> int:
+        """Number that identifies the request on this rank until :meth:`Scorer.forget`.
+
+        Raises:
+            ValueError: The policy does not require ``keeps_state``.
+
+        """
+        if self.state_row is None:
+            raise ValueError("a policy that reads the row of a request must require keeps_state")
+        return self.state_row
 
     @property
     def num_heads(self) -> int:

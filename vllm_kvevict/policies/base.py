@@ -55,14 +55,18 @@ class Requirements:
         floats_per_token: float32 numbers that are kept for each cached token and KV head, outside
             the KV cache. They move with the token.
         random: Scores draw random numbers, seeded by :attr:`Candidates.seed`.
+        keeps_state: Scores depend on a state that the scorer keeps for a request between its
+            evictions, under :attr:`Candidates.row` and :attr:`Candidates.layer_name`. The scorer
+            gets one layer at a time, and its requests share no stores: a request that reuses a
+            store would begin without the state of the evictions that made the store.
         crosses_ranks: Scores call :attr:`Candidates.mean_of_ranks`, which all ranks must call. All
             heads then keep the same tokens, so measured shares of the heads are not used.
         weighs: Kept tokens represent evicted ones: :meth:`Scorer.kept` returns two log-weights of
             each, for the numerator and the denominator of attention, which are its floats.
             Every head keeps the same number of tokens.
         heads_alone: Scores of a head depend on the inputs of that head alone, and not on
-            ``num_heads``, ``seed``, ``layer``, ``row``, ``layer_name`` and ``first_head``. On a GPU
-            the scorer may then get the heads of several layers at once.
+            ``num_heads``, ``seed``, ``layer``, ``layer_name`` and ``first_head``. On a GPU the
+            scorer may then get the heads of several layers at once.
         layers_alone: Scores of a layer depend on the inputs of that layer alone, and not on
             ``layer`` and ``layer_name``. On a GPU the scorer may then get all heads of several
             layers at once, which :attr:`Candidates.layers` numbers.
@@ -74,7 +78,8 @@ class Requirements:
 
     Raises:
         ValueError: ``floats_per_token`` is below the number of floats that are kept for each
-            token, or an extension is named although none is needed, or the reverse.
+            token, or an extension is named although none is needed, or the reverse, or a policy
+            that keeps a state gets several layers at once.
 
     """
 
@@ -86,6 +91,7 @@ class Requirements:
     every_query: bool = False
     floats_per_token: int = 0
     random: bool = False
+    keeps_state: bool = False
     crosses_ranks: bool = False
     weighs: bool = False
     heads_alone: bool = False
@@ -99,15 +105,17 @@ class Requirements:
             raise ValueError(f"{self} needs floats_per_token of at least {int(kept)}")
         if bool(self.attention) != (self.every_query or self.weighs):
             raise ValueError(f"{self} must name an attention extension for every_query or weighs")
+        if self.keeps_state and (self.heads_alone or self.layers_alone):
+            raise ValueError(f"{self} cannot combine keeps_state with heads_alone or layers_alone")
 
     @property
     def shares_stores(self) -> bool:
         """True if the result of an eviction is final and depends only on the tokens before it.
 
-        Draws are seeded by the entire prompt, sums of attention continue to grow, and log-weights
-        belong to a state of the request.
+        Draws are seeded by the entire prompt, sums of attention continue to grow, and a state does
+        not travel with a store.
         """
-        return not (self.random or self.every_query or self.weighs)
+        return not (self.random or self.every_query or self.keeps_state)
 
     @property
     def reads_share(self) -> bool:
@@ -160,7 +168,11 @@ class Scorer(ABC):
         """
 
     def forget(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Drop the state of the requests of these rows."""
+        """Drop the state of the requests of these rows, for scorers that keep a state.
+
+        A row is forgotten when its request ends or is preempted, and at the latest before another
+        request gets it.
+        """
 
 
 class Allocator(ABC):

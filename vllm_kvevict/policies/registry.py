@@ -14,8 +14,8 @@ def build_policy(config: EvictionConfig) -> Policy:
     """Return the policy that ``config`` names, with its parameters.
 
     Raises:
-        ValueError: The policy is of another package, and its module does not import or its builder
-            returns no scorer.
+        ValueError: The policy is of another package, and its module does not import, its builder
+            returns no scorer, or its requirements are incomplete or not supported.
 
     """
     name = config.policy
@@ -45,6 +45,8 @@ def _load(name: str, plugin: PluginPolicy, config: EvictionConfig) -> Scorer:
         raise ValueError(f"{where} does not load: {error!r}") from error
     if not isinstance(scorer, Scorer):
         raise ValueError(f"{where} returns {scorer!r}, which is not a vllm_kvevict Scorer")
+    if type(scorer).forget is not Scorer.forget and not scorer.requirements.keeps_state:
+        raise ValueError(f"{where} defines forget, so its requirements need keeps_state=True")
     if scorer.requirements.weighs:
         raise ValueError(f"{where} weighs tokens, which is supported for built-in policies only")
     return scorer

@@ -68,6 +68,7 @@ class SubGenStream(Scorer):
         values=True,
         floats_per_token=2,
         random=True,
+        keeps_state=True,
         weighs=True,
         attention="vllm_kvevict.attention.extensions.weighted:WeightedAttention",
     )

@@ -175,6 +175,9 @@ class CandidateReader:
             made = self._value_shares(holdings)[..., None]
         elif needs.key_scores:
             made = self._key_scores(holdings)
+        if made is not None and holdings.group.old_store:
+            columns = len(holdings.columns)
+            made[:, :, :columns].masked_fill_(~holdings.valid[..., None], 0.0)
         observed = needs.window != "none" and holdings.eviction.ring is not None
         assert observed or needs.window != "required"
         return Inputs(made, self._queries(holdings) if observed else None)
@@ -225,7 +228,10 @@ class CandidateReader:
         padding = holdings.padding.flatten()[heads] * bs
         observed = inputs.queries is not None
         read = [grid if needs.keys or observed else grid[:, :0] for grid in grids]
-        keys = [cache.key_sequences(pages) for cache, pages in zip(caches, read, strict=True)]
+        sequences = [cache.key_sequences(pages) for cache, pages in zip(caches, read, strict=True)]
+        keys = joined(sequences)[:, :columns]
+        del sequences
+        valid = torch.arange(columns, device=padding.device) >= padding[:, None]
         accumulated = values = None
         if needs.every_query:
             floats = [self._floats(name, grid) for name, grid in zip(names, grids, strict=True)]
@@ -233,6 +239,11 @@ class CandidateReader:
         if needs.values:
             tokens = [c.value_sequences(grid) for c, grid in zip(caches, grids, strict=True)]
             values = joined(tokens)[:, :columns]
+        if padded:
+            # These are copies of pages. Without this, padding has the contents of page 0.
+            for copied in (keys, values, accumulated):
+                if copied is not None and copied.shape[1]:
+                    copied.masked_fill_(~(valid if copied.ndim == 2 else valid[..., None]), 0.0)
         shares = key_scores = window_weights = sinks = None
         if needs.value_shares:
             assert made is not None
@@ -253,8 +264,8 @@ class CandidateReader:
                 ]
             )
         return Candidates(
-            keys=joined(keys)[:, :columns],
-            valid=torch.arange(columns, device=padding.device) >= padding[:, None],
+            keys=keys,
+            valid=valid,
             queries=None if inputs.queries is None else inputs.queries[heads],
             window=holdings.state.timeline.window,
             num_candidates=holdings.candidate_pages * bs,
@@ -265,7 +276,8 @@ class CandidateReader:
             seed=self._seed(eviction),
             layer=numbers[0],
             layers=numbers,
-            row=holdings.row,
+            num_tokens=eviction.num_tokens,
+            state_row=holdings.row if needs.keeps_state else None,
             layer_name=names[0],
             first_head=first_head(holdings.state.num_heads),
             accumulated=accumulated,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins import importable
+from tests.plugins import importable, write_package
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.config.plugins import plugin_policies, policy_names
@@ -17,6 +17,14 @@ CODE = {
     "good": "from vllm_kvevict.policies.snapkv import build\n",
     "bad": "import a_module_that_is_not_there\n",
     "odd": "def build(config):\n    return 7\n",
+    "forgetful": (
+        "from vllm_kvevict.policies.streaming_llm import StreamingLLM\n"
+        "class Forgetful(StreamingLLM):\n"
+        "    def forget(self, rows):\n"
+        "        pass\n"
+        "def build(config):\n"
+        "    return Forgetful()\n"
+    ),
     "weighing": "from vllm_kvevict.policies.subgen_stream import build\n",
 }
 PACKAGES = {
@@ -33,6 +41,7 @@ PACKAGES = {
         "absent = bad_too:build",
         "nothing = good:missing",
         "odd = odd:build",
+        "forgetful = forgetful:build",
         "weighing = weighing:build",
     ],
 }
@@ -41,14 +50,8 @@ PACKAGES = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    for module, code in CODE.items():
-        (folder / f"{module}.py").write_text(code)
     for package, lines in PACKAGES.items():
-        metadata = folder / f"{package}-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
-        text = "\n".join(["[vllm_kvevict.policies]", *lines, ""])
-        (metadata / "entry_points.txt").write_text(text)
+        write_package(folder, package, CODE, lines)
     return folder
 
 
@@ -56,8 +59,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(site: Path) -> Iterator[None]:
     with importable(site):
         yield
-    for module in CODE:
-        sys.modules.pop(module, None)
 
 
 def config(name: str, **settings: object) -> EvictionConfig:
@@ -67,7 +68,7 @@ def config(name: str, **settings: object) -> EvictionConfig:
 
 
 def test_names_that_may_be_chosen(installed: None) -> None:
-    others = ("absent", "ada-mine", "broken", "mine", "nothing", "odd", "weighing")
+    others = ("absent", "ada-mine", "broken", "forgetful", "mine", "nothing", "odd", "weighing")
     assert policy_names() == (*POLICY_NAMES, *others)
 
 
@@ -119,6 +120,7 @@ def test_built_in_names_stay(installed: None) -> None:
         ("absent", "does not load: ModuleNotFoundError.*bad_too"),
         ("nothing", "does not load: AttributeError.*missing"),
         ("odd", "returns 7, which is not a vllm_kvevict Scorer"),
+        ("forgetful", "defines forget, so its requirements need keeps_state=True"),
         ("weighing", "weighs tokens, which is supported for built-in policies only"),
     ],
 )

@@ -1,11 +1,14 @@
-"""The policy that docs/policies.md writes down: two files and pip, and it evicts."""
+"""The policies that docs/own-policy.md writes down: two files and pip, and they evict."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.plugins import PAGE, importable, install_documented
+from tests.models import random_prompt
+from tests.oracles.engine import engine
+from tests.plugins import documented, importable, install_documented, write_package
+from tests.snippets import ROOT
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.config import names
 from vllm_kvevict.config.config import EvictionConfig
@@ -39,9 +42,6 @@ def test_the_page_adds_a_policy_and_its_adaptive_twin(installed):
 @pytest.mark.slow
 def test_an_engine_evicts_with_it(installed, tiny_model):
     """In this process, after prefill and in decode; every block comes back."""
-    from tests.models import random_prompt
-    from tests.oracles.engine import engine
-
     with engine(tiny_model, dict(policy="ada-key-norm", budget=96, interval=32)) as run:
         free = run.free_blocks()
         run.generate([random_prompt(400, seed=1)], 70)
@@ -51,8 +51,65 @@ def test_an_engine_evicts_with_it(installed, tiny_model):
         assert run.free_blocks() == free
 
 
-def test_the_page_names_every_policy():
-    text = PAGE.read_text()
+COUNTED = """
+from key_diff import KeyDiff
+
+SEEN = []
+
+class Counted(KeyDiff):
+    def scores(self, candidates):
+        result = super().scores(candidates)
+        SEEN.append((candidates.row, candidates.layer_name, candidates.num_tokens,
+                     candidates.keys.float(), self.sums[candidates.row, candidates.layer_name][0]))
+        return result
+
+def build(config):
+    return Counted()
+"""
+
+
+@pytest.mark.slow
+def test_a_policy_that_keeps_a_running_mean_answers_the_same_beside_shared_stores(
+    tiny_model, tmp_path
+):
+    """Its requests make and take none, so each has the mean of all of its own keys."""
+    modules = {"key_diff": documented("key_diff.py"), "counted": COUNTED}
+    modules["key_norm"] = documented("key_norm.py")
+    entries = ["key-diff = counted:build", "stateless = key_norm:build"]
+    write_package(tmp_path, "running", modules, entries)
+    document = random_prompt(300, seed=1)
+    prompts = [document + random_prompt(30 + 9 * i, seed=10 + i) for i in range(3)]
+    asked = [{"kv_eviction_at": len(document)}] * len(prompts)
+    settings = dict(policy="key-diff", allow="stateless", budget=128, interval=32)
+    with importable(tmp_path):
+        from counted import SEEN
+
+        with engine(tiny_model, settings) as alone:
+            expected = alone.generate(prompts, 80, asked)
+            lives = [[kept.positions for kept in life[0].evictions] for life in alone.lives()]
+            assert all(len(evictions) >= 3 for evictions in lives)
+        # The first eviction sees all keys; each later one adds what it has not seen.
+        totals: dict = {}
+        for row, layer, tokens, keys, total in SEEN:
+            seen, before = totals.get((row, layer), (0, 0))
+            new = sum(keys[:, column] for column in range(-1, before - tokens - 1, -1))
+            totals[row, layer] = seen + new, tokens
+            assert keys.shape[1] == tokens or before
+            torch.testing.assert_close(total, seen + new)
+        with engine(tiny_model, settings, enable_prefix_caching=True) as run:
+            for _ in range(2):
+                assert run.generate(prompts, 80, asked) == expected
+                assert [[k.positions for k in life[0].evictions] for life in run.lives()] == lives
+            assert run.counters.stores_published == run.counters.stores_reused == 0
+            assert run.counters.evictions_prefill == 2 * len(prompts)
+            stateless = [one | {"kv_eviction": "stateless"} for one in asked]
+            run.generate(prompts, 80, stateless)
+            assert run.counters.stores_published == 1
+            assert run.counters.stores_reused == len(prompts) - 1
+
+
+def test_the_pages_name_every_policy():
+    text = (ROOT / "docs" / "policies.md").read_text()
     for name, entry in names.TABLE.items():
         assert text.count(f"`{name}`") >= 3, f"{name}: when to take it, its score, its cost"
         assert entry.adaptive == (f"`{name}`" in text.split("| `ada-` before")[1].split("|")[0])

@@ -27,6 +27,7 @@ def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.
         scale=8**-0.5,
         softcap=softcap,
         keep=12,
+        state_row=0,
         values=torch.randn(len(padding), columns, 8, generator=generator),
         value_shares=torch.rand(len(padding), columns, generator=generator),
         accumulated=torch.rand(len(padding), columns, generator=generator),

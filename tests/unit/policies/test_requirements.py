@@ -1,9 +1,11 @@
 """What policies require: what follows from it, and what contradicts itself."""
 
+from dataclasses import replace
 from pkgutil import resolve_name
 
 import pytest
 
+from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.attention.extensions.base import AttentionExtension, make_extensions
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import LEARNED, POLICY_NAMES
@@ -26,6 +28,8 @@ def requirements(name: str) -> Requirements:
         (dict(every_query=True, floats_per_token=1), "must name an attention extension"),
         (dict(weighs=True, floats_per_token=2), "must name an attention extension"),
         (dict(attention="a:B"), "must name an attention extension"),
+        (dict(keeps_state=True, heads_alone=True), "cannot combine keeps_state with heads_alone"),
+        (dict(keeps_state=True, layers_alone=True), "cannot combine keeps_state with heads_alone"),
     ],
 )
 def test_contradictions(contradiction, says):
@@ -36,6 +40,14 @@ def test_contradictions(contradiction, says):
 def test_which_policies_share_stores():
     alone = {name for name in POLICY_NAMES if not requirements(name).shares_stores}
     assert alone == {"h2o", "ada-h2o", "nacl", "subgen-stream"}
+    assert Requirements().shares_stores and not Requirements(keeps_state=True).shares_stores
+
+
+def test_the_row_of_a_request_is_for_policies_that_keep_a_state():
+    candidates = random_candidates()
+    assert candidates.row == 0
+    with pytest.raises(ValueError, match="must require keeps_state"):
+        _ = replace(candidates, state_row=None).row
 
 
 def test_extensions_are_made_once_by_name():

@@ -152,7 +152,7 @@ def test_what_it_cannot_do_is_an_error():
         Head(SubGenStream(), 32, protected=27).evict(400)
     assert Head(SubGenStream(), 32, protected=26).evict(400).kept.shape == (2, 32)
     columns = torch.ones(1, 40, dtype=torch.bool)
-    candidates = Candidates(torch.zeros(1, 40, 2), columns, None, 2, 32, 1.0, keep=16)
+    candidates = Candidates(torch.zeros(1, 40, 2), columns, None, 2, 32, 1.0, keep=16, state_row=0)
     with pytest.raises(ValueError, match="needs the values"):
         SubGenStream().scores(candidates)
     with pytest.raises(ValueError, match="needs the values"):
