@@ -51,7 +51,7 @@ format: setup
 	.venv/bin/ruff format .
 
 # What takes longer or is an extension: kernels, workers, tools. Days in the scheduler are in tests/engine.
-LONGER := $(addprefix tests/unit/,worker ops benchmarks hooks deploy calibrate tools/plan test_conftest.py)
+LONGER := $(addprefix tests/unit/,worker ops benchmarks hooks deploy calibrate tools/plan)
 CHECKED := tests/unit $(addprefix tests/engine/test_,scheduler.py in_place.py sharing.py turns.py audit.py)
 
 check: lint

@@ -1,10 +1,13 @@
-"""Slots that a drafter's layers take beyond the tokens of a step."""
+"""Drafts: slots that a drafter's layers take beyond the tokens of a step, and padded drafts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from vllm.config import SpeculativeConfig
 
-from tests.engine.cases import SYNC, engine, tokens
+from benchmarks import bare_scheduler
+from tests.engine.cases import SYNC, engine, evictions, hit, tokens
 from tests.engine.test_in_place import check_sharer
 from vllm_kvevict.engine.memory_pressure import Forecast
 
@@ -62,3 +65,50 @@ def test_nothing_is_reserved_where_nothing_is_cached(options):
         core.add(tokens(length, seed % 2), 90)
     core.finish()
     assert due > 0
+
+
+def with_drafts(drafts: int) -> Any:
+    """The configuration of a server that drafts by n-grams."""
+    make = bare_scheduler.vllm_config
+
+    def vllm_config(setup: Any) -> Any:
+        config = make(setup)
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=drafts,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
+        return config
+
+    return vllm_config
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "streaming-llm"])
+@pytest.mark.parametrize("length", [105, 113])
+def test_padded_drafts_do_not_reach_across_the_next_eviction(policy, length, monkeypatch):
+    """A user who repeats a prompt word by word gets an answer over other tokens than the first one.
+
+    Where all of a prompt but one token is found, vLLM pads the step with drafts, which nobody had
+    counted: they are rejected, and the step has evicted as if they were the request's.
+    """
+    setup = replace(SYNC, window=4, interval=16, max_batched=512)
+    monkeypatch.setattr(bare_scheduler, "vllm_config", with_drafts(6))
+    core = engine(setup)
+    about = {"kv_eviction_at": 100, "kv_eviction": policy, "kv_eviction_interval": 16}
+    core.add(tokens(length), 2, asked=about)
+    core.schedule()
+    core.settle()
+    for _ in range(3):
+        core.step()
+    assert not core.scheduler.has_unfinished_requests()
+    second = core.add(tokens(length), 100, asked=about)
+    output = core.scheduler.schedule()
+    start = hit(output, second)
+    assert start >= 100
+    due, end = 100 + 16, start + output.num_scheduled_tokens[second.request_id]
+    # A rejected draft leaves its query in the ring: no step reaches from before the window into it.
+    assert end <= due - setup.window or start >= due - setup.window, (start, end)
+    assert end < due or start + 1 >= due, (start, end)
+    assert not evictions(output) or end == length

@@ -1,9 +1,12 @@
 """Ring slots: handed out once, and as many as memory allows."""
 
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from tests.engine.cases import BOTH, engine, evictions, tokens
 from tests.engine.harness import Setup, vllm_config
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import RING_BYTES, ring_bytes
@@ -82,3 +85,24 @@ def test_rings_have_the_layers_that_evict_and_no_others(monkeypatch):
 def test_how_many_sequences_slots_sustain(slots, interval, sequences):
     rule = EvictionRule(block_size=32, window=32, interval=interval, budget_tokens=1024)
     assert requirements.sustained(slots, rule) == sequences
+
+
+@BOTH
+@pytest.mark.parametrize("hogs", [1, 4])
+def test_a_request_whose_windows_follow_one_another_lets_others_record(setup, hogs):
+    """One request with ``kv_eviction_interval: 1``, or ``n: 64`` of them, and no other decodes on
+    less: a user who asked for a budget holds all of a long answer, and the pool fills up.
+
+    An interval is at least a block. With a window as long, the next window begins where the last
+    ended, and the ring slot was given back when the request ended.
+    """
+    core = engine(replace(setup, rings=1, blocks=400, max_batched=512))
+    others = [core.add(tokens(30, 10 + index), 300) for index in range(2)]
+    for index in range(hogs):
+        core.add(tokens(30, index), 300, asked={"kv_eviction_interval": 1})
+    seen: Counter[str] = Counter()
+    for _ in range(280):
+        seen.update(evictions(core.step()).keys())
+    assert sum(seen.values()) >= 20, "the slot is in use"
+    assert min(seen[other.request_id] for other in others) >= 2, seen
+    core.finish()

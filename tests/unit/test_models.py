@@ -32,21 +32,3 @@ def test_greedy_decoding_varies_and_depends_on_old_tokens(
     )
     same = sum(a == b for a, b in zip(answers[0], out[0, 200:].tolist(), strict=True))
     assert same < 12
-
-
-def test_tokenizer_round_trip_and_chat_template(tiny_model: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    text = "kanvas, ner: Grüße 12"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    chat = [{"role": "user", "content": "hi"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.decode(ids) == "<s><|user|>hi<|assistant|>"
-    assert ids[0] == tokenizer.bos_token_id
-
-
-def test_random_prompt_is_reproducible_and_has_no_special_tokens() -> None:
-    assert random_prompt(50, 3) == random_prompt(50, 3) != random_prompt(50, 4)
-    assert len(random_prompt(3000, 0)) == 3000
-    assert 7 <= min(random_prompt(3000, 0)) <= max(random_prompt(3000, 0)) < 1024

@@ -1,17 +1,15 @@
 """The benchmark of audits: what is asked, its arithmetic, its report. No vLLM runs."""
 
-import json
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.audit import cost, figures, prompts
-from benchmarks.audit.__main__ import parse, write
 from benchmarks.audit.answers import answer_rows
 from benchmarks.audit.engine import evicted, settings
 from benchmarks.audit.listener import Listener, number, own
@@ -25,14 +23,11 @@ from benchmarks.audit.prompts import (
     PROSE,
     Mixture,
 )
-from benchmarks.audit.report import markdown
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.ruler import facts
 from vllm_kvevict.config.audit_share import parse_share
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.requests import KEYS
-
-ORIGIN = {"command": "c", "date": "d", "commit": "e", "machine": "m", "versions": {"vllm": "1"}}
 
 
 def test_divergence_is_the_mean_over_rows_of_the_sum_over_the_vocabulary() -> None:
@@ -199,34 +194,3 @@ def test_throughput_is_compared_within_a_round() -> None:
     assert cost.flags("probe", "25%", "1%")[-4:] == [
         "--kv-eviction-profile", "auto", "--kv-eviction-audit", "1%"
     ]  # fmt: skip
-
-
-def test_a_part_is_added_to_the_others_and_a_missing_one_says_so(tmp_path: Path) -> None:
-    assert markdown({}).count("Not measured.") == 3
-    out = tmp_path / "audit.json"
-    rows = [row(0.02, 0.4), row(0.1, 0.2, policy="ada-defensive", again=0.001)]
-    counted = {"probe": dict(evictions=1, tokens_audited=24, audits_dropped=0)}
-    write(out, "oracle", {**ORIGIN, "prompts": 2, "rows": rows})
-    write(out, "answers", {**ORIGIN, "rows": rows, "counted": counted})
-    assert list(json.loads(out.read_text())) == ["answers", "oracle"]
-    text = out.with_suffix(".md").read_text()
-    assert text.count("Not measured.") == 1 and out.with_suffix(".png").exists()
-    assert "24.0 tokens replayed" in text
-    assert "| everything |  | 2 | 0.0600 | 0.3000 | 0.200 |" in text
-    server = dict(
-        audit="1%", loads=2, output_tokens_per_s=9.0, ratio=0.995, ratios=[0.99, 1.0],
-        evictions=7, audits_dropped=1, tokens_audited=32, audited_share=0.001,
-    )  # fmt: skip
-    found = {**ORIGIN, "load": "l", "policy": "probe", "budget": "25%", "servers": [server]}
-    write(out, "cost", found)
-    assert "Not measured." not in out.with_suffix(".md").read_text()
-    assert "0.100%" in out.with_suffix(".md").read_text()
-
-
-def test_kinds_are_given_by_number() -> None:
-    assert parse(["--part", "answers"]).kinds == list(KINDS)
-    assert parse(["--part", "answers", "--kinds", "1,5"]).kinds == [NEEDLE, PROSE]
-    for wrong in (["--samples", "0"], ["--out", "audit.md"]):
-        with pytest.raises(SystemExit):
-            parse(["--part", "answers", *wrong])
-    assert cast(list, parse(["--part", "cost"]).shares) == ["1%", "100%"]

@@ -1,24 +1,18 @@
-"""The benchmark of chats: what is asked, how it is sent, scored and told. No vLLM runs."""
+"""The benchmark of chats: what is asked, and its arithmetic. No vLLM runs."""
 
 import json
 import re
-import threading
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from benchmarks.chat import report
-from benchmarks.chat.__main__ import parse, write
-from benchmarks.chat.conversation import Answer, Conversation, converse
+from benchmarks.chat.conversation import Answer, Conversation
 from benchmarks.chat.dialogue import Dialogue, Question, make
 from benchmarks.chat.measure import missing, of_turn, phases
 from benchmarks.chat.servers import ROWS, STOCK, Setting
 from benchmarks.quality.local_chat import LocalChat
-from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.config.requests import KEYS, message_index
 
 SHAPE: dict[str, int] = dict(characters=3000, summary_tokens=48)
@@ -161,67 +155,6 @@ def test_a_row_that_did_not_evict_is_told() -> None:
     assert all(row.counters for name, row in ROWS.items() if name != STOCK)
 
 
-@pytest.fixture
-def endpoint() -> Iterator[SimpleNamespace]:
-    """Chat completions that count how often they were asked; bodies and requests at once."""
-    state = SimpleNamespace(bodies=[], now=0, most=0, model="m")
-    lock = threading.Lock()
-
-    class Handler(JsonHandler):
-        def do_POST(self) -> None:
-            body = self.body()
-            with lock:
-                state.bodies.append(body)
-                state.now += 1
-                state.most = max(state.most, state.now)
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            details = dict(prompt_tokens=50, completion_tokens=7, total_tokens=57)
-            usage = dict(details, prompt_tokens_details=dict(cached_tokens=32))
-            for delta in ("", "to ", "you"):
-                threading.Event().wait(0.05)
-                self.chunk(choices=[dict(index=0, delta=dict(content=delta))])
-            with lock:
-                state.now -= 1
-            self.chunk(choices=[], usage=usage)
-            self.wfile.write(b"data: [DONE]\n\n")
-
-        def chunk(self, **fields: Any) -> None:
-            event = dict(id="1", object="chat.completion.chunk", created=1, model="m", **fields)
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.flush()
-
-    with served(Handler) as state.url:
-        yield state
-
-
-def test_each_turn_sends_what_was_said_with_the_same_keys(endpoint: SimpleNamespace) -> None:
-    talks = [Conversation(one) for one in make(3, 2, 1, **SHAPE)]
-    heard: list[int] = []
-    xargs = {"kv_eviction_at": {"message": 0}}
-    server = cast(Any, endpoint)
-    seconds = converse(server, talks, 2, 2, 0.1, xargs, lambda: heard.append(1))
-    assert len(heard) == len(endpoint.bodies) == 6 and endpoint.most == 2
-    # Three chats of two turns and a thought between them, two users.
-    assert seconds > 2 * (2 * 0.15 + 0.1)
-    for talk in talks:
-        first, second = (
-            body for body in endpoint.bodies
-            if body["messages"][0]["content"] == talk.dialogue.document
-        )  # fmt: skip
-        assert first["vllm_xargs"] == second["vllm_xargs"] == xargs
-        assert first["min_tokens"] == first["max_tokens"] == 48 and "min_tokens" not in second
-        said = [message["content"] for message in second["messages"]]
-        asked = [question.text for question in talk.dialogue.questions]
-        assert said == [talk.dialogue.document, asked[0], "to you", asked[1]]
-        assert [message["role"] for message in second["messages"]][2] == "assistant"
-        for answer in talk.answers:
-            assert (answer.computed_tokens, answer.output_tokens) == (18, 7)
-            # The first chunk is empty, and the last follows 0.05 s later, or at once under load.
-            assert 0.1 < answer.ttft_s < answer.seconds
-
-
 def row(name: str, ttfts: tuple[float, float], right: int, **counted: int) -> dict[str, Any]:
     turns = [
         dict(turn=turn, answers=16, right=None if turn == 1 else right, ttft_s_median=ttft,
@@ -232,35 +165,3 @@ def row(name: str, ttfts: tuple[float, float], right: int, **counted: int) -> di
         server=name, title=ROWS[name].title, turns=turns, seconds=10 * ttfts[1],
         output_tokens_per_s=5.0, peak_running=3, counted=counted,
     )  # fmt: skip
-
-
-def test_tables_and_picture_of_made_up_rows(tmp_path: Path) -> None:
-    result: dict[str, Any] = dict(
-        command="c", date="d", commit="e", machine="m", load="16 chats",
-        rows=[row(STOCK, (8.0, 4.0), 15),
-              row("tiers", (8.8, 0.5), 14, evictions=32, stores_reused=3,
-                  stores_restored_memory=12, stores_restored_file=1)],
-        failed=[dict(server="restart", reason="no such flag")],
-    )  # fmt: skip
-    write(tmp_path / "chat.json", result)
-    assert json.loads((tmp_path / "chat.json").read_text()) == result
-    lines = (tmp_path / "chat.md").read_text().splitlines()
-    assert "| stock | 1 | - | 8.00 | 1.00x | 24,000 | 1,234 |" in lines
-    assert "| tiers | 1 | - | 8.80 | 1.10x | 24,000 | 1,234 |" in lines
-    assert "| tiers | 2 | 14 of 16 | 0.50 | 0.12x | 24,000 | 1,234 |" in lines
-    assert "| stock | 40.0 | 1.00x | 5.0 | 3 | 0 | 0 | 0 | 0 | 0 |" in lines
-    assert "| tiers | 5.0 | 0.12x | 5.0 | 3 | 0 | 3 | 13 | 32 | 0 |" in lines
-    assert lines[-1] == "Not measured: restart (no such flag)."
-    assert (tmp_path / "chat.png").stat().st_size > 1000
-    alone = dict(result, rows=result["rows"][1:], failed=[])
-    assert "| tiers | 2 | 14 of 16 | 0.50 | - |" in report.markdown(alone)
-    nothing = dict(result, rows=[])
-    write(tmp_path / "none.json", nothing)
-    assert not (tmp_path / "none.png").exists()
-
-
-@pytest.mark.parametrize("wrong", ["--servers=stok", "--turns=1", "--memory=0"])
-def test_wrong_options_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse([wrong])
-    assert wrong.partition("=")[0] in capsys.readouterr().err

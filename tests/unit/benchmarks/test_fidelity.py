@@ -14,7 +14,6 @@ from benchmarks.quality.endpoint import Followed
 from benchmarks.quality.fidelity import check
 from benchmarks.quality.fidelity_report import markdown, summarize
 from benchmarks.quality.forced import Follow, ForcedTokens
-from benchmarks.quality.position import draw
 from benchmarks.quality.ruler.prose import passage, sentences, spread
 from benchmarks.quality.ruler.source_code import files, piece
 from vllm_kvevict.calibrate.lessons import source
@@ -78,21 +77,6 @@ def test_spread_texts_begin_at_equal_distances():
     assert max(abs(gap - sum(lengths) / 20) for gap in gaps) <= max(lengths)
     first, place = sentences()[spread(3, 20)], spread(3, 20)
     assert passage(random.Random(0), 100, place)[0] == first
-
-
-def test_picture_of_results_with_and_without_layers(tmp_path):
-    estimate = dict(mean=0.1, low=0.05, high=0.2, count=3)
-    cells = [
-        dict(label=name, budget=budget, first=first, last=first + 127, excess=estimate)
-        for name, budget in (("full cache", ""), ("snapkv", "25%"), ("snapkv", "512"))
-        for first in (1, 128)
-    ]
-    results = [dict(options=dict(layers=shares), cells=cells) for shares in ("None", "auto")]
-    draw(results, tmp_path / "a.png")
-    draw(results, tmp_path / "b.png")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    draw(results[:1], tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes() != (tmp_path / "a.png").read_bytes()
 
 
 def test_pieces_of_code_begin_at_a_line_and_were_not_learned_from():

@@ -144,9 +144,3 @@ def test_summary_is_paired():
     )  # fmt: skip
     assert "| probe | 25% | 3.000 [" in text and "| +1.333 [" in text and "A note." in text
     assert text.rstrip().endswith("| 33.3 [25.0, 50.0] | -33.3 [-75.0, +0.0] | 1 |")
-
-
-def test_options(tmp_path):
-    options = FreeOptions.parse(["--model", str(tmp_path), "--no-beginning"])
-    assert (options.facts, options.tokens, options.budgets) == (12, 1024, ("12.5%", "25%"))
-    assert not options.beginning and options.layers == "auto" and options.samples == 20

@@ -1,7 +1,5 @@
 """What times a GPU, on a pretended one; and the kernels' calls of the eviction benchmark."""
 
-import os
-import sys
 import time
 import weakref
 from argparse import Namespace
@@ -15,8 +13,6 @@ import torch
 
 from benchmarks.gpu import eviction
 from benchmarks.gpu.clock import AHEAD_CYCLES, captured, copy_bandwidth, milliseconds, spread
-from benchmarks.gpu.goals import GOALS
-from benchmarks.gpu.predictions import PREDICTIONS
 from tests.pretend_gpu import pretended
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
 from vllm_kvevict.worker import candidates as reading
@@ -124,13 +120,3 @@ def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F
 @pytest.mark.parametrize("name", ["run", "prepare", "first_hour"])
 def test_the_scripts_parse(name):
     assert run(["bash", "-n", ROOT / "benchmarks" / "gpu" / f"{name}.sh"]).returncode == 0
-
-
-@pytest.mark.nightly
-def test_the_report_is_written_when_no_time_is_left(tmp_path):
-    """No part is begun, and the exit status says so."""
-    command = ["bash", ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path]
-    env = os.environ | dict(DEADLINE="20", PYTHON=sys.executable)
-    ended = run(command, env=env, capture_output=True, text=True)
-    assert ended.returncode == 1 and "with rows left: attention eviction serving" in ended.stderr
-    assert (tmp_path / "gpu.md").read_text().count("not measured") == len(GOALS) + len(PREDICTIONS)

@@ -86,14 +86,6 @@ def test_needles_are_sought_by_a_server_of_the_model(folder):
     assert not options.kvpress and not options.like_for_like and options.resume
 
 
-def test_a_part_without_its_model_says_so(tmp_path):
-    env = dict(os.environ, DRY="1", OUT=str(tmp_path))
-    env.pop("MODEL", None)
-    ended = subprocess.run(["bash", SCRIPT, "needle"], env=env, capture_output=True, text=True)
-    assert ended.returncode == 1 and "needle" in ended.stderr
-    assert "MODEL: names the folder of a model" in (tmp_path / "needle.log").read_text()
-
-
 @pytest.mark.parametrize("name", ["tests", "sanitizer"])
 def test_pytest_knows_the_arguments_and_finds_the_tests(name, folder):
     (command,) = commands(folder, name)
@@ -118,7 +110,3 @@ def test_the_environment_is_asked_by_a_program_that_compiles(folder):
     assert said.startswith("nvidia-smi --query-gpu") and "nvcc --version" in said
     imported = [line.split()[1] for line in program.splitlines() if line.startswith("from vllm_k")]
     assert imported and all(importlib.util.find_spec(name) for name in imported)
-
-
-def test_the_report_is_written_to_the_folder(folder):
-    assert commands(folder, "report") == [["python3", "-m", "benchmarks.gpu.report", str(folder)]]

@@ -1,14 +1,11 @@
 """The GPU benchmark's verdicts: what each needs, and what it refuses."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu.goals import GOALS, verdicts
-from benchmarks.gpu.predictions import PREDICTIONS
-from benchmarks.gpu.report import main as report
 
 SOURCE = dict(commit="c", command="python", date="d", versions={}, machine="m")
 DECODE_64, DECODE_256, EVICTION, RANK, SHORT, LONG, NOTHING = range(7)
@@ -140,23 +137,3 @@ def test_a_cpu_and_two_cards_prove_nothing():
     content = parts()
     content["eviction"]["device"] = "another card"
     assert outcomes(content)[EVICTION][1].endswith("are of other GPUs or commits")
-
-
-def test_the_report_begins_with_the_verdicts(tmp_path, capsys):
-    for name, content in parts().items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    report(tmp_path)
-    text = (tmp_path / "gpu.md").read_text()
-    assert text.index("| missed |") < text.index("## attention") < text.index("## serving")
-    assert "| reached |" in capsys.readouterr().out
-
-
-def test_a_report_of_nothing(tmp_path, capsys):
-    report(tmp_path)
-    said = capsys.readouterr().out
-    assert said.count("not measured") == len(GOALS) + len(PREDICTIONS)
-    failed = dict(case="memory-bound", setting="stock", input=6000, error="a | b\nc")
-    part = dict(rows=[failed], device="a card", provenance=SOURCE)
-    (tmp_path / "serving.json").write_text(json.dumps(part))
-    report(tmp_path)
-    assert "a / b c" in (tmp_path / "gpu.md").read_text()

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.predictions import PREDICTIONS, prediction_table
-from benchmarks.gpu.report import main as report
-from benchmarks.gpu.report import measured
 
 H100 = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu_h100.json"
 CARD = "NVIDIA H100 80GB HBM3, 132 SMs, 79 GiB"
@@ -98,14 +96,3 @@ def test_the_h100():
     assert found["output at 8x over stock, 6000/500"] == ["3.4 to 4", "2.8", "0.76", "lower"]
     nothing = found["F7: nothing evicted, over stock (P 60%)"]
     assert nothing[-1].startswith("not measured: 1 of 3 loads of stock")
-
-
-def test_the_report_has_the_table_and_reads_files_of_other_settings(tmp_path, capsys):
-    source = dict(command="c", commit="c", date="d")
-    first, second = (one | {"provenance": source} for one in passed(90.0, 100.0))
-    (tmp_path / "eviction.json").write_text(json.dumps(first))
-    (tmp_path / "eviction-1.json").write_text(json.dumps(second))
-    assert len(measured(tmp_path)) == 2
-    report(tmp_path)
-    row = f"| {PYTORCH} | 80 to 110 | 90 to 100 | 1.00 | as predicted |"
-    assert row in (tmp_path / "gpu.md").read_text() and row in capsys.readouterr().out

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import part, serving
+from benchmarks.gpu import serving
 from benchmarks.gpu.jobs import START_S, services
 from benchmarks.gpu.model import LLAMA_8B, TINY, ring_bytes, token_bytes
 from benchmarks.gpu.prefill import NAME, prefill_ms
-from tests.unit.benchmarks.fake_server import fresh
-
-SOURCE = dict(commit="c", command="python", date="d", versions={}, machine="m")
 
 
 def arguments(folder: Path, **values: Any) -> Namespace:
@@ -57,61 +54,6 @@ def test_a_server_of_its_own_where_no_stock_server_has_room(tmp_path):
     found = {one.name: one for one in services(args, LLAMA_8B | TINY)}
     assert [len(one.jobs) for one in found.values()] == [1, 1, 4, 3]
     assert found["stock-room"].kv_bytes >= 8 * 620 * token_bytes(LLAMA_8B | TINY)
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    monkeypatch.setattr(part, "provenance", lambda: SOURCE)
-    monkeypatch.setattr(serving, "make_model", lambda folder, config: folder)
-    found = fresh(says=f"INFO {serving.KERNELS} ada-snapkv")
-    monkeypatch.setattr(serving, "Server", found)
-    monkeypatch.setattr(serving, "ask", lambda *_, **__: None)
-    monkeypatch.setattr(serving, "figures", lambda server, job, vocab: dict(took=1))
-    return found
-
-
-def test_a_failed_server_loses_its_rows_only(fake, tmp_path):
-    fake.ill = ("stock-32000",)
-    swept = serving.sweep(arguments(tmp_path))
-    assert len(swept.rows) == 11 and sum("error" in row for row in swept.rows) == 5
-    assert swept.rows[0]["error"] == "ServerFailed: no memory"
-    fake.ill = ()
-    fake.started.clear()
-    again = serving.sweep(arguments(tmp_path))
-    assert fake.started == ["stock-32000"] and again.outcome() is None
-    assert all(row["cuda_kernels"] and row["kv_bytes"] for row in again.rows)
-
-
-def test_a_failed_server_is_the_last_one_again(fake, tmp_path):
-    fake.ill = ("stock-32000", "stock-6000")
-    serving.sweep(arguments(tmp_path, loads=serving.loads("32000/4000/4/16")))
-    fake.started.clear()
-    serving.sweep(arguments(tmp_path))
-    assert fake.started == ["stock-6000", "8x-6000", "nothing-to-evict", "stock-32000"]
-
-
-def test_a_load_that_fails_keeps_the_other_rows(fake, tmp_path, monkeypatch):
-    def figures(server: Any, job: Any, vocab: int) -> dict[str, Any]:
-        if job.load is None:
-            raise RuntimeError("lost")
-        return dict(took=1)
-
-    monkeypatch.setattr(serving, "figures", figures)
-    swept = serving.sweep(arguments(tmp_path))
-    (row,) = (row for row in swept.rows if "error" in row)
-    assert row["case"] == "prefill" and serving.KERNELS in row["error"]
-
-
-def test_what_does_not_fit_starts_no_server(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(part.time, "time", lambda: 1000.0)
-    swept = serving.sweep(arguments(tmp_path, until=1000.0 + START_S + 100))
-    assert "stock-32000" not in fake.started and len(fake.started) == 4
-    assert len(swept.left) == 5 and len(swept.rows) == 6
-
-
-def test_servers_by_name(fake, tmp_path):
-    serving.sweep(arguments(tmp_path, only=["8x-6000", "nothing-to-evict"]))
-    assert fake.started == ["8x-6000", "nothing-to-evict"]
 
 
 def test_what_a_log_says():

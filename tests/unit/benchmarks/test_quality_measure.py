@@ -12,7 +12,7 @@ from benchmarks.quality.journal import Journal
 from benchmarks.quality.measure import Plan, measure, score
 from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import variants
-from benchmarks.quality.prompt import AGNOSTIC, AWARE, SCENARIOS, Prompt
+from benchmarks.quality.prompt import AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
 from tests.http_stand_in import JsonHandler, served
@@ -110,28 +110,6 @@ def test_requests_of_a_sample(endpoint, prompts, journal):
             (policy, budget) for policy in ("snapkv", "ada-snapkv") for budget in ("20%", "80%")
         }
     assert [answer.text for answer in answers[FULL_CELL]] == ["none 300", "none 340", "none 380"]
-
-
-def test_a_run_that_was_cut_off_goes_on(endpoint, prompts, tmp_path):
-    path = tmp_path / "answers.jsonl"
-    first = measure(endpoint, plan(), prompts[:2], 2, Journal(path, False, "served"))
-    with path.open("a") as file:
-        file.write('{"key": "half a li')
-    Handler.seen.clear()
-    again = Journal(path, resume=True, model="served")
-    assert plan().expected(prompts, again) == plan().expected(prompts[2:], journal_of(tmp_path))
-    answers = measure(endpoint, plan(), prompts, 2, again)
-    assert {tuple(body["prompt"]) for body in Handler.seen} == {prompts[2].ids}
-    assert all(answers[cell][:2] == row for cell, row in first.items())
-    other = Journal(path, resume=True, model="another")
-    assert len(plan().missing(prompts[0], other)) == 9
-    Handler.seen.clear()
-    measure(endpoint, plan(), prompts, 2, Journal(path, True, "served"))
-    assert not Handler.seen
-
-
-def journal_of(folder) -> Journal:
-    return Journal(folder / "empty.jsonl", resume=False, model="served")
 
 
 def test_scores_keep_the_order_of_the_samples(prompts):
@@ -246,31 +224,3 @@ def test_a_server_with_shares_of_layers(tmp_path):
     assert only.name == "layers" and only.labels
     with pytest.raises(SystemExit):
         Options.parse([*alone, "--base-url", "http://127.0.0.1:1"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "s-niah,chess"], "--tasks: chess; choose from s-niah"),
-        (["--policies", "none"], "--policies: none; choose from"),
-        (["--layers-policies", "subgen"], "--layers-policies: subgen; choose from"),
-        (["--budgets", "10%,0%"], "25%"),
-        (["--scenarios", "both"], "question-agnostic"),
-        (["--model", "/nowhere"], "no folder /nowhere"),
-        (["--samples", "0"], "samples"),
-        (["--tasks", "chess"], "--tasks: chess; choose from s-niah"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        Options.parse(["--model", str(tmp_path), *arguments])
-    assert message in capsys.readouterr().err
-
-
-def test_options_from_the_command_line(tmp_path):
-    options = Options.parse(
-        ["--model", str(tmp_path), "--tasks", "vt, qa", "--scenarios", AGNOSTIC, "--no-kvpress",
-         "--samples", "3"]
-    )  # fmt: skip
-    assert options.tasks == ("vt", "qa") and options.scenarios == (AGNOSTIC,)
-    assert (options.kvpress, options.like_for_like, options.samples) == (False, False, 3)

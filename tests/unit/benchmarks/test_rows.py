@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks.quality.rows import main, read
+from benchmarks.quality.rows import main
 from tests.http_stand_in import JsonHandler, served
 
 TEMPLATE = "<user>{}<assistant>"
@@ -80,12 +80,3 @@ def test_question_aware_and_full_cache(url, tmp_path):
     assert {tuple(body["vllm_xargs"].items()) for body in Handler.seen} == {
         (("kv_eviction", "none"),)
     }
-
-
-def test_what_is_no_row_is_named(tmp_path):
-    path = write(tmp_path / "in.jsonl", [*ROWS, {"context": "x", "task": "qa"}])
-    with pytest.raises(ValueError, match=r"line 3: no column question, answer_prefix, answer, max"):
-        list(read(path))
-    path.write_text("{]\n")
-    with pytest.raises(ValueError, match="line 1: no JSON"):
-        list(read(path))

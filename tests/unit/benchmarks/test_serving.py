@@ -1,26 +1,10 @@
-"""The serving sweep without a server: its trace, its grid, its tables and figures."""
+"""The serving sweep without a server: its trace and its grid."""
 
 import json
-from pathlib import Path
-
-import pytest
 
 from benchmarks.serving.datasets import CHUNK, Trace
 from benchmarks.serving.options import DATASETS, Options
-from benchmarks.serving.plots import plot
-from benchmarks.serving.report import COLUMNS, markdown, write_json
-from benchmarks.serving.sweep import Row, datasets, kv_bytes, server_args, settings
-
-ORIGIN = dict(command="c", date="d", commit="e", machine="m", versions={"vllm": "0.32.0"})
-
-
-def rows() -> list[Row]:
-    return [
-        Row(setting, memory, memory << 20, dataset, {key: place + memory for _, key, _ in COLUMNS})
-        for dataset in DATASETS
-        for memory in (2, 4)
-        for place, setting in enumerate(("stock vLLM", "ada-snapkv 25%"))
-    ]
+from benchmarks.serving.sweep import datasets, kv_bytes, server_args, settings
 
 
 def test_trace_is_what_vllm_replays(tmp_path, tiny_model):
@@ -68,34 +52,3 @@ def test_grid(tmp_path, monkeypatch, tiny_model_kv4):
     block = 4 * 4 * 32 * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, bytes
     assert kv_bytes(options, 3) == blocks * block
     assert str(blocks * block) in server_args(options, 3)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "reason"),
-    [
-        ("--policies", "snapkv,snap", "unknown 'snap'"),
-        ("--datasets", "sharegpt", "choose from random, shared-prefix, timed-trace"),
-        ("--budgets", "lots", "give tokens"),
-        ("--memory", "0", "give numbers of full requests"),
-        ("--prompt", "x", "--prompt"),
-    ],
-)
-def test_bad_options(flag, value, reason, capsys):
-    with pytest.raises(SystemExit):
-        Options.from_args([flag, value])
-    assert reason in capsys.readouterr().err
-
-
-def test_report_and_figures(tmp_path: Path):
-    path = tmp_path / "serving.json"
-    write_json(path, Options(), rows(), ORIGIN)
-    content = json.loads(path.read_text())
-    assert len(content["rows"]) == 12 and content["commit"] == "e"
-    table = markdown(Options(), rows(), ORIGIN)
-    assert table.count("\n| 2 | 2.0 | stock vLLM | 2 | ") == 3
-    assert table.count("\n| 4 | 4.0 | ada-snapkv 25% | **5** | ") == 3
-    images = plot(rows(), path)
-    assert [image.name for image in images] == [f"serving_{name}.png" for name in DATASETS]
-    first = images[0].read_bytes()
-    (again,) = plot(rows()[:4], path)
-    assert again == images[0] and again.read_bytes() == first

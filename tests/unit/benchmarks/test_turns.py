@@ -8,10 +8,8 @@ import pytest
 
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion
-from benchmarks.quality.free import FreeOptions
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.measure import Plan
-from benchmarks.quality.own_server import profile_flags
 from benchmarks.quality.prompt import AGNOSTIC
 from benchmarks.quality.ruler.later import KINDS
 from benchmarks.quality.ruler.sample import RulerSample
@@ -211,37 +209,6 @@ def test_summary_by_turn_and_in_all():
     assert "| probe | 25% | 64 | 66.7 [20.8, 93.9] | 33.3 [6.1, 79.2] | 50.0" in text
     assert "| full cache | - | 200 | 100.0" in text and "A note." in text
     assert "3 turns reused a store (3 later turns), 700 tokens" in text
-
-
-def test_options(tmp_path):
-    options = TurnsOptions.parse(["--model", str(tmp_path), "--budgets", "6.25%,128"])
-    assert (options.budgets, options.turns, options.policies) == (("6.25%", "128"), 5, ("probe",))
-    assert profile_flags(options) == ("--kv-eviction-profile", "auto")
-    more = ["--layers", "none", "--policies", "snapkv", "--server-args", "--max-model-len 4096"]
-    options = TurnsOptions.parse(["--model", str(tmp_path), *more])
-    assert profile_flags(options) == ("--max-model-len", "4096")
-    options = TurnsOptions.parse(["--model", str(tmp_path), "--layers", "a.json", "--groups", "3"])
-    assert profile_flags(options)[:2] == ("--kv-eviction-profile", "a.json")
-    assert profile_flags(options)[2:] == ("--kv-eviction-options.groups", "3")
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "message"),
-    [
-        (TurnsOptions, ["--policies", "none"], "--policies: none; choose from"),
-        (TurnsOptions, ["--policies", ""], "--policies: nothing given"),
-        (TurnsOptions, ["--budgets", "0%"], "25%"),
-        (TurnsOptions, ["--turns", "1"], "turns"),
-        (TurnsOptions, ["--model", "/nowhere"], "no folder /nowhere"),
-        (TurnsOptions, ["--tasks", "vt"], "unrecognized arguments: --tasks"),
-        (FreeOptions, ["--facts", "15"], "less than or equal to 14"),
-        (FreeOptions, ["--tokens", "100"], "greater than or equal to 128"),
-    ],
-)
-def test_wrong_options_are_named(options, arguments, message, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        options.parse(["--model", str(tmp_path), *arguments])
-    assert message in capsys.readouterr().err
 
 
 def test_contexts_have_the_wanted_length_and_differ_by_seed():

@@ -63,11 +63,6 @@ def attention(candidates: Candidates, head: int) -> list[list[dict[int, float]]]
     return rows
 
 
-def best(scores: dict[int, float], keep: int) -> list[int]:
-    """Columns of the highest scores, ties to the lower column."""
-    return sorted(sorted(scores, key=lambda column: (-scores[column], column))[:keep])
-
-
 @st.composite
 def cases(draw, ragged: bool = True):
     """A first eviction, or a later one: heads with fewer pages are padded at the left, and what

@@ -1,5 +1,6 @@
-"""What each policy keeps, through the contract that the worker uses."""
+"""What all policies have in common, through the contract that the worker uses."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,20 @@ from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.allocators import Adaptive, Uniform
 from vllm_kvevict.policies.base import Candidates, protect
+from vllm_kvevict.policies.defensive import Defensive
+from vllm_kvevict.policies.h2o import H2O
+from vllm_kvevict.policies.nacl import NACL
+from vllm_kvevict.policies.probe import Probe
 from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.policies.snapkv import SnapKV
 from vllm_kvevict.policies.streaming_llm import StreamingLLM
+from vllm_kvevict.policies.subgen_stream import SubGenStream
 
 
-def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.0) -> Candidates:
-    generator = torch.Generator().manual_seed(1)
+def random_candidates(
+    padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.0, seed=1, layer=0
+) -> Candidates:
+    generator = torch.Generator().manual_seed(seed)
     columns = evictable + rest + window
     return Candidates(
         keys=2 * torch.randn(len(padding), columns, 8, generator=generator),
@@ -27,6 +36,8 @@ def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.
         scale=8**-0.5,
         softcap=softcap,
         keep=12,
+        seed=(1, 7),
+        layer=layer,
         state_row=0,
         values=torch.randn(len(padding), columns, 8, generator=generator),
         value_shares=torch.rand(len(padding), columns, generator=generator),
@@ -34,12 +45,6 @@ def random_candidates(padding=(0, 4), evictable=24, rest=3, window=4, softcap=0.
         key_scores=torch.randn(len(padding), evictable, 2, generator=generator),
         window_weights=torch.rand(len(padding), generator=generator),
     )
-
-
-def bare(columns: int, padding=(0,)) -> Candidates:
-    """One candidate grid for a policy that reads neither keys nor queries."""
-    valid = torch.arange(columns + 2) >= torch.tensor(padding)[:, None]
-    return Candidates(torch.empty(len(padding), 0, 1), valid, None, 2, columns, 1.0)
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -78,19 +83,92 @@ def test_snapkv_pools_across_the_last_candidate(name, kind):
         torch.testing.assert_close(scorer.scores(candidates), expected)
 
 
-def test_snapkv_needs_the_window_and_streaming_llm_does_not():
-    needs = {
-        n: build_policy(EvictionConfig(policy=n)).requirements.window == "required"
-        for n in POLICY_NAMES
-    }
-    assert needs["snapkv"] and needs["ada-snapkv"] and not needs["streaming-llm"]
+SCORERS = {
+    "snapkv": (SnapKV(3, "avg"), dict(pool_kernel=3, pool="avg")),
+    "defensive": (Defensive(5, 2, 14), {}),
+    "probe": (Probe(5, 2, 14), {}),
+    "h2o": (H2O(0.25), dict(recent_share=0.25)),
+    "streaming-llm": (StreamingLLM(2), dict(sinks=2)),
+    "nacl": (NACL(0.25, 9), dict(random_share=0.25, seed=9)),
+    "subgen-stream": (
+        SubGenStream(0.5, 2, 0.4, 3),
+        dict(radius=0.5, cluster_samples=2, value_share=0.4, seed=3),
+    ),
+}
 
 
-def test_allocators_of_the_policies():
-    config = EvictionConfig(policy="ada-snapkv", options=dict(floor=0.35))
-    assert build_policy(config).allocator == Adaptive(0.35)
-    for name in ("snapkv", "streaming-llm"):
-        assert build_policy(config.model_copy(update={"policy": name})).allocator == Uniform()
+@pytest.mark.parametrize("name", SCORERS)
+def test_options_reach_the_scorer(name):
+    scorer, options = SCORERS[name]
+    assert build_policy(EvictionConfig(policy=name, options=options)).scorer == scorer
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "says"),
+    [
+        ("defensive", "value_shares", "shares of the value norms"),
+        ("probe", "key_scores", "scores of the keys"),
+        ("h2o", "accumulated", "attention of all queries"),
+        ("subgen-stream", "values", "needs the values"),
+    ],
+)
+def test_a_missing_input_is_named(name, missing, says):
+    scorer = build_policy(EvictionConfig(policy=name)).scorer
+    with pytest.raises(ValueError, match=says):
+        scorer.scores(replace(random_candidates(), **{missing: None}))
+
+
+PER_HEAD = ("keys", "valid", "queries", "values", "value_shares", "accumulated", "key_scores",
+            "window_weights")  # fmt: skip
+"""Inputs with one row for each head."""
+
+
+def order(scores: torch.Tensor) -> torch.Tensor:
+    return scores.argsort(dim=-1, descending=True, stable=True)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_heads_of_several_layers_score_like_each_layer_alone(name):
+    """Where a policy says so, a GPU passes them at once."""
+    policy = build_policy(EvictionConfig(policy=name, budget=64, window=4))
+    needs = policy.requirements
+    if not (needs.heads_alone or needs.layers_alone):
+        return
+    first = random_candidates((0, 0), layer=7)
+    second = replace(random_candidates((0, 0), seed=2), layer=8, seed=first.seed)
+    both = {each: torch.cat([getattr(first, each), getattr(second, each)]) for each in PER_HEAD}
+    together = policy.scorer.scores(replace(first, layers=(7, 8), **both))
+    alone = [policy.scorer.scores(layer) for layer in (first, second)]
+    assert not torch.equal(*alone)
+    torch.testing.assert_close(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", [n for n in POLICY_NAMES if n != "tova"])
+def test_a_rank_scores_what_one_rank_alone_scores_for_its_heads(name):
+    both = random_candidates((0, 4))
+    scorer = build_policy(EvictionConfig(policy=name, budget=64, window=4)).scorer.per_head()
+    whole = scorer.scores(both)
+    for head in range(2):
+        mine = {each: getattr(both, each)[head : head + 1] for each in PER_HEAD}
+        torch.testing.assert_close(
+            scorer.scores(replace(both, first_head=head, **mine)), whole[head : head + 1]
+        )
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_padding_does_not_shift_what_is_kept(name):
+    """A head's tokens count from its oldest one, not from the left of the grid."""
+    narrow = random_candidates((0, 0))
+    scorer = build_policy(EvictionConfig(policy=name, budget=64, window=4)).scorer
+    wide = {}
+    for each in set(PER_HEAD) - {"queries", "window_weights"}:
+        rows = getattr(narrow, each)
+        pad = rows.new_full((2, 4, *rows.shape[2:]), 0 if each == "valid" else math.nan)
+        wide[each] = torch.cat([pad, rows], 1)
+    kept = order(scorer.scores(narrow))
+    assert torch.equal(
+        order(scorer.scores(replace(narrow, num_candidates=28, **wide)))[:, :24], kept + 4
+    )
 
 
 def test_adaptive_follows_its_floor():
@@ -101,53 +179,31 @@ def test_adaptive_follows_its_floor():
     assert Uniform().pages(scores, caps, 5, 2).tolist() == [[5, 5]]
 
 
-@pytest.mark.parametrize(
-    "sinks, padding, keep, expected",
-    [
-        (4, 0, 8, [0, 1, 2, 3, 12, 13, 14, 15]),
-        (0, 0, 4, [12, 13, 14, 15]),
-        (2, 4, 4, [4, 5, 14, 15]),
-        (6, 4, 4, [4, 5, 6, 7]),
-        (40, 0, 4, [0, 1, 2, 3]),
-    ],
-)
-def test_streaming_llm_keeps_sinks_and_the_most_recent(sinks, padding, keep, expected):
-    config = EvictionConfig(policy="streaming-llm", options=dict(sinks=sinks))
-    scores = build_policy(config).scorer.scores(bare(16, padding=(padding,)))
-    assert select_tokens(scores[None], torch.tensor([[1]]), keep).tolist() == [expected]
-
-
-def test_streaming_llm_is_exact_for_a_million_tokens():
-    scores = StreamingLLM(sinks=4).scores(bare(2**20))
-    kept = select_tokens(scores[None], torch.tensor([[1]]), 1000)[0]
-    assert kept.tolist() == [0, 1, 2, 3, *range(2**20 - 996, 2**20)]
-    assert scores.unique().numel() == 2**20 - 3, "no two recent tokens score alike"
-
-
-def test_streaming_llm_refuses_what_float32_cannot_tell_apart():
-    valid = torch.ones(1, 1, dtype=torch.bool).expand(1, 2**24 + 3)
-    candidates = Candidates(torch.empty(1, 0, 1), valid, None, 2, 2**24 + 1, 1.0)
-    with pytest.raises(ValueError, match="at most 16777216 tokens"):
-        StreamingLLM().scores(candidates)
-
-
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @pytest.mark.parametrize("first", [1, 5, 8, 12])
 def test_protected_tokens_are_the_first_survivors_of_every_head(name, first):
-    """Twice: at a re-eviction the first survivors are the first columns again."""
+    """Twice: at a re-eviction the first survivors are the first columns again.
+
+    They take the places of the tokens that the policy ranks last.
+    """
     policy = build_policy(EvictionConfig(policy=name, budget=64, window=4))
     candidates = random_candidates(padding=(0, 4))
     caps = torch.tensor([[6, 5]])
     for _ in range(2):
         valid = candidates.valid[:, :24]
-        scores = protect(policy.scorer.scores(candidates), candidates.valid, first)
+        free = policy.scorer.scores(candidates)
+        scores = protect(free, candidates.valid, first)
         assert torch.isfinite(scores[valid]).all()
         assert torch.equal(scores == float("-inf"), ~valid)
         pages = policy.allocator.pages(scores[None], caps, 3, 4)
         columns = select_tokens(scores[None], pages, 4)[0].split((4 * pages[0]).tolist())
         for head, kept in enumerate(columns):
             begin = int((~valid[head]).sum())
-            assert kept[:first].tolist() == list(range(begin, begin + first))
+            guarded = list(range(begin, begin + first))
+            assert kept[:first].tolist() == guarded
+            if policy.allocator == Uniform():
+                ranked = [c for c in order(free)[head].tolist() if c not in guarded]
+                assert kept.tolist() == sorted(guarded + ranked[: 12 - first])
         candidates = random_candidates(padding=(8, 0))
         caps = torch.tensor([[4, 6]])
 

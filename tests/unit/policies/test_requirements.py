@@ -10,7 +10,9 @@ from vllm_kvevict.attention.extensions.base import AttentionExtension, make_exte
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import LEARNED, POLICY_NAMES
 from vllm_kvevict.policies.base import Requirements
+from vllm_kvevict.policies.probe import KeyProbe
 from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.policies.requirements import floats_per_token, ring_slots
 
 
 def requirements(name: str) -> Requirements:
@@ -48,6 +50,19 @@ def test_the_row_of_a_request_is_for_policies_that_keep_a_state():
     assert candidates.row == 0
     with pytest.raises(ValueError, match="must require keeps_state"):
         _ = replace(candidates, state_row=None).row
+
+
+def test_what_probe_reads_and_keeps():
+    auto = EvictionConfig(policy="ada-probe", profile="x.json")
+    for name in ("probe", "ada-probe"):
+        policy = build_policy(auto.model_copy(update={"policy": name}))
+        assert policy.requirements.window == "optional" and not policy.requirements.keys
+    assert floats_per_token(auto) == 2
+    none = EvictionConfig(policy="ada-probe", profile="x.json", options=dict(probe_window="none"))
+    assert isinstance(build_policy(none).scorer, KeyProbe)
+    assert build_policy(none).requirements.window == "none"
+    assert floats_per_token(none) == 1
+    assert ring_slots(None, none) == 0, "no memory for a window that nobody reads"
 
 
 def test_extensions_are_made_once_by_name():

@@ -1,7 +1,6 @@
 """SubGen's Algorithm 1 as a policy of a bounded cache; the algorithm itself is checked in ops."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.policies.base import Candidates, protect
 from vllm_kvevict.policies.registry import build_policy
+from vllm_kvevict.policies.state import PolicyState
 from vllm_kvevict.policies.subgen_stream import SubGenStream
 
 BEHIND = 5
@@ -151,23 +151,23 @@ def test_what_it_cannot_do_is_an_error():
     with pytest.raises(ValueError, match="needs 6 slots in addition to protected tokens, not 5"):
         Head(SubGenStream(), 32, protected=27).evict(400)
     assert Head(SubGenStream(), 32, protected=26).evict(400).kept.shape == (2, 32)
-    columns = torch.ones(1, 40, dtype=torch.bool)
-    candidates = Candidates(torch.zeros(1, 40, 2), columns, None, 2, 32, 1.0, keep=16, state_row=0)
-    with pytest.raises(ValueError, match="needs the values"):
-        SubGenStream().scores(candidates)
-    with pytest.raises(ValueError, match="needs the values"):
-        SubGenStream().scores(replace(candidates, queries=torch.zeros(1, 1, 2, 2)))
 
 
-def test_flags_reach_the_scorer_and_prefix_hits_need_no_window():
-    config = EvictionConfig(
-        policy="subgen-stream",
-        options=dict(radius=0.5, cluster_samples=2, value_share=0.4, seed=3),
-    )
-    policy = build_policy(config)
-    assert policy.scorer == SubGenStream(0.5, 2, 0.4, 3)
-    assert policy.requirements.window == "none" and not policy.requirements.every_query
+def test_settings_know_the_least_number_of_slots():
     for samples in (1, 4, 16):
         config = EvictionConfig(policy="subgen-stream", options=dict(cluster_samples=samples))
         assert config.min_slots("subgen-stream") == build_policy(config).scorer.min_slots
         assert config.min_slots("snapkv") == 0
+
+
+def test_a_cleared_row_forgets_and_others_do_not():
+    state = PolicyState()
+    assert state.get(3, "a") is None
+    state.keep(3, "a", "first")
+    state.keep(3, "b", "other layer")
+    state.keep(5, "a", "other row")
+    state.keep(3, "a", "second")
+    assert (state.get(3, "a"), state.get(3, "b")) == ("second", "other layer")
+    state.clear([3, 4])
+    assert state.get(3, "a") is None and state.get(3, "b") is None
+    assert state.get(5, "a") == "other row" and len(state) == 1

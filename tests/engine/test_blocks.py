@@ -1,6 +1,6 @@
 """Requests that lacked blocks for ever, or took blocks that were not there.
 
-Each case was found on a server. Blocks of 8, window 8, budget 40: a store of 4 blocks, as in
+Blocks of 8, window 8, budget 40: a store of 4 blocks, as in
 ``test_scheduler``.
 """
 

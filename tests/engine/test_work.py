@@ -1,4 +1,4 @@
-"""Work that grew with what a step has nothing to do with. Each case was found on a server.
+"""Work that grew with what a step has nothing to do with.
 
 Counted in lines that run, not in time. Blocks of 8, window 8, budget 40, as in ``test_scheduler``.
 """

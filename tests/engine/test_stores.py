@@ -1,4 +1,4 @@
-"""Stores that were there and not found. Each case was found on a server.
+"""Stores that were there and not found.
 
 Blocks of 8, window 8, budget 40, an eviction point at 100, as in ``test_sharing``.
 """
