@@ -27,7 +27,7 @@ help:
 	@echo "make sbom     after make dist: bill of materials with licences (CycloneDX), in dist/"
 	@echo "make prometheus  promtool and prometheus for the tests of deploy/grafana, in .cache/; no root"
 	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
-	@echo "make hooks    file and line of every hook in vLLM 0.32.0 and 0.33.0, into docs/vllm-hooks.tsv"
+	@echo "make hooks    file and line of every hook in vLLM 0.32.0 and 0.33.0, into docs/dev/vllm-hooks.tsv"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff fix what it can"
 	@echo "make clean    remove build outputs and caches; the environments stay"
@@ -120,7 +120,7 @@ vllm-source:
 	@packaging/fetch_vllm_source.sh
 
 hooks: setup vllm-source
-	@$(PYTHON_VENV) -m dev.hooks --vllm .cache/vllm-source/0.33.0/vllm --write docs/vllm-hooks.tsv
+	@$(PYTHON_VENV) -m dev.hooks --vllm .cache/vllm-source/0.33.0/vllm --write docs/dev/vllm-hooks.tsv
 
 clean:
 	rm -rf build dist *.egg-info packaging/vllm-cpu-metadata/build packaging/vllm-cpu-metadata/*.egg-info

@@ -1,5 +1,5 @@
 // Every operation, as it is bound. A launcher checks shapes, dtypes, devices and strides, and throws;
-// what only the device knows is asserted there. Contracts: docs/kernels.md.
+// what only the device knows is asserted there. Contracts: docs/dev/kernels.md.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.serving``: load over policies, budgets and KV memory (docs/serving.md)."""
+"""``python -m benchmarks.serving``: load over policies and KV memory (docs/dev/serving.md)."""
 
 from benchmarks.provenance import provenance
 from benchmarks.serving.options import Options

@@ -1,1 +1,1 @@
-"""vLLM's real schedulers on machines that we do not have (docs/simulator.md)."""
+"""vLLM's real schedulers on machines that we do not have (docs/dev/simulator.md)."""

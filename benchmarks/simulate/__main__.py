@@ -1,4 +1,4 @@
-"""``python -m benchmarks.simulate``: stock and eviction side by side (docs/simulator.md)."""
+"""``python -m benchmarks.simulate``: stock and eviction side by side (docs/dev/simulator.md)."""
 
 import json
 import os

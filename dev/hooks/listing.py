@@ -1,4 +1,4 @@
-"""Every name of vLLM's that the plugin touches: docs/vllm-hooks.md says why, file by file.
+"""Every name of vLLM's that the plugin touches: docs/dev/vllm-hooks.md says why, file by file.
 
 By our file, then by vLLM's module. ``Class.member`` may be inherited or assigned to ``self``;
 parentheses hold parameters that we pass by name or override. Workers, attention and

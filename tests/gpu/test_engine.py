@@ -95,7 +95,7 @@ def test_graphs_and_eager_give_the_same_tokens(tiny_model, attention, cache):
     assert sum(same) / len(same) > 0.9
 
 
-@pytest.mark.skipif(not is_built(), reason="needs the extension: docs/kernels.md, Building")
+@pytest.mark.skipif(not is_built(), reason="needs the extension: docs/dev/kernels.md, Building")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive"])
 def test_the_kernels_evict_between_replays(policy, head_dim, monkeypatch):

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("one_rank"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(not is_built(), reason="needs the extension: docs/kernels.md, Building"),
+    pytest.mark.skipif(not is_built(), reason="needs the extension: docs/dev/kernels.md, Building"),
 ]
 
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("deploy/*.md"),
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -32,9 +32,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_index_has_every_page() -> None:
-    listed = {
-        Path(link.partition("#")[0]).name
-        for link in LINK.findall((ROOT / "docs" / "README.md").read_text())
-    }
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+@pytest.mark.parametrize("folder", ["docs", "docs/dev"])
+def test_the_index_has_every_page(folder: str) -> None:
+    index = ROOT / folder / "README.md"
+    links = LINK.findall(index.read_text())
+    listed = {(index.parent / link.partition("#")[0]).resolve() for link in links}
+    assert {page.resolve() for page in index.parent.glob("*.md")} - {index} <= listed

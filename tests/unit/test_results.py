@@ -20,7 +20,7 @@ def pages() -> list[Path]:
     patterns = (
         "README.md",
         "CONTRIBUTING.md",
-        "docs/*.md",
+        "docs/**/*.md",
         "deploy/**/*.md",
         "benchmarks/**/README.md",
     )

@@ -15,7 +15,7 @@ from tests.nightly import nightly
 
 ROOT = Path(vllm.__file__).parent
 OURS = Path(vllm_kvevict.__file__).parent
-DOCS = OURS.parent / "docs" / "vllm-hooks.md"
+DOCS = OURS.parent / "docs" / "dev" / "vllm-hooks.md"
 SOURCES = OURS.parent / ".cache" / "vllm-source"
 """What `make vllm-source` unpacks: one folder a version."""
 

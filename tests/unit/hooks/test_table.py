@@ -16,9 +16,8 @@ SOURCES = {
     "vllm 0.32.0": Path(vllm.__file__).parent,
     "vllm 0.33.0": CHECKOUT / ".cache" / "vllm-source" / "0.33.0" / "vllm",
 }
-COMMITTED = [
-    line.split("\t") for line in (CHECKOUT / "docs" / "vllm-hooks.tsv").read_text().splitlines()
-]
+TABLE = CHECKOUT / "docs" / "dev" / "vllm-hooks.tsv"
+COMMITTED = [line.split("\t") for line in TABLE.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("version", SOURCES)

@@ -36,7 +36,7 @@ def obstacle() -> str | None:
     if problem is None and not ops.cuda_serves():
         return (
             "the CUDA extension was not compiled for this GPU, which needs compute capability 8.0 "
-            "or newer (docs/kernels.md, Building)"
+            "or newer (docs/dev/kernels.md, Building)"
         )
     return problem
 
