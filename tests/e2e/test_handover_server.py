@@ -30,9 +30,9 @@ GREEDY = dict(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 @contextmanager
-def proxy(prefill: str, decode: str):
+def proxy(prefill: str, decode: str, *flags: str):
     port = free_port()
-    command = [sys.executable, str(PROXY), "--prefill", prefill, "--decode", decode]
+    command = [sys.executable, str(PROXY), "--prefill", prefill, "--decode", decode, *flags]
     process = subprocess.Popen([*command, "--port", str(port)])
     try:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
@@ -65,7 +65,7 @@ def test_two_servers_say_what_one_says(tiny_model, tmp_path):
     with (
         Server(tiny_model, flags, tmp_path / "prefill.log") as prefill,
         Server(tiny_model, flags, tmp_path / "decode.log") as decode,
-        proxy(prefill.url, decode.url) as url,
+        proxy(prefill.url, decode.url, "--stores") as url,
     ):
         for number, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True), 1):
             asked = dict(prompt=prompt, return_token_ids=True)

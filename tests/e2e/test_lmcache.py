@@ -49,6 +49,7 @@ def caching(tiny_model, monkeypatch):
     # vLLM looks into everything that was imported, and what numba made has no ``__dict__``.
     monkeypatch.setattr(dispatcher, "_rebind_kernels", lambda kernels: None)
     import lmcache.v1.gpu_connector as connectors
+    from lmcache.integration.vllm import utils
 
     from tests.e2e.lmcache_copies import Copies
 
@@ -61,9 +62,13 @@ def caching(tiny_model, monkeypatch):
     monkeypatch.setattr(connectors, "CreateGPUConnector", create)
 
     @contextmanager
-    def start():
+    def start(chunk=BLOCK, **options):
+        monkeypatch.setenv("LMCACHE_CHUNK_SIZE", str(chunk))
+        # LMCache reads its configuration once in a process.
+        monkeypatch.setattr(utils, "_config_instance", None)
+        asked = OPTIONS | dict(kv_transfer_config=TRANSFER) | options
         try:
-            with engine(tiny_model, SETTINGS, **OPTIONS, kv_transfer_config=TRANSFER) as run:
+            with engine(tiny_model, SETTINGS, **asked) as run:
                 yield run
                 assert not copies.made.pinned(), "a look-up left chunks in memory"
         finally:
@@ -164,6 +169,100 @@ def test_a_load_that_fails_ends_its_request_alone(oracle, caching, monkeypatch):
         assert run.free_blocks() == free
         # The prefix cache has nothing of what was loaded and computed over it.
         check(run, oracle, PROMPTS, run.generate(PROMPTS, NEW_TOKENS))
+
+
+@pytest.mark.parametrize("chunk", [BLOCK, 256])
+def test_a_load_is_whole_if_its_step_is_short(oracle, caching, chunk):
+    """LMCache loads no more than the tokens up to the end of a step, which may end inside the
+    window that is computed again."""
+    texts = [random_prompt(515 + 9 * i, seed=400 + i) for i in range(3)]
+    with caching.start(chunk, max_num_batched_tokens=40, max_num_seqs=8) as run:
+        free = run.free_blocks()
+        check(run, oracle, texts, run.generate(texts, NEW_TOKENS))
+        lose(run)
+        counts = computed(run)
+        check(run, oracle, texts, run.generate(texts, NEW_TOKENS))
+        assert sum(counts) <= 3 * (NEW_TOKENS - 1 + 2 * BLOCK), "prompts were loaded"
+        assert [lives[0].evictions[0].n for lives in run.lives()] == list(map(len, texts))
+        assert run.free_blocks() == free
+
+
+def test_hits_that_end_inside_a_chunk(oracle, caching):
+    """LMCache loads a chunk of 256 tokens as a whole, also over blocks of a prefix-cache hit that
+    another request reads (LMCache#2206, #2263)."""
+    document = random_prompt(545, seed=410)
+    text = document + random_prompt(100, seed=411)
+    with caching.start(256) as run:
+        free = run.free_blocks()
+        check(run, oracle, [text], run.generate([text], 1))
+        for blocks in range(18):
+            lose(run)
+            hit = document[: blocks * BLOCK]
+            run.generate([[*hit, 5]], 1, [NEVER])
+            made, counts = caching.copies.made.loaded, computed(run)
+            texts = [[*hit, *random_prompt(70, seed=420 + blocks)], text]
+            check(run, oracle, texts, run.generate(texts, 6, [NEVER, {}]))
+            assert [life.evictions != [] for (life,) in run.lives()] == [False, True]
+            # The other prompt, and what follows the chunks or the hit.
+            computed_again = len(text) - max(512, blocks * BLOCK)
+            assert sum(counts) == len(texts[0]) % 256 - 0 + computed_again + 10, blocks
+            assert caching.copies.made.loaded - made == 1 + (blocks < 8) + 0
+        assert run.free_blocks() == free
+
+
+def of_lmcache(text):
+    """The keys of a text's chunks, and the memory that holds them."""
+    from lmcache.integration.vllm.utils import ENGINE_NAME
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+    cache = LMCacheEngineBuilder.get(ENGINE_NAME)
+    keys = [key for _, _, key in cache.token_database.process_tokens(text)]
+    return cache, keys, cache.storage_manager.storage_backends["LocalCPUBackend"]
+
+
+def test_a_hit_that_is_longer_than_what_lmcache_has(oracle, caching):
+    """The prefix cache has blocks that LMCache has forgotten (LMCache#2106)."""
+    with caching.start() as run:
+        check(run, oracle, PROMPTS, run.generate(PROMPTS, NEW_TOKENS))
+        made = caching.copies.made
+        for left in (0, 3, 8):
+            for text in PROMPTS:
+                _, keys, memory = of_lmcache(text)
+                assert all(memory.remove(key) for key in keys[left:])
+            saved, loaded = made.saved, made.loaded
+            check(run, oracle, PROMPTS, run.generate(PROMPTS, NEW_TOKENS))
+            assert made.loaded == loaded, "the prefix cache has more"
+            assert made.saved - saved == sum(len(text) // BLOCK - left for text in PROMPTS)
+        lose(run)
+        check(run, oracle, PROMPTS, run.generate(PROMPTS, NEW_TOKENS))
+        assert made.loaded > loaded
+
+
+@pytest.mark.parametrize("chunk", [BLOCK, 256])
+def test_a_look_up_that_is_longer_than_what_is_loaded(oracle, caching, chunk):
+    """LMCache forgets a chunk between its look-up and its load (LMCache#2106)."""
+    texts = [random_prompt(515 + 9 * i, seed=400 + i) for i in range(3)]
+    with caching.start(chunk) as run:
+        free = run.free_blocks()
+        run.generate(texts, 1)
+        lose(run)
+        cache, keys, memory = of_lmcache(texts[1])
+        retrieve = cache.retrieve
+
+        def late(tokens, *args, **kwargs):
+            if tokens[:9] == texts[1][:9]:
+                assert memory.remove(keys[-1])
+            return retrieve(tokens, *args, **kwargs)
+
+        cache.retrieve = late
+        outputs = run.generate(texts, NEW_TOKENS)
+        cache.retrieve = retrieve
+        assert list(map(len, outputs)) == [NEW_TOKENS, 0, NEW_TOKENS]
+        for text, output, lives in zip(texts, outputs, run.lives(), strict=True):
+            assert not output or check_tokens(oracle, text, output, lives)[0] == NEW_TOKENS
+        assert run.free_blocks() == free
+        # The prefix cache has nothing of what was computed over the missing blocks.
+        check(run, oracle, texts, run.generate(texts, NEW_TOKENS))
 
 
 @pytest.mark.parametrize(

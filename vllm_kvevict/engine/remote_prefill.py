@@ -104,7 +104,7 @@ class RemotePrefill(Part):
         if state is None or not state.evicts or state.pending_store is not None:
             return 0
         start = min(num_hit_tokens, state.load_cap)
-        state.replayed_from = start
+        state.replayed_from, state.replayed_until = start, num_hit_tokens
         return num_hit_tokens - start
 
     def rewind(self, request: "Request") -> None:
@@ -143,14 +143,26 @@ class RemotePrefill(Part):
 
         Finished and preempted requests stay visible, so that the connector forgets them.
 
+        A step may end inside the window that is computed again. LMCache loads no more than the
+        tokens up to the end of the step, and the others would be missing. It is therefore told what
+        vLLM would schedule without the window: at least one token behind the load.
+
         Args:
             scheduler_output: The scheduled step, before its evictions are planned.
 
         """
-        hidden = {r for r in scheduler_output.num_scheduled_tokens if self._hides(r)}
-        if not hidden:
+        scheduled = scheduler_output.num_scheduled_tokens
+        hidden = {r for r in scheduled if self._hides(r)}
+        longer = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            state = self._table.states.get(new.req_id)
+            if state is not None and state.evicts and new.req_id not in hidden:
+                behind = state.replayed_until + 1 - new.num_computed_tokens
+                if behind > scheduled[new.req_id]:
+                    longer[new.req_id] = behind
+        if not hidden and not longer:
             return scheduler_output
-        tokens = {r: n for r, n in scheduler_output.num_scheduled_tokens.items() if r not in hidden}
+        tokens = {r: n for r, n in (scheduled | longer).items() if r not in hidden}
         return replace(
             scheduler_output,
             scheduled_new_reqs=[

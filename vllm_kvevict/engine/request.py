@@ -124,6 +124,8 @@ class RequestState:
     replayed_from: int = sys.maxsize
     """First position that is computed again after a load by a connector; later than every position
     if nothing was loaded."""
+    replayed_until: int = 0
+    """First position that was neither found in the cache nor loaded, if any is computed again."""
     ring: int | None = None
     recorded_from: int = 0
     """First position with its query in the ring. All positions from there to the last scheduled
@@ -192,7 +194,7 @@ class RequestState:
 
         """
         assert self.phase is Phase.WAITING
-        self.replayed_from = sys.maxsize
+        self.replayed_from, self.replayed_until = sys.maxsize, 0
         if self._begun_with != self.request.num_tokens or self.pending_store is not None:
             self.timelines = self.fresh_timelines()
             self._begun_with = self.request.num_tokens
