@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.tiny_model import cached_tiny_llama
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.connectors import DUMMY, MULTI
+from vllm_kvevict.config.connectors import MULTI, NIXL
 from vllm_kvevict.config.names import PYRAMIDS
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.engine.blocks import register_spec
@@ -48,7 +48,7 @@ class Setup:
     ``memory`` is for stores outside the KV cache, and ``disk`` the share of the operations on their
     files that fail, None for no files; ``offload`` is the number of chunks, of ``chunk`` blocks,
     that vLLM's own offload has, which stores ``answers``, too. ``connector`` is one that loads
-    whole prompts.
+    whole prompts; ``load_failure`` is vLLM's policy if it cannot.
     """
 
     budget: int | str = 40
@@ -83,6 +83,7 @@ class Setup:
     chunk: int = 1
     answers: bool = False
     connector: str = ""
+    load_failure: str = "recompute"
 
     @property
     def offloads(self) -> int:
@@ -192,12 +193,14 @@ def vllm_config(setup: Setup) -> Any:
     if setup.connector:
         loads: dict[str, Any] = dict(
             kv_connector=setup.connector,
-            kv_role="kv_both" if setup.connector == DUMMY else "kv_consumer",
+            kv_role="kv_consumer" if setup.connector in NIXL else "kv_both",
         )
         if setup.offloads:
             both = dict(connectors=[loads, offload])
             loads = dict(kv_connector=MULTI, kv_role="kv_both", kv_connector_extra_config=both)
-        config.kv_transfer_config = KVTransferConfig(**loads, kv_load_failure_policy="recompute")
+        config.kv_transfer_config = KVTransferConfig(
+            **loads, kv_load_failure_policy=setup.load_failure
+        )
     elif setup.offloads:
         config.kv_transfer_config = KVTransferConfig(**offload)
     return config

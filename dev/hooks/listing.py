@@ -233,7 +233,8 @@ HOOKS = {
             Scheduler.shutdown() Scheduler.add_request(request)
             Scheduler.kv_cache_config Scheduler.cache_config Scheduler.vllm_config
             Scheduler.finish_requests(request_ids,finished_status) Scheduler._free_request(request)
-            Scheduler._free_blocks(request) Scheduler._get_local_prefix_cache_hit(request)
+            Scheduler._free_blocks(request) Scheduler._free_request_blocks(request)
+            Scheduler._get_local_prefix_cache_hit(request)
             Scheduler._mamba_block_aligned_split(request,num_new_tokens)
             Scheduler.need_mamba_block_aligned_split Scheduler.requests
             Scheduler.update_draft_token_ids(draft_token_ids) Scheduler.block_size

@@ -51,6 +51,15 @@ TIER_HOOKS = {
             CachedRequestData.num_output_tokens
         """,
     },
+    "engine/lost_blocks.py": {
+        "vllm.v1.core.sched.output": "SchedulerOutput.has_sync_kv_loads",
+        "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
+        "vllm.v1.core.single_type_kv_cache_manager": """
+            SingleTypeKVCacheManager.req_to_blocks SingleTypeKVCacheManager.block_size
+            SingleTypeKVCacheManager.kv_cache_group_id
+        """,
+        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_id KVCacheBlock.is_null",
+    },
     "engine/offload.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": """
             OffloadingConnector._max_loadable_tokens(request,num_computed_tokens)

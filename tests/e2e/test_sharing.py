@@ -54,6 +54,20 @@ def test_tokens_equal_those_of_requests_that_evict_for_themselves(tiny_model, or
         assert run.free_blocks() == free
 
 
+def test_answers_do_not_depend_on_how_many_are_asked_at_once(tiny_model, oracle):
+    """Under the default, which gives up evictions of blocks that others hold."""
+    settings, asked = SETTINGS | dict(shared_blocks="keep"), PROMPTS[:3]
+    with engine(tiny_model, settings, enable_prefix_caching=True, **OPTIONS) as run:
+        alone = [run.generate([prompt], 200, [POINT])[0] for prompt in asked]
+        assert run.counters.evictions_decode > 0
+        before = run.counters.stores_reused, run.counters.evictions_decode
+        assert run.generate(asked, 200, [POINT] * 3) == alone
+        assert run.counters.stores_reused - before[0] == 3
+        assert run.counters.evictions_decode == 2 * before[1]
+        for prompt, output, lives in zip(asked, alone, run.lives(), strict=True):
+            assert check_tokens(oracle, prompt, output, lives) == (200, 200)
+
+
 @pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
 def test_what_lies_before_the_point_is_not_computed(tiny_model, sharing):
     """Of the document, only the copy of the last block and the tail are read, and never written."""

@@ -108,7 +108,20 @@ class Expected:
         outgrown = self.store_blocks(group, request, end) * bs + self._setup.window + stride
         last = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
         due = max(outgrown, end + 1)
+        wanted = self.store_blocks(group, request, end) + stride // bs
+        due = self._after_context(asked, due, stride, wanted)
         return due if due + 1 < last else None
+
+    def _after_context(self, asked: Asked, due: int, stride: int, blocks: int) -> int:
+        """Return the length from ``due`` on at which so many blocks after a context are freed.
+
+        Others may hold the blocks before, which therefore do not count by default.
+        """
+        if asked.at and self._setup.shared == "keep":
+            first = -(-asked.at // self._setup.block_size)
+            while (due - self._setup.window) // self._setup.block_size - first < blocks:
+                due += stride
+        return due
 
     def max_blocks(self, group: int, request: Any, n: int) -> int:
         """Most blocks a group may hold up to ``n`` scheduled tokens if no eviction is postponed.
@@ -126,11 +139,15 @@ class Expected:
         last = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
         goal, tail, kept, peak = asked.at or end, 0, 0, 0
         due = goal if self.gives(group, request, goal, 0) and goal + 1 < last else 0
-        due = due or (stride and max(store * bs + window + stride, end + 1))
+        if not due and stride:
+            due = max(store * bs + window + stride, end + 1)
+            due = self._after_context(asked, due, stride, store + stride // bs)
         while due and n >= due and due + 1 < last:
             peak = max(peak, -(-due // bs) - tail + kept + store + 1)
             tail, kept = (due - window) // bs, store
-            due = stride and max(due + stride, end)
+            again, due = due != goal, stride and max(due + stride, end)
+            if due and not again:
+                due = self._after_context(asked, due, stride, store + 1)
         return max(peak, -(-n // bs) - tail + kept)
 
     def made_of(self, request: Any, point: int) -> tuple[Any, ...]:

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -27,8 +29,10 @@ from benchmarks.bare_scheduler import (
 )
 from tests.engine.faulty_disk import SECONDS_A_STEP, FaultyDisk
 from tests.engine.invariants import Invariants
-from tests.engine.shadow import ShadowWorker, extend_chain
-from vllm_kvevict.config.connectors import DUMMY
+from tests.engine.losses import Losses
+from tests.engine.saving import Saving, ShadowSaving, extend_chain
+from tests.engine.shadow import ShadowWorker
+from vllm_kvevict.config.connectors import DUMMY, EXAMPLE
 from vllm_kvevict.engine.store_reads import READ_TIMEOUT_S
 from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.stores.host import StoreNews
@@ -65,10 +69,17 @@ class Engine:
     ) -> None:
         self.setup = setup
         self.rng = random.Random(seed)
-        self.scheduler = make_scheduler(setup, log_stats)
+        with patch.dict(KVConnectorFactory._registry, {EXAMPLE: lambda: Saving}):
+            self.scheduler = make_scheduler(setup, log_stats)
         self.worker = ShadowWorker(setup, sample or self._sample)
         self.invariants = Invariants(setup, self.scheduler, self.worker)
         self.pending: deque[Any] = deque()
+        self.losses: Losses | None = None
+        """What must hold of loads that failed, where the connector saves prompts by tokens."""
+        if isinstance(self.worker.remote, ShadowSaving):
+            # Both halves share what is saved.
+            self.scheduler.connector.saved = self.worker.remote.saved
+            self.losses = Losses(self.scheduler, self.worker, self.pending)
         self.requests: list[Request] = []
         self.prefilled: set[str] = set()
         """Requests whose prompts another server has computed for this one."""
@@ -97,7 +108,11 @@ class Engine:
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
         """Add a request; ``prefilled`` is whether another server has computed its prompt."""
         request_id = f"r{len(self.requests)}"
-        if options.pop("prefilled", self.setup.connector != DUMMY) and self.setup.connector:
+        prefilled = options.pop("prefilled", self.setup.connector != DUMMY)
+        if isinstance(self.worker.remote, ShadowSaving):
+            if prefilled:
+                self.worker.remote.learn(prompt)
+        elif prefilled and self.setup.connector:
             asked = dict(options.get("asked") or {})
             blocks = -(-len(prompt) // self.setup.block_size)
             asked["kv_transfer_params"] = dict(
@@ -144,10 +159,16 @@ class Engine:
             written, weighed = self.worker.files.results(), self.worker.weighed
             news = StoreNews(written, weighed, self.worker.generation, self.worker.lost)
             setattr(done, MEASURED, dict(seconds=[], head_spread=[], stores=[news]))
+        if self.losses is not None:
+            self.losses.executed(output)
         outputs = self.scheduler.update_from_output(output, done)
         for one in (one for each in outputs.values() for one in each.outputs):
             if one.kv_transfer_params is not None:
                 self.handed_over.add(one.request_id)
+            if self.losses is not None:
+                self.losses.answered(one)
+        if self.losses is not None:
+            self.losses.check()
         self.invariants.check()
 
     def step(self, between: Callable[[], None] | None = None) -> Any:

@@ -241,6 +241,9 @@ class Invariants:
         if timeline.computed_valid is None:
             return None  # The budget covers the store's tokens in this group.
         due = max(timeline.computed_valid + stride, prefill_end)
+        after = (due - self.setup.window) // bs - -(-(asked.at or 0) // bs)
+        if asked.at and after <= self.expected.store_blocks(group, request, due):
+            return None  # What it may share with others does not count.
         gives = due <= end and self.expected.gives(group, request, due, timeline.tail_start)
         return due if gives and due + 1 < timeline.max_length else None
 

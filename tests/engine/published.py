@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from tests.engine.shadow import ShadowWorker, extend_chain, of_store
+from tests.engine.saving import extend_chain
+from tests.engine.shadow import ShadowWorker, of_store
 from tests.engine.tally import Tally
 from tests.engine.views import owned
 

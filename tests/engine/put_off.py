@@ -52,10 +52,15 @@ class PutOff:
         bs, manager = self._setup.block_size, self._managers[group]
         timeline = state.timelines[group]
         last, first = (due - self._setup.window) // bs, timeline.tail_start // bs
+        at = state.options.at
+        context = at is not None and due > at and state.evicted_at in (0, at)
+        if context:
+            # Others may share it, so neither its store nor its blocks count.
+            first = max(first, -(-at // bs))
         table = manager.req_to_blocks[state.request_id][first:last]
         shared = len(table) - len(self.held_once({block.block_id for block in table}))
         holding = holdings(manager).get(state.request_id)
-        store = {b.block_id for b in holding.store} if timeline.evicted else set()
+        store = {b.block_id for b in holding.store} if timeline.evicted and not context else set()
         own = len(self.held_once(store)) + last - first - shared
         return bool(own > timeline.wanted(due))
 

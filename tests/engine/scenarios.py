@@ -16,8 +16,9 @@ from tests.engine.harness import (
     kv_cache_config,
     vllm_config,
 )
+from tests.engine.saving import ShadowSaving
 from tests.engine.wishes import WISHES, Wish
-from vllm_kvevict.config.connectors import DUMMY
+from vllm_kvevict.config.connectors import DUMMY, EXAMPLE
 from vllm_kvevict.config.requests import parse_options
 from vllm_kvevict.serving.capacity import check_capacity
 from vllm_kvevict.serving.context import common_prefix
@@ -154,9 +155,11 @@ def streaming_in(scenario: Scenario) -> Scenario:
 def loading(scenario: Scenario) -> Scenario:
     """The same day on a server whose prompts another one has computed, most of them."""
     seed, setup = scenario.seed, scenario.setup
+    connector = EXAMPLE if seed % 8 in (2, 3, 5) else "NixlConnector" if seed % 8 else DUMMY
     setup = replace(
         setup,
-        connector="NixlConnector" if seed % 4 else DUMMY,
+        connector=connector,
+        load_failure="fail" if connector == EXAMPLE or seed % 8 == 7 else "recompute",
         sliding_window=None,
         memory=0,
         audit=0.0,
@@ -403,10 +406,12 @@ class Day:
             "remote_loads": remote.loads if remote else 0,
             "remote_failures": remote.failures if remote else 0,
             "filled": remote.filled if remote else 0,
+            "saved": remote.saves if isinstance(remote, ShadowSaving) else 0,
             "files_hung": disk.hung if disk else 0,
             "files_failed": disk.failed if disk else 0,
             "files_damaged": disk.damaged if disk else 0,
             "weights_changed": disk.generations if disk else 0,
             "handed_over": len(self.engine.handed_over),
+            **(self.engine.losses.tally if self.engine.losses else {}),
             **counters.as_dict(),
         }

@@ -7,7 +7,7 @@ request between two (re)admissions. The worker knows only what the scheduler sen
 and its plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from tests.engine.faulty_disk import tag_of
 from tests.engine.offloaded import ShadowOffload
 from tests.engine.remote import ShadowRemote
+from tests.engine.saving import LOST, ShadowSaving, extend_chain
+from vllm_kvevict.config.connectors import SAVING
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.region import open_region
 from vllm_kvevict.timeline.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
@@ -33,12 +35,6 @@ if TYPE_CHECKING:
 def of_store(block_hash: bytes) -> bool:
     """Whether a hash marks a block of a published store, or the last one behind it."""
     return get_block_hash(block_hash).startswith(b"kv_eviction store")
-
-
-def extend_chain(chain: list[int], tokens: list[int], *over: int) -> None:
-    """Continue ``chain`` with the content of further tokens, computed ``over`` what was kept."""
-    for token in tokens:
-        chain.append(hash((chain[-1] if chain else 0, token, *over)))
 
 
 @dataclass
@@ -71,6 +67,8 @@ class Row:
     """What its stores hold, as one number; empty before any eviction."""
     counted: int = 0
     """Tokens whose queries' attention was added up, from the first on."""
+    lost: bool = False
+    """Whether it has read a slot that was not loaded. All that it computes from then on is lost."""
 
     def __post_init__(self) -> None:
         self.tail_start = [0] * len(self.tables)
@@ -138,8 +136,10 @@ class ShadowWorker:
         self.offload: ShadowOffload | None = None
         if setup.offloads:
             self.offload = ShadowOffload(self.memory, setup.chunk, setup.blocks)
-        self.remote: ShadowRemote | None = None
-        if setup.connector:
+        self.remote: ShadowRemote | ShadowSaving | None = None
+        if setup.connector in SAVING:
+            self.remote = ShadowSaving(self.memory, setup.block_size, setup.blocks)
+        elif setup.connector:
             self.remote = ShadowRemote(self.memory, setup.block_size, setup.blocks)
         self.fenced = True
         """Whether loads wait for the evictions of the step before."""
@@ -189,11 +189,15 @@ class ShadowWorker:
         # A layer writes the keys of the whole batch before it attends.
         for request_id, (start, end) in spans.items():
             self._write(self.rows[request_id], start, end)
+        if isinstance(self.remote, ShadowSaving) and self.remote.failures:
+            self._lose(spans)
         for request_id, (start, end) in spans.items():
             self._read(self.rows[request_id], start, end)
         self._record(plan, spans)
         self._accumulate(plan, spans)
         self.transferred = None
+        if isinstance(self.remote, ShadowSaving):
+            self.remote.save(loads)
         if self.remote is not None:
             self.transferred = self.remote.after()
         if self.offload is not None:
@@ -356,6 +360,8 @@ class ShadowWorker:
 
     def _write(self, row: Row, start: int, end: int) -> None:
         extend_chain(row.content, row.tokens[start:end], *row.over)
+        if row.lost:
+            row.content[start:end] = [LOST] * (end - start)
         bs = self.setup.block_size
         for group, table in enumerate(row.tables):
             for position in range(start, end):
@@ -363,6 +369,33 @@ class ShadowWorker:
                 assert block, f"{row.life} writes position {position} to the null block"
                 self.memory[block][position % bs] = row.content[position]
                 self.used[row.life[0]][group].add(block)
+
+    def _lose(self, spans: dict[str, tuple[int, int]]) -> None:
+        """Mark the requests that read a lost slot, also one that another of them has computed."""
+        found = True
+        while found:
+            found = False
+            for request_id, (start, end) in spans.items():
+                row = self.rows[request_id]
+                if not row.lost and any(LOST in slots for slots in self._attended(row, end)):
+                    found = row.lost = True
+                    self._spoil(row, start, end)
+
+    def _attended(self, row: Row, end: int) -> Iterator[list[int | None]]:
+        """The slots that the queries before ``end`` attend to, by block."""
+        size = self.setup.block_size
+        for table, first in zip(row.tables, row.tail_start, strict=True):
+            for position in range(first, end, size):
+                yield self.memory[table[position // size]][: end - position]
+        for store in row.stores:
+            yield from (self.memory[block] for block in store)
+
+    def _spoil(self, row: Row, start: int, end: int) -> None:
+        row.content[start:end] = [LOST] * (end - start)
+        for table in row.tables:
+            for position in range(start, end):
+                block, slot = divmod(position, self.setup.block_size)
+                self.memory[table[block]][slot] = LOST
 
     def _read(self, row: Row, start: int, end: int) -> None:
         """Everything that the queries of [start, end) attend to is what it should be."""
@@ -382,7 +415,7 @@ class ShadowWorker:
             block = table[index]
             low, high = max(first - index * bs, 0), min(end - index * bs, bs)
             expected = row.content[index * bs + low : index * bs + high]
-            assert self.memory[block][low:high] == expected, (
+            assert row.lost or self.memory[block][low:high] == expected, (
                 f"{row.life} reads block {block} for positions from {index * bs}, "
                 f"group {group}: overwritten or never computed"
             )
@@ -390,7 +423,7 @@ class ShadowWorker:
 
     def _expect_store(self, row: Row, group: int) -> None:
         for block, expected in zip(row.stores[group], row.store_content[group], strict=True):
-            assert self.memory[block] == expected, (
+            assert row.lost or self.memory[block] == expected, (
                 f"{row.life} reads store block {block}, group {group}: overwritten"
             )
             self.used[row.life[0]][group].add(block)
@@ -450,6 +483,8 @@ class ShadowWorker:
                 ]
                 for index in range(len(part.store))
             ]
+            if row.lost:
+                content = [[LOST] * bs for _ in part.store]
             for block, slots in zip(part.store, content, strict=True):
                 assert block
                 self.memory[block] = list(slots)

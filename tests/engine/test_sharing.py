@@ -22,6 +22,7 @@ from tests.engine.cases import (
 )
 from tests.engine.harness import Engine
 from vllm_kvevict.engine.ring_queue import RingQueue
+from vllm_kvevict.timeline.step_plan import PLAN
 
 AT_100 = {"kv_eviction_at": 100}
 DOCUMENT = tokens(100)
@@ -367,3 +368,84 @@ def test_a_store_that_was_scored_without_its_window_is_not_shared(setup, recorde
     core.settle()
     assert counters(core).evictions_prefill >= 2
     assert counters(core).stores_published == recorded
+
+
+def lengths_of(core: Engine, questions, at_once: bool) -> dict[int, list[tuple[int, list[int]]]]:
+    """Lengths and groups of the evictions after the point, by question."""
+    names, seen = {}, {number: [] for number in range(len(questions))}
+
+    def run() -> None:
+        while core.scheduler.has_unfinished_requests():
+            plan = getattr(core.step(), PLAN, None)
+            for one in plan.evictions if plan else ():
+                if one.num_tokens > 100:
+                    groups = [part.group_id for part in one.groups]
+                    seen[names[one.request_id]].append((one.num_tokens, groups))
+        core.settle()
+
+    for number, question in enumerate(questions):
+        names[core.add(DOCUMENT + question, 150, asked=AT_100).request_id] = number
+        if not at_once:
+            run()
+    run()
+    return seen
+
+
+@BOTH
+@pytest.mark.parametrize("budgets", [(40, None), (88, None), (40, 88), (40, 120)], ids=str)
+def test_evictions_after_the_point_do_not_depend_on_how_many_ask(setup, budgets):
+    """A budget of 120 covers the document, whose blocks its group shares."""
+    first, second = budgets
+    setup = replace(setup, max_batched=512, interval=16, budget=first, second_budget=second)
+    questions = [tokens(20 + 9 * seed, seed) for seed in range(1, 4)]
+    found = []
+    for at_once in (False, True):
+        core = engine(replace(setup, blocks=400))
+        found.append(lengths_of(core, questions, at_once))
+        assert counters(core).stores_reused == len(questions) - 1
+        assert counters(core).skipped_shared == counters(core).postponed == 0
+        core.finish()
+    assert found[0] == found[1] and all(found[0].values())
+
+
+@BOTH
+def test_a_request_over_a_shared_store_evicts_as_soon_as_it_gains(setup):
+    """At 120 + 16 k: four blocks are kept, and the first whole block after the point is at 104."""
+    core = engine(replace(setup, max_batched=512, interval=16))
+    found = lengths_of(core, [tokens(20, 1)], at_once=False)
+    assert [n for n, _ in found[0]][:2] == [152, 168]
+
+
+@BOTH
+def test_a_preempted_prompt_makes_the_store_that_it_scores(setup):
+    """Its replay includes its answer, and its budget is a smaller share of both."""
+    core = engine(replace(setup, prefill_interval=64, max_batched=512))
+    table, shares = core.scheduler._table, {}
+    table.needs = {
+        name: replace(needs, key_scores=True, floats_per_token=max(1, needs.floats_per_token))
+        for name, needs in table.needs.items()
+    }
+
+    def step() -> None:
+        plan = getattr(core.step(), PLAN, None)
+        for one in plan.evictions if plan else ():
+            if one.num_tokens == 104:
+                shares.setdefault(one.request_id, []).append(one.share)
+
+    first = core.add(tokens(130), 60)
+    while first.num_output_tokens < 40:
+        step()
+    core.settle()
+    core.reset()
+    length = first.num_tokens
+    while len(shares[first.request_id]) < 2:
+        step()
+    assert shares[first.request_id] == [40 / 130, 40 / length]
+    core.abort(first)
+    same = core.add(tokens(130), 4)
+    longer = core.add(tokens(130) + tokens(length - 130, 5), 4)
+    while core.scheduler.has_unfinished_requests():
+        step()
+    assert shares[same.request_id] == [40 / 130], "its store is scored for its own share"
+    assert longer.request_id not in shares and counters(core).stores_reused == 1
+    core.finish()

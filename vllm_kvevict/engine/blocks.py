@@ -181,7 +181,7 @@ class EvictableAttentionManager(FullAttentionManager):
         """
         timeline = state.timelines[self.kv_cache_group_id]
         end = max(end, timeline.next_eviction or 0)
-        first = timeline.tail_start // self.block_size
+        first = timeline.first_freed(end) // self.block_size
         last = timeline.rule.tail_start(end) // self.block_size
         # Number of references to a block that belong to the request.
         own_references = 0 if computed is not None else 1
@@ -195,6 +195,8 @@ class EvictableAttentionManager(FullAttentionManager):
         shared = sum(others(block) > 0 for block in table[first:last])
         holding = state.holdings.get(self.kv_cache_group_id)
         store = self._reused(state) if holding is None else holding.store
+        if timeline.may_share(end):
+            store = ()
         own = sum(others(block) == 0 for block in store) + max(0, last - first - shared)
         reserved = len(holding.reserved) if holding is not None else 0
         return GroupQuote(self.kv_cache_group_id, timeline.wanted(end), own, reserved)

@@ -195,7 +195,7 @@ class StepPlanner:
         reads_window = state.reads_window(end)
         ring = state.ring if reads_window and self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
-        self._stores.overwritten(
+        self._stores.drop_containing(
             block for eviction in evictions for block in eviction.store[: eviction.reused]
         )
         # A store is published only if a policy that reads a window got it, because the key does not

@@ -14,6 +14,9 @@ point; the second cannot, so requests with eviction points load nothing synchron
 Some connectors save what a request computes under a hash of its tokens. Tokens that were computed
 over an evicted cache must not be saved so, and the block table of an evicted request no longer
 holds its prompt. Such a request is therefore hidden from the connector.
+
+A synchronous load may fail after the prompt was evicted, and after other requests hit its blocks.
+All requests that computed over them then end (:mod:`vllm_kvevict.engine.lost_blocks`).
 """
 
 from dataclasses import replace
@@ -22,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvevict.config.connectors import LMCACHE, NIXL, SAVING
 from vllm_kvevict.config.handover import hands_over
 from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.lost_blocks import LoadsInFlight
 from vllm_kvevict.engine.part import Part
+from vllm_kvevict.engine.stores import PublishedStores
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.request import Request
-
-    from vllm_kvevict.timeline.step_plan import StepPlan
 
 
 LMCACHE_REFUSED = ("enable_async_loading", "enable_blending", "enable_pd", "use_layerwise")
@@ -41,6 +44,7 @@ class RemotePrefill(Part):
 
     Args:
         core: The engine core.
+        stores: The stores that requests share.
         connector: A connector in its scheduler that loads whole prompts.
         name: Its name in ``--kv-transfer-config``.
 
@@ -50,9 +54,14 @@ class RemotePrefill(Part):
     """
 
     def __init__(
-        self, core: EvictionCore, connector: "KVConnectorBase_V1", name: str | None
+        self,
+        core: EvictionCore,
+        stores: PublishedStores,
+        connector: "KVConnectorBase_V1",
+        name: str | None,
     ) -> None:
-        self._table, self._cache = core.table, core.cache
+        self._table, self._cache, self._stores = core.table, core.cache, stores
+        self.loads = LoadsInFlight(core)
         self.saves = name in SAVING
         """True if the connector saves what requests compute, by their tokens."""
         self._transfers = name in NIXL
@@ -116,27 +125,20 @@ class RemotePrefill(Part):
         if state is not None and state.evicts:
             request.num_computed_tokens = min(request.num_computed_tokens, state.load_cap)
 
-    def lost(self, invalid_block_ids: set[int], plan: "StepPlan") -> set[str]:
-        """Return the evicted requests with a block that could not be loaded.
+    def lost(self, invalid_block_ids: set[int]) -> set[str]:
+        """Return the requests that must end because blocks could not be loaded.
 
-        All their blocks from the first invalid one on leave the prefix cache.
+        These blocks, and all that were computed over them, leave the prefix cache, and stores that
+        contain one of them are never found again.
 
         Args:
-            invalid_block_ids: Reported for the step that was processed.
-            plan: The plan of that step.
+            invalid_block_ids: Reported for the step that is being processed.
 
         """
-        failed, gone = set[str](), set[int]()
-        for eviction in plan.evictions:
-            for group in eviction.groups:
-                blocks = group.positional
-                invalid = [block in invalid_block_ids for block in blocks]
-                if any(invalid):
-                    failed.add(eviction.request_id)
-                    gone.update(blocks[invalid.index(True) :])
-        if gone:
-            self._cache.evict_blocks(gone)
-        return failed
+        requests, wrong = self.loads.depending(invalid_block_ids)
+        self._stores.drop_containing(wrong)
+        self._cache.evict_blocks(wrong)
+        return requests
 
     def visible(self, scheduler_output: "SchedulerOutput") -> "SchedulerOutput":
         """Return the step without the requests that a connector must not save.

@@ -102,6 +102,11 @@ class RequestState:
     """Blocks in addition to the positional ones, by KV-cache group."""
     store_key: "ShareKey | None" = None
     """Key of the store that the request makes at its eviction point; None if it shares no store."""
+    key_length: int = 0
+    """Number of tokens for which the key was read. A preempted request replays its answer too."""
+    shares_context: bool = False
+    """True if other requests may hold the store of the request's context, and evictions give way to
+    requests that hold the same blocks."""
     pending_store: "PublishedStore | None" = None
     """Published store that the request starts with; None once the workers have been informed."""
     replay_store: "PublishedStore | None" = None
@@ -205,12 +210,25 @@ class RequestState:
             self.refresh()
             self.compute_over(reuse)
 
+    def share_context(self) -> None:
+        """Record that other requests may hold what the request keeps of its context."""
+        if not self.shares_context:
+            self.shares_context = True
+            self.timelines = self.fresh_timelines()
+            self.refresh()
+
     def fresh_timelines(self) -> dict[int, EvictionProgress]:
         """Return the progress of every group with nothing computed."""
         prompt, replay = self.request.num_prompt_tokens, self.request.num_tokens
         return {
             group: EvictionProgress(
-                rule, prompt, replay, self.options.at, self.max_length, self.on_demand
+                rule,
+                prompt,
+                replay,
+                self.options.at,
+                self.max_length,
+                self.on_demand,
+                shares_context=self.shares_context,
             )
             for group, rule in self.rules.items()
         }

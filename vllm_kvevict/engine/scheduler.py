@@ -5,6 +5,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
+logger = init_logger("vllm.kv_eviction.scheduler")
 
 MAX_PROMPT_EVICTIONS_PER_STEP = 16
 """Maximum number of evictions inside prompts per step. Other chunks that would end with an eviction
@@ -105,8 +107,6 @@ class EvictingScheduler(Scheduler):
         self._prefix = PrefixCaps(core, self._stores)
         self._parts += build_parts(core, config, self._stores)
         self._remote = next((p for p in self._parts if isinstance(p, RemotePrefill)), None)
-        self._processed: StepPlan | None = None
-        """Plan of the step that is being processed."""
         groups = self.kv_cache_config.kv_cache_groups
         if 1 < len(managers) == len(groups):
             GroupedEvents(core)
@@ -220,6 +220,8 @@ class EvictingScheduler(Scheduler):
         for part in self._parts:
             part.plan(plan, tokens)
         super()._update_after_schedule(scheduler_output)
+        if self._remote is not None:
+            self._remote.loads.scheduled(scheduler_output)
         if plan:
             setattr(scheduler_output, PLAN, plan)
 
@@ -229,8 +231,9 @@ class EvictingScheduler(Scheduler):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         measured: dict[str, Any] = getattr(model_runner_output, MEASURED, None) or {}
         self._recompute(self._stores.executed(plan, measured.get("stores", ())))
-        self._processed = plan
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._remote is not None:
+            self._remote.loads.processed(scheduler_output)
         if plan is not None:
             self._planner.retire(plan)
         self._stores.sweep()
@@ -288,6 +291,11 @@ class EvictingScheduler(Scheduler):
             self._stores.renew(store)
         return (dict(TAKEN_OVER) if handed else params), other
 
+    def _free_request_blocks(self, request: "Request") -> None:
+        if self._remote is not None:
+            self._remote.loads.leaves(request.request_id)
+        super()._free_request_blocks(request)
+
     def _free_blocks(self, request: "Request") -> None:
         super()._free_blocks(request)
         self._core.remove(request.request_id)
@@ -312,6 +320,7 @@ class EvictingScheduler(Scheduler):
             return True
         if not ready:
             return False
+        self._stores.read_key_again(state)
         waits = self._stores.waits(state)
         if waits and state.store_key is not None:
             # A request that another server computed also waits for a file that is late.
@@ -349,18 +358,28 @@ class EvictingScheduler(Scheduler):
     ) -> set[str]:
         """Return the requests that end because the load of a block failed.
 
-        Block ids that do not name a group are ignored, because vLLM would end the engine core. Only
-        connectors that also report the requests in ``failed_recving`` are served with several
-        groups. vLLM does not find a request that evicted in the step that loaded its prompt, as
-        with the connectors that save prompts.
+        With several groups, connectors also report the requests in ``failed_recving``, and vLLM
+        would end the engine core because block ids do not name a group. The ids of vLLM's pool are
+        unique, so they suffice for connectors that report blocks only, those that save prompts.
+        vLLM finds blocks in the tables of running requests, where an eviction in flight may have
+        replaced them.
         """
-        if self._remote is not None and len(self.kv_cache_config.kv_cache_groups) > 1:
-            return set()
-        failed = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
-        remote, plan = self._remote, self._processed
-        if remote is not None and remote.saves and plan is not None:
-            return failed | remote.lost(invalid_block_ids, plan)
-        return failed
+        remote = self._remote
+        if remote is None or len(self.kv_cache_config.kv_cache_groups) == 1:
+            failed = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        else:
+            failed = set()
+        if remote is None or not remote.saves:
+            return failed
+        depending = remote.lost(invalid_block_ids)
+        if more := depending - failed:
+            logger.error(
+                "KV eviction: the load of a block failed; ending %d requests that computed over it "
+                "and have evicted since or have left: %s",
+                len(more),
+                more,
+            )
+        return failed | depending
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -442,7 +461,7 @@ def build_parts(core: EvictionCore, config: EvictionConfig, stores: PublishedSto
         if isinstance(connector, OffloadingConnector):
             parts.append(OffloadGuard(core, connector))
         else:
-            parts.append(RemotePrefill(core, connector, name))
+            parts.append(RemotePrefill(core, stores, connector, name))
     if config.audits:
         parts.append(Replays(core, config, stores))
     return parts

@@ -72,6 +72,7 @@ class PublishedStores:
 
     def read_key(self, state: RequestState) -> None:
         """Set the store key of a request that arrives."""
+        state.key_length = state.request.num_tokens
         if not self.enabled or not state.needs.shares_stores or not state.has_eviction_points:
             return
         state.store_key = share_key(
@@ -83,6 +84,25 @@ class PublishedStores:
             state.needs.reads_share,
             state.context_end if state.needs.window == "optional" else 0,
         )
+        if (
+            state.store_key is not None
+            and state.store_key.point == state.options.at
+            and not self._table.evicts_shared
+            and not any(rule.prefill_stride for rule in state.rules.values())
+        ):
+            state.share_context()
+
+    def read_key_again(self, state: RequestState) -> None:
+        """Set the store key of a waiting request that was preempted. Its prefill includes its
+        answer, on which its points and the share of tokens that its budget keeps may depend."""
+        request = state.request
+        if (
+            request.num_preemptions
+            and request.num_tokens != state.key_length
+            and state.replay_store is None
+        ):
+            state.begin()
+            self.read_key(state)
 
     def waits(self, state: RequestState) -> bool:
         """Return whether a waiting request should wait for a store that a running one is about to
@@ -265,7 +285,7 @@ class PublishedStores:
         self._abandoned.pop(key, None)
         mark = BlockHash(b"kv_eviction store %d" % self._made)
         stored = [(group, block) for group, part in groups.items() for block in part.store]
-        self.overwritten(block.block_id for _, block in stored)
+        self.drop_containing(block.block_id for _, block in stored)
         if (former := self._published.get(key)) is not None:
             self._drop(former)
         tails = [(group, block) for group, part in groups.items() for block in part.tail]
@@ -278,9 +298,9 @@ class PublishedStores:
         self._to_sweep.append(store)
         return store
 
-    def overwritten(self, block_ids: Iterable[int]) -> None:
-        """Drop the stores that contain one of these blocks, because survivors are written to
-        them."""
+    def drop_containing(self, block_ids: Iterable[int]) -> None:
+        """Drop the stores that contain one of these blocks, because survivors are written to them
+        or because they were computed over blocks that could not be loaded."""
         for block_id in block_ids:
             if (store := self._by_block.get(block_id)) is not None:
                 self._drop(store)

@@ -23,6 +23,9 @@ class EvictionProgress:
         max_length: Maximum length of the request, its last sampled token included; None if unknown.
             An eviction that could only run with the last step never runs.
         on_demand: True if the request evicts only on demand, and not at fixed lengths.
+        shares_context: True if other requests may hold what the request keeps of the tokens before
+            the requested point. The next eviction counts these blocks as not freed, whether others
+            hold them or not, so that it does not depend on other requests.
 
     """
 
@@ -37,6 +40,7 @@ class EvictionProgress:
     """Blocks of the store; 0 before the first eviction."""
     no_eviction_before: int = 0
     """Length before which the request is not evicted on demand."""
+    shares_context: bool = False
     next_eviction: int | None = field(init=False)
     next_prefill_eviction: int | None = field(init=False)
     """E, the position at which prefill evicts; None if the request is too short for it."""
@@ -134,19 +138,37 @@ class EvictionProgress:
 
     def gain(self, n: int) -> int:
         """Return the blocks that an eviction at ``n`` frees, less those that it takes."""
-        tail = (self.rule.tail_start(n) - self.tail_start) // self.rule.block_size
-        return tail + self.store_blocks - self.wanted(n)
+        tail = max(0, self.rule.tail_start(n) - self.first_freed(n)) // self.rule.block_size
+        return tail + (0 if self.may_share(n) else self.store_blocks) - self.wanted(n)
+
+    def may_share(self, n: int) -> bool:
+        """Return whether other requests may hold the store that an eviction at ``n`` replaces."""
+        return self.shares_context and self.requested_point is not None and n > self.requested_point
+
+    def first_freed(self, n: int) -> int:
+        """Return the first token, at a block's start, that counts as freed by an eviction at
+        ``n``."""
+        if not self.may_share(n):
+            return self.tail_start
+        assert self.requested_point is not None
+        size = self.rule.block_size
+        return max(self.tail_start, blocks_for(self.requested_point, size) * size)
 
     def _first(self, start: int, pause: int, gain: int = 1) -> int | None:
         """Return a length from ``start`` on at which an eviction gains ``gain`` blocks; None for
         never.
 
         A share grows with the sequence, so evictions may begin late or never. The search uses steps
-        that double.
+        that double. A request with a shared context evicts at the first of these lengths, in steps
+        of ``pause``, because it may hold nearly two stores until then.
         """
         last, n = sys.maxsize if self.max_length is None else self.max_length, start
+        step = pause
         while n < last and self.gain(n) < gain:
-            n, pause = n + pause, 2 * pause
+            start, n, step = n, n + step, 2 * step
+        while self.may_share(n) and n - start > pause:
+            middle = start + (n - start) // pause // 2 * pause
+            start, n = (middle, n) if self.gain(middle) < gain else (start, middle)
         return self._before_end(n) if n < last else None
 
     def _before_end(self, n: int) -> int | None:
@@ -232,6 +254,7 @@ class EvictionProgress:
         assert self.is_due(n), f"no eviction is due at {n} (due {self.next_eviction})"
         self._floor = self.store_blocks = self.wanted(n)
         old, self.tail_start = self.tail_start, self.rule.tail_start(n)
+        self.shares_context &= n == self.requested_point
         if self.computed_valid is None:
             self.computed_valid = n
         stride = self.rule.stride
@@ -275,6 +298,7 @@ class EvictionProgress:
         observation rings for a quarter of the time at most.
         """
         rule = self.rule
+        self.shares_context &= self.evicted
         pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
         if self.on_demand:
             self.next_eviction, self.no_eviction_before = None, n + pause

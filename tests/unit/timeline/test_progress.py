@@ -22,3 +22,21 @@ from vllm_kvevict.timeline.rule import EvictionRule
 def test_the_share_that_an_eviction_keeps(rule, at, n, share):
     request = EvictionProgress(EvictionRule(16, 32, 64, **rule), 1000, 1000, at)
     assert request.share(n) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("point", [688, 700])
+@pytest.mark.parametrize("budget", [dict(budget_share=0.25), dict(budget_tokens=400)])
+def test_what_follows_a_shared_context_is_evicted_when_it_takes_more_than_a_store(point, budget):
+    rule = EvictionRule(16, 32, 64, **budget)
+    request = EvictionProgress(rule, 720, 720, point, shares_context=True)
+    assert request.next_eviction == point
+    request.evict(point)
+    lengths = range(point + 64, 9000, 64)
+    first = -(-point // 16)
+    due = next(n for n in lengths if (n - 32) // 16 - first > rule.store_blocks(n))
+    assert due > point + 64 and request.next_eviction == due
+    request.evict(due)
+    assert request.next_eviction == due + 64
+    alone = EvictionProgress(rule, 720, 720, point)
+    alone.evict(point)
+    assert alone.next_eviction == point + 64

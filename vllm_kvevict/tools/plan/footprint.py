@@ -140,7 +140,8 @@ class SharingGroup(EvictingGroup):
         timeline: The group's rule.
         prompt: Tokens of the prompt.
         context: Its first tokens, the same for all requests, which are evicted at their end.
-        evicts_shared: Whether it evicts again where others hold more than it would give back.
+        evicts_shared: Whether it evicts again at every interval, and not only where that gives
+            blocks back while others hold the store.
 
     """
 
@@ -149,26 +150,20 @@ class SharingGroup(EvictingGroup):
     ) -> None:
         super().__init__(timeline, prompt)
         request = self._request = EvictionProgress(
-            timeline, prompt, prompt, requested_point=context
+            timeline, prompt, prompt, requested_point=context, shares_context=not evicts_shared
         )
         if request.is_due(context):
             request.evict(context)
         self.points = request.points
         self._first = request.tail_start
-        self._evicts_shared = evicts_shared
-        self._whole = context // self.block_size
-        self.shared = request.store_blocks + self._whole - self._first // self.block_size
+        whole = context // self.block_size - self._first // self.block_size
+        self.shared = request.store_blocks + whole
         """Blocks that all requests hold together."""
 
     def step(self, n: int, last: int) -> int:
-        request = self._request
-        if self._shares and not self._evicts_shared and request.is_due(n):
-            own = request.rule.tail_start(n) // self.block_size - self._whole
-            if own <= request.wanted(n):
-                request.defer(n)
         during = super().step(n, last)
         if self.replacing:
-            self.replacing = request.store_blocks + 1
+            self.replacing = self._request.store_blocks + 1
         return during
 
     @property

@@ -1,0 +1,215 @@
+"""Loads that fail in the step that admits a request, and whatever hides it until that is known.
+
+Setup as in ``test_scheduler``: blocks of 8, window 8, budget 40, steps of 64 tokens. The connector
+has the first tokens of the prompt and loses those from 40 on.
+"""
+
+from dataclasses import replace
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.cases import SYNC, counters, engine, evictions, hit, tokens
+from tests.engine.harness import Engine, Setup
+from tests.engine.saving import ShadowSaving
+from vllm_kvevict.config.connectors import EXAMPLE
+from vllm_kvevict.engine.lost_blocks import LoadsInFlight, Trace
+
+SAVES = replace(
+    SYNC, connector=EXAMPLE, load_failure="fail", asynchronous=True, blocks=128, shared="evict"
+)
+BOTH = pytest.mark.parametrize(
+    "setup", [SAVES, replace(SAVES, asynchronous=False)], ids=["async", "sync"]
+)
+PROMPT = tokens(195)
+LOST_FROM = 40
+AT_100 = {"kv_eviction_at": 100}
+
+
+def losing(setup: Setup, saved: int) -> Engine:
+    """An engine with a connector that has ``saved`` tokens and loses some in the first load."""
+    core = engine(setup)
+    remote = core.worker.remote
+    assert isinstance(remote, ShadowSaving)
+    remote.learn(PROMPT, saved)
+    remote.first_lost = lambda start, end: LOST_FROM if remote.failures == 0 else end
+    return core
+
+
+def add(core: Engine, prompt: list[int], max_tokens: int = 20, **options):
+    return core.add(prompt, max_tokens, prefilled=False, **options)
+
+
+def ended(*requests) -> bool:
+    """Whether requests ended with an error, and without a token."""
+    return all(
+        one.status is RequestStatus.FINISHED_ERROR and not one.num_output_tokens for one in requests
+    )
+
+
+def ask_again(core: Engine) -> None:
+    """The same prompt is computed anew from the first lost block on, and answered."""
+    remote = core.worker.remote
+    assert isinstance(remote, ShadowSaving)
+    core.settle()
+    remote.saved.clear()
+    request = add(core, PROMPT)
+    assert hit(core.step(), request) == LOST_FROM
+    core.finish()
+    assert request.num_output_tokens == 20
+
+
+@pytest.mark.parametrize("second_budget", [None, 64], ids=["one group", "two groups"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["fresh blocks", "own blocks"])
+def test_an_eviction_that_was_planned_before_the_report(second_budget, in_place):
+    core = losing(replace(SAVES, second_budget=second_budget, blocks=160), 96)
+    request = add(core, PROMPT)
+    bystander = add(core, PROMPT[:LOST_FROM] + tokens(60, 9))
+    core.step()
+    if in_place:
+        core.hold(16 * core.setup.groups)
+    output = core.schedule()
+    assert evictions(output)[request.request_id] == 195
+    core.process()
+    assert ended(request)
+    core.settle()
+    core.release()
+    assert bool(counters(core).evictions_in_place) == in_place
+    assert core.losses is not None and core.losses.tally["lost_evicting_ahead"] == 1
+    while not bystander.is_finished():
+        core.step()
+    assert bystander.num_output_tokens == 20, "it has nothing of what was lost"
+    ask_again(core)
+
+
+@BOTH
+def test_an_eviction_in_the_step_that_loads(setup):
+    core = losing(setup, 192)
+    request = add(core, PROMPT)
+    assert evictions(core.schedule()) == {request.request_id: 195}
+    core.process()
+    assert ended(request)
+    ask_again(core)
+
+
+def test_another_request_hits_what_was_lost_and_evicts():
+    core = losing(SAVES, 192)
+    first = add(core, PROMPT)
+    core.step()
+    second = add(core, PROMPT[:160] + tokens(30, 3))
+    output = core.schedule()
+    assert hit(output, second) == 160 and evictions(output) == {second.request_id: 190}
+    core.process()
+    assert ended(first, second)
+    ask_again(core)
+
+
+def test_another_request_hits_what_was_lost_and_evicts_inside_its_prompt():
+    core = losing(SAVES, 192)
+    first = add(core, PROMPT)
+    core.step()
+    asked = {"kv_eviction_prefill_interval": 64}
+    second = add(core, PROMPT[:160] + tokens(90, 3), asked=asked)
+    output = core.schedule()
+    assert evictions(output) == {second.request_id: 104}
+    core.process()
+    assert ended(first, second)
+    ask_again(core)
+
+
+@pytest.mark.parametrize("aborts", [False, True], ids=["maker stays", "maker leaves"])
+def test_a_store_that_was_made_of_what_was_lost(aborts):
+    """One request makes it in the step that loads, another one starts with it in the next."""
+    core = losing(SAVES, 192)
+    loading = add(core, PROMPT)
+    maker, user = [add(core, PROMPT[:100] + tokens(30, seed), asked=AT_100) for seed in (1, 2)]
+    assert evictions(core.schedule()) == {loading.request_id: 195, maker.request_id: 100}
+    if aborts:
+        core.abort(maker)
+    assert hit(core.schedule(), user) == 100 and counters(core).stores_reused == 1
+    core.process()
+    assert ended(loading, user) and (aborts or ended(maker))
+    core.settle()
+    later = add(core, PROMPT[:100] + tokens(30, 4), asked=AT_100)
+    core.finish()
+    assert later.num_output_tokens == 20
+    assert counters(core).stores_published == 2 and counters(core).stores_reused == 1
+
+
+@BOTH
+def test_blocks_of_a_request_that_left_before_the_report(setup):
+    core = losing(setup, 192)
+    request = add(core, PROMPT)
+    core.schedule()
+    core.abort(request)
+    core.process()
+    ask_again(core)
+
+
+def test_blocks_of_a_request_that_hit_them_and_left_before_the_report():
+    """What it computed behind them would be found once the lost blocks are computed anew."""
+    core = losing(SAVES, 96)
+    first = add(core, PROMPT)
+    core.step()
+    second = add(core, PROMPT[:96] + tokens(60, 3))
+    assert hit(core.schedule(), second) == 96
+    core.abort(second)
+    core.process()
+    assert ended(first)
+    ask_again(core)
+    third = add(core, PROMPT[:96] + tokens(60, 3))
+    assert hit(core.step(), third) == 96
+    core.finish()
+
+
+@BOTH
+def test_a_request_that_was_preempted_before_the_report(setup):
+    core = losing(setup, 192)
+    request = add(core, PROMPT)
+    core.schedule()
+    if setup.asynchronous:
+        # vLLM keeps the blocks until the step was processed, and cannot reset them.
+        with pytest.raises(RuntimeError, match="Failed to reset"):
+            core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    else:
+        core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    core.process()
+    assert ended(request)
+    core.finish()
+
+
+def test_each_part_is_needed(monkeypatch):
+    def broken(test, *arguments, **changes) -> None:
+        with monkeypatch.context() as patch, pytest.raises(AssertionError):
+            for name, value in changes.items():
+                patch.setattr(LoadsInFlight, name, value)
+            test(*arguments)
+
+    trace, depending = LoadsInFlight._trace, LoadsInFlight.depending
+
+    def without_evictions(self, request_id):
+        found = trace(self, request_id)
+        return Trace(request_id, found.positional[:1], found.read)
+
+    def without_stores(self, request_id):
+        found = trace(self, request_id)
+        return Trace(request_id, found.positional)
+
+    def without_blocks(self, lost):
+        return depending(self, lost)[0], set(lost)
+
+    broken(
+        test_an_eviction_that_was_planned_before_the_report, None, False, _trace=without_evictions
+    )
+    broken(test_another_request_hits_what_was_lost_and_evicts, _trace=without_evictions)
+    broken(test_a_store_that_was_made_of_what_was_lost, False, _trace=without_stores)
+    broken(test_a_store_that_was_made_of_what_was_lost, True, leaves=lambda *_: None)
+    broken(
+        test_blocks_of_a_request_that_left_before_the_report,
+        SAVES,
+        depending=lambda *_: (set(), set()),
+    )
+    broken(
+        test_blocks_of_a_request_that_hit_them_and_left_before_the_report, leaves=lambda *_: None
+    )
+    broken(test_blocks_of_a_request_that_left_before_the_report, SAVES, depending=without_blocks)

@@ -1,0 +1,131 @@
+"""Blocks that a connector could not load, and everything that was computed over them.
+
+A failed synchronous load is reported with the output of its step. Until then its blocks look
+loaded: other requests may hit them, an eviction may replace them or write survivors to them, and
+the requests that held them may have gone. With async scheduling all of this also happens in the
+step that is planned before the report. The search therefore covers the block tables of all
+requests, all evictions in flight, and the requests that left while a load was in flight.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.engine.blocks import EvictionCore
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass
+class Trace:
+    """The blocks of one request in all KV-cache groups, as they were before evictions in flight.
+
+    Args:
+        request_id: The request.
+        positional: First token and id of each block.
+        read: Blocks of the stores that the request reads.
+        filled: Blocks that its evictions in flight fill.
+
+    """
+
+    request_id: str
+    positional: list[tuple[int, int]] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)
+    filled: set[int] = field(default_factory=set)
+
+    def computed_over(self, lost: "AbstractSet[int]") -> set[int]:
+        """Return the blocks whose content depends on one of the lost blocks."""
+        starts = [start for start, block in self.positional if block in lost]
+        if not self.read.isdisjoint(lost):
+            starts.append(0)
+        if not starts:
+            return set()
+        first = min(starts)
+        return self.filled | {block for start, block in self.positional if start >= first}
+
+
+@dataclass
+class Step:
+    """A step that was scheduled and not processed, and the requests that left before the next."""
+
+    output: "SchedulerOutput"
+    gone: list[Trace] = field(default_factory=list)
+
+
+class LoadsInFlight:
+    """Finds what depends on synchronous loads until their steps are processed.
+
+    Args:
+        core: The engine core.
+
+    """
+
+    def __init__(self, core: EvictionCore) -> None:
+        self._core = core
+        self._steps: deque[Step] = deque()
+
+    def scheduled(self, output: "SchedulerOutput") -> None:
+        """Record that a step was scheduled."""
+        self._steps.append(Step(output))
+
+    def processed(self, output: "SchedulerOutput") -> None:
+        """Record that a step was processed, and all steps that were scheduled before it."""
+        while self._steps and self._steps.popleft().output is not output:
+            pass
+
+    def leaves(self, request_id: str) -> None:
+        """Record the blocks of a request before they are freed."""
+        if any(step.output.has_sync_kv_loads for step in self._steps):
+            self._steps[-1].gone.append(self._trace(request_id))
+
+    def depending(self, lost: Iterable[int]) -> tuple[set[str], set[int]]:
+        """Return the requests that computed over lost blocks, and the blocks that are wrong.
+
+        Args:
+            lost: Ids of blocks that were not loaded.
+
+        """
+        wrong, requests = set(lost), set[str]()
+        managers = self._core.cache.coordinator.single_type_managers
+        holders = {request_id for manager in managers for request_id in manager.req_to_blocks}
+        traces = [self._trace(request_id) for request_id in holders]
+        traces += [trace for step in self._steps for trace in step.gone]
+        known = 0
+        # A request may read what another one computed, so the search ends when nothing is added.
+        while known < len(wrong):
+            known = len(wrong)
+            for trace in traces:
+                if blocks := trace.computed_over(wrong):
+                    wrong |= blocks
+                    requests.add(trace.request_id)
+        return requests, wrong
+
+    def _trace(self, request_id: str) -> Trace:
+        trace = Trace(request_id)
+        state = self._core.table.states.get(request_id)
+        for manager in self._core.cache.coordinator.single_type_managers:
+            group, size = manager.kv_cache_group_id, manager.block_size
+            table = manager.req_to_blocks.get(request_id, ())
+            trace.positional += [
+                (index * size, block.block_id)
+                for index, block in enumerate(table)
+                if not block.is_null
+            ]
+            holding = state.holdings.get(group) if state is not None else None
+            if holding is None:
+                continue
+            trace.read.update(block.block_id for block in holding.store)
+            for eviction, _ in holding.replaced_in_flight:
+                starts = range(
+                    eviction.old_tail_start,
+                    eviction.old_tail_start + size * len(eviction.positional),
+                    size,
+                )
+                trace.positional += zip(starts, eviction.positional, strict=True)
+                trace.read.update(eviction.old_store)
+                trace.filled.update(eviction.store)
+        return trace
