@@ -87,6 +87,7 @@ class Engine:
             self.worker.remote.content = self._content
         self.handed_over: set[str] = set()
         """Requests reported as having a store that another server can find."""
+        self._chains: dict[str, list[int]] = {}
         self.steps = 0
         self.disk: FaultyDisk | None = None
         if setup.disk is not None and setup.keeps:
@@ -100,9 +101,9 @@ class Engine:
         return STOP_TOKEN if self.rng.random() < 0.01 else self.rng.randrange(2, VOCABULARY)
 
     def _content(self, request_id: str) -> list[int]:
-        chain: list[int] = []
-        (request,) = [one for one in self.requests if one.request_id == request_id]
-        extend_chain(chain, list(request.all_token_ids))
+        chain = self._chains.setdefault(request_id, [])
+        request = self.requests[int(request_id[1:])]
+        extend_chain(chain, request.all_token_ids[len(chain) :])
         return chain
 
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:

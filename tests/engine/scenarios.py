@@ -159,6 +159,7 @@ def loading(scenario: Scenario) -> Scenario:
     setup = replace(
         setup,
         connector=connector,
+        asynchronous=setup.asynchronous or seed % 8 in (3, 5),
         load_failure="fail" if connector == EXAMPLE or seed % 8 == 7 else "recompute",
         sliding_window=None,
         memory=0,
@@ -169,7 +170,20 @@ def loading(scenario: Scenario) -> Scenario:
         # Both connectors are served together with one group and whole prompts only.
         one_group = dict(second_budget=None, pyramid=0, shares=())
         setup = replace(setup, **one_group, reserve_full=True, offload=scenario.setup.offload)
+    if connector == EXAMPLE:
+        return replace(scenario, setup=setup, events=loading_again(scenario))
     return replace(scenario, setup=setup)
+
+
+def loading_again(scenario: Scenario) -> list[tuple[Any, ...]]:
+    """The same events; the cache loses a document between those that load it."""
+    events: list[tuple[Any, ...]] = []
+    for number, event in enumerate(scenario.events, scenario.seed):
+        events.append(event)
+        if number % 3 == 0:
+            events += [("forget",), ("burst", 100 + 7 * number % 200, 3, 4, 8)]
+            events += [("ask", 0, 2, 1 + number % 40, 8), ("steps", 1 + number % 6)]
+    return events
 
 
 def settings(request: Request) -> dict[str, Any] | None:

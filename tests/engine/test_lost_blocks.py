@@ -117,10 +117,14 @@ def test_another_request_hits_what_was_lost_and_evicts_inside_its_prompt():
     ask_again(core)
 
 
+@pytest.mark.parametrize("window", [8, 4])
 @pytest.mark.parametrize("aborts", [False, True], ids=["maker stays", "maker leaves"])
-def test_a_store_that_was_made_of_what_was_lost(aborts):
-    """One request makes it in the step that loads, another one starts with it in the next."""
-    core = losing(SAVES, 192)
+def test_a_store_that_was_made_of_what_was_lost(aborts, window):
+    """One request makes it in the step that loads, another one starts with it in the next.
+
+    With a window of 4 they share no block but those of the store.
+    """
+    core = losing(replace(SAVES, window=window), 192)
     loading = add(core, PROMPT)
     maker, user = [add(core, PROMPT[:100] + tokens(30, seed), asked=AT_100) for seed in (1, 2)]
     assert evictions(core.schedule()) == {loading.request_id: 195, maker.request_id: 100}
@@ -202,8 +206,8 @@ def test_each_part_is_needed(monkeypatch):
         test_an_eviction_that_was_planned_before_the_report, None, False, _trace=without_evictions
     )
     broken(test_another_request_hits_what_was_lost_and_evicts, _trace=without_evictions)
-    broken(test_a_store_that_was_made_of_what_was_lost, False, _trace=without_stores)
-    broken(test_a_store_that_was_made_of_what_was_lost, True, leaves=lambda *_: None)
+    broken(test_a_store_that_was_made_of_what_was_lost, False, 4, _trace=without_stores)
+    broken(test_a_store_that_was_made_of_what_was_lost, True, 4, leaves=lambda *_: None)
     broken(
         test_blocks_of_a_request_that_left_before_the_report,
         SAVES,
@@ -212,4 +216,6 @@ def test_each_part_is_needed(monkeypatch):
     broken(
         test_blocks_of_a_request_that_hit_them_and_left_before_the_report, leaves=lambda *_: None
     )
-    broken(test_blocks_of_a_request_that_left_before_the_report, SAVES, depending=without_blocks)
+    broken(
+        test_blocks_of_a_request_that_hit_them_and_left_before_the_report, depending=without_blocks
+    )

@@ -400,7 +400,7 @@ def test_evictions_after_the_point_do_not_depend_on_how_many_ask(setup, budgets)
     questions = [tokens(20 + 9 * seed, seed) for seed in range(1, 4)]
     found = []
     for at_once in (False, True):
-        core = engine(replace(setup, blocks=400))
+        core = engine(replace(setup, blocks=200))
         found.append(lengths_of(core, questions, at_once))
         assert counters(core).stores_reused == len(questions) - 1
         assert counters(core).skipped_shared == counters(core).postponed == 0

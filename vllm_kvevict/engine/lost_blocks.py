@@ -27,8 +27,8 @@ class Trace:
     Args:
         request_id: The request.
         positional: First token and id of each block.
-        read: Blocks of the stores that the request reads.
-        filled: Blocks that its evictions in flight fill.
+        read: Blocks of the stores that the request read before its evictions in flight.
+        filled: Blocks that these evictions fill.
 
     """
 
@@ -118,14 +118,13 @@ class LoadsInFlight:
             holding = state.holdings.get(group) if state is not None else None
             if holding is None:
                 continue
-            trace.read.update(block.block_id for block in holding.store)
-            for eviction, _ in holding.replaced_in_flight:
-                starts = range(
-                    eviction.old_tail_start,
-                    eviction.old_tail_start + size * len(eviction.positional),
-                    size,
-                )
-                trace.positional += zip(starts, eviction.positional, strict=True)
-                trace.read.update(eviction.old_store)
+            evictions = [eviction for eviction, _ in holding.replaced_in_flight]
+            store = [block.block_id for block in holding.store]
+            trace.read.update(evictions[0].old_store if evictions else store)
+            for eviction in evictions:
+                first = eviction.old_tail_start
+                trace.positional += [
+                    (first + index * size, block) for index, block in enumerate(eviction.positional)
+                ]
                 trace.filled.update(eviction.store)
         return trace

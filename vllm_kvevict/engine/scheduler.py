@@ -374,9 +374,8 @@ class EvictingScheduler(Scheduler):
         depending = remote.lost(invalid_block_ids)
         if more := depending - failed:
             logger.error(
-                "KV eviction: the load of a block failed; ending %d requests that computed over it "
-                "and have evicted since or have left: %s",
-                len(more),
+                "KV eviction: the load of a block failed, and requests that computed over it have "
+                "evicted or left since; they end with an error: %s",
                 more,
             )
         return failed | depending
