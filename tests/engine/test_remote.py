@@ -11,6 +11,7 @@ from tests.engine import days
 from tests.engine.harness import Engine, Setup
 from tests.engine.scenarios import Scenario, loading, run
 from tests.engine.shadow import ShadowWorker
+from vllm_kvevict.engine.lost_blocks import LoadsInFlight, Trace
 from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
 from vllm_kvevict.engine.scheduler import EvictingScheduler
@@ -18,7 +19,12 @@ from vllm_kvevict.engine.scheduler import EvictingScheduler
 SEEN = (
     "remote_loads", "remote_failures", "filled", "evictions", "preemptions", "aborts", "resets",
     "prefix_hits", "taken", "evictions_at_point", "evictions_inside", "offload_loads",
+    "saved", "lost", "lost_left",
 )  # fmt: skip
+LOST = ("lost_prefill", "lost_quiet", "lost_near", "lost_evicting", "lost_evicting_ahead",
+        "lost_ahead")  # fmt: skip
+"""Requests that a failed load ended: by phase, while an eviction of the reported step or of one
+planned ahead was in flight, and those that were admitted in a step planned ahead."""
 WRONG = "overwritten or never computed|holds something else"
 NIXL = Setup(connector="NixlConnector", blocks=80)
 PROMPT = [2 + number % 700 for number in range(195)]
@@ -36,19 +42,39 @@ def test_random_days():
 
 @pytest.mark.nightly
 def test_many_random_days():
-    """200,000 steps in all."""
+    """200,000 steps in all. Loads fail while requests are in every phase, also in steps that were
+    planned before the failure was known."""
     totals: Counter[str] = Counter()
     number = 0
     while totals["steps"] < 200_000:
         days.play(lambda scenario: play(scenario, totals), 200, number)
         number += 1
-    assert not [name for name in SEEN if not totals[name]]
+    assert not [name for name in SEEN + LOST if not totals[name]]
     print(dict(totals))
+
+
+def saves(scenario: Scenario) -> None:
+    """A day on which prompts are saved by their tokens, and loads fail under async scheduling."""
+    run(loading(replace(scenario, seed=scenario.seed // 8 * 8 + 3)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        ("_trace", lambda self, request_id: Trace(request_id)),
+        ("leaves", lambda *_: None),
+        ("depending", lambda *_: (set(), set())),
+    ],
+)
+def test_accounting_catches_a_search_that_leaves_something_out(name, part, monkeypatch):
+    monkeypatch.setattr(LoadsInFlight, name, part)
+    assert days.hunt(saves, "goes on after its load failed|holds something else")
 
 
 def pulls(scenario: Scenario) -> None:
     """A day on which every prompt is pulled by NIXL."""
-    setup = replace(loading(scenario).setup, connector="NixlConnector")
+    setup = replace(loading(scenario).setup, connector="NixlConnector", load_failure="recompute")
     run(replace(scenario, setup=setup))
 
 
@@ -75,8 +101,8 @@ def test_accounting_catches_a_rewind_after_the_blocks_are_published(monkeypatch)
 def test_accounting_catches_a_shorter_load(monkeypatch):
     make = RemotePrefill.__init__
 
-    def capped(self, core, connector, name):
-        make(self, core, connector, name)
+    def capped(self, core, stores, connector, name):
+        make(self, core, stores, connector, name)
         match = connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(request, num_computed_tokens):
