@@ -51,6 +51,10 @@ TIER_HOOKS = {
             CachedRequestData.num_output_tokens
         """,
     },
+    "engine/planner.py": {
+        "vllm.v1.core.sched.scheduler": "Scheduler.current_step",
+        "vllm.v1.request": "Request.next_decode_eligible_step",
+    },
     "engine/lost_blocks.py": {
         "vllm.v1.core.sched.output": "SchedulerOutput.has_sync_kv_loads",
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",

@@ -128,8 +128,12 @@ class Expected:
 
         An eviction holds both stores, and with a step in flight one block more. Exact for budgets
         in tokens; where the store grows with the sequence, or prompts evict as they stream in, a
-        store beside all tokens.
+        store beside all tokens. Which servers share stores is not asked here: the bound holds for
+        both.
         """
+        return max(self._max_blocks(group, request, n, shares) for shares in (False, True))
+
+    def _max_blocks(self, group: int, request: Any, n: int, shares: bool) -> int:
         asked, bs, window = self.asked(request), self._setup.block_size, self._setup.window
         end = self.prefill_ends[request.request_id]
         store = self.store_blocks(group, request, n)
@@ -141,12 +145,13 @@ class Expected:
         due = goal if self.gives(group, request, goal, 0) and goal + 1 < last else 0
         if not due and stride:
             due = max(store * bs + window + stride, end + 1)
-            due = self._after_context(asked, due, stride, store + stride // bs)
+            if shares:
+                due = self._after_context(asked, due, stride, store + stride // bs)
         while due and n >= due and due + 1 < last:
             peak = max(peak, -(-due // bs) - tail + kept + store + 1)
             tail, kept = (due - window) // bs, store
             again, due = due != goal, stride and max(due + stride, end)
-            if due and not again:
+            if due and not again and shares:
                 due = self._after_context(asked, due, stride, store + 1)
         return max(peak, -(-n // bs) - tail + kept)
 

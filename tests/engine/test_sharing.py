@@ -22,6 +22,7 @@ from tests.engine.cases import (
 )
 from tests.engine.harness import Engine
 from vllm_kvevict.engine.ring_queue import RingQueue
+from vllm_kvevict.timeline.rule import MIN_DECODE_EVICTIONS
 from vllm_kvevict.timeline.step_plan import PLAN
 
 AT_100 = {"kv_eviction_at": 100}
@@ -370,13 +371,18 @@ def test_a_store_that_was_scored_without_its_window_is_not_shared(setup, recorde
     assert counters(core).stores_published == recorded
 
 
-def lengths_of(core: Engine, questions, at_once: bool) -> dict[int, list[tuple[int, list[int]]]]:
-    """Lengths and groups of the evictions after the point, by question."""
+def lengths_of(
+    core: Engine, questions, at_once: bool, counts: list[int] | None = None
+) -> dict[int, list[tuple[int, list[int]]]]:
+    """Lengths and groups of the evictions after the point, by question; ``counts`` gets their
+    number in each step."""
     names, seen = {}, {number: [] for number in range(len(questions))}
 
     def run() -> None:
         while core.scheduler.has_unfinished_requests():
             plan = getattr(core.step(), PLAN, None)
+            if counts is not None:
+                counts.append(len(plan.evictions) if plan else 0)
             for one in plan.evictions if plan else ():
                 if one.num_tokens > 100:
                     groups = [part.group_id for part in one.groups]
@@ -406,6 +412,18 @@ def test_evictions_after_the_point_do_not_depend_on_how_many_ask(setup, budgets)
         assert counters(core).skipped_shared == counters(core).postponed == 0
         core.finish()
     assert found[0] == found[1] and all(found[0].values())
+
+
+@BOTH
+def test_requests_that_are_due_in_one_step_take_turns_at_the_same_length(setup):
+    setup = replace(setup, max_batched=512, interval=16, blocks=200)
+    questions = [tokens(20, seed) for seed in range(1, 9)]
+    counts: list[int] = []
+    alone = lengths_of(engine(setup), questions, at_once=False)
+    core = engine(setup)
+    assert lengths_of(core, questions, at_once=True, counts=counts) == alone
+    assert max(counts) == MIN_DECODE_EVICTIONS and counters(core).postponed == 0
+    core.finish()
 
 
 @BOTH

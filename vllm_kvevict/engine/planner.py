@@ -130,6 +130,24 @@ class StepPlanner:
             return running
         return decode_evictions(running, self._table.rules.values())
 
+    def hold_back(self) -> None:
+        """Let some requests compute nothing in the step that is about to be scheduled.
+
+        A step includes a limited number of evictions of answers, and a request that waits for its
+        turn is evicted at a greater length. Requests with a shared context wait before they reach
+        that length, so that what they keep does not depend on how many of them there are.
+        """
+        scheduler, left = self._core.scheduler, self.max_decode_evictions()
+        for state in self._turns.near.values():
+            request = state.request
+            if state.shares_context and state.next_eviction == request.num_computed_tokens + 1:
+                if left < 1:
+                    # The number of the step is increased when it is scheduled.
+                    after = scheduler.current_step + 2
+                    eligible = max(request.next_decode_eligible_step, after)
+                    request.next_decode_eligible_step = eligible
+                left -= 1
+
     def _in_order(self) -> Iterator[RequestState]:
         """Yield the requests that a plan may include. Prompts come first, since they may take ring
         slots from others."""
@@ -179,7 +197,7 @@ class StepPlanner:
             return
         if not self._turns.window_ready(state, start, end):
             self._counters.postponed_ring += 1
-        elif not state.in_prefill(end) and self._left < 1:
+        elif not state.in_prefill(end) and self._left < 1 and not state.shares_context:
             self._counters.postponed_turn += 1
         elif (quote := self._profitable(state, groups, end)).parts:
             if quote.fresh > self._core.free:

@@ -152,6 +152,7 @@ class EvictingScheduler(Scheduler):
         self._core.consider(None)
         self._waiting_queue.return_ready(self._stores.ready(), self._waits)
         self._memory.begin_step()
+        self._planner.hold_back()
         self._inside = 0
         self.need_mamba_block_aligned_split = bool(
             self._aligns_mamba or self._table.stopping or self.num_spec_tokens
