@@ -6,7 +6,7 @@ PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
 .PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients connectors demo results wheel dist sbom prometheus \
-	vllm-source hooks clean
+	vllm-source next-vllm hooks clean
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
@@ -15,7 +15,7 @@ help:
 	@echo "make test     a case of everything, with real servers (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, drafts, images, ranks and stages, token by token"
 	@echo "make fuzz     a million scheduler steps of random days, by a seed that is printed"
-	@echo "make nightly  fuzz, cells, kernels, architectures, clients and connectors"
+	@echo "make nightly  fuzz, cells, kernels, architectures, clients, connectors and next-vllm"
 	@echo "make cells    more of what make test runs: policies, chunk sizes, prefix caches, several servers,"
 	@echo "              broken rules that the accounting must notice, the quality benchmark"
 	@echo "make kernels  what to run when csrc/ or ops/ change: every scene under sanitizers, each barrier left out once"
@@ -27,6 +27,7 @@ help:
 	@echo "make sbom     after make dist: bill of materials with licences (CycloneDX), in dist/"
 	@echo "make prometheus  promtool and prometheus for the tests of deploy/grafana, in .cache/; no root"
 	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
+	@echo "make next-vllm  engines and servers over these files and the compiled extension of 0.32.0, in .venv-0.33"
 	@echo "make hooks    file and line of every hook in vLLM 0.32.0 and 0.33.0, into docs/dev/vllm-hooks.tsv"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff fix what it can"
@@ -61,7 +62,7 @@ test:
 	@$(MAKE) --no-print-directory --jobs 2 setup setup-kvpress
 	$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-nightly: fuzz cells kernels architectures clients connectors
+nightly: fuzz cells kernels architectures clients connectors next-vllm
 
 KERNELS := tests/unit/ops tests/unit/worker tests/unit/test_cuda_build.py
 ARCHITECTURES := $(addprefix tests/e2e/test_,architectures.py hybrids.py pictures.py sounds.py speculation.py \
@@ -118,6 +119,13 @@ prometheus:
 
 vllm-source:
 	@packaging/fetch_vllm_source.sh
+
+# What of the tests depends on vLLM's Python code.
+NEXT := tests/engine tests/e2e $(addprefix tests/unit/,serving compat hooks engine cache stores)
+
+next-vllm: setup
+	@packaging/setup_next_vllm.sh
+	.venv-0.33/bin/python -m pytest $(PARALLEL) $(NEXT) $(PYTEST_ARGS)
 
 hooks: setup vllm-source
 	@$(PYTHON_VENV) -m dev.hooks --vllm .cache/vllm-source/0.33.0/vllm --write docs/dev/vllm-hooks.tsv

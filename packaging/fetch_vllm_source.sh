@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The Python files of another vLLM, to check our hooks against: nothing of it is installed.
-# About 340 MB of download, of which the Python files stay, in .cache/vllm-source/VERSION.
+# Another vLLM without its compiled parts, to check our hooks against and for setup_next_vllm.sh:
+# nothing of it is installed. About 340 MB of download, of which the Python files and their data
+# stay, in .cache/vllm-source/VERSION.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 VERSION="${1:-0.33.0}"
 FOLDER="$ROOT/.cache/vllm-source/$VERSION"
 
-[[ -d "$FOLDER/vllm" ]] && exit
+[[ -f "$FOLDER/METADATA" ]] && exit
 wheel="$(mktemp -d)"
 trap 'rm -rf "$wheel"' EXIT
 platforms=()
@@ -17,12 +18,20 @@ python3 -m pip download -q --no-deps --only-binary :all: "${platforms[@]}" \
     --implementation cp --python-version 3.12 --abi abi3 -d "$wheel" "vllm==$VERSION" ||
     fail "vllm==$VERSION could not be downloaded"
 mkdir -p "$FOLDER" "$wheel/source"
-python3 - "$wheel"/vllm-*.whl "$wheel/source" <<'PYTHON'
+python3 - "$wheel"/vllm-*.whl "$wheel/source" "$VERSION" <<'PYTHON'
 import sys
 import zipfile
 
-with zipfile.ZipFile(sys.argv[1]) as wheel:
-    wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.endswith(".py")])
+KEPT = (".py", ".json", ".jinja", ".js", ".css", ".txt", ".sh")
+archive, folder, version = sys.argv[1:]
+with zipfile.ZipFile(archive) as wheel:
+    names = [n for n in wheel.namelist() if n.startswith("vllm/") and n.endswith(KEPT)]
+    wheel.extractall(folder, names)
+    metadata = wheel.read(f"vllm-{version}.dist-info/METADATA")
+with open(f"{folder}/METADATA", "wb") as file:
+    file.write(metadata)
 PYTHON
 # Whole or not there: an extraction that is cut short must not look like one.
+rm -rf "$FOLDER/vllm"
 mv "$wheel/source/vllm" "$FOLDER/vllm"
+mv "$wheel/source/METADATA" "$FOLDER/METADATA"

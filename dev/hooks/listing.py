@@ -131,6 +131,7 @@ HOOKS = {
             VllmConfig.use_v2_model_runner
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
+        "vllm.config.speculative": "SpeculativeMethod",
     },
     "serving/drafting.py": {
         "vllm.config": """

@@ -11,6 +11,7 @@ from tests.e2e.speculation_script import ITS_OWN, SPECULATIVE, Drafter
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
+from tests.versions import MEDUSA
 
 RANK, ALPHA = 8, 16
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
@@ -85,6 +86,7 @@ def test_lora(tiny_model, adapter_and_merged):
         assert run.free_blocks() == free
 
 
+@MEDUSA
 @pytest.mark.nightly
 def test_beside_drafts(tiny_model, adapter_and_merged, tmp_path):
     """Drafts are the proposer's, then the answers, of which every fourth token is wrong."""

@@ -13,6 +13,7 @@ from tests.e2e.test_drafting import SCENES, check_crowd, check_scene, run
 from tests.e2e.test_fp8_tokens import AGREEING
 from tests.hardware import FP8_CACHE
 from tests.nightly import nightly
+from tests.versions import MEDUSA
 
 ROOT = Path(__file__).parents[2]
 SUFFIX = ROOT / ".cache" / "suffix"
@@ -25,8 +26,8 @@ SUFFIX = ROOT / ".cache" / "suffix"
         nightly("ngram", "ada-snapkv"),
         nightly("ngram", "pyramidkv"),
         nightly("ngram", "h2o"),
-        nightly("medusa", "ada-snapkv"),
-        nightly("medusa", "ada-defensive"),
+        pytest.param("medusa", "ada-snapkv", marks=[pytest.mark.nightly, MEDUSA]),
+        pytest.param("medusa", "ada-defensive", marks=[pytest.mark.nightly, MEDUSA]),
         nightly("suffix", "ada-snapkv"),
         nightly("suffix", "h2o"),
     ],
@@ -56,9 +57,9 @@ def test_n_grams_under_model_runner_v2(tiny_model, tmp_path, monkeypatch):
     ("method", "more"),
     [
         nightly("ngram", {}),
-        nightly("medusa", {}),
+        pytest.param("medusa", {}, marks=[pytest.mark.nightly, MEDUSA]),
         nightly("ngram", dict(store_memory="1G", shared_blocks="evict")),
-        nightly("medusa", dict(store_path="stores")),
+        pytest.param("medusa", dict(store_path="stores"), marks=[pytest.mark.nightly, MEDUSA]),
         pytest.param("ngram", dict(fp8=True), marks=[pytest.mark.nightly, FP8_CACHE]),
     ],
 )

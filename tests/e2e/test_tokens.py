@@ -69,8 +69,8 @@ def test_tokens_equal_the_oracle(tiny_model, oracle, policy, chunk, caching):
         if caching:
             hits = []
             look_up = run.scheduler._get_local_prefix_cache_hit
-            run.scheduler._get_local_prefix_cache_hit = lambda request: (
-                hits.append(look_up(request)) or hits[-1]
+            run.scheduler._get_local_prefix_cache_hit = lambda *given: (
+                hits.append(look_up(*given)) or hits[-1]
             )
             assert_exact(oracle, run, prompts, NEW_TOKENS)
             assert sum(num_tokens for _, num_tokens, *_ in hits) > 1000
@@ -238,8 +238,8 @@ def test_layers_with_budgets_of_their_own(tiny_model_kv4, oracle_kv4):
         assert [True, False, False, False] in evicted, "which evicts when it has outgrown that"
         hits = []
         look_up = run.scheduler._get_local_prefix_cache_hit
-        run.scheduler._get_local_prefix_cache_hit = lambda request: (
-            hits.append(look_up(request)) or hits[-1]
+        run.scheduler._get_local_prefix_cache_hit = lambda *given: (
+            hits.append(look_up(*given)) or hits[-1]
         )
         for _ in range(2):
             assert_exact(oracle_kv4, run, prompts[:1], 20)
@@ -296,8 +296,8 @@ def test_measured_shares_of_layers_that_are_not_neighbours(
             assert any(len(set(layer)) > 1 for layer in kept)
         hits = []
         look_up = run.scheduler._get_local_prefix_cache_hit
-        run.scheduler._get_local_prefix_cache_hit = lambda request: (
-            hits.append(look_up(request)) or hits[-1]
+        run.scheduler._get_local_prefix_cache_hit = lambda *given: (
+            hits.append(look_up(*given)) or hits[-1]
         )
         for _ in range(2):
             assert_exact(oracle_kv4, run, prompts[-1:], 20)

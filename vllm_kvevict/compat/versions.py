@@ -46,6 +46,6 @@ def untested(version: str) -> str | None:
     if SpecifierSet(TESTED_VLLM).contains(Version(version), prereleases=True):
         return None
     return (
-        f"KV eviction (vllm-kvevict {__version__}) supports vLLM {version} but is fully tested "
-        f"only with vLLM {TESTED_VLLM}"
+        f"KV eviction (vllm-kvevict {__version__}) supports vLLM {SUPPORTED_VLLM} and is fully "
+        f"tested with {TESTED_VLLM}; of vLLM {version}, only the Python code was tested, on CPUs"
     )

@@ -3,7 +3,9 @@
 The worker looks again at the real layers, for what no configuration tells.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+
+from vllm.config.speculative import SpeculativeMethod
 
 from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.names import LEARNED
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
 DISTANCES = ("subgen",)
 """Policies that compare keys with each other."""
 
-SERVED = ("ngram", "medusa", "suffix", *METHODS)
-"""Methods of speculative decoding that eviction works beside."""
+SERVED = tuple(
+    method
+    for method in ("ngram", "medusa", "suffix", *METHODS)
+    if method in get_args(SpeculativeMethod)
+)
+"""Methods of speculative decoding that eviction works beside; vLLM 0.33 has no Medusa."""
 
 
 def _platform(vllm_config: "VllmConfig") -> bool:
