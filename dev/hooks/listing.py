@@ -132,7 +132,10 @@ HOOKS = {
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
         "vllm.config.speculative": "SpeculativeMethod",
+        "vllm.envs": "VLLM_KV_CACHE_LAYOUT",
     },
+    "serving/profile.py": {"vllm.envs": "VLLM_CACHE_ROOT"},
+    "metrics/totals.py": {"vllm.envs": "VLLM_LOG_STATS_INTERVAL"},
     "serving/drafting.py": {
         "vllm.config": """
             SpeculativeConfig.method SpeculativeConfig.draft_model_config
@@ -362,6 +365,7 @@ HOOKS = {
     },
     "timeline/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
     "compat/vllm_0_32.py": {
+        "vllm.envs": "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
         "vllm.v1.core.kv_cache_utils": """
             get_kv_cache_configs(vllm_config,kv_cache_specs,available_memory)
         """,

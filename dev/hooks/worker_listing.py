@@ -133,6 +133,7 @@ WORKER_HOOKS = {
         "vllm.v1.attention.backend": "CommonAttentionMetadata.seq_lens_cpu_upper_bound",
     },
     "attention/cpu_backend.py": {
+        "vllm.envs": "VLLM_CPU_ATTN_SPLIT_KV",
         "vllm.v1.attention.backends.cpu_attn": """
             CPUAttentionBackend CPUAttentionMetadataBuilder.build CPUAttentionBackendImpl.forward
             CPUAttentionMetadataBuilder.build_for_drafting(common_attn_metadata,draft_index)

@@ -7,11 +7,10 @@ blocks. At a beta of 4 the layers keep 280, 200, 120 and 40 tokens of a long pro
 from dataclasses import replace
 
 import pytest
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from tests.engine.cases import counters, engine, evictions, tokens
 from tests.engine.harness import Engine, Setup, eviction_config, layer_shares, vllm_config
-from tests.engine.test_spec import FULL
+from tests.engine.test_spec import FULL, get_kv_cache_groups
 from tests.engine.views import holdings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig

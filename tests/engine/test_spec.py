@@ -1,21 +1,23 @@
 """The spec: who may share a group, and how vLLM splits layers that may not."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from tests.engine.harness import Setup, make_scheduler, vllm_config
+from tests.versions import PLANNING
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, register_spec
 from vllm_kvevict.timeline.rule import EvictionRule
 
 SHAPE = dict(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
 FULL = FullAttentionSpec(**SHAPE)
+get_kv_cache_groups = importlib.import_module(PLANNING).get_kv_cache_groups
 
 
 def evictable(budget: int) -> EvictableAttentionSpec:

@@ -1,5 +1,6 @@
 """The front door, as tests reach it: vLLM's parser and ``EngineArgs`` with the plugin in them."""
 
+import importlib
 import json
 import logging
 from collections.abc import Iterator
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.versions import CLI_ARGS
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +21,10 @@ def registered() -> None:
 
 @pytest.fixture(scope="module")
 def parser(registered: None) -> Any:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    cli_args = importlib.import_module(CLI_ARGS)
+    return cli_args.make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
 
 
 @pytest.fixture

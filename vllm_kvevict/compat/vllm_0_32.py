@@ -11,6 +11,13 @@ def choose_block_size(vllm_config: "VllmConfig") -> None:
     """Give the cache the block size that a server has when it starts."""
 
 
+def has_older_ray_executor() -> bool:
+    """Whether Ray's executor is the one that calls the model runner without the worker."""
+    from vllm import envs
+
+    return not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+
+
 def kv_cache_configs(
     vllm_config: "VllmConfig", specs: "list[dict[str, KVCacheSpec]]", memory: list[int]
 ) -> "list[KVCacheConfig]":

@@ -19,6 +19,11 @@ def choose_block_size(vllm_config: "VllmConfig") -> None:
         cache.block_size = CPU_BLOCK_SIZE
 
 
+def has_older_ray_executor() -> bool:
+    """As in :mod:`vllm_kvevict.compat.vllm_0_32`; this version has no such executor."""
+    return False
+
+
 def kv_cache_configs(
     vllm_config: "VllmConfig", specs: "list[dict[str, KVCacheSpec]]", memory: list[int]
 ) -> "list[KVCacheConfig]":

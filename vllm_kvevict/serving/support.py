@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from vllm.config.speculative import SpeculativeMethod
 
+from vllm_kvevict.compat import shim
 from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.names import LEARNED
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
@@ -63,10 +64,8 @@ def _layout(vllm_config: "VllmConfig") -> bool:
 
 
 def _older_ray(vllm_config: "VllmConfig") -> bool:
-    from vllm import envs
-
     ray = vllm_config.parallel_config.distributed_executor_backend == "ray"
-    return ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    return ray and shim().has_older_ray_executor()
 
 
 def _promoted(vllm_config: "VllmConfig") -> bool:

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
+from vllm import envs
 
 from vllm_kvevict.compat import shim, vllm_0_32, vllm_0_33
+from vllm_kvevict.serving.support import REFUSALS
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,20 @@ def test_blocks_of_the_cpu_build(given, chosen):
     assert cache.block_size == 32
     vllm_0_33.choose_block_size(config)
     assert cache.block_size == chosen
+
+
+@pytest.mark.parametrize("backend, refused", [("ray", True), ("mp", False)])
+def test_rays_older_executor_is_asked_for_where_there_are_two(monkeypatch, backend, refused):
+    """With the variable that chooses it taken from vLLM, as in 0.33."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend))
+    (refusal,) = (one for one in REFUSALS if one.what == "vLLM's older Ray executor")
+    name = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    monkeypatch.setitem(envs.environment_variables, name, lambda: False)
+    assert refusal.applies(config) == refused
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    monkeypatch.delitem(envs.environment_variables, name)
+    assert not refusal.applies(config)
 
 
 def test_planning_is_given_the_groups(monkeypatch):

@@ -83,9 +83,22 @@ def test_another_version_has_every_hook(version):
     for file in sorted(OURS.rglob("*.py")):
         if file.stem == "vllm_0_32":
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                for alias in node.names:
-                    module = f"{node.module}.{alias.name}"
-                    known = source.has(node.module, alias.name) or source._file(module)
-                    assert known, f"{file.name} imports {module}"
+        for module, name in used(ast.parse(file.read_text())):
+            known = source.has(module, name) or source._file(f"{module}.{name}")
+            assert known, f"{file.name} uses {module}.{name}"
+
+
+def used(tree):
+    """What is imported of vLLM, and which names of the modules among it are used, ``envs.NAME``."""
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            for alias in node.names:
+                yield node.module, alias.name
+                if Source(ROOT)._file(f"{node.module}.{alias.name}"):
+                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            module = modules.get(getattr(node.value, "id", None))
+            if module is not None:
+                yield module, node.attr

@@ -12,12 +12,12 @@ from dev.hooks.check import Hook, problem
 from dev.hooks.source import Source
 
 CHECKOUT = Path(vllm_kvevict.__file__).parents[1]
-SOURCES = {
-    "vllm 0.32.0": Path(vllm.__file__).parent,
-    "vllm 0.33.0": CHECKOUT / ".cache" / "vllm-source" / "0.33.0" / "vllm",
-}
+INSTALLED = f"vllm {vllm.__version__.partition('+')[0]}"
+FETCHED = CHECKOUT / ".cache" / "vllm-source"
+SOURCES = {f"vllm {one}": FETCHED / one / "vllm" for one in ("0.32.0", "0.33.0")}
+SOURCES[INSTALLED] = Path(vllm.__file__).parent
 TABLE = CHECKOUT / "docs" / "dev" / "vllm-hooks.tsv"
-COMMITTED = [line.split("\t") for line in TABLE.read_text().splitlines()]
+COMMITTED = [line.split("	") for line in TABLE.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("version", SOURCES)
@@ -33,10 +33,12 @@ def test_the_committed_table_is_what_the_source_says(version):
 def test_lines_hold_the_names():
     """Read with no parser: the last part of a name stands in the line that the table gives."""
     looked_at = 0
-    for _, name, place, _ in COMMITTED[1:]:
+    column = COMMITTED[0].index(INSTALLED)
+    for row in COMMITTED[1:]:
+        name, place = row[1], row[column]
         if place != "-":
             file, _, line = place.rpartition(":")
-            lines = (SOURCES["vllm 0.32.0"] / file).read_text().splitlines()
+            lines = (SOURCES[INSTALLED] / file).read_text().splitlines()
             last = name.partition("(")[0].rpartition(".")[2]
             # A statement may go on: a decorated function, an import or an assignment in brackets.
             assert last in "".join(lines[int(line) - 1 : int(line) + 9]), name
