@@ -17,6 +17,10 @@ TOTAL = 140_000_000
 LOAD = ["--prompt", "2000", "--block-size", "32", "--dtype", "float32", "--json"]
 
 
+def oid(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
 class Hub:
     """Serves files of one model as the hub does, and records what is asked for."""
 
@@ -43,6 +47,12 @@ class Hub:
                 self.answer(body=True)
 
             def answer(self, body: bool) -> None:
+                if self.path.startswith(f"/api/models/{NAME}/tree/"):
+                    tree = [
+                        {"type": "file", "path": name, "size": len(content), "oid": oid(content)}
+                        for name, content in hub.files.items()
+                    ]
+                    return self.send(json.dumps(tree).encode(), body, "application/json")
                 if self.path.startswith(f"/api/models/{NAME}"):
                     listed = [{"rfilename": name} for name in hub.files]
                     about = {"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": listed}
@@ -60,7 +70,7 @@ class Hub:
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("X-Repo-Commit", COMMIT)
-                self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+                self.send_header("ETag", f'"{oid(content)}"')
                 self.end_headers()
                 if body:
                     self.wfile.write(content)
