@@ -369,7 +369,7 @@ def test_missing_matplotlib(tiny_model, prompt_file, monkeypatch, capsys) -> Non
     line = failure(capsys, monkeypatch, [tiny_model, "--prompt-file", prompt_file])
     assert line == (
         "error: inspect draws with matplotlib, which is not installed: "
-        "pip install 'vllm-kvevict[inspect]'"
+        "pip install 'matplotlib>=3.9'"
     )
 
 

@@ -58,7 +58,7 @@ def test_the_eviction_counter_rises_under_full_graphs(tiny_model):
 
 
 def test_xformers_runs_without_full_graphs(tiny_model):
-    pytest.importorskip("xformers", reason="needs pip install 'vllm-kvevict[xformers]'")
+    pytest.importorskip("xformers", reason="needs pip install xformers==0.0.35")
     settings = dict(SETTINGS, attention="xformers")
     with engine(
         tiny_model, settings, max_model_len=1024, max_num_seqs=8, **GRAPHS, **SHARED

@@ -9,7 +9,7 @@ from tests.interpreted.test_backends import expected_at
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.attention.xformers.kernel import GATHERED, PAGED_FROM
 
-pytest.importorskip("xformers", reason="needs pip install 'vllm-kvevict[xformers]'")
+pytest.importorskip("xformers", reason="needs pip install xformers==0.0.35")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(

@@ -1,6 +1,7 @@
 """Pages link to what is there, and the index has every page."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,36 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+INSTALLS = re.compile(
+    r"pip3? install[^\n`]*?[\s'\"](vllm[-_]kvevict(?![\w*.-]*\.(?:whl|tar))[^\s]*)"
+)
+
+
+def test_nobody_is_told_to_install_an_unregistered_name() -> None:
+    """The package is on no index, where a stranger could register it: files and folders alone."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    found = [
+        f"{name}: {told}"
+        for name in tracked
+        if name != "tests/unit/test_docs.py"
+        and name.endswith((".md", ".py", ".sh", ".toml", ".yaml", "Dockerfile", "Makefile"))
+        for told in INSTALLS.findall((ROOT / name).read_text())
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("line", [
+    "pip install vllm-kvevict", "pip install 'vllm-kvevict[inspect]'", "pip3 install -U vllm_kvevict",
+    "pip install vllm vllm-kvevict==0.1.0", "pip install vllm-kvevict.",
+])  # fmt: skip
+def test_such_a_line_is_found(line: str) -> None:
+    assert INSTALLS.search(line)
+    assert not INSTALLS.search("pip install dist/vllm_kvevict-0.1.0-py3-none-any.whl")
+    assert not INSTALLS.search("pip install dist/vllm_kvevict-*.tar.gz")
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/dev"])

@@ -126,16 +126,17 @@ def make(words: list[str], **_: Any) -> None:
 
 
 def pip(words: list[str], **_: Any) -> None:
-    """Files have today's name and version, extras are the package's."""
-    wheel = f"dist/vllm_kvevict-{vllm_kvevict.__version__}-py3-none-any.whl"
+    """Files have today's name and version; packages are those of an extra, in its version."""
+    built = [
+        f"dist/vllm_kvevict-{vllm_kvevict.__version__}{kind}"
+        for kind in ("-py3-none-any.whl", ".tar.gz")
+    ]
     extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
     for word in words[1:]:
         if word.startswith("dist/"):
-            assert fnmatch(wheel, word), word
-        elif word.startswith("vllm-kvevict["):
-            assert f"\n{word.removeprefix('vllm-kvevict[').rstrip(']')} = [" in extras
-        else:
-            assert word in (".", "vllm-kvevict", "--no-build-isolation", "--no-binary") or (
+            assert any(fnmatch(one, word) for one in built), word
+        elif f'"{word}"' not in extras:
+            assert word in (".", "--no-build-isolation") or (
                 word in (ROOT / "deploy" / "README.md").read_text()
             )
 

@@ -45,7 +45,7 @@ def test_not_installed(build, gpu, monkeypatch):
     vllm_config = build(dtype="float16")
     gpu(7, 5)
     monkeypatch.setitem(sys.modules, "xformers", None)
-    assert "not installed (pip install 'vllm-kvevict[xformers]')" in refusal(vllm_config)
+    assert "not installed (pip install xformers==0.0.35)" in refusal(vllm_config)
 
 
 def test_bfloat16_before_ampere(build, gpu):

@@ -66,7 +66,7 @@ class Xformers(OptionalKernel):
         from vllm.platforms import current_platform
 
         if importlib.util.find_spec("xformers") is None:
-            return "xformers is not installed (pip install 'vllm-kvevict[xformers]')"
+            return "xformers is not installed (pip install xformers==0.0.35)"
         if current_platform.is_rocm():
             return "xformers' CUTLASS op is for NVIDIA GPUs"
         capability = current_platform.get_device_capability()

@@ -173,7 +173,7 @@ def _check(options: Options) -> None:
     if options.output is not None and find_spec("matplotlib") is None:
         raise CommandError(
             "inspect draws with matplotlib, which is not installed: "
-            "pip install 'vllm-kvevict[inspect]'"
+            "pip install 'matplotlib>=3.9'"
         )
     if not options.prompt_file.is_file():
         raise CommandError(f"--prompt-file: there is no file {options.prompt_file}")
