@@ -33,28 +33,30 @@ class EvictingLLMServer(LLMServer):
 
 
 def app(args: Mapping[str, Any]) -> Application:
-    """An OpenAI endpoint over models of which at least one evicts.
+    """An OpenAI endpoint over models of which at least one has settings of eviction.
 
     Args:
         args: As for ``ray.serve.llm:build_openai_app``; a model evicts where its
-            ``engine_kwargs.additional_config.kv_eviction`` says so.
+            ``engine_kwargs.additional_config.kv_eviction`` says so. The policy ``none`` rolls a
+            model back to stock vLLM.
 
     Raises:
-        ValueError: In one sentence, what is wrong with a model's settings, or that none evicts.
+        ValueError: In one sentence, what is wrong with a model's settings, or that no model has
+            any.
 
     """
     serving = LLMServingArgs.model_validate(dict(args))
-    evicting = [config for config in serving.llm_configs if _evicts(config)]
-    if not evicting:
+    settings = [(config, _settings(config)) for config in serving.llm_configs]
+    if all(found is None for _, found in settings):
         raise ValueError(
             "KV eviction: no model sets engine_kwargs.additional_config.kv_eviction; serve them "
             "with ray.serve.llm:build_openai_app"
         )
-    for config in evicting:
-        config.server_cls = EvictingLLMServer
+    for config, found in settings:
+        if EvictionConfig.parse(found) is not None:
+            config.server_cls = EvictingLLMServer
     return build_openai_app(serving)
 
 
-def _evicts(config: LLMConfig) -> bool:
-    asked = config.engine_kwargs.get("additional_config") or {}
-    return EvictionConfig.parse(asked.get(CONFIG_KEY)) is not None
+def _settings(config: LLMConfig) -> Any:
+    return (config.engine_kwargs.get("additional_config") or {}).get(CONFIG_KEY)

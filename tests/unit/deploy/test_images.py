@@ -171,3 +171,22 @@ def test_ray_applications_that_are_refused(eviction, says, monkeypatch):
     args["llm_configs"][0]["engine_kwargs"]["additional_config"] = {CONFIG_KEY: eviction}
     with pytest.raises(ValueError, match=says):
         app(args)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; `make setup` does it")
+@pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
+def test_a_ray_application_is_rolled_back(file, monkeypatch):
+    """The policy none, whatever the other settings are: Ray's own server."""
+    monkeypatch.syspath_prepend(DEPLOY / "ray")
+    import ray_serve
+
+    built: list[Any] = []
+    monkeypatch.setattr(ray_serve, "build_openai_app", built.append)
+    args = settings(file)["applications"][0]["args"]
+    ray_serve.app(args)
+    for config in args["llm_configs"]:
+        config["engine_kwargs"]["additional_config"][CONFIG_KEY] |= dict(policy="none", budget=-1)
+    ray_serve.app(args)
+    classes = [{config.server_cls for config in serving.llm_configs} for serving in built]
+    assert classes == [{ray_serve.EvictingLLMServer}, {None}]
