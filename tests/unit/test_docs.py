@@ -54,8 +54,8 @@ def test_nobody_is_told_to_install_an_unregistered_name() -> None:
 
 
 @pytest.mark.parametrize("line", [
-    "pip install vllm-kvevict", "pip install 'vllm-kvevict[inspect]'", "pip3 install -U vllm_kvevict",
-    "pip install vllm vllm-kvevict==0.1.0", "pip install vllm-kvevict.",
+    "pip install vllm-kvevict", "pip install 'vllm-kvevict[inspect]'", "pip install vllm-kvevict.",
+    "pip install vllm vllm-kvevict==0.1.0", "pip3 install -U vllm_kvevict",
 ])  # fmt: skip
 def test_such_a_line_is_found(line: str) -> None:
     assert INSTALLS.search(line)

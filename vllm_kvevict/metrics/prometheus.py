@@ -250,8 +250,8 @@ class EvictionMetrics:
 def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
     """Return the labels of the configuration: its fields, the block size, and the package version.
 
-    A profile is represented by a digest, the first 16 digits of SHA-256 over its JSON. Where its file
-    is does not count.
+    A profile is represented by a digest, the first 16 digits of SHA-256 over its JSON, without the
+    place of its file.
     """
 
     def text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A server whose eviction was switched off explicitly, as ``--kv-eviction none`` does for a rollback.
+"""A server whose eviction was switched off explicitly, by ``--kv-eviction none`` for a rollback.
 
 It is stock vLLM, but for one thing: its API servers drop our keys from ``vllm_xargs``, so that
 requests that were written for a server that evicts are still answered. vLLM itself answers a

@@ -122,8 +122,8 @@ def test_scaling_survives(model):
 def rolled_out(replicas: int, gpus: int, surge: int, unavailable: int) -> tuple[bool, int]:
     """Whether a Deployment's rolling update ends, and the fewest replicas that serve meanwhile.
 
-    A new pod is created while there are fewer than ``replicas + surge`` pods, and serves if it has a
-    GPU. An old pod leaves while more than ``replicas - unavailable`` serve.
+    A new pod is created while there are fewer than ``replicas + surge`` pods, and serves if it has
+    a GPU. An old pod leaves while more than ``replicas - unavailable`` serve.
     """
     old, new, serving, fewest = replicas, 0, 0, replicas
     for _ in range(4 * replicas):

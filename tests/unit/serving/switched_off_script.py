@@ -15,7 +15,7 @@ from vllm_kvevict.serving.plugin import register
 
 MAPPING = {"message": 0}
 ASKED: dict[str, Any] = {
-    "ours": {key: MAPPING for key in KEYS},
+    "ours": dict.fromkeys(KEYS, MAPPING),
     "both": {"kv_eviction_budget": "25%", "kv_eviction_at": MAPPING, "session_id": "s"},
     "empty": {},
     "another's": {"colour": MAPPING},

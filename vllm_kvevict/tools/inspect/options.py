@@ -172,8 +172,7 @@ def _set_variants(args: argparse.Namespace, options: Options) -> None:
 def _check(options: Options) -> None:
     if options.output is not None and find_spec("matplotlib") is None:
         raise CommandError(
-            "inspect draws with matplotlib, which is not installed: "
-            "pip install 'matplotlib>=3.9'"
+            "inspect draws with matplotlib, which is not installed: pip install 'matplotlib>=3.9'"
         )
     if not options.prompt_file.is_file():
         raise CommandError(f"--prompt-file: there is no file {options.prompt_file}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 FILES = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
-"""All that is read of a model at Hugging Face: its shape, the sizes of its weights and their type."""
+"""What is read of a model at Hugging Face: its shape, and the sizes and types of its weights."""
 
 
 class SizingError(Exception):

@@ -142,7 +142,9 @@ def test_under_pressure_it_says_how_many_keep_everything(model):
 def test_a_file_a_folder_and_a_renamed_file(model, tmp_path):
     renamed = tmp_path / "mine.json"
     shutil.copy(f"{model}/config.json", renamed)
-    plans = [as_json(plan(m, *LOAD, *KV, *EVEN)) for m in (model, f"{model}/config.json", str(renamed))]
+    plans = [
+        as_json(plan(m, *LOAD, *KV, *EVEN)) for m in (model, f"{model}/config.json", str(renamed))
+    ]
     assert plans[0] == plans[1] == plans[2]
 
 
