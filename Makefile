@@ -6,7 +6,7 @@ PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
 .PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients connectors demo results wheel dist sbom prometheus \
-	chromium vllm-source next-vllm hooks clean
+	kubectl chromium vllm-source next-vllm hooks clean
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
@@ -26,6 +26,7 @@ help:
 	@echo "make dist     what a package index takes, checked by twine, in dist/; same commit, same bytes"
 	@echo "make sbom     after make dist: bill of materials with licences (CycloneDX), in dist/"
 	@echo "make prometheus  promtool and prometheus for the tests of deploy/grafana, in .cache/; no root"
+	@echo "make kubectl  kubectl and helm for the tests of deploy/helm, in .cache/; no root"
 	@echo "make chromium install Debian's chromium, for the tests of the page of inspect; needs root"
 	@echo "make vllm-source  Python files of vLLM 0.33.0, for the test of our hooks"
 	@echo "make next-vllm  engines and servers over these files and the compiled extension of 0.32.0, in .venv-0.33"
@@ -117,6 +118,9 @@ sbom:
 
 prometheus:
 	@packaging/setup_prometheus.sh
+
+kubectl:
+	@packaging/setup_kubectl.sh
 
 chromium:
 	@packaging/setup_chromium.sh

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("deploy/*.md"),
 ]

@@ -21,6 +21,10 @@ from vllm_kvevict.serving.plugin import fold_flags
 DEPLOY = Path(__file__).parents[3] / "deploy"
 VALUES = yaml.safe_load((DEPLOY / "helm" / "values.yaml").read_text())
 ENGINE, ROUTER = VALUES["servingEngineSpec"], VALUES["routerSpec"]
+OWN = DEPLOY.parent / ".cache" / "kubectl"
+"""Where packaging/setup_kubectl.sh unpacks kubectl and helm."""
+
+PATH = os.pathsep.join([os.environ["PATH"], str(OWN)])
 CHART = os.environ.get("KVEVICT_HELM_CHART")
 COMPONENT = "app.kubernetes.io/component"
 MEMORY = ("limitMemory", "requestMemory")
@@ -183,8 +187,9 @@ def check_streams_end_in_peace(deployment: dict[str, Any]) -> None:
 
 def drained(manifests: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [DEPLOY / "helm" / "drain.sh"], input=manifests, capture_output=True, text=True, timeout=60
-    )
+        [DEPLOY / "helm" / "drain.sh"], input=manifests, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PATH": PATH},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
@@ -194,7 +199,10 @@ def manifest(kind: str, component: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "apps/v1", "kind": kind, "metadata": about, "spec": spec}
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.skipif(
+    shutil.which("kubectl", path=PATH) is None,
+    reason="kubectl is not here; packaging/setup_kubectl.sh unpacks it",
+)
 def test_the_filter_gives_engines_and_routers_time():
     def pod(name: str) -> dict[str, Any]:
         return {"template": {"spec": {"containers": [{"name": name, "image": "i"}]}}}
@@ -217,11 +225,12 @@ def test_the_filter_gives_engines_and_routers_time():
 
 
 @pytest.mark.skipif(
-    CHART is None or not all(map(shutil.which, ("helm", "kubectl"))),
+    CHART is None or not all(shutil.which(name, path=PATH) for name in ("helm", "kubectl")),
     reason="needs helm, kubectl and KVEVICT_HELM_CHART, the folder of production-stack's chart",
 )
 def test_the_chart_takes_the_values():
-    command = ["helm", "template", "vllm", str(CHART), "-f", DEPLOY / "helm" / "values.yaml"]
+    helm = shutil.which("helm", path=PATH)
+    command = [str(helm), "template", "vllm", str(CHART), "-f", DEPLOY / "helm" / "values.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     made = [one for one in drained(done.stdout) if one]
