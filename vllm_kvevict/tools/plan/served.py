@@ -12,7 +12,7 @@ from vllm_kvevict.serving.activate import activate, check_statistics
 from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.measure import is_usable, unmeasurable
 from vllm_kvevict.serving.profile import find
-from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, WITHOUT_PROFILE, changed
+from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, changed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,8 +21,8 @@ MEASURED_FIRST = (
     "the model has no profile on this machine, so the server measures it at its first start. This "
     f"is a plan for {WITH_PROFILE} with even shares and, without --kv-eviction-budget, {BUDGET}; "
     "the profile may choose other shares and another budget. A large model is not measured within "
-    "--kv-eviction-measure-seconds: calibrate it before, or plan what the server then runs, "
-    f"--kv-eviction {WITHOUT_PROFILE}"
+    "--kv-eviction-measure-seconds: calibrate it before. --kv-eviction-profile none plans what the "
+    "server runs otherwise"
 )
 
 

@@ -84,7 +84,9 @@ def hub(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     found = Hub(json.loads(Path(model, "config.json").read_text()))
     with served(found.handler) as url:
+        template = url + constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
         monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         yield found
