@@ -11,6 +11,9 @@ import pytest
 from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.tools.plan.command import main
 
+# What vLLM says when it is imported is not what the command prints.
+pytestmark = pytest.mark.usefixtures("registered")
+
 NAME = "somebody/large-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOTAL = 140_000_000

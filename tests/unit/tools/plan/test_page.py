@@ -12,6 +12,9 @@ from benchmarks.simulate.model import write_config
 from tests.snippets import ROOT, blocks, of_block
 from vllm_kvevict.tools.plan.command import main
 
+# What vLLM says when it is imported is not what the command prints.
+pytestmark = pytest.mark.usefixtures("registered")
+
 PAGE = ROOT / "docs" / "eight-gpus.md"
 COMMANDS = [one for block in blocks(PAGE) for one in of_block(block) if " plan meta-llama/" in one]
 ROWS = re.compile(
