@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import round_up
@@ -48,7 +48,8 @@ class Setup:
     ``memory`` is for stores outside the KV cache, and ``disk`` the share of the operations on their
     files that fail, None for no files; ``offload`` is the number of chunks, of ``chunk`` blocks,
     that vLLM's own offload has, which stores ``answers``, too. ``connector`` is one that loads
-    whole prompts; ``load_failure`` is vLLM's policy if it cannot.
+    whole prompts; ``load_failure`` is vLLM's policy if it cannot. With ``events``, KV-cache events
+    are made, which describe the offload's chunks.
     """
 
     budget: int | str = 40
@@ -84,6 +85,7 @@ class Setup:
     answers: bool = False
     connector: str = ""
     load_failure: str = "recompute"
+    events: bool = False
 
     @property
     def offloads(self) -> int:
@@ -180,6 +182,8 @@ def vllm_config(setup: Setup) -> Any:
     scheduler.watermark = setup.watermark
     # The CPU platform turns it off whatever is asked.
     scheduler.async_scheduling = setup.asynchronous
+    if setup.events:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if setup.offloads:
         specs = [group.kv_cache_spec for group in kv_cache_config(setup).kv_cache_groups]
         size = sum(spec.page_size_bytes for spec in specs) * setup.chunk
@@ -187,6 +191,7 @@ def vllm_config(setup: Setup) -> Any:
             cpu_bytes_to_use=setup.offloads * round_up(size, MainMemorySpec.BLOCK_SIZE_ALIGNMENT),
             blocks_per_chunk=setup.chunk,
             offload_prompt_only=not setup.answers,
+            self_describing_kv_events=setup.events,
             **OURS,
         )
         offload = dict(kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)

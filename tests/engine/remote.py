@@ -38,6 +38,8 @@ class ShadowRemote:
         self.loads = self.failures = self.filled = 0
         self.released: set[str] = set()
         """Requests whose blocks the other server may free."""
+        self.stopped = False
+        """Whether the other server stands still, which then ends no transfer."""
         self.rng = Random(seed)
         self._transfers: list[Transfer] = []
 
@@ -53,22 +55,29 @@ class ShadowRemote:
             assert 0 < num_tokens <= length
             self._write(request_id, [list(ids) for ids in groups], length)
             self.filled += 1
+        pushed = getattr(metadata, "push_registrations", {})
+        for request_id, registered in pushed.items():
+            self._post(request_id, registered["local_block_ids"])
         for request_id, wanted in getattr(metadata, "reqs_to_recv", {}).items():
             self.released.add(request_id)
+            if request_id in pushed:
+                continue
             if not wanted.awaiting_kvs:
                 assert not any(wanted.local_block_ids)
                 continue
-            blocks = []
             for local, there in zip(wanted.local_block_ids, wanted.remote.block_ids, strict=True):
                 assert 0 < len(local) <= len(there), f"{request_id} loads nothing, or too much"
-                blocks.append(list(local))
-            fails = self.rng.random() < 0.1
-            self._transfers.append(
-                Transfer(request_id, blocks, self.rng.randrange(LATE + 1), fails)
-            )
+            self._post(request_id, wanted.local_block_ids)
         self._arrive()
 
+    def _post(self, request_id: str, groups: Any) -> None:
+        fails = self.rng.random() < 0.1
+        late = self.rng.randrange(LATE + 1)
+        self._transfers.append(Transfer(request_id, [list(ids) for ids in groups], late, fails))
+
     def _arrive(self) -> None:
+        if self.stopped:
+            return
         for transfer in self._transfers:
             if transfer.left == 0 and not transfer.fails:
                 # NIXL pairs the blocks of both servers from the end.
@@ -77,6 +86,8 @@ class ShadowRemote:
 
     def after(self) -> KVConnectorOutput:
         """What a step reports."""
+        if self.stopped:
+            return KVConnectorOutput()
         done, failed, invalid = set[str](), set[str](), set[int]()
         for transfer in [one for one in self._transfers if one.left == 0]:
             self._transfers.remove(transfer)

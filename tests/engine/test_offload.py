@@ -1,8 +1,12 @@
 """Requests for which vLLM loads blocks, in its real scheduler."""
 
+from collections import Counter
 from random import Random
 
 import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_offload.base import get_offload_block_hash, get_offload_group_idx
 from vllm.v1.request import RequestStatus
 
 from tests.engine.cases import lose
@@ -130,3 +134,59 @@ def test_a_request_goes_on_with_loaded_blocks_while_another_makes_its_store(
     assert maker.num_computed_tokens < 180 and loading in engine.scheduler.running
     engine.finish()
     assert loading.num_output_tokens == maker.num_output_tokens == 4
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_events_describe_chunks_of_several_blocks(groups: int) -> None:
+    """Tokens and hashes of every block of a chunk, whoever evicted it (vllm#57159).
+
+    A hash is announced once for each chunk that has it.
+    """
+    chunk, size = 3, SETUP.block_size
+    setup = dict(blocks=80, offload=18, chunk=chunk, events=True, answers=True)
+    more = dict(second_budget=64 if groups == 2 else None)
+    engine = Engine(Setup(**vars(SETUP) | setup | more), lambda request_id, tokens: 5)
+    known: dict[tuple[object, int], tuple[object, ...]] = {}
+    believed: Counter[tuple[object, int]] = Counter()
+    stored = removed = 0
+
+    def follow(batch: object) -> None:
+        nonlocal stored, removed
+        for event in batch.events:  # type: ignore[attr-defined]
+            if event.medium != "CPU":
+                continue
+            hashes = [(one, event.group_idx) for one in event.block_hashes]
+            if isinstance(event, BlockStored):
+                stored += 1
+                believed.update(hashes)
+                described = event.parent_block_hash, tuple(event.token_ids), event.block_size
+                assert known[event.block_hashes[-1], chunk] == (event.block_hashes, *described)
+            else:
+                assert isinstance(event, BlockRemoved)
+                removed += 1
+                believed.subtract(hashes)
+
+    engine.scheduler.kv_event_publisher.publish = follow
+    memory = engine.scheduler.connector.connector_scheduler.manager._policy.chunks
+    # The first 5 blocks are those of all prompts: no whole number of chunks.
+    prompts = [PROMPT[: 5 * size] + [9 + number] * (60 + 17 * number) for number in range(6)]
+    for prompt in [*prompts, *prompts[:3]]:
+        request = engine.add(prompt, 40)
+        while not request.is_finished():
+            engine.step()
+            names = [maybe_convert_block_hash(one) for one in request.block_hashes]
+            tokens = list(request.all_token_ids)
+            for end in range(chunk, len(names) + 1, chunk):
+                first = end - chunk
+                parent = names[first - 1] if first else None
+                text = tuple(tokens[first * size : end * size])
+                known[names[end - 1], chunk] = names[first:end], parent, text, size
+    engine.finish()
+    expected: Counter[tuple[object, int]] = Counter()
+    for key, one in memory.items():
+        if one.is_ready:
+            name = maybe_convert_block_hash(get_offload_block_hash(key))
+            expected.update((each, get_offload_group_idx(key)) for each in known[name, chunk][0])
+    assert +believed == expected and min(believed.values()) == 0
+    assert stored > 18 > 0 < removed and max(expected.values()) > 1
+    assert engine.scheduler.eviction_counters.evictions_decode

@@ -8,6 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from tests.engine import days
+from tests.engine.cases import lose
 from tests.engine.harness import Engine, Setup
 from tests.engine.scenarios import Scenario, loading, run
 from tests.engine.shadow import ShadowWorker
@@ -259,3 +260,102 @@ def test_what_another_server_reads_is_never_evicted(connector):
     assert request.num_output_tokens == (1 if moved else 60)
     assert bool(engine.scheduler.eviction_counters.evictions) != moved
     assert (request.request_id in engine.scheduler.requests) == moved, "held until it is read"
+
+
+def free_blocks(engine: Engine) -> int:
+    free: int = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector"])
+def test_what_an_aborted_load_holds_comes_back(connector, asynchronous):
+    """The other server stands still while a client leaves (vllm#46283).
+
+    It may still write to the blocks, which vLLM therefore keeps until it hears of the transfer,
+    with eviction and without. Other requests go on with what is left.
+    """
+    engine = Engine(replace(NIXL, connector=connector, asynchronous=asynchronous), lambda *_: 5)
+    remote, before = engine.worker.remote, free_blocks(engine)
+    assert remote is not None
+    remote.stopped = True
+    loading = engine.add(PROMPT, 9)
+    engine.step()
+    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.abort(loading)
+    others = [engine.add([number + 2, *PROMPT], 30, prefilled=False) for number in range(3)]
+    while not all(one.is_finished() for one in others):
+        engine.step()
+    engine.settle()
+    assert before - free_blocks(engine) == -(-len(PROMPT) // NIXL.block_size)
+    remote.stopped = False
+    engine.finish()
+    assert free_blocks(engine) == before
+    assert all(one.num_output_tokens == 30 for one in others)
+    assert engine.scheduler.eviction_counters.evictions_prefill == 3
+
+
+@pytest.mark.parametrize("offload", [0, 600])
+@pytest.mark.parametrize("priority", [False, True])
+@pytest.mark.parametrize("blocks", [76, 77, 80])
+def test_loads_that_hold_all_blocks_go_on(blocks, priority, offload):
+    """The head of the queue finds no room, and only those behind it can make some (vllm#45388,
+    #27074). The three loads have 25 blocks each, and no other block is free with 76."""
+    setup = replace(NIXL, blocks=blocks, priority=priority, offload=offload)
+    engine = Engine(setup, lambda *_: 5)
+    remote = engine.worker.remote
+    assert remote is not None
+    remote.stopped = True
+    loads = [engine.add([number + 2, *PROMPT[1:]], 60, priority=5) for number in range(3)]
+    engine.step()
+    assert {one.status for one in loads} == {RequestStatus.WAITING_FOR_REMOTE_KVS}
+    head = engine.add(PROMPT[::-1], 60, priority=0, prefilled=False)
+    for _ in range(4):
+        engine.step()
+    assert not head.num_computed_tokens
+    remote.stopped = False
+    engine.finish(patience=100)
+    assert [one.num_output_tokens for one in (*loads, head)] == [60] * 4
+    assert engine.scheduler.eviction_counters.evictions_prefill >= 4
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_loads_from_host_memory_that_hold_all_blocks_go_on(priority):
+    """The same for vLLM's offload (vllm#45388)."""
+    engine = Engine(replace(NIXL, connector="", offload=600, blocks=76, priority=priority))
+    engine.worker.sample = lambda *_: 5
+    offload = engine.worker.offload
+    assert offload is not None
+    prompts = [[number + 2, *PROMPT[1:]] for number in range(3)]
+    for prompt in prompts:
+        engine.add(prompt, 1)
+        engine.finish()
+    lose(engine)
+    offload._rng.randrange = lambda *_: 6
+    loads = [engine.add(prompt, 60, priority=5) for prompt in prompts]
+    engine.step()
+    assert {one.status for one in loads} == {RequestStatus.WAITING_FOR_REMOTE_KVS}
+    head = engine.add(PROMPT[::-1], 60, priority=0)
+    engine.finish(patience=100)
+    assert [one.num_output_tokens for one in (*loads, head)] == [60] * 4
+    assert offload.loads >= 3 and engine.scheduler.eviction_counters.evictions_prefill >= 4
+
+
+@pytest.mark.parametrize(
+    "connector", ["NixlConnector", "NixlPushConnector", "DecodeBenchConnector"]
+)
+def test_a_request_for_logprobs_of_its_prompt_loads_nothing(connector):
+    """A load brings no logits (vllm#50792): the prompt is computed, and the other server told."""
+    engine = Engine(replace(NIXL, connector=connector), lambda *_: 5)
+    remote = engine.worker.remote
+    assert remote is not None
+    request = engine.add(PROMPT, 9)
+    # As vLLM sets it for ``prompt_logprobs``.
+    request.skip_reading_prefix_cache = True
+    computed = 0
+    while not request.num_output_tokens:
+        computed += engine.step().total_num_scheduled_tokens
+        engine.settle()
+    engine.finish()
+    assert computed == len(PROMPT) and not remote.loads and not remote.filled
+    assert engine.scheduler.eviction_counters.evictions_prefill == 1
