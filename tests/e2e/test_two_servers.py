@@ -12,18 +12,20 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 
 from benchmarks.server import Server, free_port
 from tests.e2e.test_handover_server import ask, proxy
 from tests.e2e.test_offload import LateCopies
 from tests.e2e.test_stores import computed, lose
-from tests.models import random_prompt
+from tests.models import random_prompt, random_text
 from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
@@ -64,9 +66,9 @@ class Prefill:
         return self.server.post("/v1/completions", body)["kv_transfer_params"]
 
 
-def serve(model, folder, connector, *more, role="kv_producer"):
+def serve(model, folder, connector, *more, role="kv_producer", port=None):
     path = os.pathsep.join([NIXL, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    env = dict(PYTHONPATH=path, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+    env = dict(PYTHONPATH=path, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port or free_port()))
     return Server(model, server_args(connector, role, *more), folder / f"{role}.log", env=env)
 
 
@@ -306,7 +308,84 @@ def test_over_http_through_the_proxy(tiny_model, tmp_path, ranks):
         assert decode.evictions()["evictions_prefill"] == 2 * len(texts)
         # The servers compute prompts in other chunks, so that near ties may fall otherwise.
         assert sum(a == b for a, b in zip(loaded, own, strict=True)) >= len(texts) - 2
+        # The recipe for documents, which stock vLLM refuses.
+        rag = dict(
+            messages=[dict(role="user", content=random_text(n, seed=n)) for n in (200, 20)],
+            vllm_xargs=dict(kv_eviction_at=dict(message=0)),
+        )
+        with pytest.raises(HTTPError, match="400"):
+            ask(server.url, "/v1/chat/completions", **rag)
+        answered = json.loads(ask(url, "/v1/chat/completions", **rag))
+        assert answered["usage"]["completion_tokens"] == NEW_TOKENS
+        assert decode.evictions()["evictions_prefill"] == 2 * len(texts) + 1
+        until(lambda: decode.metric("vllm:nixl_xfer_time_seconds_count") == loads + int(ranks))
         until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+def logprobs(llm, texts, params):
+    """The answers to prompts, and the log-probability of each of their tokens but the first."""
+    asked = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            prompt_logprobs=1,
+            extra_args=more,
+        )
+        for more in params
+    ]
+    outputs = llm.generate([dict(prompt_token_ids=text) for text in texts], asked, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs], [
+        [one.prompt_logprobs[i][text[i]].logprob for i in range(1, len(text))]
+        for one, text in zip(outputs, texts, strict=True)
+    ]
+
+
+@pytest.mark.nightly
+def test_logprobs_of_a_prompt_are_those_of_stock_vllm(tiny_model, oracle, prefill, transfers):
+    """A load brings no logits, so the prompt is computed (vllm#50792)."""
+    texts = prompts(3, 1400)
+    with engine(tiny_model, None, **OPTIONS) as stock:
+        _, expected = logprobs(stock, texts, [None] * len(texts))
+    with engine(tiny_model, SETTINGS, **decode()) as run:
+        params = [dict(kv_transfer_params=prefill.compute(text)) for text in texts]
+        outputs, found = logprobs(run.llm, texts, params)
+        check(run, oracle, texts, outputs)
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-3)
+        assert not transfers.posted
+    until(lambda: prefill.server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+@pytest.mark.nightly
+def test_either_side_restarts_on_its_port(tiny_model, oracle, tmp_path, transfers):
+    """The other side knows a server of this address that is no more (vllm#49238)."""
+    texts, port = prompts(8, 1500), free_port()
+
+    def started(servers, name):
+        (tmp_path / name).mkdir()
+        server = serve(tiny_model, tmp_path / name, "NixlConnector", port=port)
+        return Prefill(servers.enter_context(server))
+
+    with ExitStack() as servers:
+        first = started(servers, "first")
+        with engine(tiny_model, SETTINGS, **decode()) as run:
+            free = run.free_blocks()
+            check(run, oracle, texts[:2], answer(run, first, texts[:2]))
+            lost = [dict(kv_transfer_params=first.compute(text)) for text in texts[2:4]]
+            os.killpg(first.server.process.pid, signal.SIGKILL)
+            first.server.process.wait()
+            second = started(servers, "second")
+            # What the first server computed is lost with it.
+            check(run, oracle, texts[2:4], run.generate(texts[2:4], NEW_TOKENS, lost))
+            posted = transfers.posted
+            check(run, oracle, texts[4:6], answer(run, second, texts[4:6]))
+            assert transfers.posted == posted + 2
+            assert run.free_blocks() == free
+        with engine(tiny_model, SETTINGS, **decode()) as run:
+            check(run, oracle, texts[6:], answer(run, second, texts[6:]))
+            assert transfers.posted == posted + 4
+        until(lambda: second.server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
 @pytest.mark.nightly
@@ -372,6 +451,12 @@ def test_a_prefill_server_with_the_same_flags(tiny_model, oracle, tmp_path, tran
         outputs = answer(run, prefill, texts)
         check(run, oracle, texts, outputs)
         assert transfers.posted == 3 and server.evictions()["evictions"] == 0
+        chat = dict(messages=[dict(role="user", content=random_text(100, seed=1))] * 2)
+        asked = dict(max_tokens=1, kv_transfer_params=ASKED)
+        point = dict(vllm_xargs=dict(kv_eviction_at=dict(message=0)))
+        handed = server.post("/v1/chat/completions", chat | asked | point)["kv_transfer_params"]
+        assert handed["do_remote_prefill"] and server.evictions()["evictions"] == 0
+        run.generate([[5, 6]], 1, [dict(kv_transfer_params=handed)])  # Lets the blocks go.
         with pytest.raises(HTTPError) as refused:
             prefill.compute(texts[0], max_tokens=2)
         assert refused.value.code == 400
@@ -388,16 +473,14 @@ def test_push(tiny_model, oracle, tmp_path, transfers):
 
     It finds them by the id of the request, which proxies give to both servers.
     """
-    from vllm import SamplingParams
-
     texts = prompts(4, 900)
     with (
         serve(tiny_model, tmp_path, "NixlPushConnector") as server,
         engine(tiny_model, SETTINGS, **decode("NixlPushConnector")) as run,
     ):
         free, outputs = run.free_blocks(), {}
-        run.recorder.lives.clear()
-        for number, text in enumerate(texts):
+
+        def push(text, number):
             asked = Prefill(server).compute(text, request_id=f"same-{number}")
             params = SamplingParams(
                 temperature=0,
@@ -405,8 +488,13 @@ def test_push(tiny_model, oracle, tmp_path, transfers):
                 ignore_eos=True,
                 extra_args=dict(kv_transfer_params=asked),
             )
-            given = dict(prompt_token_ids=text)
-            run.llm.llm_engine.add_request(f"cmpl-same-{number}-0", given, params)
+            name = f"cmpl-same-{number}-0"
+            run.llm.llm_engine.add_request(name, dict(prompt_token_ids=text), params)
+            return name
+
+        run.recorder.lives.clear()
+        for number, text in enumerate(texts):
+            push(text, number)
         deadline = time.monotonic() + 200
         while run.llm.llm_engine.has_unfinished_requests():
             assert time.monotonic() < deadline, "nothing was pushed"
@@ -419,6 +507,19 @@ def test_push(tiny_model, oracle, tmp_path, transfers):
             agreed = check_tokens(oracle, text, outputs[name], lives)
             assert agreed == (NEW_TOKENS, NEW_TOKENS)
         assert run.free_blocks() == free
+        # A client leaves while the other server stands still (vllm#46283). vLLM keeps the blocks
+        # until it hears of the transfer, with eviction and without.
+        name = push(random_prompt(400, seed=990), 9)
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        try:
+            for _ in range(5):
+                run.llm.llm_engine.step()
+            run.llm.llm_engine.abort_request([name])
+            check(run, oracle, texts[:2], run.generate(texts[:2], NEW_TOKENS))
+            assert free - run.free_blocks() == -(-400 // 32)
+        finally:
+            os.killpg(server.process.pid, signal.SIGCONT)
+        until(lambda: run.generate([[5, 6]], 1) and run.free_blocks() == free)
         until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
