@@ -55,15 +55,20 @@ def test_tokens_equal_those_of_requests_that_evict_for_themselves(tiny_model, or
 
 
 def test_answers_do_not_depend_on_how_many_are_asked_at_once(tiny_model, oracle):
-    """Under the default, which gives up evictions of blocks that others hold."""
-    settings, asked = SETTINGS | dict(shared_blocks="keep"), PROMPTS[:3]
+    """Under the default, which gives up evictions of blocks that others hold.
+
+    All questions are as long, so that more are due in one step than it may evict.
+    """
+    settings = SETTINGS | dict(shared_blocks="keep")
+    asked = [DOCUMENT + random_prompt(25, seed=seed) for seed in range(20, 26)]
     with engine(tiny_model, settings, enable_prefix_caching=True, **OPTIONS) as run:
         alone = [run.generate([prompt], 200, [POINT])[0] for prompt in asked]
         assert run.counters.evictions_decode > 0
         before = run.counters.stores_reused, run.counters.evictions_decode
-        assert run.generate(asked, 200, [POINT] * 3) == alone
-        assert run.counters.stores_reused - before[0] == 3
+        assert run.generate(asked, 200, [POINT] * 6) == alone
+        assert run.counters.stores_reused - before[0] == 6
         assert run.counters.evictions_decode == 2 * before[1]
+        assert run.counters.postponed == 0
         for prompt, output, lives in zip(asked, alone, run.lives(), strict=True):
             assert check_tokens(oracle, prompt, output, lives) == (200, 200)
 
