@@ -1,5 +1,6 @@
 """Ring slots where there are fewer than requests, and how much a step may evict."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -52,6 +53,50 @@ def test_requests_admitted_together_do_not_evict_together(setup):
         most.append(len(evictions(core.step())))
     assert max(most) == 4
     assert sum(most) == 12 * 3 and counters(core).postponed_turn > 0
+    core.settle()
+
+
+SHORT = {"kv_eviction_interval": 1}
+LONG = {"kv_eviction_interval": 512}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "interval, asked",
+    [(0, [SHORT]), (0, [SHORT, None, LONG]), (16, [None, LONG]), (64, [SHORT, LONG]), (500, [SHORT])],
+)
+def test_no_mix_of_intervals_evicts_more_in_a_step(interval, asked):
+    """The server's interval alone decides, or four windows on a server that evicts once."""
+    running = 36
+    setup = replace(SETUP, rings=None, interval=interval, max_num_seqs=running)
+    core = engine(replace(setup, blocks=1500, max_batched=4096))
+    for index in range(running):
+        core.add(tokens(60, index), 80, asked=asked[index % len(asked)])
+    most = in_prefill = 0
+    while core.scheduler.has_unfinished_requests():
+        found = evictions(core.step())
+        most = max(most, sum(end > 60 for end in found.values()))
+        in_prefill += sum(end == 60 for end in found.values())
+    assert in_prefill == running
+    assert 0 < most <= max(4, math.ceil(2 * running / (interval or 32)))
+    core.settle()
+
+
+@pytest.mark.slow
+def test_short_intervals_take_no_turns_from_long_ones():
+    """More requests want to evict every eight steps than a step has turns for."""
+    setup = replace(SETUP, rings=None, interval=64, max_num_seqs=41)
+    core = engine(replace(setup, blocks=2500, max_batched=4096))
+    for index in range(40):
+        core.add(tokens(60, index), 230, asked=SHORT)
+    request = core.add(tokens(60, 100), 230)
+    seen: Counter[str] = Counter()
+    while core.scheduler.has_unfinished_requests():
+        seen.update(evictions(core.step()).keys())
+    assert counters(core).postponed_turn > 0
+    # At 60, and then every 64 steps and a round of the others, which takes ten steps.
+    assert seen[request.request_id] == 1 + 230 // (64 + 10)
+    assert min(seen.values()) >= 230 // (64 + 10)
     core.settle()
 
 

@@ -38,7 +38,7 @@ from vllm_kvevict.config.profile import Profile, parse
 from vllm_kvevict.config.sentences import one_sentence
 from vllm_kvevict.config.store_tiers import Folder, Size, parse_size
 from vllm_kvevict.timeline.layers import by_layer, pyramid
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.timeline.rule import MIN_INTERVAL_WINDOWS, EvictionRule
 
 PYRAMID_GROUPS = 4
 
@@ -128,7 +128,7 @@ class EvictionConfig(BaseModel):
         default=None,
         description=(
             "Maximum budget that a request may ask for: tokens, or a share. "
-            "Requests may then neither switch eviction off nor evict less often than the server."
+            "Requests may then not switch eviction off, and their intervals have bounds."
         ),
     )
     protect_system: bool = Field(
@@ -360,8 +360,22 @@ class EvictionConfig(BaseModel):
         clients add at most a quarter to the attention of a prompt. The minimum is lower if the
         server's own interval is.
         """
-        bound = 4 * self.window
-        return min(bound, self.prefill_interval) if self.prefill_interval else bound
+        return self._min_interval(self.prefill_interval)
+
+    @property
+    def min_interval(self) -> int:
+        """Minimum number of decode steps between evictions that a request may ask for, other than
+        0.
+
+        If budgets are capped, clients are not trusted: a request then reads the window's queries
+        again, and holds a ring slot, for at most a quarter of its steps, or as often as the
+        server's own interval makes it.
+        """
+        return 1 if self.max_budget is None else self._min_interval(self.interval)
+
+    def _min_interval(self, own: int) -> int:
+        bound = MIN_INTERVAL_WINDOWS * self.window
+        return min(bound, own) if own else bound
 
     def recent_tokens(self, policy: str) -> int:
         """Return the number of last tokens that ``policy`` never evicts."""

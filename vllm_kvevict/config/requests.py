@@ -123,13 +123,20 @@ def parse_options(
     options = RequestOptions(
         policy=policy,
         budget=_budget(config, given, recent),
-        interval=_interval(config, given, INTERVAL, config.interval, "decode steps"),
+        interval=_interval(
+            config, given, INTERVAL, config.min_interval, config.interval, "decode steps"
+        ),
         protect_first=_protect_first(given, prompt_len),
         at=_at(given, prompt_len),
         cap=config.max_budget,
         when=_when(config, given),
         prefill_interval=_interval(
-            config, given, PREFILL_INTERVAL, config.prefill_interval, "prompt tokens"
+            config,
+            given,
+            PREFILL_INTERVAL,
+            config.min_prefill_interval,
+            config.prefill_interval,
+            "prompt tokens",
         ),
         recent=None if recent == config.recent_tokens(config.policy) else recent,
     )
@@ -180,22 +187,28 @@ def _budget(config: EvictionConfig, given: Mapping[str, Any], recent: int) -> in
 
 
 def _interval(
-    config: EvictionConfig, given: Mapping[str, Any], key: str, longest: int, what: str
+    config: EvictionConfig,
+    given: Mapping[str, Any],
+    key: str,
+    shortest: int,
+    longest: int,
+    what: str,
 ) -> int | None:
-    """Return an interval in ``what``, at most the server's ``longest`` if it caps budgets."""
+    """Return an interval in ``what``: 0, or at least ``shortest``. If budgets are capped and the
+    server has an interval, it is at most that, ``longest``, and not 0."""
     if key not in given:
         return None
     interval = _number(given, key, minimum=0, what=what)
-    minimum = config.min_prefill_interval if key == PREFILL_INTERVAL else 1
     capped = config.max_budget is not None and longest > 0
-    if capped and not minimum <= interval <= longest:
+    if capped and not shortest <= interval <= longest:
+        bounds = f"between {shortest} and {longest}" if shortest < longest else str(longest)
         raise ValueError(
-            f"KV eviction: {key} must be between {minimum} and {longest} {what} on this server, "
-            f"which caps budgets, not {interval}"
+            f"KV eviction: {key} must be {bounds} {what} on this server, which caps budgets, not "
+            f"{interval}"
         )
-    if 0 < interval < minimum:
+    if 0 < interval < shortest:
         raise ValueError(
-            f"KV eviction: {key} must be 0, or at least {minimum} {what} on this server, not "
+            f"KV eviction: {key} must be 0, or at least {shortest} {what} on this server, not "
             f"{interval}"
         )
     return interval

@@ -123,8 +123,10 @@ class StepPlanner:
         return needed if needed <= available else 0
 
     def max_decode_evictions(self) -> int:
-        """Return the maximum number of decode evictions per step. It is the number of running
-        requests if tokens must not depend on other requests."""
+        """Return the maximum number of decode evictions per step, by the server's intervals.
+
+        It is the number of running requests if tokens must not depend on other requests.
+        """
         running = len(self._core.scheduler.running)
         if self._table.evicts_shared:
             return running

@@ -292,14 +292,10 @@ class EvictionProgress:
         return due is not None and due - rule.window < point
 
     def defer(self, n: int) -> None:
-        """Defer the next eviction, or the one of the step that ends at ``n``, to the next interval.
-
-        If nothing evicts in decode, it is deferred by four windows, so that it holds a slot of the
-        observation rings for a quarter of the time at most.
-        """
-        rule = self.rule
+        """Defer the next eviction, or the one of the step that ends at ``n``, to the next interval
+        (:attr:`EvictionRule.pause`)."""
         self.shares_context &= self.evicted
-        pause = rule.stride or blocks_for(4 * rule.window, rule.block_size) * rule.block_size
+        pause = self.rule.pause
         if self.on_demand:
             self.next_eviction, self.no_eviction_before = None, n + pause
         elif not self._stop_inside(max(n, self.next_eviction or 0)):

@@ -14,6 +14,11 @@ from functools import cached_property
 from vllm_kvevict.timeline.layers import Share
 
 
+MIN_INTERVAL_WINDOWS = 4
+"""Windows in the shortest interval that a request may choose by itself. An eviction reads the
+queries of one window again."""
+
+
 def blocks_for(tokens: int, block_size: int) -> int:
     """Return the number of blocks needed for ``tokens`` tokens."""
     return -(-tokens // block_size)
@@ -88,6 +93,17 @@ class EvictionRule:
         The tail start moves by whole blocks, so a shorter interval would have nothing to evict.
         """
         return blocks_for(self.interval, self.block_size) * self.block_size
+
+    @property
+    def pause(self) -> int:
+        """Decode steps between attempts to evict: the stride, or four windows in whole blocks if
+        nothing evicts in decode.
+
+        A deferred eviction then holds a slot of the observation rings for a quarter of the time at
+        most.
+        """
+        windows = blocks_for(MIN_INTERVAL_WINDOWS * self.window, self.block_size) * self.block_size
+        return self.stride or windows
 
     @property
     def prefill_stride(self) -> int:
@@ -205,7 +221,12 @@ def decode_evictions(running: int, rules: Iterable[EvictionRule]) -> int:
     for them.
 
     The number is twice the average need of the running requests, so that no request waits long.
-    Requests that were admitted together evict in different steps from then on.
+    Requests that were admitted together evict in different steps from then on. It does not depend
+    on the intervals that requests choose: those with shorter ones than the server's wait.
+
+    Args:
+        running: Number of running requests.
+        rules: The server's eviction rules, at least one.
+
     """
-    strides = [rule.stride for rule in rules if rule.stride]
-    return max(MIN_DECODE_EVICTIONS, blocks_for(2 * running, min(strides, default=1)))
+    return max(MIN_DECODE_EVICTIONS, blocks_for(2 * running, min(rule.pause for rule in rules)))
