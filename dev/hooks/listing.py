@@ -12,7 +12,7 @@ HOOKS = {
     "serving/plugin.py": {
         "vllm.engine.arg_utils": """
             EngineArgs.add_cli_args(parser) EngineArgs.from_cli_args(args)
-            EngineArgs.create_engine_config EngineArgs.additional_config
+            EngineArgs.create_engine_config(headless) EngineArgs.additional_config
             AsyncEngineArgs.add_cli_args
         """,
         "vllm.plugins": "load_general_plugins",
@@ -25,6 +25,10 @@ HOOKS = {
             EngineArgs.load_format EngineArgs.download_dir EngineArgs.dtype
             EngineArgs.quantization EngineArgs.tensor_parallel_size
             EngineArgs.distributed_executor_backend EngineArgs.gpu_memory_utilization
+        """,
+        "vllm.config": """
+            ParallelConfig.nnodes ParallelConfig.data_parallel_size
+            ParallelConfig.data_parallel_size_local ParallelConfig.data_parallel_backend
         """,
     },
     "serving/activate.py": {

@@ -53,6 +53,37 @@ EVERY = 10.0
 """Minimum number of seconds between two lines about progress."""
 
 
+def check_nodes(vllm_config: "VllmConfig", config: "EvictionConfig", headless: bool) -> None:
+    """Reject a profile that each of several nodes would look for, or measure, by itself.
+
+    ``vllm serve`` builds a configuration on every node. Ray builds one for all.
+
+    Args:
+        vllm_config: As vLLM built it.
+        config: The settings.
+        headless: True on a node without an API server (``--headless``).
+
+    Raises:
+        ValueError: In one sentence, which flag makes all nodes use the same profile.
+
+    """
+    parallel = vllm_config.parallel_config
+    elsewhere = parallel.data_parallel_size_local < parallel.data_parallel_size
+    if not (
+        headless
+        or parallel.nnodes > 1
+        or (elsewhere and parallel.data_parallel_backend != "ray")
+    ):
+        return
+    implicit = config.policy == AUTO and "profile" not in config.model_fields_set
+    if implicit or config.profile in (AUTO, MEASURE):
+        raise ValueError(
+            f"{FLAG} must be a file, the same on all nodes, or none, because each of several nodes "
+            "would otherwise choose a profile, a policy and a budget of its own; make the file "
+            f"with vllm-kvevict calibrate {vllm_config.model_config.model}"
+        )
+
+
 def measured(
     engine_args: Any, vllm_config: "VllmConfig", config: "EvictionConfig"
 ) -> "tuple[EvictionConfig, str | None]":

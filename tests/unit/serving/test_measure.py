@@ -120,6 +120,62 @@ def test_nothing_is_measured_that_could_not_be_served(
     assert runs == []
 
 
+NODES = {
+    "nnodes": dict(nnodes=2, tensor_parallel_size=2, distributed_executor_backend="mp"),
+    "data parallel": dict(data_parallel_size=4, data_parallel_size_local=2),
+    "an external balancer": dict(data_parallel_size=2, data_parallel_rank=1),
+}
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
+@pytest.mark.parametrize(
+    "asked", [dict(policy="auto"), ASKED, dict(policy="ada-snapkv", profile="auto")], ids=str
+)
+def test_no_node_chooses_a_profile_for_itself(
+    build: Any, nothing_ships: Path, runs: list[list[str]], asked: Any, nodes: dict[str, Any]
+) -> None:
+    """Not even if this node has one: another one may not."""
+    write(build, nothing_ships / "a.json")
+    with pytest.raises(ValueError, match="--kv-eviction-profile must be a file, the same") as why:
+        build(asked, **nodes)
+    assert "vllm-kvevict calibrate" in str(why.value) and "\n" not in str(why.value)
+    assert runs == []
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
+def test_a_file_or_none_is_the_same_on_all_nodes(
+    build: Any, tmp_path: Path, runs: list[list[str]], nodes: dict[str, Any]
+) -> None:
+    write(build, tmp_path / "profile.json")
+    found = settled(build(dict(policy="auto", profile=str(tmp_path / "profile.json")), **nodes))
+    assert (found.policy, found.budget) == ("probe", "12.5%")
+    assert settled(build(dict(policy="auto", profile="none"), **nodes)).policy == "ada-defensive"
+    assert settled(build(dict(policy="snapkv"), **nodes)).policy == "snapkv"
+    assert runs == []
+
+
+def test_a_headless_server_does_not_measure(
+    model: str, parser: Any, runs: list[list[str]], measurable: None
+) -> None:
+    """As ``vllm serve --headless`` starts: one sentence, before any process."""
+    from vllm.entrypoints.cli import serve
+
+    args = parser.parse_args(
+        [model, "--headless", "--skip-tokenizer-init", "--enforce-eager", "--kv-eviction", "auto"]
+    )
+    args.model, args.api_server_count = model, 0
+    with pytest.raises(SystemExit, match="error: KV eviction: --kv-eviction-profile must be a file"):
+        serve.run_headless(args)
+    assert runs == []
+
+
+def test_ranks_on_one_node_may_measure(
+    build: Any, runs: list[list[str]], measurable: None
+) -> None:
+    settled(build(dict(policy="auto"), data_parallel_size=2))
+    assert len(runs) == 1
+
+
 def test_lines_go_to_the_log_and_the_last_one_into_the_refusal(records: Any) -> None:
     script = "import sys; print('a\\rb'); sys.exit('error: too short')"
     assert measure._run([sys.executable, "-c", script], 60)[:2] == (1, "error: too short")
