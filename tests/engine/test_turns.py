@@ -63,7 +63,13 @@ LONG = {"kv_eviction_interval": 512}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "interval, asked",
-    [(0, [SHORT]), (0, [SHORT, None, LONG]), (16, [None, LONG]), (64, [SHORT, LONG]), (500, [SHORT])],
+    [
+        (0, [SHORT]),
+        (0, [SHORT, None, LONG]),
+        (16, [None, LONG]),
+        (64, [SHORT, LONG]),
+        (500, [SHORT]),
+    ],
 )
 def test_no_mix_of_intervals_evicts_more_in_a_step(interval, asked):
     """The server's interval alone decides, or four windows on a server that evicts once."""

@@ -217,6 +217,20 @@ def test_prose_names_flags_and_keys_that_exist(page: Path, parser: Any) -> None:
     assert set(re.findall(r"\bkv_eviction_[a-z_]+", text)) <= set(KEYS)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_one_paragraph_advises_goes_together(page: Path, parser: Any) -> None:
+    """Settings that a paragraph names between backticks start a server, or it says that they are
+    alternatives."""
+    for paragraph in re.split(r"\n(?=\n|[-*|]|\d+\. )", page.read_text()):
+        named = re.findall(r"`(--kv-eviction-(?:allow none|max-budget)[^`]*)`", paragraph)
+        flags = {one.split()[0]: one.split()[1:] or ["50%"] for one in named}
+        if re.search(r"\binstead\b|cannot be combined", paragraph):
+            continue
+        words = [word for flag, values in flags.items() for word in (flag, *values)]
+        args = parser.parse_args(["MODEL", "--kv-eviction", "snapkv", *words])
+        fold_flags(args)
+
+
 @pytest.mark.parametrize("shown", other_blocks(), ids=lambda one: str(one)[:60])
 def test_a_block_is_data_or_python(shown: Shown, build: Any, tmp_path: Path, capsys: Any) -> None:
     if any(shown.text.startswith(known) for known in PROSE):

@@ -70,9 +70,7 @@ def check_nodes(vllm_config: "VllmConfig", config: "EvictionConfig", headless: b
     parallel = vllm_config.parallel_config
     elsewhere = parallel.data_parallel_size_local < parallel.data_parallel_size
     if not (
-        headless
-        or parallel.nnodes > 1
-        or (elsewhere and parallel.data_parallel_backend != "ray")
+        headless or parallel.nnodes > 1 or (elsewhere and parallel.data_parallel_backend != "ray")
     ):
         return
     implicit = config.policy == AUTO and "profile" not in config.model_fields_set

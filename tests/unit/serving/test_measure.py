@@ -123,7 +123,6 @@ def test_nothing_is_measured_that_could_not_be_served(
 NODES = {
     "nnodes": dict(nnodes=2, tensor_parallel_size=2, distributed_executor_backend="mp"),
     "data parallel": dict(data_parallel_size=4, data_parallel_size_local=2),
-    "an external balancer": dict(data_parallel_size=2, data_parallel_rank=1),
 }
 
 
@@ -164,14 +163,14 @@ def test_a_headless_server_does_not_measure(
         [model, "--headless", "--skip-tokenizer-init", "--enforce-eager", "--kv-eviction", "auto"]
     )
     args.model, args.api_server_count = model, 0
-    with pytest.raises(SystemExit, match="error: KV eviction: --kv-eviction-profile must be a file"):
+    with pytest.raises(
+        SystemExit, match="error: KV eviction: --kv-eviction-profile must be a file"
+    ):
         serve.run_headless(args)
     assert runs == []
 
 
-def test_ranks_on_one_node_may_measure(
-    build: Any, runs: list[list[str]], measurable: None
-) -> None:
+def test_ranks_on_one_node_may_measure(build: Any, runs: list[list[str]], measurable: None) -> None:
     settled(build(dict(policy="auto"), data_parallel_size=2))
     assert len(runs) == 1
 
