@@ -4,8 +4,8 @@
 
 The server evicts once (``--kv-eviction-interval 0``) and caps budgets, so that every eviction of an
 answer is a client's choice. In rounds that alternate, the 16 clients stream with the server's
-settings and with the shortest interval; the seventeenth streams without settings of its own, and its
-time per output token (TPOT) is measured. The model has random weights and is small, so that an
+settings and with the shortest interval; the seventeenth streams without settings of its own, and
+its time per output token (TPOT) is measured. The model has random weights and is small, so that an
 eviction takes a larger part of a step than on a real one. ``--trusted`` starts the server without
 the cap, and the clients then ask for an eviction with every block.
 """

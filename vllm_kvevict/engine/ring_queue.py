@@ -32,8 +32,8 @@ class RingQueue:
     def __init__(self, table: RequestTable, slots: RingSlots | None, tokens_a_step: int) -> None:
         self.slots = slots
         self.near: dict[str, RequestState] = {}
-        """Requests in NEAR that are not in the queue for a slot: in order of arrival, or of their last
-        evictions."""
+        """Requests in NEAR that are not in the queue for a slot, in order of arrival or of their
+        last evictions."""
         self._table = table
         self._wakeups: WakeupQueue[RequestState] = WakeupQueue(tokens_a_step)
         self._called: list[RequestState] = []
@@ -165,7 +165,7 @@ class RingQueue:
                 state.phase = Phase.QUIET
                 self._sleep(state, state.quiet_until - end + 1)
             elif state.evicted_at == end:
-                # It goes behind all others, so that it takes no turn from those with long intervals.
+                # It goes behind all others, so that short intervals take no turns from long ones.
                 self.near[state.request_id] = self.near.pop(state.request_id)
                 if state.ring is None:
                     self._asking[state.request_id] = state

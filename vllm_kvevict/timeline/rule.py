@@ -13,7 +13,6 @@ from functools import cached_property
 
 from vllm_kvevict.timeline.layers import Share
 
-
 MIN_INTERVAL_WINDOWS = 4
 """Windows in the shortest interval that a request may choose by itself. An eviction reads the
 queries of one window again."""

@@ -1,5 +1,5 @@
-"""What a client may choose under ``--kv-eviction-max-budget``: one list of bounds, each tried on both
-sides, and the work that is left to choose."""
+"""What a client may choose under ``--kv-eviction-max-budget``: one list of bounds, each tried on
+both sides, and the work that is left to choose."""
 
 from dataclasses import dataclass, field
 from typing import Any
