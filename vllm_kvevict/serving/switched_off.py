@@ -23,6 +23,7 @@ logger = init_logger("vllm.kv_eviction.switched_off")
 _API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 """Loaded in API servers only."""
 
+
 def without_keys(xargs: Any) -> Any:
     """Return ``vllm_xargs`` without our keys; None if nothing else was in it.
 

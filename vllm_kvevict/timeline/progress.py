@@ -106,9 +106,11 @@ class EvictionProgress:
         last = self.context_end if n < self.context_end else self.prefill_end
         if rule.prefill_stride:
             # The store of a budget in tokens does not depend on the length, so the first tail start
-            # that gains a block is known.
-            more = 1 + self.wanted(n) - self.store_blocks
-            gains = self.tail_start + more * rule.block_size + rule.protected
+            # that gains a block is known. All points in question are on one side of a point of the
+            # request's own.
+            store = 0 if self.may_share(n + 1) else self.store_blocks
+            more = 1 + self.wanted(n) - store
+            gains = self.first_freed(n + 1) + more * rule.block_size + rule.protected
             point = rule.next_point(max(n, gains - 1))
             if point is not None and point < last:
                 return point
@@ -316,6 +318,7 @@ class EvictionProgress:
             self.requested_point,
             self.max_length,
             self.on_demand,
+            self.shares_context,
             n,
         )
 
@@ -337,7 +340,7 @@ class EvictionProgress:
                 end = self.max_length - 1
         elif due < self.context_end:
             end = self.context_end
-        if self.next_eviction is None or self.next_eviction - due != step:
+        if self.next_eviction is None or self.next_eviction - due != step or self.shares_context:
             return
         last = min(end - 1, n)
         skipped = max(0, (last - self.next_eviction) // step - 1) * step
@@ -353,13 +356,20 @@ def _sufficient_blocks(
     requested_point: int | None,
     max_length: int | None,
     on_demand: bool,
+    shares_context: bool,
     n: int,
 ) -> int:
     """Implementation of :meth:`EvictionProgress.sufficient_blocks`, called in every step in which a
     prompt waits."""
     assert rule.budget_tokens is not None, "the store of a share grows with every eviction"
     request = EvictionProgress(
-        rule, prompt_len, prefill_end, requested_point, max_length, on_demand
+        rule,
+        prompt_len,
+        prefill_end,
+        requested_point,
+        max_length,
+        on_demand,
+        shares_context=shares_context,
     )
     bs, peak = rule.block_size, 0
     while request.next_eviction is not None and n >= request.next_eviction:

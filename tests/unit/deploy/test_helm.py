@@ -57,7 +57,10 @@ def test_vllm_takes_the_flags(model, parser):
 def test_pods_are_bounded_and_budgeted(model):
     limit, request = (int(model[name].removesuffix("Gi")) for name in MEMORY)
     assert limit > request
-    for part, replicas in ((model, model["keda"]["minReplicaCount"]), (ROUTER, ROUTER["replicaCount"])):
+    for part, replicas in (
+        (model, model["keda"]["minReplicaCount"]),
+        (ROUTER, ROUTER["replicaCount"]),
+    ):
         assert replicas > 1, "with one replica a drained node waits, or takes all"
         assert part["pdb"] == {"enabled": True, "maxUnavailable": 1}
 

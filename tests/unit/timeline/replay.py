@@ -24,7 +24,7 @@ def sufficient_blocks(request: EvictionProgress, n: int) -> int:
     """Most blocks up to length ``n`` where evictions reuse the request's own blocks."""
     replay = Replay(
         request.rule, request.prompt_len, request.prefill_end, request.requested_point,
-        request.max_length, request.on_demand,
+        request.max_length, request.on_demand, shares_context=request.shares_context,
     )  # fmt: skip
     bs, peak, freed, store = request.rule.block_size, 0, 0, 0
     while replay.next_eviction is not None and n >= replay.next_eviction:

@@ -31,6 +31,7 @@ def requests(draw) -> EvictionProgress:
         draw(st.none() | st.integers(1, prompt_len)),
         draw(st.none() | st.integers(end + 1, end + 400)),
         draw(st.sampled_from([False, False, False, True])),
+        shares_context=draw(st.booleans()),
     )
 
 
@@ -54,7 +55,7 @@ def test_the_points_of_a_search_one_by_one(request_):
     """A group that keeps more than the mean begins later, and every point is tried for it."""
     replay = Replay(
         request_.rule, request_.prompt_len, request_.prefill_end, request_.requested_point,
-        request_.max_length, request_.on_demand,
+        request_.max_length, request_.on_demand, shares_context=request_.shares_context,
     )  # fmt: skip
     assert request_.points == replay.points
 

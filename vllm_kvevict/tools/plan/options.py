@@ -86,7 +86,9 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
             additional = dict(engine_args.additional_config)
             config = EvictionConfig.parse(additional.pop(CONFIG_KEY, None))
             if config is None:
-                raise SizingError("eviction is off, so there is nothing to plan: give --kv-eviction")
+                raise SizingError(
+                    "eviction is off, so there is nothing to plan: give --kv-eviction"
+                )
             # vLLM's own: a server measures the model where it has its weights.
             engine_args.additional_config = additional
             vllm_config = engine_args.create_engine_config(
