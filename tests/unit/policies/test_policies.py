@@ -135,7 +135,7 @@ def test_heads_of_several_layers_score_like_each_layer_alone(name):
     if not (needs.heads_alone or needs.layers_alone):
         return
     first = random_candidates((0, 0), layer=7)
-    second = replace(random_candidates((0, 0), seed=2), layer=8, seed=first.seed)
+    second = replace(random_candidates((0, 4), seed=2), layer=8, seed=first.seed)
     both = {each: torch.cat([getattr(first, each), getattr(second, each)]) for each in PER_HEAD}
     together = policy.scorer.scores(replace(first, layers=(7, 8), **both))
     alone = [policy.scorer.scores(layer) for layer in (first, second)]
