@@ -17,7 +17,7 @@ HOOKS = {
         """,
         "vllm.plugins": "load_general_plugins",
     },
-    "serving/measure.py": {
+    "serving/calibrate.py": {
         "vllm.engine.arg_utils": """
             EngineArgs.tokenizer EngineArgs.tokenizer_mode EngineArgs.tokenizer_revision
             EngineArgs.trust_remote_code EngineArgs.revision EngineArgs.code_revision

@@ -22,7 +22,7 @@ from vllm_kvevict.calibrate.local_engine import sized, start
 from vllm_kvevict.calibrate.rank import kept
 from vllm_kvevict.config import probe_weights
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.serving import measure
+from vllm_kvevict.serving import calibrate
 from vllm_kvevict.serving.profile import read
 
 PROSE = 0.7
@@ -224,17 +224,17 @@ def test_ranks_that_share_a_head_learn_of_all_its_queries(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("asked", [{}, dict(profile="measure")], ids=["auto", "measure"])
-def test_a_first_start_measures_and_a_second_one_finds(
+@pytest.mark.parametrize("asked", [{}, dict(profile="calibrate")], ids=["auto", "calibrate"])
+def test_a_first_start_calibrates_and_a_second_one_finds(
     tiny_model_kv4, tmp_path, monkeypatch, asked
 ):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     eviction = dict(policy="auto") | asked
-    run_command, times = measure._run, []
+    run_command, times = calibrate._run, []
     # A random model answers nothing.
     lenient = ["--least-answered", "0"]
     monkeypatch.setattr(
-        measure, "_run", lambda command, limit: run_command([*command, *lenient], limit)
+        calibrate, "_run", lambda command, limit: run_command([*command, *lenient], limit)
     )
     for _ in range(2):
         with engine(tiny_model_kv4, eviction, max_model_len=2048) as run:

@@ -26,7 +26,7 @@ VALUES = {
     "prefill_interval": "256",
     "when": "always",
     "profile": "none",
-    "measure_seconds": "60",
+    "calibrate_seconds": "60",
     "allow": "snapkv,none",
     "max_budget": "4096",
     "protect_system": "true",

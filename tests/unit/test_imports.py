@@ -21,7 +21,7 @@ FLOORS = (
     {"cache", "config"},
     {"ops", "timeline", "compat"},
 )
-"""Rooms from top to bottom: commands, the measurement of a model, and the core's five floors. A
+"""Rooms from top to bottom: commands, the calibration of a model, and the core's five floors. A
 room imports itself and rooms of lower floors, none of its own floor."""
 
 

@@ -104,17 +104,17 @@ class EvictionConfig(BaseModel):
         description=(
             "The model's profile, made by vllm-kvevict calibrate: shares of the budget "
             "by layer and head, and the scores of probe. A file; auto for a profile that ships "
-            "for this model or that calibrate stored under vLLM's cache root; measure as auto, "
-            "and runs calibrate if there is no profile; none for no profile. Without the flag, "
-            "--kv-eviction auto measures as well, and does without a profile if it cannot."
+            "for this model or that calibrate stored under vLLM's cache root; calibrate as auto, "
+            "but makes one if there is none; none for no profile. Without the flag, "
+            "--kv-eviction auto calibrates as well, and does without a profile if it cannot."
         ),
     )
-    measure_seconds: float = Field(
+    calibrate_seconds: float = Field(
         default=900.0,
         gt=0,
         allow_inf_nan=False,
         description=(
-            "Maximum number of seconds in which start-up measures a model that has no profile."
+            "Maximum number of seconds in which start-up calibrates a model that has no profile."
         ),
     )
     allow: tuple[str, ...] = Field(
@@ -218,7 +218,7 @@ class EvictionConfig(BaseModel):
         if isinstance(value, dict):
             return parse(value)
         raise ValueError(
-            f"give a file made by vllm-kvevict calibrate, auto, measure, or none, not {value!r}"
+            f"give auto, calibrate, none, or a file of vllm-kvevict calibrate, not {value!r}"
         )
 
     @field_validator("allow", mode="before")

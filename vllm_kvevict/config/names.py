@@ -12,8 +12,8 @@ AUTO = "auto"
 """Automatic choice: the best policy for the model and the server, or an available profile of the
 model."""
 
-MEASURE = "measure"
-"""An available profile as for :data:`AUTO`, measured if there is none."""
+CALIBRATE = "calibrate"
+"""An available profile as for :data:`AUTO`, made at start-up if there is none."""
 
 REPLAY = "-audit-"
 """Separator before the number at the end of the id of a replay request."""

@@ -46,7 +46,7 @@ OURS = {
 
 
 def activate(
-    vllm_config: "VllmConfig", config: EvictionConfig, unmeasured: str | None = None
+    vllm_config: "VllmConfig", config: EvictionConfig, uncalibrated: str | None = None
 ) -> None:
     """Switch eviction on in ``vllm_config``. Idempotent.
 
@@ -55,7 +55,7 @@ def activate(
     Args:
         vllm_config: As ``EngineArgs.create_engine_config`` built it; changed in place.
         config: The validated settings.
-        unmeasured: Why the model could not be measured; None if it was not tried.
+        uncalibrated: Why the model could not be calibrated; None if it was not tried.
 
     Raises:
         ValueError: In one sentence, what about the model or the configuration does not work
@@ -63,7 +63,7 @@ def activate(
 
     """
     if config.policy == AUTO:
-        config = recommended(vllm_config, config, unmeasured)
+        config = recommended(vllm_config, config, uncalibrated)
     config = with_one_group(vllm_config, resolved(vllm_config, config))
     check(vllm_config, config)
     if config.profile is not None:

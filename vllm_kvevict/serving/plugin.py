@@ -181,12 +181,12 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
         _check_version()
     vllm_config = original(engine_args, *args, **kwargs)
     from vllm_kvevict.serving.activate import activate, check_statistics
-    from vllm_kvevict.serving.measure import check_nodes, measured
+    from vllm_kvevict.serving.calibrate import calibrated, check_nodes
 
     with _sentence(engine_args):
         check_nodes(vllm_config, config, headless=kwargs.get("headless", False))
         check_statistics(config, getattr(engine_args, "disable_log_stats", False))
-        activate(vllm_config, *measured(engine_args, vllm_config, config))
+        activate(vllm_config, *calibrated(engine_args, vllm_config, config))
     return vllm_config
 
 

@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 import vllm_kvevict
 from vllm_kvevict.config import probe_weights
-from vllm_kvevict.config.names import AUTO, LEARNED, MEASURE
+from vllm_kvevict.config.names import AUTO, CALIBRATE, LEARNED
 from vllm_kvevict.config.profile import ProbeFile, Profile, parse
 from vllm_kvevict.serving.identity import Match, file_name, identity, match
 
@@ -77,7 +77,7 @@ def load(where: "str | Profile", vllm_config: "VllmConfig") -> Profile:
         raise ValueError(
             f"{FLAG} auto: no profile ships for {mine}, and none is in {cache_folder()}; make it "
             f"with vllm-kvevict calibrate {vllm_config.model_config.model}, or start "
-            f"with {MEASURE} instead of auto"
+            f"with {CALIBRATE} instead of auto"
         )
     profile = where if isinstance(where, Profile) else read(Path(where))
     relation, reason = match(profile.model, mine)

@@ -30,7 +30,7 @@ question is not known at the eviction (docs/quality.md)."""
 
 
 def recommended(
-    vllm_config: "VllmConfig", config: EvictionConfig, unmeasured: str | None = None
+    vllm_config: "VllmConfig", config: EvictionConfig, uncalibrated: str | None = None
 ) -> EvictionConfig:
     """The configuration with a policy, and with the budget and the profile that go with it.
 
@@ -43,7 +43,7 @@ def recommended(
     Args:
         vllm_config: As vLLM built it.
         config: The settings, of the policy ``auto``.
-        unmeasured: Why the model could not be measured; None if it was not tried.
+        uncalibrated: Why the model could not be calibrated; None if it was not tried.
 
     Raises:
         ValueError: In one sentence, why neither policy works here, or what is wrong with the
@@ -56,13 +56,13 @@ def recommended(
     if not unwanted:
         try:
             found = _with_profile(vllm_config, config)
-            _settled(vllm_config, config, found, unmeasured or "")
+            _settled(vllm_config, config, found, uncalibrated or "")
             _warn_of_budget(vllm_config, config, found)
             return found
         except ValueError as error:
             if config.profile not in (None, AUTO) or budget_loss(config.budget) is not None:
                 raise
-            refusal = unmeasured or str(error).rstrip(".")
+            refusal = uncalibrated or str(error).rstrip(".")
     without = {"policy": _unlearned(vllm_config), "profile": None}
     found = changed(config, without | budget_of(config, BUDGET))
     _settled(vllm_config, config, found, refusal)

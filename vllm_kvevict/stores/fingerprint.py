@@ -39,7 +39,7 @@ EXCLUDED = {
     "interval": "Evictions after the point do not change the store.",
     "prefill_interval": "The point is part of the key, and nothing is evicted before it.",
     "when": "It decides whether a store is made, not what it holds.",
-    "measure_seconds": "The profile that results is included.",
+    "calibrate_seconds": "The profile that results is included.",
     "allow": "Only the number of floats per token follows from it, which is included.",
     "max_budget": "It limits requests, whose blocks are part of the key.",
     "protect_system": "Protected tokens are part of the key.",

@@ -17,7 +17,7 @@ from vllm_kvevict.timeline.layers import by_layer, pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
 FIELDS += [
-    "measure_seconds",
+    "calibrate_seconds",
     "allow",
     "max_budget",
     "protect_system",
@@ -54,7 +54,7 @@ def test_defaults() -> None:
         "prefill_interval": 0,
         "when": "always",
         "profile": None,
-        "measure_seconds": 900.0,
+        "calibrate_seconds": 900.0,
         "allow": (),
         "max_budget": None,
         "protect_system": False,

@@ -24,7 +24,7 @@ DEFAULTS = {
     "prefill_interval": 0,
     "when": "always",
     "profile": None,
-    "measure_seconds": 900.0,
+    "calibrate_seconds": 900.0,
     "allow": [],
     "max_budget": None,
     "protect_system": False,

@@ -76,11 +76,11 @@ def test_says_what_the_groups_keep(build: Any, file: Path) -> None:
         (dict(policy="snapkv", allow="pyramidkv"), "--kv-eviction-profile and pyramidkv both"),
         (
             dict(policy="snapkv", profile=3),
-            "--kv-eviction-profile: give a file made by vllm-kvevict calibrate, auto, measure",
+            "--kv-eviction-profile: give auto, calibrate, none, or a file of vllm-kvevict",
         ),
         (
             dict(policy="snapkv", profile=""),
-            "--kv-eviction-profile: give a file made by vllm-kvevict calibrate, auto, measure",
+            "--kv-eviction-profile: give auto, calibrate, none, or a file of vllm-kvevict",
         ),
         (dict(policy="snapkv", profile={}), "--kv-eviction-profile: model: Field required"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.provenance import PROFILE_LINE
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.probe_weights import ProbeWeights
-from vllm_kvevict.serving import measure, recommend
+from vllm_kvevict.serving import calibrate, recommend
 from vllm_kvevict.serving import profile as module
 from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.loss import share_for
@@ -224,7 +224,7 @@ def test_positions_of_images_that_the_runner_does_not_know(
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
     found = recommended(config, EvictionConfig(policy="auto"))
     assert (found.policy, found.profile) == ("ada-defensive", None)
-    assert not measure.is_usable(config, EvictionConfig(policy="auto", profile="auto"))
+    assert not calibrate.is_usable(config, EvictionConfig(policy="auto", profile="auto"))
 
 
 BUDGET_WARNING = "the budget is %s instead of %s"

@@ -99,7 +99,7 @@ OTHER = {
     "interval": 64,
     "prefill_interval": 256,
     "when": "pressure",
-    "measure_seconds": 5.0,
+    "calibrate_seconds": 5.0,
     "allow": "snapkv,none",
     "max_budget": 2048,
     "protect_system": True,

@@ -89,7 +89,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
                 raise SizingError(
                     "eviction is off, so there is nothing to plan: give --kv-eviction"
                 )
-            # vLLM's own: a server measures the model where it has its weights.
+            # vLLM's own: a server calibrates the model where it has its weights.
             engine_args.additional_config = additional
             vllm_config = engine_args.create_engine_config(
                 # A server's defaults differ from those of ``LLM``.

@@ -1,4 +1,4 @@
-"""What a server with these flags would run by, without its weights and without measuring them."""
+"""What a server with these flags would run by, without its weights and without calibrating it."""
 
 import logging
 from collections.abc import Iterator
@@ -6,30 +6,30 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import AUTO, CONFIG_KEY, MEASURE
+from vllm_kvevict.config.names import AUTO, CALIBRATE, CONFIG_KEY
 from vllm_kvevict.config.profile import ProbeFile, Profile
 from vllm_kvevict.serving.activate import activate, check_statistics
+from vllm_kvevict.serving.calibrate import cannot_calibrate, is_usable
 from vllm_kvevict.serving.identity import identity
-from vllm_kvevict.serving.measure import is_usable, unmeasurable
 from vllm_kvevict.serving.profile import find
 from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, changed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MEASURED_FIRST = (
-    "the model has no profile on this machine, so the server measures it at its first start. This "
-    f"is a plan for {WITH_PROFILE} with even shares and, without --kv-eviction-budget, {BUDGET}; "
-    "the profile may choose other shares and another budget. A large model is not measured within "
-    "--kv-eviction-measure-seconds: calibrate it before. --kv-eviction-profile none plans what the "
-    "server runs otherwise"
+CALIBRATED_FIRST = (
+    "the model has no profile on this machine, so the server calibrates it at its first start. "
+    f"This is a plan for {WITH_PROFILE} with even shares and, without --kv-eviction-budget, "
+    f"{BUDGET}; the profile may choose other shares and another budget. A large model is not "
+    "calibrated within --kv-eviction-calibrate-seconds: do it before. --kv-eviction-profile none "
+    "plans what the server runs otherwise"
 )
 
 
 def activated(
     engine_args: Any, vllm_config: "VllmConfig", config: EvictionConfig
 ) -> tuple[str, ...]:
-    """Switch eviction on in ``vllm_config`` as a server does, but measure and download nothing.
+    """Switch eviction on in ``vllm_config`` as a server does, but calibrate and download nothing.
 
     Args:
         engine_args: vLLM's ``EngineArgs``, from which ``vllm_config`` was built.
@@ -45,18 +45,18 @@ def activated(
     """
     check_statistics(config, engine_args.disable_log_stats)
     notes: list[str] = []
-    unmeasured = None
-    insists = config.profile == MEASURE
+    uncalibrated = None
+    insists = config.profile == CALIBRATE
     if insists:
         config = changed(config, {"profile": AUTO})
     implicit = config.policy == AUTO and "profile" not in config.model_fields_set
     if (insists or implicit) and is_usable(vllm_config, config) and find(vllm_config) is None:
-        unmeasured = unmeasurable(vllm_config)
-        if unmeasured is None:
+        uncalibrated = cannot_calibrate(vllm_config)
+        if uncalibrated is None:
             config = config.model_copy(update={"profile": _unknown(vllm_config)})
-            notes.append(MEASURED_FIRST)
+            notes.append(CALIBRATED_FIRST)
     with _warnings() as warned:
-        activate(vllm_config, config, unmeasured)
+        activate(vllm_config, config, uncalibrated)
     return *notes, *warned
 
 

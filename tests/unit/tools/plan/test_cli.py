@@ -65,7 +65,7 @@ def eviction_and_notes(*argv: str) -> tuple[dict[str, Any], str]:
 def test_auto_plans_what_the_first_start_makes(model):
     """A server measures a model that has no profile, and serves by the profile."""
     for budget, wanted in (((), "25%"), (("--budget", "256"), 256)):
-        for profile in ((), ("--kv-eviction-profile", "measure")):
+        for profile in ((), ("--kv-eviction-profile", "calibrate")):
             eviction, notes = eviction_and_notes(model, *LOAD, *KV, *budget, *profile)
             assert (eviction["policy"], eviction["budget"]) == ("probe", wanted)
             assert eviction["profile"]["layers"] == [1.0, 1.0]
@@ -98,12 +98,12 @@ def test_auto_plans_a_profile_that_is_there(model, tmp_path):
 
 
 def test_nothing_is_measured(model, monkeypatch):
-    from vllm_kvevict.serving import measure
+    from vllm_kvevict.serving import calibrate
 
     def run(*_: Any) -> None:
         raise AssertionError("calibrate was started")
 
-    monkeypatch.setattr(measure, "_run", run)
+    monkeypatch.setattr(calibrate, "_run", run)
     weights = Path(model, "model.safetensors")
     save_file({"lm_head.weight": torch.zeros(128, 64)}, str(weights))
     assert plan(model, *LOAD, *KV).config.policy == "probe"

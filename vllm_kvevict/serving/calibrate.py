@@ -1,4 +1,4 @@
-"""Measures a model that has no profile when a server starts: runs calibrate in a process of its
+"""Calibrates a model that has no profile when a server starts: runs calibrate in a process of its
 own."""
 
 import json
@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 import vllm_kvevict
 from vllm_kvevict.config.budget import budget_loss
-from vllm_kvevict.config.names import AUTO, CONFIG_KEY, MEASURE
+from vllm_kvevict.config.names import AUTO, CALIBRATE, CONFIG_KEY
 from vllm_kvevict.serving import profile
 from vllm_kvevict.serving.identity import Match, download, file_name, identity
 from vllm_kvevict.serving.profile import FLAG, find
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from vllm_kvevict.config.config import EvictionConfig
 
-logger = init_logger("vllm.kv_eviction.measure")
+logger = init_logger("vllm.kv_eviction.calibrate")
 
 FIELDS = (
     "tokenizer tokenizer_mode tokenizer_revision trust_remote_code revision code_revision "
@@ -54,7 +54,7 @@ EVERY = 10.0
 
 
 def check_nodes(vllm_config: "VllmConfig", config: "EvictionConfig", headless: bool) -> None:
-    """Reject a profile that each of several nodes would look for, or measure, by itself.
+    """Reject a profile that each of several nodes would look for, or calibrate, by itself.
 
     ``vllm serve`` builds a configuration on every node. Ray builds one for all.
 
@@ -74,7 +74,7 @@ def check_nodes(vllm_config: "VllmConfig", config: "EvictionConfig", headless: b
     ):
         return
     implicit = config.policy == AUTO and "profile" not in config.model_fields_set
-    if implicit or config.profile in (AUTO, MEASURE):
+    if implicit or config.profile in (AUTO, CALIBRATE):
         raise ValueError(
             f"{FLAG} must be a file, the same on all nodes, or none, because each of several nodes "
             "would otherwise choose a profile, a policy and a budget of its own; make the file "
@@ -82,13 +82,13 @@ def check_nodes(vllm_config: "VllmConfig", config: "EvictionConfig", headless: b
         )
 
 
-def measured(
+def calibrated(
     engine_args: Any, vllm_config: "VllmConfig", config: "EvictionConfig"
 ) -> "tuple[EvictionConfig, str | None]":
-    """Measure the model if it has no profile and the settings ask for one.
+    """Calibrate the model if it has no profile and the settings ask for one.
 
-    ``--kv-eviction auto`` without ``--kv-eviction-profile`` asks for a profile, and ``measure``
-    insists on it. Nothing is measured if the server could not use the profile.
+    ``--kv-eviction auto`` without ``--kv-eviction-profile`` asks for a profile, and ``calibrate``
+    insists on it. Nothing is calibrated if the server could not use the profile.
 
     Args:
         engine_args: vLLM's ``EngineArgs``, from which ``vllm_config`` was built.
@@ -96,15 +96,15 @@ def measured(
         config: The settings.
 
     Returns:
-        The settings with the profile ``auto`` instead of ``measure``, and the reason why an
-        implicit measurement was impossible, or None.
+        The settings with the profile ``auto`` instead of ``calibrate``, and the reason why an
+        implicit calibration was impossible, or None.
 
     Raises:
-        ValueError: In one sentence, why ``measure`` was impossible, and the command that measures
-            by hand.
+        ValueError: In one sentence, why ``calibrate`` was impossible, and the command that does
+            it by hand.
 
     """
-    insists = config.profile == MEASURE
+    insists = config.profile == CALIBRATE
     if insists:
         config = changed(config, {"profile": AUTO})
     elif config.policy != AUTO or "profile" in config.model_fields_set:
@@ -120,18 +120,18 @@ def measured(
     failure = FailureFile(profile.cache_folder() / f"{file_name(identity(vllm_config))}.failed")
     problem = None
     if not insists:
-        problem = unmeasurable(vllm_config) or failure.read(config.measure_seconds)
+        problem = cannot_calibrate(vllm_config) or failure.read(config.calibrate_seconds)
     if problem is None:
-        problem = _measure(words, by_hand, config.measure_seconds, failure)
+        problem = _calibrate(words, by_hand, config.calibrate_seconds, failure)
         if problem is None and find(vllm_config) is None:
             problem = "what it wrote is another model's"
     if problem is not None and insists:
-        raise ValueError(f"{FLAG} {MEASURE}: {problem}; measure by hand with {by_hand}")
+        raise ValueError(f"{FLAG} {CALIBRATE}: {problem}; calibrate by hand with {by_hand}")
     return config, problem
 
 
 def flags(engine_args: Any) -> list[str]:
-    """Return the flags with which calibrate measures the model of ``engine_args``."""
+    """Return the flags of calibrate for the model of ``engine_args``."""
     given = {name: getattr(engine_args, name) for name in FIELDS}
     others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != CONFIG_KEY}
     found = []
@@ -149,7 +149,7 @@ class Progress:
     """Progress of calibrate by the lines that it prints.
 
     Args:
-        limit: Seconds that the measurement may take.
+        limit: Seconds that the calibration may take.
         started: Time at which it began.
         expected: Expected seconds in all, including the time in which the model is loaded; 0 if
             they are unknown.
@@ -185,13 +185,13 @@ class Progress:
 
     @property
     def is_too_long(self) -> bool:
-        """True if the measurement is expected to take longer than the limit."""
+        """True if the calibration is expected to take longer than the limit."""
         return self.expected > self.limit
 
 
 @dataclass(frozen=True)
 class FailureFile:
-    """Reason why a model could not be measured, in a file next to the place of its profile.
+    """Reason why a model could not be calibrated, in a file next to the place of its profile.
 
     Args:
         path: Path of the file, which may not exist.
@@ -226,12 +226,12 @@ class FailureFile:
             logger.debug("KV eviction: %s: %s", self.path, error)
 
 
-def unmeasurable(vllm_config: "VllmConfig") -> str | None:
-    """Return why start-up cannot measure a model, or None."""
+def cannot_calibrate(vllm_config: "VllmConfig") -> str | None:
+    """Return why start-up cannot calibrate a model, or None."""
     if vllm_config.load_config.load_format == "dummy":
         return "its weights are random (--load-format dummy)"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "it is measured on one pipeline stage only (--pipeline-parallel-size)"
+        return "it is calibrated on one pipeline stage only (--pipeline-parallel-size)"
     if vllm_config.model_config.skip_tokenizer_init:
         return "it has no tokenizer (--skip-tokenizer-init)"
     return None
@@ -251,12 +251,12 @@ def is_usable(vllm_config: "VllmConfig", config: "EvictionConfig") -> bool:
     return True
 
 
-def _measure(words: list[str], by_hand: str, limit: float, failure: FailureFile) -> str | None:
+def _calibrate(words: list[str], by_hand: str, limit: float, failure: FailureFile) -> str | None:
     """Run calibrate. Return why there is no profile, or None."""
     logger.info(
-        "KV eviction: this model has no profile yet, so it is measured now, before it is served. "
+        "KV eviction: this model has no profile yet, so it is calibrated now, before it is served. "
         "This takes several minutes for a small model on a few CPU cores, and at most %g s "
-        "(--kv-eviction-measure-seconds). --kv-eviction-profile none skips it. The command is: %s",
+        "(--kv-eviction-calibrate-seconds). --kv-eviction-profile none skips it. The command: %s",
         limit,
         by_hand,
     )
@@ -264,14 +264,14 @@ def _measure(words: list[str], by_hand: str, limit: float, failure: FailureFile)
     status, last, progress = _run([sys.executable, "-m", "vllm_kvevict.calibrate", *words], limit)
     seconds = time.monotonic() - started
     if status == 0:
-        logger.info("KV eviction: the model was measured in %.0f s.", seconds)
+        logger.info("KV eviction: the model was calibrated in %.0f s.", seconds)
         return None
     if status is None:
         needed = max(progress.expected, limit + 1)
         what = "it would take about" if progress.expected > limit else "it takes more than"
         number = progress.expected if progress.expected > limit else limit
         problem = (
-            f"{what} {number:.0f} s, and the limit is {limit:g} s (--kv-eviction-measure-seconds)"
+            f"{what} {number:.0f} s, and the limit is {limit:g} s (--kv-eviction-calibrate-seconds)"
         )
         failure.write(problem, needed)
         return problem

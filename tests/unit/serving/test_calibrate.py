@@ -1,4 +1,4 @@
-"""``--kv-eviction-profile measure`` and ``--kv-eviction auto`` without a profile: when calibrate
+"""``--kv-eviction-profile calibrate`` and ``--kv-eviction auto`` without a profile: when calibrate
 runs, what it is told, and what happens if it cannot."""
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.serving.test_recommend import nothing_ships, settled, write
 from vllm_kvevict.config.profile import ModelIdentity
-from vllm_kvevict.serving import measure
+from vllm_kvevict.serving import calibrate
 from vllm_kvevict.serving import profile as module
 from vllm_kvevict.serving.identity import file_name, identity
 
@@ -20,7 +20,7 @@ __all__ = ["nothing_ships"]
 
 pytestmark = pytest.mark.usefixtures("registered")
 
-ASKED = dict(policy="auto", profile="measure")
+ASKED = dict(policy="auto", profile="calibrate")
 
 
 @pytest.fixture
@@ -30,16 +30,16 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def run(command: list[str], limit: float) -> Any:
         found.append(command)
-        return 1, "error: it failed", measure.Progress(limit)
+        return 1, "error: it failed", calibrate.Progress(limit)
 
-    monkeypatch.setattr(measure, "_run", run)
+    monkeypatch.setattr(calibrate, "_run", run)
     return found
 
 
 @pytest.fixture
 def measurable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model that is built has no tokenizer, which a measurement needs."""
-    monkeypatch.setattr(measure, "unmeasurable", lambda _: None)
+    """The model that is built has no tokenizer, which a calibration needs."""
+    monkeypatch.setattr(calibrate, "cannot_calibrate", lambda _: None)
 
 
 def test_a_profile_that_is_there_is_not_measured(
@@ -48,7 +48,7 @@ def test_a_profile_that_is_there_is_not_measured(
     write(build, nothing_ships / "a.json")
     found = settled(build(ASKED))
     assert (found.policy, found.budget, runs) == ("probe", "12.5%", [])
-    assert settled(build(dict(policy="ada-snapkv", profile="measure"))).profile is not None
+    assert settled(build(dict(policy="ada-snapkv", profile="calibrate"))).profile is not None
 
 
 def test_what_is_measured_is_served_and_found_again(
@@ -56,14 +56,14 @@ def test_what_is_measured_is_served_and_found_again(
 ) -> None:
     commands = []
 
-    def calibrate(command: list[str], limit: float) -> Any:
+    def fake(command: list[str], limit: float) -> Any:
         commands.append(command)
         cached = module.cache_folder() / file_name(identity(build()))
         cached.parent.mkdir()
         write(build, cached)
-        return 0, "", measure.Progress(limit)
+        return 0, "", calibrate.Progress(limit)
 
-    monkeypatch.setattr(measure, "_run", calibrate)
+    monkeypatch.setattr(calibrate, "_run", fake)
     options = dict(dtype="float32", hf_overrides={"rope_theta": 500.0}, trust_remote_code=True)
     for _ in range(2):
         found = settled(build(ASKED, **options))
@@ -95,7 +95,7 @@ def test_a_failure_is_one_sentence_with_the_command(build: Any, model: str, runs
         build(ASKED)
     said = str(caught.value)
     assert (
-        "measure: calibrate ended with status 1 (it failed); measure by hand with vllm-kvevict "
+        "calibrate: calibrate ended with status 1 (it failed); calibrate by hand with vllm-kvevict "
         "calibrate" in said
     )
     assert model in said and "\n" not in said
@@ -104,7 +104,7 @@ def test_a_failure_is_one_sentence_with_the_command(build: Any, model: str, runs
 def test_a_profile_of_another_model_is_a_failure(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "_run", lambda _, limit: (0, "", measure.Progress(limit)))
+    monkeypatch.setattr(calibrate, "_run", lambda _, limit: (0, "", calibrate.Progress(limit)))
     with pytest.raises(ValueError, match="what it wrote is another model's"):
         build(ASKED)
 
@@ -115,7 +115,7 @@ def test_nothing_is_measured_that_could_not_be_served(
     def refuse(*_: Any) -> None:
         raise ValueError("not here")
 
-    monkeypatch.setattr(measure, "check", refuse)
+    monkeypatch.setattr(calibrate, "check", refuse)
     assert settled(build(ASKED)).policy == "ada-defensive"
     assert runs == []
 
@@ -177,17 +177,17 @@ def test_ranks_on_one_node_may_measure(build: Any, runs: list[list[str]], measur
 
 def test_lines_go_to_the_log_and_the_last_one_into_the_refusal(records: Any) -> None:
     script = "import sys; print('a\\rb'); sys.exit('error: too short')"
-    assert measure._run([sys.executable, "-c", script], 60)[:2] == (1, "error: too short")
+    assert calibrate._run([sys.executable, "-c", script], 60)[:2] == (1, "error: too short")
     assert [r.getMessage() for r in records] == [
         "calibrate: a", "calibrate: b", "calibrate: error: too short",
     ]  # fmt: skip
-    assert measure._run([sys.executable, "-c", "pass"], 60)[0] == 0
+    assert calibrate._run([sys.executable, "-c", "pass"], 60)[0] == 0
 
 
 AUTO: dict[str, Any] = dict(policy="auto")
 
 
-def unmeasured(records: Any) -> str:
+def uncalibrated(records: Any) -> str:
     (line,) = [r.getMessage() for r in records if "has no profile that this server" in r.msg]
     return str(line)
 
@@ -198,21 +198,23 @@ def test_auto_measures_a_model_without_a_profile(
     """Once: the second start finds the profile."""
     commands = []
 
-    def calibrate(command: list[str], limit: float) -> Any:
+    def fake(command: list[str], limit: float) -> Any:
         commands.append((command, limit))
         cached = module.cache_folder() / file_name(identity(build()))
         cached.parent.mkdir()
         write(build, cached)
-        return 0, "", measure.Progress(limit)
+        return 0, "", calibrate.Progress(limit)
 
-    monkeypatch.setattr(measure, "_run", calibrate)
+    monkeypatch.setattr(calibrate, "_run", fake)
     for _ in range(2):
-        found = settled(build(AUTO | dict(measure_seconds=77)))
+        found = settled(build(AUTO | dict(calibrate_seconds=77)))
         assert (found.policy, found.budget) == ("probe", "12.5%")
     ((command, limit),) = commands
     assert command[2] == "vllm_kvevict.calibrate" and limit == 77
-    said = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.measure"]
-    assert "at most 77 s" in said[0] and "none skips it" in said[0] and "was measured in" in said[1]
+    said = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.calibrate"]
+    assert (
+        "at most 77 s" in said[0] and "none skips it" in said[0] and "was calibrated in" in said[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_auto_does_without_what_cannot_be_measured_and_says_what_it_costs(
 ) -> None:
     found = settled(build(AUTO))
     assert (found.policy, found.budget, found.profile) == ("ada-defensive", "25%", None)
-    said = unmeasured(records)
+    said = uncalibrated(records)
     assert "auto uses ada-defensive with a budget of 25%" in said
     assert "calibrate ended with status 1 (it failed)" in said
     assert "finds 31 of 100 needles at 25%, and the full cache 98" in said
@@ -266,14 +268,14 @@ def test_a_refusal_is_remembered_for_this_model(
     assert len(runs) == 4
     with pytest.raises(ValueError, match="it failed"):
         build(ASKED)
-    assert len(runs) == 5, "measure insists"
+    assert len(runs) == 5, "calibrate insists"
 
 
 def test_a_crash_is_not_remembered(
     build: Any, measurable: None, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        measure, "_run", lambda *a: runs.append(a) or (-9, "Traceback", measure.Progress(1))
+        calibrate, "_run", lambda *a: runs.append(a) or (-9, "Traceback", calibrate.Progress(1))
     )
     for _ in range(2):
         settled(build(AUTO))
@@ -297,7 +299,7 @@ def test_of_several_api_servers_one_measures(build: Any, measurable: None, runs:
     parallel = config.parallel_config
     object.__setattr__(parallel, "_api_process_count", 2)
     object.__setattr__(parallel, "_api_process_rank", 1)
-    assert measure.measured(None, config, asked) == (asked, None) and runs == []
+    assert calibrate.calibrated(None, config, asked) == (asked, None) and runs == []
 
 
 @pytest.mark.parametrize("related", [False, True])
@@ -305,7 +307,7 @@ def test_a_related_models_profile_is_second_best(
     build: Any, nothing_ships: Path, measurable: None, runs: list[list[str]], records: Any,
     related: bool,
 ) -> None:  # fmt: skip
-    """A base model's profile does not keep a fine-tune from being measured."""
+    """A base model's profile does not keep a fine-tune from being calibrated."""
     file = write(build, nothing_ships / "a.json")
     if related:
         value = json.loads(file.read_text())
@@ -333,7 +335,7 @@ def bar(name: str, done: int, count: int) -> str:
 
 def test_what_takes_longer_than_the_limit_is_ended(records: Any) -> None:
     started = time.monotonic()
-    status, _, progress = measure._run(slow(["pid"], 0), 0.5)
+    status, _, progress = calibrate._run(slow(["pid"], 0), 0.5)
     assert status is None and not progress.is_too_long
     assert time.monotonic() - started < 20
 
@@ -342,7 +344,7 @@ def test_what_takes_longer_than_the_limit_is_ended(records: Any) -> None:
 def test_what_is_expected_to_take_longer_is_ended_early(records: Any) -> None:
     bars = [bar("probes", done, 24) for done in range(24)]
     started = time.monotonic()
-    status, _, progress = measure._run(slow(bars, 0.5), 25)
+    status, _, progress = calibrate._run(slow(bars, 0.5), 25)
     assert status is None and time.monotonic() - started < 20
     # 24 prompts of 0.5 s are two fifths of the work.
     assert 25 < progress.expected < 60
@@ -353,7 +355,7 @@ def test_what_is_expected_to_take_longer_is_ended_early(records: Any) -> None:
 def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    progress = measure.Progress(1000.0, started=now[0])
+    progress = calibrate.Progress(1000.0, started=now[0])
 
     def after(seconds: float, line: str) -> str | None:
         now[0] += seconds
@@ -379,14 +381,14 @@ def test_too_slow_is_remembered_until_the_limit_is_higher(
 
     def run(command: list[str], limit: float) -> Any:
         limits.append(limit)
-        return None, "", measure.Progress(limit, expected=500.0)
+        return None, "", calibrate.Progress(limit, expected=500.0)
 
-    monkeypatch.setattr(measure, "_run", run)
+    monkeypatch.setattr(calibrate, "_run", run)
     for limit in (100, 400, 600):
-        settled(build(AUTO | dict(measure_seconds=limit)))
+        settled(build(AUTO | dict(calibrate_seconds=limit)))
     assert limits == [100, 600]
     said = [r.getMessage() for r in records if "has no profile that this server" in r.msg]
-    assert "it would take about 500 s, and the limit is 100 s (--kv-eviction-measure-s" in said[0]
+    assert "it would take about 500 s, and the limit is 100 s (--kv-eviction-calibrate-s" in said[0]
 
 
 @pytest.mark.slow
@@ -398,7 +400,7 @@ def test_ranks_of_calibrate_end_with_it(tmp_path: Path) -> None:
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    status, last, _ = measure._run([sys.executable, "-c", script], 5)
+    status, last, _ = calibrate._run([sys.executable, "-c", script], 5)
     assert status is None
     for _ in range(100):
         try:
