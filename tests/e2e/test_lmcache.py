@@ -62,13 +62,13 @@ def caching(tiny_model, monkeypatch):
     monkeypatch.setattr(connectors, "CreateGPUConnector", create)
 
     @contextmanager
-    def start(chunk=BLOCK, **options):
+    def start(chunk=BLOCK, settings=SETTINGS, **options):
         monkeypatch.setenv("LMCACHE_CHUNK_SIZE", str(chunk))
         # LMCache reads its configuration once in a process.
         monkeypatch.setattr(utils, "_config_instance", None)
         asked = OPTIONS | dict(kv_transfer_config=TRANSFER) | options
         try:
-            with engine(tiny_model, SETTINGS, **asked) as run:
+            with engine(tiny_model, settings, **asked) as run:
                 yield run
                 assert not copies.made.pinned(), "a look-up left chunks in memory"
         finally:
@@ -192,7 +192,7 @@ def test_hits_that_end_inside_a_chunk(oracle, caching):
     another request reads (LMCache#2206, #2263)."""
     document = random_prompt(545, seed=410)
     text = document + random_prompt(100, seed=411)
-    with caching.start(256) as run:
+    with caching.start(256, SETTINGS | dict(shared_blocks="evict")) as run:
         free = run.free_blocks()
         check(run, oracle, [text], run.generate([text], 1))
         for blocks in range(18):

@@ -334,7 +334,7 @@ def test_loads_from_host_memory_that_hold_all_blocks_go_on(priority):
     offload._rng.randrange = lambda *_: 6
     loads = [engine.add(prompt, 60, priority=5) for prompt in prompts]
     engine.step()
-    assert {one.status for one in loads} == {RequestStatus.WAITING_FOR_REMOTE_KVS}
+    assert RequestStatus.WAITING_FOR_REMOTE_KVS in {one.status for one in loads}
     head = engine.add(PROMPT[::-1], 60, priority=0)
     engine.finish(patience=100)
     assert [one.num_output_tokens for one in (*loads, head)] == [60] * 4
