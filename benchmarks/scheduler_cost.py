@@ -87,6 +87,8 @@ LIMITS = dict(evicting=1.10, evicting_64_slots=1.10, evicted_once=1.05, never_ev
 WAITING_LIMIT = 1.02
 """Median of a step with documents that wait, relative to one without."""
 DOCUMENT_TOKENS = 1024
+WARM_UP = 200
+"""Steps in which all waiting documents are examined, before any is measured."""
 
 
 def schedulers(requests: int, max_tokens: int, asynchronous: bool) -> dict[str, Load]:
@@ -200,10 +202,11 @@ def with_documents(requests: int, waiting: int, asynchronous: bool, steps: int) 
             if name == "claims":
                 request.kv_transfer_params = TAKEN_OVER
             load.scheduler.add_request(request)
-        while name == "claims" and len(stores.reads.late) < waiting:
+        for _ in range(WARM_UP):
             load.step(2)
+            # Threads find that the claimed files are missing.
             time.sleep(0.001)
-        load.step(2)
+        assert len(stores.reads.late) == (waiting if name == "claims" else 0)
         load.seconds.clear()
     return loads
 
@@ -215,8 +218,7 @@ def measure_waiting(requests: int, waiting: int, steps: int, asynchronous: bool)
     # Nobody gives up while this measures.
     patience = mock.patch.multiple(store_reads, READ_TIMEOUT_S=1e6, HANDOVER_TIMEOUT_S=1e6)
     with patience:
-        # The claims are examined in some steps of their own.
-        loads = with_documents(requests, waiting, asynchronous, steps + 400)
+        loads = with_documents(requests, waiting, asynchronous, steps + WARM_UP)
         in_lock_step(loads, steps)
     result: dict[str, Any] = {}
     for name, load in loads.items():

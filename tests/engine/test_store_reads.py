@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_kvevict.engine.store_reads import HANDOVER_TIMEOUT_S, MAX_STORES_READ
 from vllm_kvevict.stores import files as files_module
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.shape import StoreSizes
+from vllm_kvevict.stores.threads import Threads
 
 assert clock  # A fixture.
 
@@ -148,6 +150,29 @@ def test_a_late_file_is_found(setup, tmp_path, clock):
         time.sleep(0.001)
         clock.now += 0.001
     assert counters(core).stores_restored_file == 1
+    assert_nothing_is_held(core)
+
+
+class AtOnce(Threads):
+    """Calls end before they are waited for, as on a fast file system."""
+
+    def submit(self, work: Any, *args: Any) -> Any:
+        future = super().submit(work, *args)
+        wait([future], timeout=30)
+        return future
+
+
+@BOTH
+def test_a_claim_counts_if_its_file_is_found_missing_at_once(setup, tmp_path, clock):
+    core = serve(tmp_path, setup)
+    core.scheduler._stores.reads.threads = AtOnce(2, "reader")
+    asked = claiming(core, [tokens(130, seed) for seed in range(3)])
+    for _ in range(5):
+        core.step()
+    core.settle()
+    assert not any(request.num_computed_tokens for request in asked)
+    clock.now += HANDOVER_TIMEOUT_S + 1
+    core.finish()
     assert_nothing_is_held(core)
 
 

@@ -205,7 +205,8 @@ class StoreReads:
             lookup = self.queued[name] = Lookup(key, shapes, num_bytes, now + READ_TIMEOUT_S)
             self._start(now)
         self._waiters.setdefault(name, set()).add(request_id)
-        return not lookup.done
+        # A read that has just ended without content is processed with the next call.
+        return lookup.payload is None
 
     def _wait_late(self, key: ShareKey, request_id: str, absence: Absence, now: float) -> bool:
         """Return whether a request waits for files that another server may still write."""

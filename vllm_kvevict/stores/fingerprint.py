@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_kvevict import __version__
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.stores.files import StoreFiles
 
@@ -70,10 +71,9 @@ def fingerprint(
     """
     model = vllm_config.model_config
     settings = config.model_dump(mode="json", exclude=set(EXCLUDED))
-    probe = (settings.get("profile") or {}).get("probe")
-    if probe:
+    if isinstance(config.profile, Profile) and config.profile.probe is not None:
         # Replicas may have the file at a different path.
-        del probe["file"]
+        del settings["profile"]["probe"]["file"]
     architecture = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         architecture.pop(name, None)

@@ -13,14 +13,15 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.kv_eviction.tiers")
 
 SUFFIX = ".safetensors"
-STORE_FILE_NAME = re.compile(r"[0-9a-f]{16}/[0-9a-f]{40}\.[0-9]+\.safetensors")
-"""Names of the files of stores. Only these count and may be removed; other files in the folder
-stay."""
+FOLDER_NAME = re.compile(r"[0-9a-f]{16}")
+"""Names of the folders of one fingerprint each."""
 
 UNFINISHED = ".store-"
 """Prefix of the names of files that are being written, or were when their server was killed."""
 
-UNFINISHED_FILE_NAME = re.compile(r"[0-9a-f]{16}/\.store-[a-z0-9_]+")
+FILE_NAME = re.compile(r"[0-9a-f]{40}\.[0-9]+\.safetensors|\.store-[a-z0-9_]+")
+"""Names of the files of stores, finished or not. Only these count and may be removed; other files
+in the folder stay."""
 
 UNFINISHED_FILE_AGE_S = 3600
 """Seconds after which an unfinished file is considered abandoned."""
@@ -114,11 +115,10 @@ class FolderSpace:
     def _entries(self) -> list[tuple[os.stat_result, Path]]:
         """Return the files of stores in the folder, finished or not."""
         entries = []
-        for path in (*self._root.glob(f"*/*{SUFFIX}"), *self._root.glob(f"*/{UNFINISHED}*")):
-            name = path.relative_to(self._root).as_posix()
-            if STORE_FILE_NAME.fullmatch(name) or UNFINISHED_FILE_NAME.fullmatch(name):
+        for folder in _listed(self._root, FOLDER_NAME):
+            for entry in _listed(folder, FILE_NAME):
                 with suppress(OSError):
-                    entries.append((path.stat(), path))
+                    entries.append((entry.stat(), Path(entry)))
         return entries
 
     def _limit(self, entries: list[tuple[os.stat_result, Path]]) -> int:
@@ -128,6 +128,13 @@ class FolderSpace:
         space = os.statvfs(self._root)
         free = space.f_bavail * space.f_frsize
         return int(DEFAULT_SHARE * (free + sum(status.st_size for status, _ in entries)))
+
+
+def _listed(folder: "Path | os.DirEntry[str]", names: re.Pattern[str]) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder with these names; none if it is no folder or is gone."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [entry for entry in entries if names.fullmatch(entry.name)]
+    return []
 
 
 def _is_finished(path: Path) -> bool:

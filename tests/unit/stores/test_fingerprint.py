@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bare_scheduler import layer_shares
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.stores import fingerprint as fingerprint_module
@@ -111,7 +112,7 @@ OTHER = {
     "store_path": "/other",
     "audit": "1%",
     "options": {"floor": 0.5},
-    "profile": "profile.json",
+    "profile": layer_shares((1.5, 0.5)),
 }
 """Another value of every setting."""
 
