@@ -49,14 +49,15 @@ HANDOVER_TIMEOUT_S = 5.0
 late."""
 
 FIRST_SEARCH_S = 0.02
-"""Seconds until a late file is looked for again. Each further search waits twice as long, because a
-client may claim that another server computes a store that nobody computes."""
+"""Seconds between two searches for late files, and until a late file is looked for again. Each
+further search for it waits twice as long, because a client may claim that another server computes a
+store that nobody computes."""
 
 MAX_SEARCH_S = 0.32
 """Maximum seconds between two searches for a late file."""
 
-MAX_FILES_SOUGHT = 64
-"""Maximum number of stores in one search for late files."""
+MAX_FILES_SOUGHT = 16
+"""Maximum number of stores in one search for late files. It limits the work of a step."""
 
 WARNING_INTERVAL_S = 600.0
 """Seconds between two log lines about files that cannot be read."""
@@ -320,34 +321,38 @@ class StoreReads:
         return fits and len(self.reading) < MAX_STORES_READ
 
     def _look(self, late: LateStore) -> None:
+        if not self.late:
+            # Only entries of stores that are no longer late are left.
+            self._searches.clear()
         self.late[late.key.name] = late
         heappush(self._searches, (late.look_at, late.key.name))
 
     def _search(self, now: float) -> None:
         """Look for late files on a thread. One search covers all whose time has come."""
-        if self.search.done():
-            for name in self.search.result():
+        if self.search.done() and (found := self.search.result()):
+            for name in found:
                 if name in self.late:
                     self._absent.pop(name, None)
                     self.drop(name)
             self.search = Future()
             self.search.set_result(set())
+        # The first to be late are the first to be given up.
+        while self.late and now >= (first := next(iter(self.late.values()))).until:
+            self._miss(first.key.name, searched=True)
+        if now < self._searched_at + FIRST_SEARCH_S or not self.search.done():
+            return
         due: list[LateStore] = []
         while self._searches and self._searches[0][0] <= now and len(due) < MAX_FILES_SOUGHT:
             look_at, name = heappop(self._searches)
             late = self.late.get(name)
-            if late is None or late.look_at != look_at:
-                continue
-            if now >= late.until:
-                self._miss(name, searched=True)
-            else:
+            if late is not None and late.look_at == look_at:
                 due.append(late)
-        if due and self.search.done() and self.files is not None:
+        if due and self.files is not None:
             names = [late.key.name for late in due]
             self.search = self.threads.submit(self.files.present, names, self._ranks)
             self._searched_at = now
         for late in due:
-            late.look_at = min(now + late.interval, late.until)
+            late.look_at = now + late.interval
             late.interval = min(2 * late.interval, MAX_SEARCH_S)
             self._look(late)
 
