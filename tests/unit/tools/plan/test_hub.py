@@ -11,9 +11,6 @@ import pytest
 from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.tools.plan.command import main
 
-# What vLLM says when it is imported is not what the command prints.
-pytestmark = pytest.mark.usefixtures("registered")
-
 NAME = "somebody/large-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOTAL = 140_000_000
@@ -98,7 +95,8 @@ def hub(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def planned(capsys: Any, *argv: str) -> tuple[dict[str, Any], str]:
     assert main([NAME, *LOAD, "--gpu-memory", "1G", *argv]) == 0
     out, errors = capsys.readouterr()
-    return json.loads(out), errors
+    # vLLM logs to stdout here, in front of what the command prints.
+    return json.loads(out[out.index("{\n") :]), errors
 
 
 def test_only_what_is_said_is_downloaded(hub: Hub, capsys: Any) -> None:
