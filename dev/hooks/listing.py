@@ -389,6 +389,7 @@ HOOKS = {
         "vllm.utils.torch_utils": "kv_cache_dtype_str_to_dtype",
         "vllm.v1.kv_cache_interface": "get_kv_quant_mode AttentionSpec.kv_quant_mode",
     },
+    "serving/cpu_dtype.py": {"vllm.engine.arg_utils": "EngineArgs.create_model_config"},
     "calibrate/local_engine.py": {
         "vllm.engine.arg_utils": "EngineArgs.create_model_config",
         "vllm.tokenizers": "get_tokenizer",

@@ -1,10 +1,12 @@
 """An engine in this process, for commands that run a model."""
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
 from vllm_kvevict.serving.command import CommandError, first_line
+from vllm_kvevict.serving.cpu_dtype import FASTER, in_fast_dtype
 
 BLOCKS_TO_SPARE = 16
 """Blocks of the KV cache in addition to those that one request may hold."""
@@ -31,13 +33,24 @@ def load_tokenizer(engine_args: Any) -> Any:
 
 
 def sized(engine_args: Any, num_tokens: int) -> Any:
-    """Give the engine room for one request if the user has not set a size.
+    """Give the engine room for one request, and a type that is fast, if the user has set neither.
 
     Without a size vLLM plans for the model's longest context, and its CPU worker takes most
     of the machine's memory.
+
+    Raises:
+        CommandError: The model cannot be loaded.
+
     """
     from vllm.platforms import current_platform
 
+    try:
+        fast = in_fast_dtype(engine_args)
+    except (OSError, ValueError) as error:
+        raise CommandError(first_line(error)) from None
+    if fast is not engine_args:
+        print(f"{FASTER} (--dtype sets another type)", file=sys.stderr)
+        engine_args = fast
     if engine_args.max_model_len is None:
         engine_args = replace(engine_args, max_model_len=num_tokens)
     if engine_args.kv_cache_memory_bytes is not None or not current_platform.is_cpu():
