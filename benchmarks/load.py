@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -39,8 +40,15 @@ class Load:
         ]  # fmt: skip
 
 
-def measure(server: Server, model: Path, load: BenchArguments) -> dict[str, float]:
+def measure(
+    server: Server,
+    model: Path,
+    load: BenchArguments,
+    finished: Callable[[int], object] = lambda _: None,
+) -> dict[str, float]:
     """Run a load.
+
+    ``finished`` is called with the number of requests that ended since the last call.
 
     Returns:
         Output tokens per second, median and p99 TTFT, TPOT, ITL in ms, peak running
@@ -51,7 +59,7 @@ def measure(server: Server, model: Path, load: BenchArguments) -> dict[str, floa
 
     """
     preempted = server.metric("vllm:num_preemptions_total")
-    with tempfile.TemporaryDirectory() as folder, Watch(server) as watch:
+    with tempfile.TemporaryDirectory() as folder, Watch(server, finished=finished) as watch:
         result = Path(folder) / "result.json"
         command = [
             *VLLM, "bench", "serve", "--backend", "openai", "--base-url", server.url,

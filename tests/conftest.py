@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from vllm_kvevict.processes import guard
+
 # A busy machine is slow, which says nothing of the code.
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -70,6 +72,12 @@ class SharedServers(LoadScopeScheduling):  # type: ignore[misc]
         for other in self.nodes:
             self._reschedule(other)
         return left[0][1] if left else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """An interrupt ends the workers of xdist, and the servers of tests."""
+    if not hasattr(config, "workerinput"):
+        guard()
 
 
 @pytest.hookimpl(optionalhook=True)

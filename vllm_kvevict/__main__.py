@@ -3,6 +3,8 @@
 import runpy
 import sys
 
+from vllm_kvevict.processes import guard
+
 COMMANDS = {
     "plan": "how many requests a server would hold, before it starts",
     "calibrate": "make the profile of a model, by which --kv-eviction auto keeps more",
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         print(completion(), end="")
         return 0
     if name in COMMANDS:
+        guard()
         sys.argv = [f"vllm-kvevict {name}", *argv[1:]]
         room = "" if name == "calibrate" else "tools."
         runpy.run_module(f"vllm_kvevict.{room}{name}", run_name="__main__", alter_sys=True)

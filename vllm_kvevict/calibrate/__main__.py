@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_kvevict.processes import guard
+
 
 def main(argv: list[str]) -> int:
     """Measure, write, print. Returns the exit status; errors are one sentence on stderr."""
@@ -60,4 +62,5 @@ def write(path: Path, value: Any) -> None:
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,6 @@
 """Learns a model's probes, shares out the budget under them, and says what answers lose."""
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from vllm_kvevict.calibrate import quality
 from vllm_kvevict.calibrate.extension import EXTENSION
 from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
+from vllm_kvevict.calibrate.pace import sentence
 from vllm_kvevict.calibrate.regression import REST, spread_as
 from vllm_kvevict.config.budget import measured_part
 from vllm_kvevict.config.config import EvictionConfig
@@ -100,6 +102,7 @@ class Model:
         if problems:
             raise CalibrateError(f"no probe can be learned of this model: {problems[0]}")
         copies = len(ranks) * ranks[0]["heads"] // kv_heads
+        self.layers = int(ranks[0]["layers"])
         self._mine = [
             [(found["first"] + head) // copies for head in range(found["heads"])] for found in ranks
         ]
@@ -314,8 +317,11 @@ def learned(
         clock, seconds[name] = time.perf_counter(), round(time.perf_counter() - clock, 1)
 
     model = Model(llm, config.window, config.recent_tokens(config.policy), kv_heads)
-    quality.check(model, held_out[:ASKED], least)
+    pace = quality.check(model, held_out[:ASKED], least)
     judges = len(lessons) >= HELD
+    cut_layers = model.layers if 1 < model.layers <= FEW_LAYERS else 0
+    parts = pace.parts(lessons, lessons[:answers], held_out, judges, cut_layers)
+    print(sentence(parts), file=sys.stderr, flush=True)
     for index, lesson in enumerate(progress(lessons, "probes")):
         model.learn(lesson, index % HELD == HELD - 1 if judges else None)
     weights = model.solve(prose)
@@ -335,23 +341,9 @@ def learned(
 def extended(engine_args: Any) -> Any:
     """The engine arguments of a model without eviction, and with calibrate in its workers."""
     others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != CONFIG_KEY}
-    changed: dict[str, Any] = {}
-    if engine_args.dtype == "auto" and _lacks_bfloat16():
-        changed["dtype"] = "float32"
     return replace(
         engine_args,
         additional_config=others,
         worker_extension_cls=EXTENSION,
         enforce_eager=True,
-        **changed,
     )
-
-
-def _lacks_bfloat16() -> bool:
-    """Return True on a CPU that multiplies float32 several times faster than bfloat16."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return False
-    known = (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
-    return not any(supported() for supported in known)

@@ -12,6 +12,7 @@ import torch
 
 from vllm_kvevict.calibrate.lessons import Later, Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
+from vllm_kvevict.calibrate.pace import Pace
 from vllm_kvevict.config.probe_weights import prose_weights
 from vllm_kvevict.ops.torch.allocate import shared_pages
 from vllm_kvevict.timeline.layers import Share
@@ -28,7 +29,7 @@ NORMAL = 1.96
 """Standard deviations that 95% of a normal distribution lie within."""
 
 
-def check(model: Any, lessons: Sequence[Lesson], least: float) -> None:
+def check(model: Any, lessons: Sequence[Lesson], least: float) -> Pace:
     """Refuse a model whose full cache does not answer what is asked about the contexts.
 
     Args:
@@ -36,16 +37,22 @@ def check(model: Any, lessons: Sequence[Lesson], least: float) -> None:
         lessons: Contexts and questions; those without questions check nothing.
         least: Share of the questions that must be answered.
 
+    Returns:
+        The time that this took.
+
     Raises:
         CalibrateError: In one sentence, how many were answered.
 
     """
-    answered = []
-    for lesson in lessons:
-        if questions := [later for later in lesson.later if later.asked]:
-            model.hold(lesson.context)
-            right = (model.lost(later.ids, later.answer, [])[1] for later in questions)
-            answered += [bool(one[0]) for one in right]
+    answered, pace = [], Pace()
+    for index, lesson in enumerate(lessons):
+        questions = [later for later in lesson.later if later.asked]
+        # Of what has no questions, one is run for its time.
+        if questions or not index:
+            pace.hold(model, lesson.context)
+            for later in questions or lesson.later:
+                _, right = pace.lost(model, later.ids, later.answer)
+                answered += [bool(right[0])] if questions else []
     if answered and sum(answered) < least * len(answered):
         raise CalibrateError(
             f"the full cache answers {sum(answered)} of {len(answered)} questions about the texts "
@@ -53,6 +60,7 @@ def check(model: Any, lessons: Sequence[Lesson], least: float) -> None:
             "it begin prompts as the model expects?), give --documents or --prompts of your own, "
             "or lower --least-answered"
         )
+    return pace
 
 
 def measured(

@@ -2,15 +2,13 @@
 own."""
 
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,9 @@ from vllm.logger import init_logger
 import vllm_kvevict
 from vllm_kvevict.config.budget import budget_loss
 from vllm_kvevict.config.names import AUTO, CALIBRATE, CONFIG_KEY
+from vllm_kvevict.processes import Leash, end_group
 from vllm_kvevict.serving import profile
+from vllm_kvevict.serving.cpu_dtype import SLOW, lacks_bfloat16
 from vllm_kvevict.serving.identity import Match, download, file_name, identity
 from vllm_kvevict.serving.profile import FLAG, find
 from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, budget_of, changed, is_parent
@@ -42,7 +42,10 @@ FIELDS = (
 
 PARTS = {"probes": 0.4, "shares": 0.15, "quality": 0.45}
 """Parts of calibrate by the names of their progress bars, and their approximate shares of the
-time."""
+time, until calibrate says them."""
+
+ESTIMATE = re.compile(r"calibrating takes about (\d+) s: (.*)")
+PART = re.compile(r"(\w+) (\d+) s")
 
 BAR = re.compile(r"([\w ]+):\s+\d+%\|.*\| (\d+)/(\d+) \[")
 
@@ -131,8 +134,13 @@ def calibrated(
 
 
 def flags(engine_args: Any) -> list[str]:
-    """Return the flags of calibrate for the model of ``engine_args``."""
+    """Return the flags of calibrate for the model of ``engine_args``.
+
+    A type that this CPU multiplies slowly is left to calibrate: a profile does not depend on it.
+    """
     given = {name: getattr(engine_args, name) for name in FIELDS}
+    if given["dtype"] in SLOW and lacks_bfloat16():
+        del given["dtype"]
     others = {k: v for k, v in (engine_args.additional_config or {}).items() if k != CONFIG_KEY}
     found = []
     for name, value in (given | {"additional_config": others}).items():
@@ -159,11 +167,19 @@ class Progress:
     limit: float
     started: float = field(default_factory=time.monotonic)
     expected: float = 0.0
+    _parts: dict[str, float] = field(default_factory=PARTS.copy)
     _first: float | None = None
     _said: float = 0.0
 
     def line(self, text: str) -> str | None:
         """Return what to log about a line, or None."""
+        if estimate := ESTIMATE.match(text):
+            self.expected = time.monotonic() - self.started + int(estimate[1])
+            given = {name: float(seconds) for name, seconds in PART.findall(estimate[2])}
+            total = sum(given.values())
+            if given.keys() == PARTS.keys() and total:
+                self._parts = {name: seconds / total for name, seconds in given.items()}
+            return text
         bar = BAR.match(text)
         if bar is None or bar[1] not in PARTS:
             return None if bar else text
@@ -171,8 +187,8 @@ class Progress:
         now = time.monotonic()
         if self._first is None:
             self._first = now
-        before = sum(list(PARTS.values())[: list(PARTS).index(name)])
-        part = before + PARTS[name] * done / count
+        before = sum(list(self._parts.values())[: list(self._parts).index(name)])
+        part = before + self._parts[name] * done / count
         if part >= EARLY:
             self.expected = self._first - self.started + (now - self._first) / part
         if done not in (0, count) and now - self._said < EVERY:
@@ -292,8 +308,8 @@ def _run(command: list[str], limit: float) -> tuple[int | None, str, Progress]:
         Its exit status, or None if it was ended because of the limit; its last line; its progress.
 
     """
-    last, progress, late = "it said nothing", Progress(limit), threading.Event()
-    with subprocess.Popen(
+    progress, late = Progress(limit), threading.Event()
+    process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -302,32 +318,42 @@ def _run(command: list[str], limit: float) -> tuple[int | None, str, Progress]:
         errors="replace",
         # Ranks of its own end with it.
         start_new_session=True,
-    ) as process:
+    )
 
-        def end() -> None:
-            late.set()
-            _kill(process)
+    def end() -> None:
+        late.set()
+        end_group(process, 0)
 
-        timer = threading.Timer(limit, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            assert process.stdout is not None
-            # A progress bar ends its lines with carriage returns, which read as line ends.
-            for line in filter(None, map(str.strip, process.stdout)):
-                if text := progress.line(line):
-                    logger.info("calibrate: %s", text)
-                    last = text
-                if progress.is_too_long and not late.is_set():
-                    end()
-        except BaseException:
-            _kill(process)
-            raise
-        finally:
-            timer.cancel()
+    timer = threading.Timer(limit, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        with Leash(process.pid):
+            last = _follow(process, progress, end, late)
+    except BaseException:
+        end_group(process, 0)
+        raise
+    finally:
+        timer.cancel()
+        process.wait()
     return (None if late.is_set() else process.returncode), last, progress
 
 
-def _kill(process: "subprocess.Popen[str]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _follow(
+    process: "subprocess.Popen[str]",
+    progress: Progress,
+    end: Callable[[], None],
+    ended: threading.Event,
+) -> str:
+    """Log what a command prints, and end it if it will take too long. Return the last line."""
+    last = "it said nothing"
+    assert process.stdout is not None
+    with process.stdout as lines:
+        # A progress bar ends its lines with carriage returns, which read as line ends.
+        for line in filter(None, map(str.strip, lines)):
+            if text := progress.line(line):
+                logger.info("calibrate: %s", text)
+                last = text
+            if progress.is_too_long and not ended.is_set():
+                end()
+    return last

@@ -202,12 +202,20 @@ def _switch_off(vllm_config: Any) -> None:
 
 @contextmanager
 def _sentence(engine_args: Any) -> Iterator[None]:
-    """On the command line a refusal is one sentence, without a traceback."""
+    """On the command line a refusal is one sentence, and a signal ends the start at once."""
+    from vllm_kvevict.processes import Interrupted, end, interruptible
+
+    from_flags = getattr(engine_args, _FROM_FLAGS, False)
     try:
-        yield
+        with interruptible():
+            yield
     except ValueError as error:
-        if getattr(engine_args, _FROM_FLAGS, False):
+        if from_flags:
             raise SystemExit(f"error: {error}") from None
+        raise
+    except Interrupted as interrupt:
+        if from_flags:
+            end(interrupt.number)
         raise
 
 

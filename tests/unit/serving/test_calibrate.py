@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.test_recommend import nothing_ships, settled, write
+from vllm_kvevict.calibrate import pace
 from vllm_kvevict.config.profile import ModelIdentity
 from vllm_kvevict.serving import calibrate
 from vllm_kvevict.serving import profile as module
@@ -73,6 +74,19 @@ def test_what_is_measured_is_served_and_found_again(
     assert command[command.index("--dtype") + 1] == "float32"
     assert json.loads(command[command.index("--hf-overrides") + 1]) == {"rope_theta": 500.0}
     assert "--trust-remote-code" in command and "--kv-eviction" not in command
+
+
+@pytest.mark.parametrize("slow_bfloat16", [True, False])
+def test_a_type_that_is_slow_here_is_left_to_calibrate(
+    build: Any, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch, slow_bfloat16: bool
+) -> None:
+    """A profile does not depend on it, as test_layers.py says of the model's identity."""
+    monkeypatch.setattr(measure, "lacks_bfloat16", lambda: slow_bfloat16)
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(ValueError, match="it failed"):
+            build(ASKED, dtype=dtype)
+    given = [command[command.index("--dtype") + 1] for command in runs if "--dtype" in command]
+    assert given == (["float32"] if slow_bfloat16 else ["bfloat16", "float32"])
 
 
 def test_a_cap_below_the_usual_budget_measures(build: Any, runs: list[list[str]]) -> None:
@@ -372,6 +386,22 @@ def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert after(20, "Loading weights:  50%|#    | 1/2 [00:01<00:01]") is None
     assert not progress.is_too_long
     assert after(9000, bar("quality", 5, 8)) is not None and progress.is_too_long
+
+
+def test_what_calibrate_expects_ends_it_before_it_begins(records: Any) -> None:
+    """By the sentence that calibrate prints, whose parts then say how far it is."""
+    parts = {"probes": 700.0, "shares": 100.0, "quality": 400.0}
+    started = time.monotonic()
+    status, _, found = measure._run(slow([pace.sentence(parts)], 0), 1000)
+    assert status is None and 1200 <= found.expected < 1200 + time.monotonic() - started
+    progress = measure.Progress(2000.0)
+    assert progress.line(pace.sentence(parts)) and not progress.is_too_long
+    progress.line(bar("probes", 0, 30))
+    began = progress.expected
+    assert began == pytest.approx(1200, abs=5)
+    progress.started = progress._first = time.monotonic() - 800
+    progress.line(bar("shares", 6, 6))
+    assert progress.expected == pytest.approx(1200, abs=5), "800 s of 1200 are over"
 
 
 def test_too_slow_is_remembered_until_the_limit_is_higher(

@@ -5,6 +5,8 @@ import sys
 import urllib.error
 import urllib.request
 
+from vllm_kvevict.processes import guard
+
 LOCAL = "http://127.0.0.1:8000"
 
 
@@ -36,4 +38,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,8 @@ import json
 import os
 import sys
 
+from vllm_kvevict.processes import guard
+
 
 def main(argv: list[str]) -> int:
     """Run, print, draw. Returns the exit status; errors are one sentence on stderr."""
@@ -47,4 +49,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main(sys.argv[1:]))

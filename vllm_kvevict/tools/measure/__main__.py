@@ -2,11 +2,18 @@
 docs/quality.md."""
 
 import argparse
-import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_kvevict.processes import guard
+
+if TYPE_CHECKING:
+    from vllm_kvevict.tools.measure.answers import Cell
+    from vllm_kvevict.tools.measure.questions import Question
+    from vllm_kvevict.tools.measure.server import Server
 
 LOCAL = "http://127.0.0.1:8000"
 BUDGETS = "50%,25%,12.5%"
@@ -15,6 +22,7 @@ BUDGETS = "50%,25%,12.5%"
 def main(argv: list[str]) -> int:
     """Ask and print. Returns the exit status; errors are one sentence on stderr."""
     from vllm_kvevict.config.budget import parse_budget
+    from vllm_kvevict.tools.measure.answers import Answers, run_id
     from vllm_kvevict.tools.measure.questions import read
     from vllm_kvevict.tools.measure.server import FULL, KNOWN, NOT_KNOWN, Refused, Server
     from vllm_kvevict.tools.measure.table import lines
@@ -27,43 +35,40 @@ def main(argv: list[str]) -> int:
         server = Server(options.base_url, options.model, key, options.policy, options.max_tokens)
         cells = [(FULL, "")]
         cells += [(budget, asked) for budget in budgets for asked in (KNOWN, NOT_KNOWN)]
-        answers: dict[tuple[str, str], list[str]] = {}
+        run = run_id(questions, server.model, options.policy, options.max_tokens)
+        answers = Answers(options.output, run, len(questions))
         for cell in cells:
-            print(f"asking {len(questions)} questions: {' '.join(cell)}", file=sys.stderr)
-            with ThreadPoolExecutor(options.concurrency) as threads:
-                budget, asked = cell
-                # A generator of the first refusal: the others are not waited for.
-                found = threads.map(
-                    lambda one, budget=budget, asked=asked: server.answer(
-                        one, budget, asked == KNOWN
-                    ),
-                    questions,
-                )
-                try:
-                    answers[cell] = list(found)
-                except Refused:
-                    threads.shutdown(cancel_futures=True)
-                    raise
-        if options.output is not None:
-            _write(options.output, answers)
+            said = f"{len(questions)} questions, {' '.join(cell).strip()}"
+            if cell in answers.cells:
+                print(f"{said}: answered in {options.output}", file=sys.stderr)
+                continue
+            print(f"asking {said}", file=sys.stderr)
+            answers.add(cell, _ask(server, questions, cell, options.concurrency))
     except (Refused, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     right = {
-        cell: [one.is_right(answer) for one, answer in zip(questions, given, strict=True)]
-        for cell, given in answers.items()
+        cell: [
+            one.is_right(answer) for one, answer in zip(questions, answers.cells[cell], strict=True)
+        ]
+        for cell in cells
     }
     full = right[cells[0]]
     print("\n".join(lines([(*cell, right[cell], full) for cell in cells])))
     return 0
 
 
-def _write(path: Path, answers: dict[tuple[str, str], list[str]]) -> None:
-    with path.open("w") as out:
-        for (budget, asked), given in answers.items():
-            for index, answer in enumerate(given):
-                row = {"budget": budget, "question": asked, "index": index, "answer": answer}
-                out.write(json.dumps(row) + "\n")
+def _ask(server: "Server", questions: "list[Question]", cell: "Cell", at_once: int) -> list[str]:
+    """Answers to all questions; the first refusal is raised, and the others are not waited for."""
+    from vllm_kvevict.tools.measure.server import KNOWN
+
+    budget, asked = cell
+    threads = ThreadPoolExecutor(at_once)
+    try:
+        return list(threads.map(lambda one: server.answer(one, budget, asked == KNOWN), questions))
+    finally:
+        # An interrupt ends the command without what the server has not answered yet.
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,9 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", help="The policy (default: the server's).")
     parser.add_argument("--max-tokens", type=int, default=64, help="Of an answer (default: 64).")
     parser.add_argument("--concurrency", type=int, default=8, help="Requests at once (default: 8).")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="Writes all answers.")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="Takes the answers of each budget when they are complete; a run that was interrupted "
+        "goes on from it.",
+    )
     return parser
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main(sys.argv[1:]))

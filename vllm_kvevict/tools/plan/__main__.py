@@ -3,9 +3,11 @@
 import os
 import sys
 
+from vllm_kvevict.processes import guard
 from vllm_kvevict.tools.plan.command import main
 
 if __name__ == "__main__":
+    guard()
     # vLLM reads these when it is imported; the answer has stdout for itself.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
