@@ -4,6 +4,8 @@ Starts `vllm serve` three times: stock and with `--kv-eviction auto` on KV memor
 prompts, and stock with as much as all requests want, which is the limit. Asks the first two about
 long English texts through the OpenAI client, where the question is known when the text is evicted
 and where it is not, drives each with `vllm bench serve`, and prints and draws one comparison.
+A first request says how many questions and requests this machine has time for. On a CPU without
+instructions for bfloat16 the servers compute in float32.
 """
 
 import argparse
@@ -11,21 +13,26 @@ import json
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from openai import OpenAI
 from tqdm import tqdm
 
-from benchmarks.facts import Question, questions
+from benchmarks.facts import FACTS, Question, questions
 from benchmarks.load import Load, measure
 from benchmarks.provenance import provenance, sentence
 from benchmarks.server import Server
 from benchmarks.smollm2 import ModelUnavailable, real_model
+from vllm_kvevict.serving.cpu_dtype import FASTER, fast_dtype
 
 PROMPT, OUTPUT, BLOCK = 2048, 128, 32
+ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 FOLDER = Path(".cache") / "demo"
 POLICY, BUDGET = "auto", "25%"
 """As in the first command of README, and as ``auto`` without a budget."""
@@ -33,11 +40,39 @@ CHARACTERS = 8000
 """Of a text: about 1,800 tokens."""
 
 
-def block_bytes(model: Path) -> int:
-    """Bytes of one block of the KV cache in bfloat16."""
+ASKED, LOADED = 4, 6
+"""Full prompts' work for a question (to two servers, known and not known), and for a request of
+the load (to three servers, with a longer answer)."""
+
+SIZES = ((6, 8), (5, 6), (4, 6), (4, 5), (3, 4))
+"""Questions and requests of the load, from what a machine does that is fast enough to what every
+machine does. With fewer requests the servers hold the same number at once."""
+
+TARGET_S = 300.0
+"""Seconds that asking and the load may take where a smaller size takes no longer."""
+
+
+def block_bytes(model: Path, dtype: str) -> int:
+    """Bytes of one block of the KV cache."""
     config = json.loads((model / "config.json").read_text())
     heads = config["num_hidden_layers"] * config["num_key_value_heads"]
-    return heads * BLOCK * 2 * config["head_dim"] * 2
+    return heads * BLOCK * 2 * config["head_dim"] * ITEM_SIZES[dtype]
+
+
+def size_for(seconds: float) -> tuple[int, int]:
+    """Return the questions and the requests for which this machine has time.
+
+    Args:
+        seconds: Time of a first request.
+
+    """
+    fitting = (size for size in SIZES if seconds * work(*size) <= TARGET_S)
+    return next(fitting, SIZES[-1])
+
+
+def work(questions: int, requests: int) -> int:
+    """Return the work of a size, in requests like the first."""
+    return ASKED * questions + LOADED * requests
 
 
 NAMES = {"stock": "stock vLLM", "eviction": "--kv-eviction auto", "limit": "stock, all memory"}
@@ -53,12 +88,12 @@ def blocks(requests: int) -> int:
     return requests * -(-(PROMPT + OUTPUT) // BLOCK) + 1
 
 
-def server_args(model: Path, requests: int = 2) -> list[str]:
+def server_args(model: Path, dtype: str, requests: int = 2) -> list[str]:
     """A server's arguments, with KV memory for so many full prompts with their answers."""
     return [
-        "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK),
+        "--dtype", dtype, "--enforce-eager", "--block-size", str(BLOCK),
         "--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "64",
-        "--kv-cache-memory-bytes", str(blocks(requests) * block_bytes(model)), "--seed", "0",
+        "--kv-cache-memory-bytes", str(blocks(requests) * block_bytes(model, dtype)), "--seed", "0",
     ]  # fmt: skip
 
 
@@ -66,27 +101,34 @@ AT_FIRST_MESSAGE = {"vllm_xargs": {"kv_eviction_at": {"message": 0}}}
 """Evicts at the end of a chat's first message."""
 
 
-def ask(server: Server, model: Path, asked: list[Question], known: bool, evicts: bool) -> list[str]:
-    """Chat answers through the OpenAI client, four questions at once.
+def answer(server: Server, model: Path, question: Question, known: bool, evicts: bool) -> str:
+    """One chat answer through the OpenAI client.
 
     ``known`` says whether the question is in the prompt that is evicted; else it comes after the
     text was evicted, in a message of its own. Stock vLLM refuses mappings in ``vllm_xargs``.
     """
     client = OpenAI(base_url=server.url + "/v1", api_key="none")
+    texts = [question.message()] if known else question.messages()
+    completion = client.chat.completions.create(
+        model=str(model),
+        messages=[{"role": "user", "content": text} for text in texts],
+        max_tokens=48,
+        temperature=0,
+        extra_body={} if known or not evicts else AT_FIRST_MESSAGE,
+    )
+    return (completion.choices[0].message.content or "").strip()
 
-    def answer(question: Question) -> str:
-        texts = [question.message()] if known else question.messages()
-        completion = client.chat.completions.create(
-            model=str(model),
-            messages=[{"role": "user", "content": text} for text in texts],
-            max_tokens=48,
-            temperature=0,
-            extra_body={} if known or not evicts else AT_FIRST_MESSAGE,
-        )
-        return (completion.choices[0].message.content or "").strip()
 
-    with ThreadPoolExecutor(4) as threads:
-        return list(threads.map(answer, asked))
+def first_request(server: Server, model: Path) -> float:
+    """Return the seconds that a question takes alone, about a text that is not asked about later.
+
+    A server's first request takes longer than the others, so it gets a short one before.
+    """
+    server.warm_up()
+    *_, question = questions(len(FACTS), CHARACTERS)
+    began = time.monotonic()
+    answer(server, model, question, known=True, evicts=False)
+    return time.monotonic() - began
 
 
 def start(arguments: dict[str, list[str]], model: Path, stack: ExitStack) -> dict[str, Server]:
@@ -101,14 +143,26 @@ def start(arguments: dict[str, list[str]], model: Path, stack: ExitStack) -> dic
     return servers
 
 
-def told(server: Server, model: Path, asked: list[Question], evicts: bool) -> dict:
-    """What a server answers, and how much of it is right."""
-    answers = {known: ask(server, model, asked, known, evicts) for known in (True, False)}
+def told(
+    server: Server, model: Path, asked: list[Question], evicts: bool, done: Callable[[], object]
+) -> dict:
+    """What a server answers, four questions at once, and how much of it is right."""
+
+    def one(question: Question, known: bool) -> str:
+        text = answer(server, model, question, known, evicts)
+        done()
+        return text
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = {
+            known: list(threads.map(partial(one, known=known), asked)) for known in (True, False)
+        }
     right = {
         known: sum(one.right(text) for one, text in zip(asked, texts, strict=True))
         for known, texts in answers.items()
     }
     return {
+        "questions": len(asked),
         "right": right[True],
         "right_unknown": right[False],
         "answers": answers[True],
@@ -116,32 +170,66 @@ def told(server: Server, model: Path, asked: list[Question], evicts: bool) -> di
     }
 
 
-def run(model: Path, load: Load, asked: list[Question], eviction: list[str]) -> dict[str, dict]:
-    """A row for each of :data:`NAMES`; the last is not asked, as it answers like the first."""
-    few = server_args(model)
-    arguments = {
-        "stock": few,
-        "eviction": few + eviction,
-        "limit": server_args(model, load.concurrency),
-    }
-    with (
-        tqdm(total=6, bar_format="{desc} [{n_fmt}/{total_fmt}, {elapsed}]") as bar,
-        ExitStack() as stack,
-    ):
-        bar.set_description(f"starting three vllm serve (logs: {FOLDER}/*.log)")
-        servers = start(arguments, model, stack)
-        bar.update()
+@dataclass(frozen=True)
+class Demo:
+    """What is compared, and how much of it.
+
+    ``size`` is None for as many questions and requests as this machine has time for.
+    """
+
+    model: Path
+    dtype: str
+    eviction: list[str]
+    size: tuple[int | None, int | None]
+
+    def run(self) -> tuple[list[Question], dict[str, dict]]:
+        """What was asked, and a row for each of :data:`NAMES`.
+
+        The last server is not asked, as it answers like the first.
+        """
+        few = server_args(self.model, self.dtype)
+        most = max(requests for _, requests in (*SIZES, (0, self.size[1] or 0)))
+        arguments = {
+            "stock": few,
+            "eviction": few + self.eviction,
+            "limit": server_args(self.model, self.dtype, most),
+        }
+        with ExitStack() as stack:
+            print(f"Starting three vllm serve, half a minute (logs: {FOLDER}/*.log)", flush=True)
+            servers = start(arguments, self.model, stack)
+            seconds = first_request(servers["stock"], self.model)
+            chosen = size_for(seconds)
+            count, requests = (own or found for own, found in zip(self.size, chosen, strict=True))
+            expected = seconds * work(count, requests) / 60
+            print(
+                f"A first question took {seconds:.1f} s: {count} questions and {requests} requests "
+                f"of load, about {max(1, expected):.0f} min",
+                flush=True,
+            )
+            asked = questions(count, CHARACTERS)
+            return asked, self._rows(servers, asked, Load(PROMPT, OUTPUT, requests, requests))
+
+    def _rows(self, servers: dict[str, Server], asked: list[Question], load: Load) -> dict:
         rows: dict[str, dict] = {}
-        for label in ("stock", "eviction"):
-            bar.set_description(f"{NAMES[label]}: asking over HTTP")
-            rows[label] = told(servers[label], model, asked, evicts=label == "eviction")
-            bar.update()
-        # One at a time: they share the machine.
-        for label, server in servers.items():
-            bar.set_description(f"{NAMES[label]}: vllm bench serve, {load.num_prompts} requests")
-            rows[label] = rows.get(label, {}) | measure(server, model, load) | server.evictions()
-            bar.update()
-    return rows
+        left = "{desc} |{bar}| {percentage:3.0f}% [{elapsed}<{remaining}]"
+        with tqdm(total=work(len(asked), load.num_prompts), bar_format=left) as bar:
+            for label in ("stock", "eviction"):
+                bar.set_description(f"{NAMES[label]}: asking over HTTP")
+                evicts = label == "eviction"
+                rows[label] = told(servers[label], self.model, asked, evicts, bar.update)
+            # One at a time: they share the machine.
+            for label, server in servers.items():
+                bar.set_description(f"{NAMES[label]}: vllm bench serve")
+                end = bar.n + load.num_prompts * LOADED / len(NAMES)
+
+                # The client's trial request ends as well.
+                def finished(ended: int, end: float = end) -> None:
+                    bar.update(min(ended * LOADED / len(NAMES), end - bar.n))
+
+                found = measure(server, self.model, load, finished)
+                bar.update(end - bar.n)
+                rows[label] = rows.get(label, {}) | found | server.evictions()
+        return rows
 
 
 FIRST = (
@@ -152,6 +240,8 @@ FIRST = (
 
 LINES = (
     *FIRST,
+    ("requests", "completed", "{:.0f}"),
+    ("questions", "questions", "{:.0f}"),
     ("right, question known", "right", "{:.0f}"),
     ("right, not known", "right_unknown", "{:.0f}"),
     ("TTFT median (ms)", "ttft_ms_median", "{:.0f}"),
@@ -161,6 +251,8 @@ LINES = (
     ("blocks freed", "blocks_freed", "{:.0f}"),
 )
 """Title, key of a row, and how it is written."""
+
+DRAWN = "peak_running", "output_tokens_per_s", "right", "right_unknown", "ttft_ms_median"
 
 
 def table(rows: dict[str, dict], lines: tuple[tuple[str, str, str], ...] = LINES) -> str:
@@ -178,7 +270,8 @@ def table(rows: dict[str, dict], lines: tuple[tuple[str, str, str], ...] = LINES
 def draw(rows: dict[str, dict], path: Path) -> None:
     """Bars of what the table compares first."""
     figure, axes = plt.subplots(1, 5, figsize=(13, 3.2), layout="constrained")
-    for place, (title, key, form) in zip(axes, LINES, strict=False):
+    shown = [line for line in LINES if line[1] in DRAWN]
+    for place, (title, key, form) in zip(axes, shown, strict=True):
         values = [rows[label].get(key) for label in NAMES]
         heights = [value or 0 for value in values]
         bars = place.bar(range(len(NAMES)), heights, color=["#9e9e9e", "#3182bd", "#d9d9d9"])
@@ -218,9 +311,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--budget", default=BUDGET)
-    parser.add_argument("--questions", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--questions", type=int, help="default: as this machine has time for")
+    parser.add_argument("--requests", type=int, help="of the load, all at once; default: likewise")
+    parser.add_argument("--dtype", choices=ITEM_SIZES, help="default: what this CPU computes fast")
     parser.add_argument("--output", type=Path, help="JSON file, and a Markdown file")
     options = parser.parse_args()
 
@@ -229,12 +322,14 @@ def main() -> int:
     except ModelUnavailable as error:
         print(error, file=sys.stderr)
         return 1
-    asked = questions(options.questions, CHARACTERS)
-    load = Load(PROMPT, OUTPUT, options.requests, options.concurrency)
+    dtype = options.dtype or fast_dtype()
+    if options.dtype is None and dtype == "float32":
+        print(f"This CPU has no bfloat16 instructions: {FASTER}")
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
-    rows = run(model, load, asked, eviction)
-    memory = f"{blocks(2) * block_bytes(model) / 2**20:.0f} MiB"
+    asked, rows = Demo(model, dtype, eviction, (options.questions, options.requests)).run()
+    requests = int(rows["eviction"]["completed"])
+    memory = f"{blocks(2) * block_bytes(model, dtype) / 2**20:.0f} MiB"
     shown = "\n".join(
         [
             f"On KV memory for two full prompts ({memory}):\n",
@@ -242,8 +337,8 @@ def main() -> int:
             f"\nSmolLM2-135M-Instruct about texts of {CHARACTERS:,} characters, "
             f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget}:",
             side_by_side(asked, rows),
-            f"\nLoad: {PROMPT}-token prompts, {OUTPUT} new tokens, {options.requests} requests, "
-            f"{options.concurrency} at once;\nKV memory for two full prompts ({memory})\n",
+            f"\nLoad: {PROMPT}-token prompts, {OUTPUT} new tokens, {requests} requests, "
+            f"all at once, in {dtype};\nKV memory for two full prompts ({memory})\n",
             table(rows),
         ]
     )
@@ -255,7 +350,7 @@ def main() -> int:
         origin = provenance()
         options.output.write_text(json.dumps({"rows": rows, **origin}, indent=2) + "\n")
         options.output.with_suffix(".md").write_text(markdown(shown, seconds, origin))
-    if rows["eviction"]["evictions"] < 2 * len(asked) + options.requests:
+    if rows["eviction"]["evictions"] < 2 * len(asked) + requests:
         print("Not every prompt was evicted: this is a defect.", file=sys.stderr)
         return 1
     return 0

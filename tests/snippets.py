@@ -19,6 +19,7 @@ PROGRAMS = (
 """What the lines of a block of commands begin with, behind variables that they set."""
 
 ASSIGNED = re.compile(r"^(?:[A-Z_]+=(?:\"[^\"]*\"|[^\s(]+) )+")
+SUBSTITUTED = re.compile(r"^[A-Z]+=\$\(")
 HEREDOC = re.compile(r"<<'(\w+)'[^\n]*\n(.*?)\n\1$", re.DOTALL | re.MULTILINE)
 
 
@@ -48,7 +49,7 @@ def blocks(page: Path) -> list[str]:
 
 def is_commands(block: str) -> bool:
     first = ASSIGNED.sub("", block.split("\n", 1)[0])
-    return first.startswith("MODEL=$(") or first.partition(" ")[0] in PROGRAMS
+    return SUBSTITUTED.match(first) is not None or first.partition(" ")[0] in PROGRAMS
 
 
 def of_block(block: str) -> list[str]:
@@ -56,7 +57,7 @@ def of_block(block: str) -> list[str]:
     lines = HEREDOC.sub("", block).replace("\\\n", " ").split("\n")
     found = []
     for line in lines:
-        line = re.sub(r"\s+#.*$", "", line).removeprefix("MODEL=$(").rstrip(")")
+        line = SUBSTITUTED.sub("", re.sub(r"\s+#.*$", "", line)).rstrip(")")
         for one in re.split(r" && | \| ", line):
             if one := ASSIGNED.sub("", " ".join(one.split())):
                 found.append(one)

@@ -17,6 +17,7 @@ import pytest
 from benchmarks.server import Server
 from benchmarks.smollm2 import ModelUnavailable, real_model
 from tests.snippets import ROOT, blocks
+from vllm_kvevict.serving.cpu_dtype import fast_dtype
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -45,7 +46,7 @@ def model() -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Section 2, on a free port."""
-    words = shlex.split(block("vllm serve ").replace("\\\n", " "))
+    words = shlex.split(block("vllm serve ").replace("\\\n", " ").replace("$DTYPE", fast_dtype()))
     assert words[:3] == ["vllm", "serve", "$MODEL"] and words[-2:] == ["--host", "127.0.0.1"]
     log = tmp_path_factory.mktemp("server") / "log"
     with Server(model, words[3:-2], log) as running:
@@ -68,6 +69,11 @@ def run(script: str, folder: Path, **environment: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_the_type_is_the_fast_one(clone: Path) -> None:
+    (line,) = (one for one in block("git clone").splitlines() if one.startswith("DTYPE="))
+    assert run(f"{line}\necho $DTYPE", clone).split() == [fast_dtype()]
 
 
 def test_the_log_has_the_three_lines(server: Server) -> None:

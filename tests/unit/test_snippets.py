@@ -110,7 +110,8 @@ def ours(words: list[str], **_: Any) -> None:
 def serve(words: list[str], parser: Any) -> None:
     _, model, *flags = words
     assert not model.startswith("-")
-    args = parser.parse_args([model, *flags])
+    # The tutorial asks a command of its own.
+    args = parser.parse_args([model, *(flag.replace("$DTYPE", "auto") for flag in flags)])
     assert "kv_eviction" in (fold_flags(args).additional_config or {})
 
 

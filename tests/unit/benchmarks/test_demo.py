@@ -29,11 +29,13 @@ def test_every_fact_stands_in_its_text_once_and_nowhere_else():
 def test_memory_for_two_full_prompts(tmp_path):
     config = dict(num_hidden_layers=30, num_key_value_heads=3, head_dim=64)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    token = 30 * 3 * 2 * 64 * 2
-    assert block_bytes(tmp_path) == 32 * token
-    args = server_args(tmp_path)
-    memory = int(args[args.index("--kv-cache-memory-bytes") + 1])
-    assert 2 * (2048 + 128) * token <= memory < 2 * (2048 + 128 + 64) * token
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        token = 30 * 3 * 2 * 64 * size
+        assert block_bytes(tmp_path, dtype) == 32 * token
+        args = server_args(tmp_path, dtype)
+        assert args[args.index("--dtype") + 1] == dtype
+        memory = int(args[args.index("--kv-cache-memory-bytes") + 1])
+        assert 2 * (2048 + 128) * token <= memory < 2 * (2048 + 128 + 64) * token
 
 
 def test_a_question_may_come_later():
@@ -55,16 +57,61 @@ def test_stock_vllm_is_sent_no_key_of_eviction(monkeypatch, evicts):
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     monkeypatch.setattr(demo, "OpenAI", lambda **_: client)
     server = SimpleNamespace(url="http://127.0.0.1:1")
-    told = demo.told(server, "m", questions(2, 900), evicts)
+    done = []
+    told = demo.told(server, "m", questions(2, 900), evicts, lambda: done.append(1))
     assert told["answers"] == told["later"] == ["Yes."] * 2
+    assert len(done) == 4 and told["questions"] == 2
     known, later = sent[:2], sent[2:]
     assert [request["extra_body"] for request in known] == [{}] * 2
     assert all(bool(request["extra_body"]) == evicts for request in later)
     assert all(len(request["messages"]) == 2 for request in later)
 
 
+def test_the_load_is_what_this_machine_has_time_for():
+    """The largest that fits, and at least one that shows how many sequences run at once."""
+    sizes = [demo.size_for(seconds) for seconds in (0.1, 4.0, 5.0, 6.0, 8.0, 60.0)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == (6, 8) and sizes[-1] == (3, 4)
+    for seconds, (count, requests) in ((4.0, sizes[1]), (5.0, sizes[2]), (6.0, sizes[3])):
+        # Each question goes to two servers in two ways, each request to three servers.
+        assert seconds * (4 * count + 3 * 2 * requests) <= demo.TARGET_S
+
+
+def test_the_bar_is_full_when_everything_was_done(monkeypatch, tmp_path):
+    """A request of the load counts when the server has finished it."""
+    bars = []
+
+    class Bar(demo.tqdm):
+        def close(self):
+            bars.append((self.n, self.total))
+            super().close()
+
+    def measured(server, model, load, finished):
+        finished(load.num_prompts - 1)
+        finished(1)
+        return {"completed": load.num_prompts}
+
+    server = SimpleNamespace(evictions=lambda: {"evictions": 9}, warm_up=lambda: None)
+    monkeypatch.setattr(demo, "tqdm", Bar)
+    monkeypatch.setattr(demo, "start", lambda arguments, *_: dict.fromkeys(arguments, server))
+    monkeypatch.setattr(demo, "measure", measured)
+    monkeypatch.setattr(demo, "answer", lambda *_, **__: "under the flower pot")
+    monkeypatch.setattr(demo, "block_bytes", lambda *_: 1)
+    _, found = demo.Demo(tmp_path, "float32", ["--kv-eviction", "auto"], (None, 5)).run()
+    ((done, total),) = set(bars)
+    assert done == pytest.approx(total) and total == demo.work(6, 5)
+    assert [found[label].get("questions") for label in demo.NAMES] == [6, 6, None]
+    assert found["stock"]["right"] == 1 and found["limit"]["completed"] == 5
+
+
 def rows() -> dict[str, dict]:
-    told = dict(right=7, right_unknown=6, output_tokens_per_s=20.0, answers=["It is\nhere."])
+    told = dict(
+        right=7,
+        right_unknown=6,
+        questions=8,
+        completed=4,
+        output_tokens_per_s=20.0,
+        answers=["It is\nhere."],
+    )
     evicted = told | dict(output_tokens_per_s=30.0, answers=[""], later=["Later."], evictions=3)
     return {"stock": told, "eviction": evicted, "limit": {"output_tokens_per_s": 20.0}}
 
@@ -85,6 +132,9 @@ def test_the_comparison(tmp_path):
     assert lines[0].endswith("auto / stock")
     (right,) = [line for line in lines if line.startswith("right, question known")]
     assert right.split()[-4:] == ["7", "7", "-", "1.00x"]
+    (asked,) = [line for line in lines if line.startswith("questions")]
+    (load,) = [line for line in lines if line.startswith("requests")]
+    assert asked.split()[1:] == ["8", "8", "-", "1.00x"] and load.split()[1:3] == ["4", "4"]
     assert table(rows(), FIRST).splitlines() == lines[:3], "what a newcomer needs comes first"
     draw(rows(), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ from vllm_kvevict.calibrate import learn, quality
 from vllm_kvevict.calibrate.lessons import Later, Lesson
 from vllm_kvevict.calibrate.pace import OF_LESSON, SCORED, TRAINED, sentence
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.serving.measure import ESTIMATE
+from vllm_kvevict.serving.calibrate import ESTIMATE
 
 CONTEXT_S, TEXT_S, SCORES_S = 5.7e-3, 14e-3, 0.5e-3
 """Seconds of a token, as of SmolLM2 on a CPU with AVX2."""

@@ -81,7 +81,7 @@ def test_a_type_that_is_slow_here_is_left_to_calibrate(
     build: Any, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch, slow_bfloat16: bool
 ) -> None:
     """A profile does not depend on it, as test_layers.py says of the model's identity."""
-    monkeypatch.setattr(measure, "lacks_bfloat16", lambda: slow_bfloat16)
+    monkeypatch.setattr(calibrate, "lacks_bfloat16", lambda: slow_bfloat16)
     for dtype in ("bfloat16", "float32"):
         with pytest.raises(ValueError, match="it failed"):
             build(ASKED, dtype=dtype)
@@ -392,9 +392,9 @@ def test_what_calibrate_expects_ends_it_before_it_begins(records: Any) -> None:
     """By the sentence that calibrate prints, whose parts then say how far it is."""
     parts = {"probes": 700.0, "shares": 100.0, "quality": 400.0}
     started = time.monotonic()
-    status, _, found = measure._run(slow([pace.sentence(parts)], 0), 1000)
+    status, _, found = calibrate._run(slow([pace.sentence(parts)], 0), 1000)
     assert status is None and 1200 <= found.expected < 1200 + time.monotonic() - started
-    progress = measure.Progress(2000.0)
+    progress = calibrate.Progress(2000.0)
     assert progress.line(pace.sentence(parts)) and not progress.is_too_long
     progress.line(bar("probes", 0, 30))
     began = progress.expected
