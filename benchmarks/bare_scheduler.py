@@ -246,11 +246,11 @@ def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
     specs: list[Any] = [FullAttentionSpec(**shape)]
     if evictable:
         config = eviction_config(setup)
-        timelines = config.timelines(setup.block_size, setup.pyramid or 1)
+        rules = config.layer_rules(setup.block_size, setup.pyramid or 1)
         if setup.second_budget is not None:
             second = config.model_copy(update={"budget": setup.second_budget})
-            timelines += second.timelines(setup.block_size, 1)
-        specs = [EvictableAttentionSpec.from_spec(FullAttentionSpec(**shape), t) for t in timelines]
+            rules += second.layer_rules(setup.block_size, 1)
+        specs = [EvictableAttentionSpec.from_spec(FullAttentionSpec(**shape), t) for t in rules]
     if setup.sliding_window is not None:
         specs.append(SlidingWindowSpec(**shape, sliding_window=setup.sliding_window))
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]

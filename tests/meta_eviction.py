@@ -21,8 +21,8 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.torch.probe import Network
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.gpu import interleaved
 from vllm_kvevict.worker.probes import LayerProbe, Probes

@@ -6,7 +6,7 @@ import torch
 
 
 class Turned:
-    """RingQueue pairs of dimensions by angles of its own, and scales them, as YaRN does.
+    """Turns pairs of dimensions by angles of its own, and scales them, as YaRN does.
 
     Args:
         head_size: D.

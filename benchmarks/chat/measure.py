@@ -53,7 +53,7 @@ def of_turn(conversations: Sequence[Conversation], turn: int) -> dict[str, Any]:
 
 
 def phases(turns: int, rounds: bool) -> list[int]:
-    """RingQueue of each phase; a phase begins when the phase before it has ended in all chats."""
+    """Turns of each phase; a phase begins when the phase before it has ended in all chats."""
     return [1] * turns if rounds else [turns]
 
 

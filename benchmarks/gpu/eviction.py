@@ -29,7 +29,7 @@ from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
-from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
+from vllm_kvevict.rules.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker.eviction import WorkerEviction
@@ -103,7 +103,7 @@ class Pass:
         args, names = self.args, [f"layer.{index}" for index in range(self.args.layers)]
         config = EvictionConfig(policy=args.policy, budget=args.budget, window=args.window)
         state = GroupState(
-            0, names, config.timeline(args.block_size), args.heads, 1, self.due.num_tokens,
+            0, names, config.rule(args.block_size), args.heads, 1, self.due.num_tokens,
             self.device,
         )  # fmt: skip
         layout = interleaved(args.block_size, args.head_size)

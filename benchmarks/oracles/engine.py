@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.oracles.masked import Kept, Life
-from vllm_kvevict.timeline.step_plan import PLAN, StepPlan
+from vllm_kvevict.rules.step_plan import PLAN, StepPlan
 
 
 class Recorder:

@@ -27,7 +27,7 @@ def kept(budget: str, point: int, window: int, block_size: int) -> Kept:
 
     """
     config = EvictionConfig(policy="snapkv", budget=budget, window=window, interval=0)
-    rule = config.timeline(block_size)
+    rule = config.rule(block_size)
     store = rule.store_blocks(point)
     if not rule.evictable(point):
         return Kept(point, False)

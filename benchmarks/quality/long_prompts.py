@@ -30,8 +30,8 @@ from benchmarks.quality.ruler.scattered import scattered
 from benchmarks.server import Server
 from benchmarks.smollm2 import real_model
 from vllm_kvevict.config.names import AUTO
+from vllm_kvevict.rules.layers import by_layer
 from vllm_kvevict.serving.profile import SHIPPED, read
-from vllm_kvevict.timeline.layers import by_layer
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -367,7 +367,7 @@ HOOKS = {
             PrometheusStatLogger._counter_cls PrometheusStatLogger._histogram_cls
         """,
     },
-    "timeline/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
+    "rules/step_plan.py": {"vllm.v1.core.sched.output": "SchedulerOutput.num_scheduled_tokens"},
     "compat/vllm_0_32.py": {
         "vllm.envs": "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
         "vllm.v1.core.kv_cache_utils": """

@@ -7,7 +7,7 @@ from tests.models import random_prompt
 from tests.nightly import some
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
-from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.rules.progress import EvictionProgress
 
 SETTINGS = dict(budget=160, interval=64, prefill_interval=128)
 POINTS = [288, 416, 544, 672]
@@ -72,7 +72,7 @@ def test_a_prompt_longer_than_the_pool_beside_others(tiny_model, oracle):
         )
         assert_exact(oracle, run, prompts, 200)
         assert preempted and run.counters.evictions_in_place > 0
-        rule = run.worker.kv_eviction.states[0].timeline
+        rule = run.worker.kv_eviction.states[0].rule
         for prompt, lives in zip(prompts, run.lives(), strict=True):
             for life in lives:
                 request = EvictionProgress(rule, len(prompt), life.prefill_end)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.harness import VOCABULARY, Engine, Setup
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 
 SYNC = Setup(interval=64)
 ASYNC = replace(SYNC, asynchronous=True)

@@ -23,11 +23,11 @@ import torch
 
 from vllm_kvevict.engine import store_reads, tiered_stores
 from vllm_kvevict.engine.store_reads import READERS
+from vllm_kvevict.rules.step_plan import StoreCopy
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import StoreNews
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes
 from vllm_kvevict.stores.threads import Threads
-from vllm_kvevict.timeline.step_plan import StoreCopy
 
 SECONDS_A_STEP = 1.0
 HANG_S = 40.0

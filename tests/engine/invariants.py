@@ -12,7 +12,7 @@ from tests.engine.shadow import ShadowWorker, of_store
 from tests.engine.tally import Life, Tally
 from tests.engine.views import admitted, holdings, owned, replays_of
 from vllm_kvevict.engine.blocks import EvictableAttentionManager
-from vllm_kvevict.timeline.step_plan import PLAN, StepPlan
+from vllm_kvevict.rules.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup
@@ -166,22 +166,22 @@ class Invariants:
                     if part.published:
                         made_of = self.expected.made_of(request, end)
                         self._stored[part.group_id, part.store[0]] = made_of
-                    timeline = entry.timelines[part.group_id]
+                    progress = entry.progress[part.group_id]
                     stores = self._lives[request_id].stores
                     wanted = self.expected.store_blocks(part.group_id, request, end)
                     wanted = max(wanted, stores.get(part.group_id, 0))
                     assert len(part.store) == wanted, "a store of another budget"
                     stores[part.group_id] = wanted
                     self._lives[request_id].tails[part.group_id] = part.tail_start
-                    assert timeline.store_blocks == len(part.store)
+                    assert progress.store_blocks == len(part.store)
             elif still_due and not entry.last_step(end):
                 self._lives[request_id].postponed = True
-                prefill = end <= next(iter(entry.timelines.values())).prefill_end
+                prefill = end <= next(iter(entry.progress.values())).prefill_end
                 # What was put off as a loss has recorded no window; the next one is incomplete.
                 put_off = set().union(*self._lives[request_id].put_off.values())
                 prefill &= put_off.isdisjoint(range(end - self.setup.window + 1, end + 1))
                 if prefill and self.setup.ring_count in (0, self.setup.max_num_seqs):
-                    stores = sum(entry.timelines[group].wanted(end) for group in still_due)
+                    stores = sum(entry.progress[group].wanted(end) for group in still_due)
                     short = self.pool.get_num_free_blocks() < stores
                     must = self._must(request_id)
                     assert short and must, (
@@ -194,22 +194,22 @@ class Invariants:
         parts = {part.group_id: part for part in eviction.groups} if eviction else {}
         for manager in self.evicting:
             group = manager.kv_cache_group_id
-            if (timeline := entry.timelines.get(group)) is None:
+            if (progress := entry.progress.get(group)) is None:
                 continue
-            first = timeline.next_eviction if life.took else timeline.next_prefill_eviction
+            first = progress.next_eviction if life.took else progress.next_prefill_eviction
             request = self.scheduler.requests[request_id]
             if life.took and group not in life.due and group not in parts:
-                first = self._missed(request, group, timeline, entry.prefill_end, end) or first
+                first = self._missed(request, group, progress, entry.prefill_end, end) or first
             if self.expected.asked(request).prefill_interval:
                 before = life.tails.get(group, 0) if life.took else 0
                 points = self.expected.points(group, request)
                 gives = [p for p in points if self.expected.gives(group, request, p, before)]
                 gives = [p for p in gives if p + 1 < request.num_prompt_tokens + request.max_tokens]
                 first = min(gives, default=first)
-            if first is None and not timeline.evicted:
+            if first is None and not progress.evicted:
                 first = self.expected.joins(group, request)
             due = life.due.get(group, first)
-            life.due[group] = timeline.next_eviction
+            life.due[group] = progress.next_eviction
             if (part := parts.get(group)) is not None:
                 replaced = (part.tail_start - part.old_tail_start) // bs
                 mine = {*part.old_store, *part.positional[:replaced]}
@@ -221,7 +221,7 @@ class Invariants:
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
             elif due is not None and (
-                timeline.next_eviction is None or timeline.next_eviction > due
+                progress.next_eviction is None or progress.next_eviction > due
             ):
                 assert self.setup.shared == "keep", f"{request_id} was put off"
                 wrongly = self.put_off.wrongly(entry, group, max(end, due))
@@ -231,21 +231,21 @@ class Invariants:
                 self.tally.put_off += 1
 
     def _missed(
-        self, request: Any, group: int, timeline: Any, prefill_end: int, end: int
+        self, request: Any, group: int, progress: Any, prefill_end: int, end: int
     ) -> int | None:
         """The eviction after that of a store which a step takes, if the step reaches it at once."""
         asked, bs = self.expected.asked(request), self.setup.block_size
         stride = -(-asked.interval_or(self.setup.interval) // bs) * bs
         if self.setup.shared != "keep" or asked.pressure or asked.prefill_interval or not stride:
             return None
-        if timeline.computed_valid is None:
+        if progress.computed_valid is None:
             return None  # The budget covers the store's tokens in this group.
-        due = max(timeline.computed_valid + stride, prefill_end)
+        due = max(progress.computed_valid + stride, prefill_end)
         after = (due - self.setup.window) // bs - -(-(asked.at or 0) // bs)
         if asked.at and after <= self.expected.store_blocks(group, request, due):
             return None  # What it may share with others does not count.
-        gives = due <= end and self.expected.gives(group, request, due, timeline.tail_start)
-        return due if gives and due + 1 < timeline.max_length else None
+        gives = due <= end and self.expected.gives(group, request, due, progress.tail_start)
+        return due if gives and due + 1 < progress.max_length else None
 
     def _must(self, request_id: str) -> bool:
         """Whether evictions of a request run at a loss, too."""
@@ -353,14 +353,14 @@ class Invariants:
             group = manager.kv_cache_group_id
             assert set(holdings(manager)) <= set(entries)
             for request_id, entry in entries.items():
-                timeline, request = entry.timelines.get(group), self.scheduler.requests[request_id]
+                progress, request = entry.progress.get(group), self.scheduler.requests[request_id]
                 holding = holdings(manager).get(request_id)
-                if timeline is None:
+                if progress is None:
                     assert holding is None, "a store for a request that switched eviction off"
                     continue
-                if timeline.evicted:
+                if progress.evicted:
                     kept = len(holding.store) if holding else 0
-                    assert kept == timeline.store_blocks, "a store is not held"
+                    assert kept == progress.store_blocks, "a store is not held"
                 life = self._lives.get(request_id)
                 if life is None or life.postponed:
                     continue

@@ -7,7 +7,7 @@ from vllm.v1.engine import FinishReason
 
 from tests.engine.saving import ShadowSaving
 from tests.engine.shadow import Row, ShadowWorker
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 
 
 class Losses:

@@ -28,7 +28,7 @@ class PutOff:
             defer = state.defer
 
             def deferred(group: int, end: int) -> None:
-                due = max(end, state.timelines[group].next_eviction or 0)
+                due = max(end, state.progress[group].next_eviction or 0)
                 key = state.request_id, group
                 self._judged[key] = self.worth(state, group, due) or self._judged.get(key, False)
                 defer(group, end)
@@ -50,8 +50,8 @@ class PutOff:
     def worth(self, state: Any, group: int, due: int) -> bool:
         """Whether an eviction at ``due`` gives blocks back now."""
         bs, manager = self._setup.block_size, self._managers[group]
-        timeline = state.timelines[group]
-        last, first = (due - self._setup.window) // bs, timeline.tail_start // bs
+        progress = state.progress[group]
+        last, first = (due - self._setup.window) // bs, progress.tail_start // bs
         at = state.options.at
         context = at is not None and due > at and state.evicted_at in (0, at)
         if context:
@@ -60,9 +60,9 @@ class PutOff:
         table = manager.req_to_blocks[state.request_id][first:last]
         shared = len(table) - len(self.held_once({block.block_id for block in table}))
         holding = holdings(manager).get(state.request_id)
-        store = {b.block_id for b in holding.store} if timeline.evicted and not context else set()
+        store = {b.block_id for b in holding.store} if progress.evicted and not context else set()
         own = len(self.held_once(store)) + last - first - shared
-        return bool(own > timeline.wanted(due))
+        return bool(own > progress.wanted(due))
 
     def held_once(self, blocks: set[int]) -> set[int]:
         """Those with one owner; vLLM may still hold what a request had that is over."""

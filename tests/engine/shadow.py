@@ -24,9 +24,9 @@ from tests.engine.offloaded import ShadowOffload
 from tests.engine.remote import ShadowRemote
 from tests.engine.saving import LOST, ShadowSaving, extend_chain
 from vllm_kvevict.config.connectors import SAVING
+from vllm_kvevict.rules.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.region import open_region
-from vllm_kvevict.timeline.step_plan import PLAN, Eviction, ReusedStore, StepPlan, StoreCopy
 
 if TYPE_CHECKING:
     from tests.engine.harness import Setup

@@ -54,10 +54,10 @@ def test_nothing_is_reserved_where_nothing_is_cached(options):
     def admitted(state):
         nonlocal due
         admit(state)
-        for group, timeline in state.timelines.items():
+        for group, progress in state.progress.items():
             manager = core.scheduler._evicting[group]
             ends = range(1, state.request.num_tokens + DRAFTS + 1)
-            due += sum(map(timeline.is_due, ends))
+            due += sum(map(progress.is_due, ends))
             assert not any(manager._reservation(state, end) for end in ends)
 
     table.admit = admitted

@@ -19,7 +19,7 @@ from tests.engine.cases import (
     used_blocks,
 )
 from vllm_kvevict.engine.memory_pressure import Forecast
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 
 ROOMY = replace(SYNC, max_batched=512)
 

@@ -11,7 +11,7 @@ from tests.engine.harness import Engine, Setup
 from tests.engine.scenarios import Day, Scenario
 from tests.engine.views import holdings
 from vllm_kvevict.metrics.report import MEASURED, TOTALS, Report, detach
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 
 SCENARIO_COUNT = 20
 """Some of what must occur, postponed evictions for one, occurs in few scenarios."""

@@ -21,8 +21,8 @@ from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.scheduler import EvictingScheduler
 from vllm_kvevict.engine.tiered_stores import TieredStores
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.timeline.quote import Quote
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.quote import Quote
+from vllm_kvevict.rules.step_plan import PLAN
 
 pytestmark = pytest.mark.nightly
 
@@ -62,7 +62,7 @@ def test_accounting_catches_blocks_freed_before_the_step_was_processed(monkeypat
         for eviction in plan.evictions if plan else ():
             for group in eviction.groups:
                 state = self._table.states[eviction.request_id]
-                self._evicting[group.group_id].retire(state, group)
+                self._evicting[group.group_id].free_replaced(state, group)
 
     wrap(monkeypatch, EvictingScheduler, "_update_after_schedule", retire)
     assert caught("freed before")
@@ -113,7 +113,7 @@ def test_accounting_catches_a_chunk_that_runs_across_an_eviction_point(monkeypat
 def test_accounting_catches_a_hit_across_an_eviction_point(monkeypatch):
     # What the cap was before there were eviction points.
     def hit_cap(self: Any) -> int:
-        ends = [t.prefill_end - t.rule.window for t in self.timelines.values()]
+        ends = [t.prefill_end - t.rule.window for t in self.progress.values()]
         return max(0, min(ends, default=self.request.num_tokens))
 
     monkeypatch.setattr(RequestState, "hit_cap", property(hit_cap))
@@ -127,7 +127,7 @@ def test_accounting_catches_a_ring_for_a_policy_without_a_window(monkeypatch):
 
 
 def test_accounting_catches_another_requests_budget(monkeypatch):
-    monkeypatch.setattr(RequestOptions, "timeline", lambda self, rule: rule)
+    monkeypatch.setattr(RequestOptions, "own_rule", lambda self, rule: rule)
     assert caught("a store of another budget")
 
 

@@ -20,7 +20,7 @@ from tests.engine.cases import (
     used_blocks,
 )
 from tests.engine.harness import Engine
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 
 AT_100 = {"kv_eviction_at": 100}
 
@@ -190,7 +190,7 @@ def test_none_is_not_evicted_beside_others_that_are(setup):
     plain = core.add(tokens(100, 1), 70, asked={"kv_eviction": "none"})
     other = core.add(tokens(100, 2), 70)
     assert evictions(core.step()) == {other.request_id: 100}
-    seen = [*core.scheduler._table.states[plain.request_id].timelines]
+    seen = [*core.scheduler._table.states[plain.request_id].progress]
     assert seen == []
     core.finish()
     assert counters(core).evictions == 2

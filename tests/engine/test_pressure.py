@@ -16,7 +16,7 @@ from tests.engine.cases import counters, engine, evictions, tokens
 from tests.engine.harness import Engine, Setup
 from tests.models import cached_tiny_llama
 from tests.nightly import nightly
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 
 SYNC = Setup(
     interval=16, blocks=200, max_num_seqs=8, max_batched=512, when="pressure", marks=(0.1, 0.2)

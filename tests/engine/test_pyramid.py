@@ -15,9 +15,9 @@ from tests.engine.views import holdings
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.engine.blocks import register_spec
-from vllm_kvevict.timeline.layers import group_layers, padding, pyramid
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.layers import group_layers, padding, pyramid
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import PLAN
 
 PYRAMID = Setup(budget=168, interval=64, pyramid=4, beta=4.0, blocks=640, max_batched=512)
 SNAPKV = {"kv_eviction": "snapkv"}
@@ -127,31 +127,31 @@ def test_a_hit_stops_before_the_window_and_covers_every_group(asynchronous):
 
 
 def test_specs_of_different_depth_refuse_to_merge():
-    timelines = eviction_config(PYRAMID).timelines(FULL.block_size, 4)
-    specs = [EvictableAttentionSpec.from_spec(FULL, timeline) for timeline in timelines]
-    with pytest.raises(AssertionError, match="different eviction timelines"):
+    rules = eviction_config(PYRAMID).layer_rules(FULL.block_size, 4)
+    specs = [EvictableAttentionSpec.from_spec(FULL, rule) for rule in rules]
+    with pytest.raises(AssertionError, match="different eviction rules"):
         EvictableAttentionSpec.merge(specs)
     resized = replace(specs[0], block_size=2 * FULL.block_size)
-    assert resized.timeline.share == timelines[0].share
+    assert resized.rule.share == rules[0].share
 
 
 def vllms_groups(config: EvictionConfig, layers: int) -> list[tuple[list[int], EvictionRule]]:
     """The layers of each KV-cache group that vLLM makes, and the group's rule."""
-    timelines = config.timelines(FULL.block_size, layers)
+    rules = config.layer_rules(FULL.block_size, layers)
     names = [f"model.layers.{index}.self_attn.attn" for index in range(layers)]
     register_spec()
     groups = get_kv_cache_groups(
         vllm_config(PYRAMID),
         {
-            name: EvictableAttentionSpec.from_spec(FULL, timeline)
-            for name, timeline in zip(names, timelines, strict=True)
+            name: EvictableAttentionSpec.from_spec(FULL, rule)
+            for name, rule in zip(names, rules, strict=True)
         },
     )
     found = []
     for group in groups:
         mine = [names.index(name) for name in group.layer_names]
-        assert {timelines[layer] for layer in mine} == {group.kv_cache_spec.timeline}
-        found.append((mine, group.kv_cache_spec.timeline))
+        assert {rules[layer] for layer in mine} == {group.kv_cache_spec.rule}
+        found.append((mine, group.kv_cache_spec.rule))
     assert sorted(layer for mine, _ in found for layer in mine) == list(range(layers))
     return found
 

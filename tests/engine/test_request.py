@@ -1,4 +1,4 @@
-"""The record of a request: timelines, ring slots, and what may be published or reused."""
+"""The record of a request: progress, ring slots, and what may be published or reused."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,8 +13,8 @@ from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.timeline.ring_slots import RingSlots
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.ring_slots import RingSlots
+from vllm_kvevict.rules.rule import EvictionRule
 
 DEFAULTS = RequestOptions("snapkv")
 
@@ -66,13 +66,13 @@ class Book:
         return state
 
     def release(self, name: str) -> None:
-        self.core.release(self.table.states[name])
+        self.core.return_to_waiting(self.table.states[name])
 
 
 def decoding(book: Book, name: str) -> RequestState:
     """A request whose prefill is over and whose coming step observes."""
     state = book.admit(name)
-    state.timelines[0].next_eviction = 116
+    state.progress[0].next_eviction = 116
     state.refresh()
     state.request.num_computed_tokens = 110
     book.turns.finish_step(state, 110)
@@ -95,7 +95,7 @@ def test_a_state_lives_until_it_is_removed_and_begins_anew_when_released():
 def test_drafts_reach_up_to_where_queries_are_needed_and_never_into_an_eviction():
     state = Book(Stub("a", 100, 100)).admit("a")
     state.evict(0, 100)
-    assert (state.timelines[0].next_eviction, state.quiet_until) == (116, 108)
+    assert (state.progress[0].next_eviction, state.quiet_until) == (116, 108)
     assert [state.max_drafts(n) for n in (101, 107, 108)] == [7, 1, 0]
     # The step that evicts ends at 116; later ones come where an eviction is put off.
     assert [state.max_drafts(n) for n in (109, 114, 115, 116, 120)] == [6, 1, 0, 0, 0]
@@ -113,10 +113,10 @@ def test_no_draft_where_attention_is_added_up_and_any_where_nothing_is_due():
 def test_a_preempted_request_starts_anew_at_all_its_tokens():
     request = Stub("a", 100, 100)
     book = Book(request)
-    book.admit("a").timelines[0].evict(100)
+    book.admit("a").progress[0].evict(100)
     book.release("a")
     request.num_tokens = 130
-    again = book.admit("a").timelines[0]
+    again = book.admit("a").progress[0]
     assert (again.prefill_end, again.prompt_len, again.evicted) == (130, 100, False)
 
 

@@ -12,8 +12,8 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import RING_BYTES, ring_bytes
 from vllm_kvevict.config.store_tiers import parse_size
 from vllm_kvevict.policies import requirements
-from vllm_kvevict.timeline.ring_slots import RingSlots
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.ring_slots import RingSlots
+from vllm_kvevict.rules.rule import EvictionRule
 
 
 def test_slots_are_handed_out_once():

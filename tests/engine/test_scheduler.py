@@ -24,7 +24,7 @@ from tests.engine.cases import (
 )
 from tests.engine.harness import STOP_TOKEN, Engine
 from vllm_kvevict.metrics import totals
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 
 
 @BOTH

@@ -22,8 +22,8 @@ from tests.engine.cases import (
 )
 from tests.engine.harness import Engine
 from vllm_kvevict.engine.ring_queue import RingQueue
-from vllm_kvevict.timeline.rule import MIN_DECODE_EVICTIONS
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.rule import MIN_DECODE_EVICTIONS
+from vllm_kvevict.rules.step_plan import PLAN
 
 AT_100 = {"kv_eviction_at": 100}
 DOCUMENT = tokens(100)

@@ -20,7 +20,7 @@ def planned(setup: Setup):
     config = EvictionConfig(
         policy="snapkv", budget=setup.budget, window=setup.window, interval=setup.interval
     )
-    group = EvictingGroup(config.timeline(setup.block_size), PROMPT)
+    group = EvictingGroup(config.rule(setup.block_size), PROMPT)
     return request_footprint([group], PROMPT, OUTPUT)
 
 
@@ -61,7 +61,7 @@ def test_planned_sequences_over_one_context(asynchronous, rule, shared):
     config = EvictionConfig(
         policy="snapkv", budget=setup.budget, window=setup.window, interval=setup.interval
     )
-    rule = config.timeline(setup.block_size)
+    rule = config.rule(setup.block_size)
     group = SharingGroup(rule, context + question, context, shared == "evict")
     sequences = request_footprint([group], context + question, output).sequences(
         setup.blocks - 1 - group.shared

@@ -13,7 +13,7 @@ from tests.engine.harness import Setup, make_scheduler, vllm_config
 from tests.versions import PLANNING
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, register_spec
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 SHAPE = dict(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
 FULL = FullAttentionSpec(**SHAPE)
@@ -28,10 +28,10 @@ def test_keeps_what_the_full_attention_spec_said():
     spec = evictable(64)
     for name in ("block_size", "num_kv_heads", "head_size", "dtype", "page_size_bytes"):
         assert getattr(spec, name) == getattr(FULL, name)
-    assert spec.timeline == EvictionRule(16, 8, 64, budget_tokens=64)
+    assert spec.rule == EvictionRule(16, 8, 64, budget_tokens=64)
 
 
-def test_merge_keeps_the_timeline():
+def test_merge_keeps_the_rule():
     merged = EvictableAttentionSpec.merge([evictable(64), evictable(64)])
     assert merged == evictable(64)
 
@@ -62,7 +62,7 @@ def test_equal_budgets_share_a_group():
 
 def test_two_budgets_land_in_two_groups():
     split = groups({f"layer.{i}": evictable(64 if i < 2 else 128) for i in range(4)})
-    found = {g.kv_cache_spec.timeline.budget_tokens: sorted(g.layer_names) for g in split}
+    found = {g.kv_cache_spec.rule.budget_tokens: sorted(g.layer_names) for g in split}
     assert found == {64: ["layer.0", "layer.1"], 128: ["layer.2", "layer.3"]}
 
 
@@ -73,10 +73,10 @@ def test_layers_that_do_not_evict_get_a_group_of_their_own():
     assert kinds == {EvictableAttentionSpec: ["a"], SlidingWindowSpec: ["b"]}
 
 
-def test_timeline_follows_the_block_size():
+def test_rule_follows_the_block_size():
     resized = replace(evictable(64), block_size=64)
-    assert resized.timeline == EvictionRule(64, 8, 64, budget_tokens=64)
-    assert resized.timeline.stride == 64 and evictable(64).timeline.block_size == 16
+    assert resized.rule == EvictionRule(64, 8, 64, budget_tokens=64)
+    assert resized.rule.stride == 64 and evictable(64).rule.block_size == 16
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_latent_cache_keeps_its_form():
     latent = MLAAttentionSpec(
         block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.float32
     )
-    timelines = [EvictionRule(16, 8, 64, budget_tokens=budget) for budget in (64, 64, 128)]
-    specs = [EvictableAttentionSpec.from_spec(latent, timeline) for timeline in timelines]
+    rules = [EvictionRule(16, 8, 64, budget_tokens=budget) for budget in (64, 64, 128)]
+    specs = [EvictableAttentionSpec.from_spec(latent, rule) for rule in rules]
     merged = type(specs[0]).merge(specs[:2])
-    assert isinstance(merged, MLAAttentionSpec) and merged.timeline == timelines[0]
+    assert isinstance(merged, MLAAttentionSpec) and merged.rule == rules[0]
     assert merged.page_size_bytes == latent.page_size_bytes == 16 * 576 * 4
     assert merged.max_tp_shards == 1 and merged.head_size_v == 0
     register_spec()
     assert KVCacheSpecRegistry.get_manager_class(merged) is EvictableAttentionManager
-    with pytest.raises(AssertionError, match="different eviction timelines"):
+    with pytest.raises(AssertionError, match="different eviction rules"):
         type(specs[0]).merge(specs)

@@ -27,9 +27,9 @@ from vllm_kvevict.engine import store_reads as reads_module
 from vllm_kvevict.engine import tiered_stores
 from vllm_kvevict.engine.store_reads import HANDOVER_TIMEOUT_S, READ_TIMEOUT_S, READERS
 from vllm_kvevict.engine.tiered_stores import TieredStores
+from vllm_kvevict.rules.step_plan import StepPlan
 from vllm_kvevict.stores import files as files_module
 from vllm_kvevict.stores.files import StoreFiles, unpack
-from vllm_kvevict.timeline.step_plan import StepPlan
 
 ONCE = {"kv_eviction_at": 100, "kv_eviction_interval": 0}
 DOCUMENT = tokens(130)

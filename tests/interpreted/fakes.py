@@ -17,7 +17,7 @@ from vllm_kvevict.attention.flash import EvictingFlashImpl, EvictingFlashMetadat
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 WINDOW, SLOTS, LONGEST = 4, 3, 1024
 
@@ -26,9 +26,9 @@ def state_of(batch: Ragged) -> GroupState:
     """The batch's evictions, entered as the worker enters them; stale splits stay behind."""
     rows = batch.tail_start.shape[0]
     names = [f"layer.{index}" for index in range(batch.num_layers)]
-    timeline = EvictionRule(batch.block_size, WINDOW, 0, budget_tokens=WINDOW + batch.block_size)
+    rule = EvictionRule(batch.block_size, WINDOW, 0, budget_tokens=WINDOW + batch.block_size)
     device = batch.cache.device
-    state = GroupState(0, names, timeline, batch.num_heads, rows, LONGEST, device)
+    state = GroupState(0, names, rule, batch.num_heads, rows, LONGEST, device)
     state.head_indptr[..., 1:] = batch.head_indptr[..., 1:]
     for row in range(rows):
         if tail := int(batch.tail_start[row]):

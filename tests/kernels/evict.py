@@ -16,8 +16,8 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.torch.probe import Network
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
@@ -78,9 +78,9 @@ def worker(
         options=dict(probe_window=probe_window) if "probe" in policy else {},
         **(dict(allow=allow) if allow else {}),
     )
-    timeline = EvictionRule(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)
+    rule = EvictionRule(BLOCK, WINDOW, 4 * BLOCK, budget_tokens=WINDOW + 4 * BLOCK)
     states = {
-        id_: GroupState(id_, names, timeline, HEADS, ROWS, 512, where, slots)
+        id_: GroupState(id_, names, rule, HEADS, ROWS, 512, where, slots)
         for id_, names in GROUPS.items()
     }
     for state in states.values():

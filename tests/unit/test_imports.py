@@ -19,7 +19,7 @@ FLOORS = (
     {"engine", "serving"},
     {"attention", "metrics", "policies", "stores"},
     {"cache", "config"},
-    {"ops", "timeline", "compat", "processes"},
+    {"ops", "rules", "compat", "processes"},
 )
 """Rooms from top to bottom: commands, the calibration of a model, and the core's five floors. A
 room imports itself and rooms of lower floors, none of its own floor."""

@@ -74,7 +74,7 @@ class GroupBinding:
         ring = None if self.guesses else self._worker.batch_rings(common)
         if ring is None:
             return None
-        window = self.state.timeline.window
+        window = self.state.rule.window
         return observe_index(common.query_start_loc, common.seq_lens, ring, window, self._beyond)
 
     def extended(self, common: CommonAttentionMetadata) -> list[Extended]:

@@ -134,7 +134,7 @@ class EvictingImplMixin:
                 seen.places,
                 seen.back,
                 seen.slots,
-                state.timeline.window,
+                state.rule.window,
             )
         if metadata.stock is not None:
             stock(layer, query, key, value, kv_cache, metadata.stock, output)
@@ -162,7 +162,7 @@ class EvictingImplMixin:
         index = buffers.state.layer_index[layer.layer_name]
         ring = None
         if recording is not None:
-            rings, window = metadata.binding.rings, buffers.state.timeline.window
+            rings, window = metadata.binding.rings, buffers.state.rule.window
             entries = rings(layer.layer_name)
             ring = Ring(entries, recording.slots, recording.seq_lens, window)
         if step.splits is not None:
@@ -285,7 +285,7 @@ class EvictingImplMixin:
             step.block_table,
             step.lengths[index],
             table,
-            state.timeline.block_size,
+            state.rule.block_size,
             query,
             ring,
         )

@@ -16,7 +16,7 @@ from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch, splits_to_fill
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.rule import blocks_for
 
 _LINE = 16
 
@@ -159,7 +159,7 @@ class GroupBuffers:
             self.state.tail_start,
             self.state.head_indptr,
             lengths,
-            self.state.timeline.block_size,
+            self.state.rule.block_size,
         )
         parts: Sequence[Any] = ()
         if self.scratch.optional is not None:
@@ -167,7 +167,7 @@ class GroupBuffers:
             starts_on_host, columns = query_start_loc.tolist(), table.shape[1]
             parts = self.scratch.optional.plan(starts_on_host, starts_on_device, columns)
         else:
-            pages = -(-common.max_seq_len // self.state.timeline.block_size)
+            pages = -(-common.max_seq_len // self.state.rule.block_size)
             table = self.scratch.table[:sequences, :pages]
         return Extend(
             rows=on_device[0],
@@ -201,7 +201,7 @@ class GroupBuffers:
             self.state.tail_start,
             self.state.head_indptr,
             self.lengths,
-            self.state.timeline.block_size,
+            self.state.rule.block_size,
         )
         if decode.splits is not None:
             sequences = len(decode.rows) * self.state.num_heads

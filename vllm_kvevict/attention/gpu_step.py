@@ -94,7 +94,7 @@ class EvictingBuilderMixin:
         if rows is None:
             return stock(common)
         if slots is not None and bool((slots >= 0).any()):
-            window = self.buffers.state.timeline.window
+            window = self.buffers.state.rule.window
             step.recording = self.buffers.recording(common, slots, window)
         evicted = self.buffers.state.evicted[rows]
         if not bool(evicted.any()):

@@ -159,7 +159,7 @@ def over_stores(
         state.tail_start[rows],
         common.seq_lens,
         common.block_table_tensor,
-        state.timeline.block_size,
+        state.rule.block_size,
     )
     return common.replace(
         block_table_tensor=table[0], seq_lens=lengths[0], seq_lens_cpu_upper_bound=lengths[0]

@@ -60,7 +60,7 @@ class PerHeadBatch:
             state.tail_start[rows],
             common.seq_lens[requests],
             common.block_table_tensor[requests],
-            state.timeline.block_size,
+            state.rule.block_size,
         )
         starts = common.query_start_loc[:-1][requests].long()
         counts = common.query_start_loc[1:][requests].long() - starts

@@ -8,7 +8,7 @@ from vllm_kvevict.attention.kernels import Shape as Shape
 from vllm_kvevict.attention.kernels import optional_kernel, power_of_two
 from vllm_kvevict.ops.triton.merge import Partials
 from vllm_kvevict.ops.triton.residency import resident
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.rule import blocks_for
 
 Kernel = Literal["flash", "triton", "xformers"]
 

@@ -44,7 +44,7 @@ def warm_up(
     pages = torch.ones(len(state.layer_names), state.num_heads, dtype=torch.int64, device=device)
     store = torch.full((1,), _NULL_BLOCK, dtype=torch.int64, device=device)
     for row in rows.tolist():
-        state.record(row, state.timeline.block_size, store, pages)
+        state.record(row, state.rule.block_size, store, pages)
     for requests in sorted(size for size in sizes if size <= num_rows):
         for step in _steps(rows[:requests], binding, buffers):
             for layer in layers:
@@ -76,13 +76,13 @@ def _steps(
             step.recording = recording
         slots = torch.full_like(rows, -1)
         slots[0] = 0
-        extend.recording = buffers.recording(several, slots, buffers.state.timeline.window)
+        extend.recording = buffers.recording(several, slots, buffers.state.rule.window)
     return steps
 
 
 def _common(rows: torch.Tensor, count: int, buffers: GroupBuffers) -> CommonAttentionMetadata:
     """Return a batch with ``count`` query tokens per request, all after its store."""
-    requests, block_size = len(rows), buffers.state.timeline.block_size
+    requests, block_size = len(rows), buffers.state.rule.block_size
     device = buffers.device
     starts = torch.arange(requests + 1, dtype=torch.int32) * count
     tokens = requests * count

@@ -37,7 +37,7 @@ class ObservationRings:
     def num_bytes(self) -> int:
         return self._queries.numel() * self._queries.element_size()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Zero all queries, whatever the memory holds."""
         self._queries.zero_()
 

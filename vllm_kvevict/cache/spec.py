@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, replace_as
 
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,22 +18,22 @@ class EvictableAttentionSpec(FullAttentionSpec):
     Layers share a KV-cache group, and so a block table, only if their rules are equal.
     """
 
-    timeline: EvictionRule | None = None
+    rule: EvictionRule | None = None
     """Never None in use. It has a default only because fields of the base class have one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.timeline is not None and self.timeline.block_size != self.block_size:
+        if self.rule is not None and self.rule.block_size != self.block_size:
             # vLLM resizes blocks of hybrid models after the worker has named its specs.
-            timeline = replace(self.timeline, block_size=self.block_size)
-            object.__setattr__(self, "timeline", timeline)
+            rule = replace(self.rule, block_size=self.block_size)
+            object.__setattr__(self, "rule", rule)
 
     @staticmethod
-    def from_spec(spec: FullAttentionSpec, timeline: EvictionRule) -> "EvictableAttentionSpec":
+    def from_spec(spec: FullAttentionSpec, rule: EvictionRule) -> "EvictableAttentionSpec":
         """Return the evictable form of a full-attention spec."""
         latent = isinstance(spec, MLAAttentionSpec)
         kind = EvictableLatentSpec if latent else EvictableAttentionSpec
-        return replace_as(spec, kind, timeline=timeline)
+        return replace_as(spec, kind, rule=rule)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -46,23 +46,23 @@ class EvictableAttentionSpec(FullAttentionSpec):
         assert all(isinstance(spec, cls) for spec in specs), (
             "layers with and without KV eviction cannot share a KV-cache group"
         )
-        assert len({spec.timeline for spec in specs}) == 1, (
-            "layers with different eviction timelines cannot share a KV-cache group"
+        assert len({spec.rule for spec in specs}) == 1, (
+            "layers with different eviction rules cannot share a KV-cache group"
         )
-        return replace(super().merge(specs), timeline=specs[0].timeline)
+        return replace(super().merge(specs), rule=specs[0].rule)
 
     def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
         """Return the bytes that a request of maximum length needs at most, with eviction."""
         without_eviction = super().max_memory_usage_bytes(vllm_config)
-        if self.timeline is None:
+        if self.rule is None:
             return without_eviction
-        blocks = self.timeline.max_blocks(vllm_config.model_config.max_model_len)
+        blocks = self.rule.max_blocks(vllm_config.model_config.max_model_len)
         return min(without_eviction, blocks * self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Return True if all layers follow the same rule and can share one block table."""
         return all(
-            isinstance(spec, EvictableAttentionSpec) and spec.timeline == self.timeline
+            isinstance(spec, EvictableAttentionSpec) and spec.rule == self.rule
             for spec in kv_cache_specs.values()
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 
 class GroupState:
@@ -17,7 +17,7 @@ class GroupState:
     Args:
         group_id: Index of vLLM's KV-cache group.
         layer_names: The group's layers, in order.
-        timeline: The group's eviction rule.
+        rule: The group's eviction rule.
         num_heads: H, KV heads on this rank.
         num_rows: Maximum number of requests that the worker holds at once.
         max_model_len: Longest sequence in tokens. It bounds the size of a store.
@@ -32,7 +32,7 @@ class GroupState:
         self,
         group_id: int,
         layer_names: Sequence[str],
-        timeline: EvictionRule,
+        rule: EvictionRule,
         num_heads: int,
         num_rows: int,
         max_model_len: int,
@@ -47,10 +47,10 @@ class GroupState:
         for name, owner in (sharing or {}).items():
             if owner in self.layer_index:
                 self.layer_index[name] = self.layer_index[owner]
-        self.timeline = timeline
+        self.rule = rule
         self.num_heads = num_heads
         # A store never has more blocks than the tokens before the tail start fill.
-        max_blocks = max(1, blocks_for(max_model_len, timeline.block_size))
+        max_blocks = max(1, blocks_for(max_model_len, rule.block_size))
 
         def table(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ class GroupState:
             index = async_tensor_h2d(cleared, device=self.tail_start.device)
             self.tail_start.index_fill_(0, index, 0)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset all rows to not evicted, whatever the tables hold."""
         for table in (self.tail_start, self._stores, self.head_indptr, self._kept):
             table.zero_()
@@ -187,5 +187,5 @@ class GroupState:
             self.store = self._stores[:, :blocks]
         self.weighted[row] = weighted
         self.evicted[row] = tail_start > 0
-        max_stored = blocks * self.num_heads * self.timeline.block_size
+        max_stored = blocks * self.num_heads * self.rule.block_size
         self.shorter[row] = max(0, tail_start - max_stored)

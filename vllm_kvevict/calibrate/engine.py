@@ -179,7 +179,7 @@ def prompts_of(options: Options, tokenizer: Any) -> list[list[int]]:
 
 def kept_tokens(config: EvictionConfig, length: int) -> int:
     """Return the tokens that a KV head keeps of a prompt on average, without the window."""
-    return config.timeline(block_size=1).store_blocks(length)
+    return config.rule(block_size=1).store_blocks(length)
 
 
 def scores_of(llm: Any, prompt: Sequence[int]) -> torch.Tensor:

@@ -226,7 +226,7 @@ def shares_of(
     model: Model, config: EvictionConfig, lessons: Sequence[Lesson], progress: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Shares of all heads [L, H], of mean 1, and each lesson's own."""
-    curves, means, rule = [], [], config.timeline(block_size=1)
+    curves, means, rule = [], [], config.rule(block_size=1)
     for lesson in progress(lessons, "shares"):
         length = len(lesson.context)
         model.use(rule.budget(length) / length, length)
@@ -262,7 +262,7 @@ def by_effect(
         [L, H] of mean 1.
 
     """
-    layers, rule = len(shares), config.timeline(block_size=1)
+    layers, rule = len(shares), config.rule(block_size=1)
     if not 1 < layers <= FEW_LAYERS:
         return shares
     # The last row of factors cuts no layer.

@@ -15,7 +15,7 @@ from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.calibrate.pace import Pace
 from vllm_kvevict.config.probe_weights import prose_weights
 from vllm_kvevict.ops.torch.allocate import shared_pages
-from vllm_kvevict.timeline.layers import Share
+from vllm_kvevict.rules.layers import Share
 
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 """Shares of the cache at which quality is measured."""
@@ -184,7 +184,7 @@ def served_counts(
     """Return the number of tokens that each head keeps in a server, without the last ones.
 
     What a layer or a head cannot use goes to the others, and layers' shares move towards 1 if more
-    is kept than where they were measured (``timeline/layers.py``). A server rounds to pages, and
+    is kept than where they were measured (``rules/layers.py``). A server rounds to pages, and
     groups layers, in addition.
 
     Args:

@@ -11,14 +11,14 @@ from vllm.logger import init_logger
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.profile import Profile
-from vllm_kvevict.timeline.layers import padding, sizes_by_stage
+from vllm_kvevict.rules.layers import padding, sizes_by_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.timeline.rule import EvictionRule
+    from vllm_kvevict.rules.rule import EvictionRule
 
 logger = init_logger("vllm.kv_eviction.budgets")
 
@@ -36,15 +36,15 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
 
     """
     longest = vllm_config.model_config.max_model_len
-    timeline = config.timeline(block_size)
-    how_often = f"every {timeline.stride} decode steps" if timeline.stride else "after prefill only"
-    if timeline.prefill_stride:
-        how_often += f" and every {timeline.prefill_stride} tokens of a prompt"
+    rule = config.rule(block_size)
+    how_often = f"every {rule.stride} decode steps" if rule.stride else "after prefill only"
+    if rule.prefill_stride:
+        how_often += f" and every {rule.prefill_stride} tokens of a prompt"
     blocks, tokens = "grows with the sequence", config.budget_tokens
     if config.keeps_by_layer(config.policy):
         blocks = "by layer"
     elif tokens is not None:
-        blocks = f"{timeline.store_blocks(0)} per request"
+        blocks = f"{rule.store_blocks(0)} per request"
     logger.info(
         "KV eviction: block size %d tokens, store blocks: %s, evicts %s.",
         block_size,
@@ -64,10 +64,10 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
             kept,
             tokens,
             block_size,
-            timeline.protected,
+            rule.protected,
             advice,
         )
-    if not timeline.evictable(longest):
+    if not rule.evictable(longest):
         logger.warning(
             "KV eviction will never run: with a budget of %d tokens, nothing is evicted in "
             "sequences of up to %d tokens (--max-model-len).",
@@ -84,14 +84,14 @@ def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) ->
     smaller = "a smaller --block-size"
     if vllm_config.model_config.is_hybrid:
         smaller = "a smaller recurrent state (--mamba-ssm-cache-dtype, --mamba-cache-dtype)"
-    timeline = config.timeline(block_size)
+    rule = config.rule(block_size)
     if not config.keeps_by_layer(config.policy):
-        kept = timeline.store_blocks(0) * block_size + timeline.protected
+        kept = rule.store_blocks(0) * block_size + rule.protected
         return kept, f"A budget of {kept}, or {smaller}, fits."
-    rules = config.timelines(block_size, *evictable_stages(vllm_config))
+    rules = config.layer_rules(block_size, *evictable_stages(vllm_config))
     longest = vllm_config.model_config.max_model_len
     blocks = sum(rule.store_blocks(longest) for rule in rules)
-    kept = blocks * block_size // len(rules) + timeline.protected
+    kept = blocks * block_size // len(rules) + rule.protected
     return kept, f"A larger budget, or {smaller}, is closer."
 
 
@@ -101,9 +101,9 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size
     stages = evictable_stages(vllm_config)
     layers = sum(stages)
     longest = vllm_config.model_config.max_model_len
-    timelines = config.timelines(block_size, *stages)
-    groups = sorted(set(timelines), key=lambda rule: rule.share.group if rule.share else 0)
-    sizes = [timelines.count(group) for group in groups]
+    rules = config.layer_rules(block_size, *stages)
+    groups = sorted(set(rules), key=lambda rule: rule.share.group if rule.share else 0)
+    sizes = [rules.count(group) for group in groups]
     logger.info(
         "KV eviction: layers in groups of %s, %s, with stores of %s blocks in a sequence of %d "
         "tokens.",
@@ -113,7 +113,7 @@ def _report_groups(vllm_config: "VllmConfig", config: EvictionConfig, block_size
         longest,
     )
     _report_minimum_blocks(config, groups)
-    members = [[at for at, rule in enumerate(timelines) if rule == group] for group in groups]
+    members = [[at for at, rule in enumerate(rules) if rule == group] for group in groups]
     missing = padding(*sizes_by_stage(members, stages))
     # If some layers do not evict, vLLM forms other groups and reports their waste itself.
     if missing and layers == vllm_config.model_config.get_total_num_hidden_layers():

@@ -37,8 +37,8 @@ from vllm_kvevict.config.policy_options import PolicyOptions, check_known, read_
 from vllm_kvevict.config.profile import Profile, parse
 from vllm_kvevict.config.sentences import one_sentence
 from vllm_kvevict.config.store_tiers import Folder, Size, parse_size
-from vllm_kvevict.timeline.layers import by_layer, pyramid
-from vllm_kvevict.timeline.rule import MIN_INTERVAL_WINDOWS, EvictionRule
+from vllm_kvevict.rules.layers import by_layer, pyramid
+from vllm_kvevict.rules.rule import MIN_INTERVAL_WINDOWS, EvictionRule
 
 PYRAMID_GROUPS = 4
 
@@ -390,7 +390,7 @@ class EvictionConfig(BaseModel):
         """Return whether layers have individual budgets under ``policy``."""
         return self.has_groups and keeps_by_layer(policy, self.profile is not None)
 
-    def timeline(self, block_size: int) -> EvictionRule:
+    def rule(self, block_size: int) -> EvictionRule:
         """Return the eviction rule for blocks of ``block_size`` tokens if all layers have the same
         budget."""
         recent = self.recent_tokens(self.policy)
@@ -405,13 +405,13 @@ class EvictionConfig(BaseModel):
             recent=None if recent == self.window else recent,
         )
 
-    def timelines(self, block_size: int, *stages: int) -> tuple[EvictionRule, ...]:
+    def layer_rules(self, block_size: int, *stages: int) -> tuple[EvictionRule, ...]:
         """Return the eviction rule of each layer that evicts, by depth; equal inside a group.
 
         ``stages`` counts the layers of each pipeline stage. If shares are measured, :attr:`profile`
         must contain them, not a file name.
         """
-        rule, groups, layers = self.timeline(block_size), self.options.groups, sum(stages)
+        rule, groups, layers = self.rule(block_size), self.options.groups, sum(stages)
         if not self.has_groups:
             return (rule,) * layers
         if self.profile is None:

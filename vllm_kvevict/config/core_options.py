@@ -11,7 +11,7 @@ from vllm_kvevict.config.handover import one_token
 from vllm_kvevict.config.limits import check_limits, max_blocks_for
 from vllm_kvevict.config.names import NONE
 from vllm_kvevict.config.requests import BEAM_SEARCH, RequestOptions, asks, parse_options
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -5,8 +5,8 @@ again, because a front end without the plugin, such as vLLM's Rust one, rejects 
 """
 
 from vllm_kvevict.config.requests import WHEN, WHENS, RequestOptions
-from vllm_kvevict.timeline.ceiling import max_blocks_ever
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.ceiling import max_blocks_ever
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 
 def check_limits(options: RequestOptions, drafts: bool) -> None:
@@ -44,4 +44,4 @@ def max_blocks_for(
     if not options.evicts:
         return blocks_for(max_length, rule.block_size)
     on_demand = options.when == "pressure"
-    return max_blocks_ever(options.timeline(rule), prompt_len, max_length, options.at, on_demand)
+    return max_blocks_ever(options.own_rule(rule), prompt_len, max_length, options.at, on_demand)

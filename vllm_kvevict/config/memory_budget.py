@@ -4,7 +4,7 @@ workers."""
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.rule import blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,7 +9,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.handover import shares_prompt
 from vllm_kvevict.config.names import CONFIG_KEY, NONE, keeps_by_layer
 from vllm_kvevict.config.sentences import shown
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 POLICY = CONFIG_KEY
 BUDGET = f"{CONFIG_KEY}_budget"
@@ -64,7 +64,7 @@ class RequestOptions:
     def evicts(self) -> bool:
         return self.policy != NONE
 
-    def timeline(self, rule: EvictionRule) -> EvictionRule:
+    def own_rule(self, rule: EvictionRule) -> EvictionRule:
         """Return the eviction rule of a KV-cache group for this request."""
         share = rule.share
         if share is not None and not keeps_by_layer(self.policy, share.steepest is None):
@@ -326,9 +326,9 @@ def _check_store(
     rule = rules[0]
     if config.max_budget is not None:
         capped = RequestOptions(config.policy, budget=config.max_budget, prefill_interval=0)
-        cap = capped.timeline(rule)
-        own = options.timeline(rule)
-        asked = replace(options, cap=None).timeline(rule).budget(length)
+        cap = capped.own_rule(rule)
+        own = options.own_rule(rule)
+        asked = replace(options, cap=None).own_rule(rule).budget(length)
         allowed = cap.budget(length)
         if options.budget is not None and asked > allowed:
             raise ValueError(
@@ -338,7 +338,7 @@ def _check_store(
         first, limit = own.first_blocks * rule.block_size, max(allowed, asked)
         # A share of a prompt that is not evicted grows with the answer.
         counts = isinstance(config.max_budget, int) or any(
-            replace(options, protect_first=0).timeline(group_rule).evictable(length)
+            replace(options, protect_first=0).own_rule(group_rule).evictable(length)
             for group_rule in set(rules)
         )
         if first and counts and limit - first < own.protected + rule.block_size:
@@ -360,7 +360,7 @@ def _check_store(
                 f"included, but this server allows at most {allowed} tokens"
             )
     needed = config.min_slots(options.policy)
-    own_rules = {options.timeline(group_rule) for group_rule in rules}
+    own_rules = {options.own_rule(group_rule) for group_rule in rules}
     room = (
         min(own_rule.store_blocks(length) - own_rule.first_blocks for own_rule in own_rules)
         * rule.block_size

@@ -29,9 +29,9 @@ from vllm_kvevict.engine.request import Holding, RequestState
 from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.table import RequestTable
 from vllm_kvevict.metrics.counters import Counters
-from vllm_kvevict.timeline.quote import GroupQuote, Quote
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import GroupEviction
+from vllm_kvevict.rules.quote import GroupQuote, Quote
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.step_plan import GroupEviction
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -56,7 +56,7 @@ class EvictableAttentionManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: EvictableAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.timeline = kv_cache_spec.timeline
+        self.rule = kv_cache_spec.rule
         self.blocks_saved = 0
         """Blocks that evictions of running requests returned to the pool, less the blocks that they
         took. A shared block counts once, for the eviction that released it last."""
@@ -72,7 +72,7 @@ class EvictableAttentionManager(FullAttentionManager):
         while a request waits to be admitted.
         """
         self.__dict__.pop("get_num_blocks_to_allocate", None)
-        if state is not None and self.kv_cache_group_id in state.timelines:
+        if state is not None and self.kv_cache_group_id in state.progress:
             self.__dict__["get_num_blocks_to_allocate"] = partial(self._blocks_to_admit, state)
 
     def _blocks_to_admit(
@@ -117,10 +117,10 @@ class EvictableAttentionManager(FullAttentionManager):
     def _at_once(self, state: RequestState, num_tokens: int) -> int:
         """Return the tokens that fill as many blocks as a prompt of ``num_tokens`` holds at
         once."""
-        if not (timeline := state.timelines[self.kv_cache_group_id]).rule.prefill_stride:
+        if not (progress := state.progress[self.kv_cache_group_id]).rule.prefill_stride:
             return num_tokens
-        gone = timeline.tail_start - timeline.store_blocks * self.block_size
-        return gone + timeline.sufficient_blocks(num_tokens) * self.block_size
+        gone = progress.tail_start - progress.store_blocks * self.block_size
+        return gone + progress.sufficient_blocks(num_tokens) * self.block_size
 
     def _reused(self, state: RequestState) -> tuple[KVCacheBlock, ...]:
         """Return the blocks of a published store that the request will hold."""
@@ -138,13 +138,13 @@ class EvictableAttentionManager(FullAttentionManager):
         their own blocks. Running requests get none: vLLM would preempt other requests for an
         eviction that can wait.
         """
-        timeline, start = state.timelines[self.kv_cache_group_id], state.admitted_at
+        progress, start = state.progress[self.kv_cache_group_id], state.admitted_at
         assert self.core is not None and start is not None
         table = self.core.table
         evicts = (
             table.evicts_shared
-            and end <= timeline.prefill_end
-            and timeline.is_due(end)
+            and end <= progress.prefill_end
+            and progress.is_due(end)
             and not state.last_step(end)
             and (state.needs.window != "required" or start <= end - table.window)
         )
@@ -179,10 +179,10 @@ class EvictableAttentionManager(FullAttentionManager):
             after_replay: Count blocks as if a replay of the request had already ended.
 
         """
-        timeline = state.timelines[self.kv_cache_group_id]
-        end = max(end, timeline.next_eviction or 0)
-        first = timeline.first_freed(end) // self.block_size
-        last = timeline.rule.tail_start(end) // self.block_size
+        progress = state.progress[self.kv_cache_group_id]
+        end = max(end, progress.next_eviction or 0)
+        first = progress.first_freed(end) // self.block_size
+        last = progress.rule.tail_start(end) // self.block_size
         # Number of references to a block that belong to the request.
         own_references = 0 if computed is not None else 1
         table = self.req_to_blocks.get(state.request_id, ()) if computed is None else computed
@@ -195,11 +195,11 @@ class EvictableAttentionManager(FullAttentionManager):
         shared = sum(others(block) > 0 for block in table[first:last])
         holding = state.holdings.get(self.kv_cache_group_id)
         store = self._reused(state) if holding is None else holding.store
-        if timeline.may_share(end):
+        if progress.may_share(end):
             store = ()
         own = sum(others(block) == 0 for block in store) + max(0, last - first - shared)
         reserved = len(holding.reserved) if holding is not None else 0
-        return GroupQuote(self.kv_cache_group_id, timeline.wanted(end), own, reserved)
+        return GroupQuote(self.kv_cache_group_id, progress.wanted(end), own, reserved)
 
     def leaving(self, state: RequestState) -> int:
         """Return the blocks that evictions in flight will return to the pool."""
@@ -221,7 +221,7 @@ class EvictableAttentionManager(FullAttentionManager):
         """Choose the blocks of the eviction that follows the step which ends at ``end``.
 
         Called when the whole step is scheduled, so that it is known which requests share blocks.
-        The replaced blocks are kept until :meth:`retire`, because this step and, with async
+        The replaced blocks are kept until :meth:`free_replaced`, because this step and, with async
         scheduling, the previous one still read them. Own blocks that receive survivors are written
         after that.
 
@@ -239,7 +239,7 @@ class EvictableAttentionManager(FullAttentionManager):
         replaced = positional[first:last]
         positional[first:last] = [self._null_block] * (last - first)
         self._reserve(state, fresh)
-        wanted = state.timelines[self.kv_cache_group_id].store_blocks - len(holding.reserved)
+        wanted = state.progress[self.kv_cache_group_id].store_blocks - len(holding.reserved)
         # The tail comes first, because it leaves the prefix cache first.
         own, old_store = [*holding.store, *reversed(replaced)], holding.store
         reused = self._reuse(own, wanted)
@@ -268,7 +268,7 @@ class EvictableAttentionManager(FullAttentionManager):
         self.block_pool.evict_blocks({b.block_id for b in reused if b.block_hash is not None})
         return reused
 
-    def retire(self, state: RequestState | None, eviction: GroupEviction) -> int:
+    def free_replaced(self, state: RequestState | None, eviction: GroupEviction) -> int:
         """Free the blocks that an eviction replaced, after its step was processed.
 
         Returns:
@@ -294,7 +294,7 @@ class EvictableAttentionManager(FullAttentionManager):
         blocks = super().pop_blocks_for_free(request_id)
         core = self.core
         if core is not None and (state := core.table.states.get(request_id)) is not None:
-            core.release(state)
+            core.return_to_waiting(state)
             holding = state.holdings.pop(self.kv_cache_group_id, None)
             if holding is not None:
                 self._save(holding, -holding.net_blocks_freed)
@@ -356,14 +356,14 @@ class EvictionCore:
     def admit(self, state: RequestState, end: int) -> None:
         """Admit a waiting request that has the blocks of its first step, which ends at ``end``."""
         self.begin(state)
-        for group in state.timelines:
+        for group in state.progress:
             self.managers[group].reserve(state, end)
 
-    def release(self, state: RequestState) -> None:
+    def return_to_waiting(self, state: RequestState) -> None:
         """Return a request to WAITING before its blocks are freed. Idempotent."""
         if state.holds_blocks:
             self.turns.leave(state)
-            self.table.release(state.request_id)
+            self.table.return_to_waiting(state.request_id)
 
     def remove(self, request_id: str) -> None:
         """Remove a request after its blocks are freed."""

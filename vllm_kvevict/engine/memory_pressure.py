@@ -18,8 +18,8 @@ from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.planner import StepPlanner
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.ring_queue import RingQueue
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.watermarks import Watermarks
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.watermarks import Watermarks
 
 PIPELINE_STEPS = 3
 """Steps between the request for an eviction and free blocks, not counting those that record the
@@ -110,14 +110,14 @@ class Forecast:
             return state.forecast[1]
         totals: dict[tuple[int, int], list[int]] = {}
         in_prefill = state.request.num_computed_tokens < length
-        for group, timeline in state.timelines.items():
-            if timeline.next_eviction is None or (in_prefill and timeline.rule.prefill_stride):
+        for group, progress in state.progress.items():
+            if progress.next_eviction is None or (in_prefill and progress.rule.prefill_stride):
                 # A prompt that evicts during prefill holds little more than it already does.
                 continue
             manager = self._core.managers[group]
-            due = max(timeline.next_eviction, length)
+            due = max(progress.next_eviction, length)
             # Before the first eviction, other requests may share the blocks that it would free.
-            gain = timeline.gain(due) if timeline.evicted else manager.quote(state, due).gain
+            gain = progress.gain(due) if progress.evicted else manager.quote(state, due).gain
             if gain > 0:
                 total = totals.setdefault((manager.block_size, due), [0, 0])
                 total[0] += gain
@@ -252,16 +252,16 @@ class MemoryPressure:
                 continue
             window = self._table.window if state.needs.window == "required" else 0
             dues, gain = {}, 0
-            for group, timeline in state.timelines.items():
+            for group, progress in state.progress.items():
                 # Unless a preemption is near, no request is evicted again within an interval.
-                if start < timeline.no_eviction_before and not (
-                    urgent and timeline.can_evict_on_demand
+                if start < progress.no_eviction_before and not (
+                    urgent and progress.can_evict_on_demand
                 ):
                     continue
-                due = timeline.on_demand_length(start, start + tokens, window)
+                due = progress.on_demand_length(start, start + tokens, window)
                 if due is not None:
                     dues[group] = due
-                    gain += timeline.gain(due)
+                    gain += progress.gain(due)
             if gain > 0:
                 order = -state.request.priority * ranked, -gain, state.pressure_order
                 prospects.append((order, state, dues))

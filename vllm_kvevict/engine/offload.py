@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.request import RequestState
-from vllm_kvevict.timeline.step_plan import Eviction, StepPlan, StoreCopy
+from vllm_kvevict.rules.step_plan import Eviction, StepPlan, StoreCopy
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from vllm_kvevict.engine.request import RequestState
-from vllm_kvevict.timeline.step_plan import StepPlan
+from vllm_kvevict.rules.step_plan import StepPlan
 
 
 class Part:

@@ -14,10 +14,10 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.report import Reporter
-from vllm_kvevict.stores.key import kept_share
-from vllm_kvevict.timeline.quote import Quote
-from vllm_kvevict.timeline.rule import decode_evictions
-from vllm_kvevict.timeline.step_plan import Eviction, StepPlan
+from vllm_kvevict.rules.quote import Quote
+from vllm_kvevict.rules.rule import decode_evictions
+from vllm_kvevict.rules.step_plan import Eviction, StepPlan
+from vllm_kvevict.stores.key import largest_share
 
 
 class StepPlanner:
@@ -232,13 +232,13 @@ class StepPlanner:
         sizes = [self._core.managers[eviction.group_id].block_size for eviction in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         policy, first = state.options.policy, state.options.protect_first
-        share, in_context = kept_share(state.timelines, end), end <= state.context_end
+        share, in_context = largest_share(state.progress, end), end <= state.context_end
         return Eviction(state.request_id, end, ring, evictions, policy, first, share, in_context)
 
-    def retire(self, plan: StepPlan) -> None:
+    def free_replaced(self, plan: StepPlan) -> None:
         """Free the blocks that the evictions of a processed step replaced."""
         for eviction in plan.evictions:
             state = self._table.states.get(eviction.request_id)
             for group in eviction.groups:
                 manager = self._core.managers[group.group_id]
-                self._counters.blocks_freed += manager.retire(state, group)
+                self._counters.blocks_freed += manager.free_replaced(state, group)

@@ -62,7 +62,7 @@ class PrefixCaps:
                     core.admit(state, num_computed_tokens)
             if state is not None and state.replay_store is not None:
                 return
-            if state is None or not state.timelines:
+            if state is None or not state.progress:
                 publish(request, num_computed_tokens)
                 return
             tokens = state.cacheable(num_computed_tokens)

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm_kvevict.stores.key import ShareKey
 
 if TYPE_CHECKING:
-    from vllm_kvevict.timeline.progress import EvictionProgress
+    from vllm_kvevict.rules.progress import EvictionProgress
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class PublishedStore:
     written: bool = False
     """True if the store is in files, or is being written and has not failed."""
 
-    def advance(self, timelines: "Mapping[int, EvictionProgress]") -> None:
+    def advance(self, progress: "Mapping[int, EvictionProgress]") -> None:
         """Advance the progress of a request that starts with this store past the store's
         evictions."""
-        for timeline in timelines.values():
-            if timeline.is_due(self.key.point):
-                timeline.evict(self.key.point)
+        for group_progress in progress.values():
+            if group_progress.is_due(self.key.point):
+                group_progress.evict(self.key.point)
 
     @property
     def intact(self) -> bool:

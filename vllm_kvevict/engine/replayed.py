@@ -11,7 +11,7 @@ from vllm_kvevict.stores.key import ShareKey
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from vllm_kvevict.timeline.progress import EvictionProgress
+    from vllm_kvevict.rules.progress import EvictionProgress
 
 
 @dataclass(eq=False)
@@ -33,12 +33,15 @@ class Replayed(PublishedStore):
         """All blocks that the replay reads."""
         return [block for blocks in self.groups.values() for block in (*blocks.store, *blocks.tail)]
 
-    def advance(self, timelines: "Mapping[int, EvictionProgress]") -> None:
+    def advance(self, progress: "Mapping[int, EvictionProgress]") -> None:
         """Set the progress of the replay to the state after the eviction, with no eviction to
         follow."""
-        for group, timeline in timelines.items():
+        for group, group_progress in progress.items():
             blocks = self.groups[group]
-            timeline.next_eviction = timeline.next_prefill_eviction = None
-            timeline.no_eviction_before = sys.maxsize
-            timeline.tail_start, timeline.store_blocks = blocks.tail_start, len(blocks.store)
-            timeline.computed_valid = self.key.point
+            group_progress.next_eviction = group_progress.next_prefill_eviction = None
+            group_progress.no_eviction_before = sys.maxsize
+            group_progress.tail_start, group_progress.store_blocks = (
+                blocks.tail_start,
+                len(blocks.store),
+            )
+            group_progress.computed_valid = self.key.point

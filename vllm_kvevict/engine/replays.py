@@ -25,8 +25,8 @@ from vllm_kvevict.engine.replayed import Replayed
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.stores import PublishedStores
 from vllm_kvevict.metrics.kept import kept_share
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import Eviction, HiddenStateSpan, Replay, StepPlan
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.step_plan import Eviction, HiddenStateSpan, Replay, StepPlan
 
 MAX_REPLAYS = 8
 """Maximum number of replays that wait or run at once. Each one holds a store, and hidden states on
@@ -120,7 +120,7 @@ class Replays(Part):
         table, spans = self._core.table, {}
         for state in table.admitted:
             if (waiting := self._waiting.get(state.request_id)) is not None:
-                self._release(waiting)
+                self._free_held(waiting)
                 # Admitted with its client's priority, but preempted before any client's request.
                 state.request.priority = sys.maxsize
         for request_id, state in list(self._drawn.items()):
@@ -170,7 +170,7 @@ class Replays(Part):
                     self._counters.tokens_audited += replay.end - start
 
     def _ask(self, plan: StepPlan, state: RequestState, eviction: Eviction) -> None:
-        end, tails = eviction.num_tokens, [t.tail_start for t in state.timelines.values()]
+        end, tails = eviction.num_tokens, [t.tail_start for t in state.progress.values()]
         start = max(end - self._core.table.window, *tails)
         since, until = self._kept_spans.get(state.request_id, (end, 0))
         incomplete = until != end or since > start
@@ -183,7 +183,7 @@ class Replays(Part):
             self._counters.audits_dropped += 1
             return
         self._made += 1
-        share = kept_share(state.timelines, self._layers, end)
+        share = kept_share(state.progress, self._layers, end)
         name = f"{state.request_id}{REPLAY}{self._made}"
         replay = Replay(name, state.request_id, eviction.policy, share, start, end)
         store = Replayed.starting_at(start, self._groups(state, start))
@@ -197,13 +197,13 @@ class Replays(Part):
     def _groups(self, state: RequestState, start: int) -> dict[int, PublishedGroup]:
         """Return the blocks of a request that a replay from ``start`` on reads, by group."""
         groups = {}
-        for group, timeline in state.timelines.items():
+        for group, progress in state.progress.items():
             size = self._core.managers[group].block_size
             positional = self._core.managers[group].req_to_blocks[state.request_id]
-            tail = positional[timeline.tail_start // size : blocks_for(start, size)]
+            tail = positional[progress.tail_start // size : blocks_for(start, size)]
             holding = state.holdings.get(group)
-            store = holding.store if holding is not None and timeline.evicted else []
-            groups[group] = PublishedGroup(timeline.tail_start, tuple(store), tuple(tail))
+            store = holding.store if holding is not None and progress.evicted else []
+            groups[group] = PublishedGroup(progress.tail_start, tuple(store), tuple(tail))
         return groups
 
     def after_step(self, plan: StepPlan) -> None:
@@ -262,7 +262,7 @@ class Replays(Part):
                 continue
             state = self._core.table.states.get(request_id)
             if state is None:
-                self._forget(waiting)
+                self._remove(waiting)
             elif state.holds_blocks:
                 if self._in_the_way(waiting):
                     self._give_up(waiting)
@@ -317,7 +317,7 @@ class Replays(Part):
         steps = 4 * (1 + self._scheduler.num_spec_tokens)
         return state.next_eviction <= max(start + steps, state.prefill_end)
 
-    def _release(self, waiting: Waiting) -> None:
+    def _free_held(self, waiting: Waiting) -> None:
         self._pool.free_blocks(waiting.held)
         waiting.held = []
 
@@ -327,11 +327,11 @@ class Replays(Part):
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         elif not waiting.ready:
             self._dropped.append(request_id)
-        self._forget(waiting)
+        self._remove(waiting)
         self._counters.audits_dropped += 1
 
-    def _forget(self, waiting: Waiting) -> None:
-        self._release(waiting)
+    def _remove(self, waiting: Waiting) -> None:
+        self._free_held(waiting)
         waiting.of.replay_block_ids = frozenset()
         del self._waiting[waiting.replay.request_id]
 

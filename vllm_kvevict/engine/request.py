@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.policies.base import Requirements
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import GroupEviction
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import GroupEviction
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -95,7 +95,7 @@ class RequestState:
     rules: Mapping[int, EvictionRule]
     max_length: int
     phase: Phase = Phase.WAITING
-    timelines: dict[int, EvictionProgress] = field(default_factory=dict)
+    progress: dict[int, EvictionProgress] = field(default_factory=dict)
     """Progress by KV-cache group. While the request is WAITING, this is the progress that an
     admission would start with."""
     holdings: dict[int, Holding] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class RequestState:
         If prompts evict while they are prefilled, requests with a common prefix that all defer
         their evictions because of each other may not fit, and could be preempted together forever.
         """
-        inside = any(t.rule.prefill_stride for t in self.timelines.values())
+        inside = any(t.rule.prefill_stride for t in self.progress.values())
         return inside and self.request.num_preemptions > 0
 
     def begin(self, reuse: "PublishedStore | None" = None) -> None:
@@ -201,12 +201,12 @@ class RequestState:
         assert self.phase is Phase.WAITING
         self.replayed_from, self.replayed_until = sys.maxsize, 0
         if self._begun_with != self.request.num_tokens or self.pending_store is not None:
-            self.timelines = self.fresh_timelines()
+            self.progress = self.fresh_progress()
             self._begun_with = self.request.num_tokens
             self.refresh()
         self.pending_store = self.reused_store = reuse
         if reuse is not None:
-            reuse.advance(self.timelines)
+            reuse.advance(self.progress)
             self.refresh()
             self.compute_over(reuse)
 
@@ -214,10 +214,10 @@ class RequestState:
         """Record that other requests may hold what the request keeps of its context."""
         if not self.shares_context:
             self.shares_context = True
-            self.timelines = self.fresh_timelines()
+            self.progress = self.fresh_progress()
             self.refresh()
 
-    def fresh_timelines(self) -> dict[int, EvictionProgress]:
+    def fresh_progress(self) -> dict[int, EvictionProgress]:
         """Return the progress of every group with nothing computed."""
         prompt, replay = self.request.num_prompt_tokens, self.request.num_tokens
         return {
@@ -233,7 +233,7 @@ class RequestState:
             for group, rule in self.rules.items()
         }
 
-    def release(self) -> None:
+    def return_to_waiting(self) -> None:
         """Return the request to WAITING with nothing computed, because its blocks are freed."""
         self.phase, self._begun_with = Phase.WAITING, -1
         self.pending_store = self.base_store = self.reused_store = self.admitted_at = None
@@ -242,16 +242,16 @@ class RequestState:
 
     def refresh(self) -> None:
         self.version += 1
-        timelines = self.timelines.values()
-        self.prefill_end = max((t.prefill_end for t in timelines), default=0)
+        progress = self.progress.values()
+        self.prefill_end = max((t.prefill_end for t in progress), default=0)
         dues = [
             (t.next_eviction, t.next_eviction - t.rule.window)
-            for t in timelines
+            for t in progress
             if t.next_eviction is not None
         ]
         self.next_eviction = min((due for due, _ in dues), default=sys.maxsize)
         self.quiet_until = min((near for _, near in dues), default=sys.maxsize)
-        valid = [t.computed_valid for t in timelines if t.computed_valid is not None]
+        valid = [t.computed_valid for t in progress if t.computed_valid is not None]
         self.computed_valid = min(valid, default=None)
 
     def compute_over(self, store: "PublishedStore") -> None:
@@ -261,17 +261,17 @@ class RequestState:
     def request_eviction(self, dues: Mapping[int, int]) -> None:
         """Schedule an eviction on demand in each group, at the group's length."""
         for group, due in dues.items():
-            self.timelines[group].schedule_on_demand(due)
+            self.progress[group].schedule_on_demand(due)
         self.refresh()
 
     def defer(self, group: int, end: int) -> None:
         """Defer the eviction of one group to its next interval."""
-        self.timelines[group].defer(end)
+        self.progress[group].defer(end)
         self.refresh()
 
     def evict(self, group: int, end: int) -> tuple[int, int]:
         """Advance the progress of one group; return the old and the new tail start."""
-        tail_starts = self.timelines[group].evict(end)
+        tail_starts = self.progress[group].evict(end)
         self.base_store, self.evicted, self.evicted_at = None, True, end
         self.refresh()
         return tail_starts
@@ -306,11 +306,11 @@ class RequestState:
 
     def coming_groups(self, end: int) -> list[int]:
         """Return the groups that need queries of the step for their next eviction."""
-        return [group for group, t in self.timelines.items() if t.observes(end)]
+        return [group for group, t in self.progress.items() if t.observes(end)]
 
     def due_groups(self, end: int) -> list[int]:
         """Return the groups that are due to evict with the step."""
-        return [group for group, t in self.timelines.items() if t.is_due(end)]
+        return [group for group, t in self.progress.items() if t.is_due(end)]
 
     def last_step(self, end: int) -> bool:
         """Return whether the request certainly ends with the step."""
@@ -322,13 +322,13 @@ class RequestState:
         if not self.needs.every_query:
             return False
         return self.quiet_until < sys.maxsize or any(
-            t.can_evict_on_demand for t in self.timelines.values()
+            t.can_evict_on_demand for t in self.progress.values()
         )
 
     @property
     def has_eviction_points(self) -> bool:
         """True if chunks of prefill end at eviction points."""
-        return any(t.has_eviction_points for t in self.timelines.values())
+        return any(t.has_eviction_points for t in self.progress.values())
 
     def next_chunk_end(self, start: int) -> int | None:
         """Return the first eviction point after ``start`` at which a chunk must end; None if there
@@ -337,7 +337,7 @@ class RequestState:
         A deferred eviction can run at every later point. The point that a request asked for counts
         even if its eviction was deferred, so that requests that wait for its store are informed.
         """
-        points = [t.next_chunk_end(start) for t in self.timelines.values()]
+        points = [t.next_chunk_end(start) for t in self.progress.values()]
         return min((point for point in points if point is not None), default=None)
 
     def clip_chunk(self, start: int, end: int) -> int:
@@ -359,7 +359,7 @@ class RequestState:
         """Return whether a chunk that ends at ``end`` evicts inside a prompt that evicts in
         intervals."""
         inside = end < self.prefill_end and end >= self.next_eviction
-        return inside and any(t.rule.prefill_stride for t in self.timelines.values())
+        return inside and any(t.rule.prefill_stride for t in self.progress.values())
 
     def max_drafts(self, num_tokens: int) -> int:
         """Return the maximum number of draft tokens that the next step of a decoding request may
@@ -380,7 +380,7 @@ class RequestState:
             return 0
         if num_tokens <= self.quiet_until:
             return self.quiet_until - num_tokens
-        window = min(t.rule.window for t in self.timelines.values())
+        window = min(t.rule.window for t in self.progress.values())
         return max(0, min(self.next_eviction - 1 - num_tokens, window - 1))
 
     def cacheable(self, num_tokens: int) -> int:
@@ -413,7 +413,7 @@ class RequestState:
         """The progress of the groups that bound how many tokens may be loaded or reused."""
         return [
             t
-            for t in self.timelines.values()
+            for t in self.progress.values()
             if (t.has_eviction_points and t.next_prefill_eviction is not None)
             or self.needs.window != "none"
             or self.audited
@@ -426,5 +426,5 @@ class RequestState:
 
         The window of the next eviction must be computed, and at least one token in any case.
         """
-        caps = [t.hit_cap for t in self.timelines.values()]
+        caps = [t.hit_cap for t in self.progress.values()]
         return min([self.request.num_tokens - 1, *caps])

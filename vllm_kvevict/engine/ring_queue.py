@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.engine.table import RequestTable
-from vllm_kvevict.timeline.ring_slots import RingSlots
-from vllm_kvevict.timeline.wakeups import WakeupQueue
+from vllm_kvevict.rules.ring_slots import RingSlots
+from vllm_kvevict.rules.wakeups import WakeupQueue
 
 
 class RingQueue:
@@ -185,5 +185,5 @@ class RingQueue:
         """Forget a request before its blocks are freed."""
         self.near.pop(state.request_id, None)
         self._asking.pop(state.request_id, None)
-        self._wakeups.forget(state)
+        self._wakeups.cancel(state)
         self._give_back(state)

@@ -39,10 +39,10 @@ from vllm_kvevict.metrics.kept import kept_share
 from vllm_kvevict.metrics.report import MEASURED, Reporter, attach
 from vllm_kvevict.metrics.totals import TotalsLog
 from vllm_kvevict.policies.requirements import floats_per_token, policy_requirements, ring_slots
+from vllm_kvevict.rules.ring_slots import RingSlots
+from vllm_kvevict.rules.step_plan import PLAN, StepPlan
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.shape import StoreSizes
-from vllm_kvevict.timeline.ring_slots import RingSlots
-from vllm_kvevict.timeline.step_plan import PLAN, StepPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -119,7 +119,7 @@ class EvictingScheduler(Scheduler):
         self._aligns_mamba: bool = self.need_mamba_block_aligned_split
 
     def _make_table(self, config: EvictionConfig, slots: int) -> RequestTable:
-        rules = {group: m.timeline for group, m in self._evicting.items() if m.timeline is not None}
+        rules = {group: m.rule for group, m in self._evicting.items() if m.rule is not None}
         needs = policy_requirements(config)
         if not slots:
             needs = {
@@ -236,7 +236,7 @@ class EvictingScheduler(Scheduler):
         if self._remote is not None:
             self._remote.loads.processed(scheduler_output)
         if plan is not None:
-            self._planner.retire(plan)
+            self._planner.free_replaced(plan)
         self._stores.sweep()
         if self._reporter is not None:
             self._report(self._reporter, model_runner_output, outputs)
@@ -280,13 +280,13 @@ class EvictingScheduler(Scheduler):
         state = self._table.states[request.request_id]
         of_client = state.replay_store is None
         if request.num_computed_tokens and of_client:
-            self.eviction_counters.ended(state.evicted)
+            self.eviction_counters.count_finished(state.evicted)
         # The last sampled token was never computed, so it is not in the cache.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if self._reporter is not None and tokens > 0 and of_client:
-            timelines = state.timelines if state.holds_blocks else {}
-            self._reporter.kept(kept_share(timelines, self._layers, tokens))
-        store, handed = state.base_store, self._stores.ended(state)
+            progress = state.progress if state.holds_blocks else {}
+            self._reporter.kept(kept_share(progress, self._layers, tokens))
+        store, handed = state.base_store, self._stores.request_finished(state)
         params, other = super()._free_request(request, *args, **kwargs)
         if store is not None:
             self._stores.renew(store)

@@ -19,12 +19,12 @@ from time import monotonic
 from vllm.logger import init_logger
 
 from vllm_kvevict.metrics.counters import Counters
+from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.region import Region
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
 from vllm_kvevict.stores.threads import Threads
-from vllm_kvevict.timeline.rule import EvictionRule
 
 logger = init_logger("vllm.kv_eviction.tiers")
 
@@ -265,13 +265,13 @@ class StoreReads:
             if not (reading.future.cancel() or reading.future.done()):
                 self.hanging.append(reading.future)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Stop looking for any store, and forget which ones were missing."""
         for name in [*self.reading, *self.queued, *self.late]:
             self.drop(name)
         self._absent.clear()
 
-    def ended(self, request_id: str, name: str) -> None:
+    def request_finished(self, request_id: str, name: str) -> None:
         """Record that a request ends; stop looking for its store if no other request waits."""
         self.claims.pop(request_id, None)
         waiters = self._waiters.get(name)

@@ -22,9 +22,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.step_plan import GroupEviction, ReusedStore, StepPlan
 from vllm_kvevict.stores.key import ShareKey, share_key
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import GroupEviction, ReusedStore, StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -77,7 +77,7 @@ class PublishedStores:
             return
         state.store_key = share_key(
             state.request,
-            state.timelines,
+            state.progress,
             self._manager.block_pool.hash_block_size,
             state.options.policy,
             state.options.protect_first,
@@ -166,7 +166,7 @@ class PublishedStores:
         """
         return []
 
-    def ended(self, state: RequestState) -> bool:
+    def request_finished(self, state: RequestState) -> bool:
         """Record that a request ends, before its blocks are freed.
 
         Returns:
@@ -224,7 +224,7 @@ class PublishedStores:
         ):
             return None
         groups = {}
-        for group in state.timelines:
+        for group in state.progress:
             tail_start = made[group].tail_start if group in made else 0
             size = self._managers[group].block_size
             positional = self._managers[group].req_to_blocks[state.request_id]

@@ -8,7 +8,7 @@ from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.engine.request import Phase, RequestState
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.requirements import NOTHING
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -61,7 +61,7 @@ class RequestTable:
         """
         # The prompt of a resumable session grows after decoding, which no rule can foresee.
         never = request.resumable or request.pooling_params is not None or not options.evicts
-        rules = {g: options.timeline(r) for g, r in self.rules.items()} if not never else {}
+        rules = {g: options.own_rule(r) for g, r in self.rules.items()} if not never else {}
         max_length = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         needs = self.needs.get(options.policy, NOTHING) if rules else NOTHING
         state = RequestState(request, options, needs, rules, max_length)
@@ -92,7 +92,7 @@ class RequestTable:
         if state.rules and (points or any(r.prefill_stride for r in state.rules.values())):
             self.stopping[state.request_id] = state
 
-    def release(self, request_id: str) -> None:
+    def return_to_waiting(self, request_id: str) -> None:
         """Return a request to WAITING when its blocks are freed; nothing changes if it holds
         none."""
         state = self.states.get(request_id)
@@ -100,7 +100,7 @@ class RequestTable:
             return
         for index in (self.prefilling, self.accumulating, self.on_demand):
             index.pop(request_id, None)
-        state.release()
+        state.return_to_waiting()
         self.note_stops(state)
 
     def remove(self, request_id: str) -> None:

@@ -20,13 +20,13 @@ from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.store_reads import HANDOVER_TIMEOUT_S, StoreReads
 from vllm_kvevict.engine.stores import PublishedStores
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.step_plan import GroupEviction, StepPlan, StoreBlocks, StoreCopy
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import StoreNews
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.region import Handle
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import GroupEviction, StepPlan, StoreBlocks, StoreCopy
 
 logger = init_logger("vllm.kv_eviction.tiers")
 
@@ -126,13 +126,15 @@ class TieredStores(PublishedStores):
             for group, shape in group_shapes(state.store_key, state.rules).items()
         )
 
-    def ended(self, state: RequestState) -> bool:
+    def request_finished(self, state: RequestState) -> bool:
         """Record that a request ends, and discard a file that no other waiting request needs.
 
         A store that is being written counts as available, unless the last write failed or this one
         takes too long.
         """
-        self.reads.ended(state.request_id, state.store_key.name if state.store_key else "")
+        self.reads.request_finished(
+            state.request_id, state.store_key.name if state.store_key else ""
+        )
         store = state.base_store
         if store is None or not store.written or not hands_over(state.request.kv_transfer_params):
             return False
@@ -166,7 +168,7 @@ class TieredStores(PublishedStores):
         name = store.key.name
         if name in self._kept:
             self.kept_bytes -= self._kept.pop(name)
-            self._forget(name)
+            self._drop_from_memory(name)
         self.reads.failed(name)
         self._drop(store)
 
@@ -195,7 +197,7 @@ class TieredStores(PublishedStores):
         self._next.forgotten += self._kept
         self._kept.clear()
         self.kept_bytes = 0
-        self.reads.forget()
+        self.reads.clear()
         if self.reads.files is not None:
             self.reads.paused = True
             self._resets += 1
@@ -227,11 +229,11 @@ class TieredStores(PublishedStores):
         self._next.forgotten = [other for other in self._next.forgotten if other != name]
         while self.kept_bytes > self._memory:
             oldest, size = self._kept.popitem(last=False)
-            self._forget(oldest)
+            self._drop_from_memory(oldest)
             self.kept_bytes -= size
         return True
 
-    def _forget(self, name: str) -> None:
+    def _drop_from_memory(self, name: str) -> None:
         """Let the workers remove a store from host memory, even one that the same step would
         save."""
         self._next.forgotten.append(name)

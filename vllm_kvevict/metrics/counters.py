@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_kvevict.timeline.step_plan import GroupEviction
+    from vllm_kvevict.rules.step_plan import GroupEviction
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ class Counters(Totals):
             self.tokens_evicted += group.tail_start - group.old_tail_start
             self.tokens_evicted += (len(group.old_store) - len(group.store)) * size
 
-    def ended(self, evicted: bool) -> None:
+    def count_finished(self, evicted: bool) -> None:
         """Count a request that ended, and whether it was ever evicted."""
         if evicted:
             self.requests_evicted += 1

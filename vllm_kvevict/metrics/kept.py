@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_kvevict.timeline.progress import EvictionProgress
+    from vllm_kvevict.rules.progress import EvictionProgress
 
 
 def kept_share(
-    timelines: "Mapping[int, EvictionProgress]", layers: Mapping[int, int], tokens: int
+    progress: "Mapping[int, EvictionProgress]", layers: Mapping[int, int], tokens: int
 ) -> float:
     """Return the share of its tokens that a request holds, averaged over KV heads and layers.
 
     Args:
-        timelines: The request's progress by KV-cache group; a group without an entry keeps all
+        progress: The request's progress by KV-cache group; a group without an entry keeps all
             tokens.
         layers: Layers of every evictable group, by group.
         tokens: Number of tokens with computed keys and values, at least 1.
@@ -24,10 +24,10 @@ def kept_share(
     """
     held = 0
     for group, count in layers.items():
-        timeline = timelines.get(group)
-        if timeline is None or not timeline.evicted:
+        group_progress = progress.get(group)
+        if group_progress is None or not group_progress.evicted:
             held += count * tokens
         else:
-            store = timeline.store_blocks * timeline.rule.block_size
-            held += count * (store + tokens - timeline.tail_start)
+            store = group_progress.store_blocks * group_progress.rule.block_size
+            held += count * (store + tokens - group_progress.tail_start)
     return held / (tokens * sum(layers.values()))

@@ -201,7 +201,7 @@ class EvictionMetrics:
         self._pressing = children(
             self._make("gauge", "pressing", "1 while eviction under pressure runs.")
         )
-        shortest = config.timeline(block_size).shortest_evicted(longest)
+        shortest = config.rule(block_size).shortest_evicted(longest)
         evicts_from = self._make(
             "gauge", "evicts_from_tokens", "The shortest prompt that is evicted at its end."
         )

@@ -100,7 +100,7 @@ class Candidates:
 
     @property
     def row(self) -> int:
-        """Number that identifies the request on this rank until :meth:`Scorer.forget`.
+        """Number that identifies the request on this rank until :meth:`Scorer.clear_rows`.
 
         Raises:
             ValueError: The policy does not require ``keeps_state``.

@@ -167,7 +167,7 @@ class Scorer(ABC):
 
         """
 
-    def forget(self, rows: Sequence[int]) -> None:  # noqa: B027
+    def clear_rows(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Drop the state of the requests of these rows, for scorers that keep a state.
 
         A row is forgotten when its request ends or is preempted, and at the latest before another

@@ -45,8 +45,8 @@ def _load(name: str, plugin: PluginPolicy, config: EvictionConfig) -> Scorer:
         raise ValueError(f"{where} does not load: {error!r}") from error
     if not isinstance(scorer, Scorer):
         raise ValueError(f"{where} returns {scorer!r}, which is not a vllm_kvevict Scorer")
-    if type(scorer).forget is not Scorer.forget and not scorer.requirements.keeps_state:
-        raise ValueError(f"{where} defines forget, so its requirements need keeps_state=True")
+    if type(scorer).clear_rows is not Scorer.clear_rows and not scorer.requirements.keeps_state:
+        raise ValueError(f"{where} defines clear_rows, so its requirements need keeps_state=True")
     if scorer.requirements.weighs:
         raise ValueError(f"{where} weighs tokens, which is supported for built-in policies only")
     return scorer

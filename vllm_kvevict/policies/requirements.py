@@ -11,7 +11,7 @@ from vllm_kvevict.policies.registry import build_policies
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.timeline.rule import EvictionRule
+    from vllm_kvevict.rules.rule import EvictionRule
 
 NOTHING = Requirements(window="none", keys=False)
 """Requirements of a request that never evicts."""

@@ -93,7 +93,7 @@ class SubGenStream(Scorer):
         self.state.keep(row, layer_name, self.moved(summary.streams, columns))
         return summary.log_weights.gather(1, columns[..., None].expand(-1, -1, 2))
 
-    def forget(self, rows: Sequence[int]) -> None:
+    def clear_rows(self, rows: Sequence[int]) -> None:
         self.state.clear(rows)
 
     @property

@@ -174,7 +174,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
             logger.info("KV eviction: the profile is %s (SHA-256 %s).", file.file, file.sha256)
     slots = ring_slots(vllm_config, config)
     rings = slots * ring_bytes(vllm_config, config)
-    most = sustained(slots, config.timeline(vllm_config.cache_config.block_size))
+    most = sustained(slots, config.rule(vllm_config.cache_config.block_size))
     logger.info(
         "KV eviction is on: policy %s, budget %s%s, window %d tokens, interval %d, %.1f MiB of "
         "observation rings on a rank%s.",

@@ -68,7 +68,7 @@ def check_request(
     from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingType
 
-    stops = [options.at, options.timeline(rules[0]).next_point(0)] if options.evicts else []
+    stops = [options.at, options.own_rule(rules[0]).next_point(0)] if options.evicts else []
     clips = any(stop is not None and stop < length for stop in stops)
     if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
         raise ValueError(

@@ -17,8 +17,8 @@ from vllm_kvevict.config.requests import (
     PROTECT,
     RequestOptions,
 )
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 from vllm_kvevict.serving.rules import server_rules
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,7 +29,7 @@ def capacity(vllm_config: "VllmConfig", rules: Sequence[EvictionRule]) -> int | 
 
     Args:
         vllm_config: Of the engine, with what it reported when it was ready.
-        rules: The server's timeline of every layer, or of every group, that evicts.
+        rules: The server's rule of every layer, or of every group, that evicts.
 
     """
     if not any(rule.prefill_stride for rule in rules):
@@ -73,7 +73,7 @@ def check_capacity(
 
     Args:
         vllm_config: Of the engine.
-        rules: The server's timeline of every layer, or of every group, that evicts.
+        rules: The server's rule of every layer, or of every group, that evicts.
         options: What the request asked for.
         prompt_len: Tokens of the prompt.
         max_tokens: Tokens of the longest answer; None for as many as fit.

@@ -1,4 +1,4 @@
-"""The server's settings and timelines, as a front end reads them for each request."""
+"""The server's settings and rules, as a front end reads them for each request."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,11 +9,11 @@ from vllm_kvevict.config.names import CONFIG_KEY
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvevict.timeline.rule import EvictionRule
+    from vllm_kvevict.rules.rule import EvictionRule
 
 
 class ServerRules(NamedTuple):
-    """Settings of a server that evicts, and the timeline of each group of layers that does."""
+    """Settings of a server that evicts, and the rule of each group of layers that does."""
 
     config: EvictionConfig
     rules: "tuple[EvictionRule, ...]"
@@ -46,7 +46,7 @@ def server_rules(vllm_config: "VllmConfig") -> ServerRules | None:
         return last.found
     found = None
     if (config := EvictionConfig.parse(settings)) is not None:
-        layers = config.timelines(block_size, *evictable_stages(vllm_config))
+        layers = config.layer_rules(block_size, *evictable_stages(vllm_config))
         found = ServerRules(config, tuple(dict.fromkeys(layers)))
     kept = dict(settings) if isinstance(settings, dict) else settings
     _last = _Read(vllm_config, kept, block_size, found)

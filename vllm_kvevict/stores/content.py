@@ -9,7 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
-from vllm_kvevict.timeline.step_plan import StoreBlocks
+from vllm_kvevict.rules.step_plan import StoreBlocks
 
 
 class StoreContent:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvevict.rules.step_plan import StoreCopy
 from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.files import StoreFiles, Tensors, unpack
 from vllm_kvevict.stores.pinned import PinnedMemory
 from vllm_kvevict.stores.region import open_region
-from vllm_kvevict.timeline.step_plan import StoreCopy
 
 logger = init_logger("vllm.kv_eviction.tiers")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.rules.progress import EvictionProgress
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -69,7 +69,7 @@ class ShareKey:
 
 def share_key(
     request: "Request",
-    timelines: Mapping[int, EvictionProgress],
+    progress: Mapping[int, EvictionProgress],
     hash_block_size: int,
     policy: str,
     protect_first: int,
@@ -81,7 +81,7 @@ def share_key(
 
     Args:
         request: vLLM's request. Its full blocks are hashed.
-        timelines: Its progress by KV-cache group, before the first eviction.
+        progress: Its progress by KV-cache group, before the first eviction.
         hash_block_size: Number of tokens that one hash covers.
         policy: The policy that chooses.
         protect_first: First tokens that are always kept.
@@ -90,22 +90,22 @@ def share_key(
             inside it; 0 for none.
 
     """
-    ends = [end for t in timelines.values() if (end := t.next_chunk_end(0)) is not None]
+    ends = [end for t in progress.values() if (end := t.next_chunk_end(0)) is not None]
     point = min(ends, default=request.num_tokens)
     if point >= request.num_tokens:
         return None
     blocks = point // hash_block_size
     if not 0 < blocks <= len(request.block_hashes):
         return None
-    if any(timeline.looks_before(point) for timeline in timelines.values()):
+    if any(group_progress.looks_before(point) for group_progress in progress.values()):
         return None
     hashed = blocks * hash_block_size
     extra = None
     if hashed < point:
         extra = generate_block_hash_extra_keys(request, hashed, point, 0)[0]
     stores = tuple(
-        (group, timeline.wanted(point) if timeline.is_due(point) else 0)
-        for group, timeline in sorted(timelines.items())
+        (group, group_progress.wanted(point) if group_progress.is_due(point) else 0)
+        for group, group_progress in sorted(progress.items())
     )
     return ShareKey(
         prefix=request.block_hashes[blocks - 1],
@@ -115,11 +115,11 @@ def share_key(
         policy=policy,
         protect_first=protect_first,
         stores=stores,
-        share=kept_share(timelines, point) if reads_share else 0.0,
+        share=largest_share(progress, point) if reads_share else 0.0,
         in_context=point <= context_end,
     )
 
 
-def kept_share(timelines: Mapping[int, EvictionProgress], point: int) -> float:
+def largest_share(progress: Mapping[int, EvictionProgress], point: int) -> float:
     """Return the largest share of the tokens before a point that the budget of a group keeps."""
-    return max(timeline.share(point) for timeline in timelines.values())
+    return max(group_progress.share(point) for group_progress in progress.values())

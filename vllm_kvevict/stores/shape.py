@@ -7,8 +7,8 @@ import torch
 from vllm.utils.torch_utils import get_dtype_size
 
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 from vllm_kvevict.stores.key import ShareKey
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
 
 
 @dataclass(frozen=True)

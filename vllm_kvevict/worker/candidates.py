@@ -25,8 +25,8 @@ from vllm_kvevict.ops.torch.observe import window_entries
 from vllm_kvevict.ops.torch.pages import candidate_grid
 from vllm_kvevict.ops.torch.value_shares import value_shares
 from vllm_kvevict.policies.base import Candidates, Requirements
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.prompts import PromptDigests
 from vllm_kvevict.worker.ranks import first_head, mean_of_ranks, sum_of_ranks
@@ -67,7 +67,7 @@ class Holdings:
 
     @property
     def block_size(self) -> int:
-        return self.state.timeline.block_size
+        return self.state.rule.block_size
 
     @property
     def num_columns(self) -> int:
@@ -158,15 +158,15 @@ class CandidateReader:
         grid, padding = candidate_grid(
             state.indptr(row), upload(group.old_store), upload(group.positional)
         )
-        tail_blocks = (group.tail_start - group.old_tail_start) // state.timeline.block_size
+        tail_blocks = (group.tail_start - group.old_tail_start) // state.rule.block_size
         pages = grid.shape[-1] - len(group.positional) + tail_blocks
         return Holdings(eviction, group, state, 0, row, grid, padding, pages, upload(group.store))
 
-    def release(self) -> None:
+    def free_buffers(self) -> None:
         """Drop what was computed for an eviction and is shared by its groups of layers."""
         self._buffers.clear()
         if self.probes is not None:
-            self.probes.release()
+            self.probes.free_buffers()
 
     def inputs(self, needs: Requirements, holdings: Holdings) -> Inputs:
         """Read or compute the inputs that are needed for all layers at once."""
@@ -192,7 +192,7 @@ class CandidateReader:
             rows = 1
             if self.rings is not None and needs.window != "none":
                 query_heads = self.rings.layer(holdings.layer_names[0]).shape[1]
-                rows = query_heads // num_heads * holdings.state.timeline.window
+                rows = query_heads // num_heads * holdings.state.rule.window
             width = first.layout.keys.shape[1]
             if needs.keys_in_place:
                 width = width_in_place(width, 4 if first.is_fp8 else first.pages.itemsize)
@@ -267,7 +267,7 @@ class CandidateReader:
             keys=keys,
             valid=valid,
             queries=None if inputs.queries is None else inputs.queries[heads],
-            window=holdings.state.timeline.window,
+            window=holdings.state.rule.window,
             num_candidates=holdings.candidate_pages * bs,
             scale=caches[0].scale,
             softcap=caches[0].softcap,
@@ -301,7 +301,7 @@ class CandidateReader:
         eviction, state = holdings.eviction, holdings.state
         assert self.rings is not None and eviction.ring is not None
         entries = window_entries(
-            eviction.ring, eviction.num_tokens, state.timeline.window, holdings.grid.device
+            eviction.ring, eviction.num_tokens, state.rule.window, holdings.grid.device
         )
         layers = []
         for name in holdings.layer_names:

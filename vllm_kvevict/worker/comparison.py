@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.timeline.step_plan import HiddenStateSpan, Replay, StepPlan
+from vllm_kvevict.rules.step_plan import HiddenStateSpan, Replay, StepPlan
 from vllm_kvevict.worker.runners import RunnerRows, released_requests
 
 ROWS = 8

@@ -21,8 +21,8 @@ from vllm_kvevict.ops.pieces import joined
 from vllm_kvevict.ops.torch.pages import compact_index
 from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.base import Policy, Scorer, protect
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import PLAN, Eviction, GroupEviction, StepPlan
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.step_plan import PLAN, Eviction, GroupEviction, StepPlan
 from vllm_kvevict.worker.candidates import CandidateReader, Holdings, Inputs
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.fused import FusedEvictions
@@ -155,7 +155,7 @@ class WorkerEviction:
         for state in self.states.values():
             state.clear(cleared)
         for policy in self.policies.values():
-            policy.scorer.forget(cleared)
+            policy.scorer.clear_rows(cleared)
         if self._prompts is not None:
             self._prompts.begin_step(scheduler_output)
         plan: StepPlan = getattr(scheduler_output, PLAN, None) or StepPlan()
@@ -267,7 +267,7 @@ class WorkerEviction:
         row = int(self._rows.rows([eviction.request_id])[0])
         for group in eviction.groups:
             self._evict_group(eviction, group, row)
-        self._reader.release()
+        self._reader.free_buffers()
         self.evictions += 1
 
     def _evict_group(self, eviction: Eviction, group: GroupEviction, row: int) -> None:

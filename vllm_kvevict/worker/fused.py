@@ -36,8 +36,8 @@ from vllm_kvevict.policies.defensive import Defensive
 from vllm_kvevict.policies.kernels import has_kernels
 from vllm_kvevict.policies.probe import Probe
 from vllm_kvevict.policies.snapkv import SnapKV
-from vllm_kvevict.timeline.rule import blocks_for
-from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
+from vllm_kvevict.rules.rule import blocks_for
+from vllm_kvevict.rules.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.fused_probes import GroupProbes, group_networks
 from vllm_kvevict.worker.probes import Probes
 from vllm_kvevict.worker.ranks import sum_of_ranks
@@ -206,10 +206,10 @@ class FusedEvictions:
                 group_shares = None if shares is None else shares[group_id]
                 if len(group.caches[0]) < 4:
                     continue
-                timeline = group.state.timeline
-                tokens = 2 * timeline.block_size
-                end = tokens + timeline.window
-                blocks = [1 + index % 2 for index in range(blocks_for(end, timeline.block_size))]
+                rule = group.state.rule
+                tokens = 2 * rule.block_size
+                end = tokens + rule.window
+                blocks = [1 + index % 2 for index in range(blocks_for(end, rule.block_size))]
                 # Probes with prose features have separate kernels.
                 weights = {0.0, max(group.probes, default=0.0)}
                 for (store, in_place), prose in product((([3], False), ([1], True)), weights):
@@ -259,12 +259,12 @@ class FusedEvictions:
 
         """
         state, scorer = group.state, policy.scorer
-        bs, split = state.timeline.block_size, group.head_indptr
+        bs, split = state.rule.block_size, group.head_indptr
         layers = WindowLayers(
             group.caches, group.rings, group.scales, split, state.stores, group.softcap
         )
         batch = EvictionBatch.build(
-            due, len(group.caches), state.num_heads, bs, state.timeline.window, split.device
+            due, len(group.caches), state.num_heads, bs, state.rule.window, split.device
         )
         # [C, candidates] floats that are kept with each token.
         made = None
@@ -308,8 +308,8 @@ def obstacle(
         dtype = next(iter(stored)) if rings is None else rings.layer(names[0]).dtype
         problems = {
             f"{len(names)} layers in a group, but at most {MAX_LAYERS}": (len(names) > MAX_LAYERS),
-            f"blocks of {state.timeline.block_size} tokens, but {BLOCK_SIZES}": (
-                state.timeline.block_size not in BLOCK_SIZES
+            f"blocks of {state.rule.block_size} tokens, but {BLOCK_SIZES}": (
+                state.rule.block_size not in BLOCK_SIZES
             ),
             f"head size {min(sizes)}, but {HEAD_SIZES}": min(sizes) not in HEAD_SIZES,
             f"{dtype}, but float16, bfloat16 and float32": dtype not in {*DTYPES, FP8},
@@ -353,14 +353,14 @@ def _group(
 ) -> _Group:
     names = state.layer_names
     kept = [token_stats.layer(name) for name in names] if token_stats is not None else []
-    bs, first = state.timeline.block_size, caches[names[0]]
+    bs, first = state.rule.block_size, caches[names[0]]
     shape = (-1, state.num_heads, bs)
     heads, head_size = state.num_heads, first.layout.keys.shape[-1]
     query_heads = 0 if rings is None else rings.layer(names[0]).shape[1]
     sizes = EvictionSizes(
         layers=len(names),
         heads=heads,
-        query_rows=query_heads // heads * state.timeline.window,
+        query_rows=query_heads // heads * state.rule.window,
         head_size=head_size,
         block_size=bs,
         slot_bytes=2 * head_size * first.stored.itemsize,

@@ -118,7 +118,7 @@ class EvictingWorker(EvictionWorkerMixin):
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: TokenStats | None,
+        token_stats: TokenStats | None,
         probes: Probes | None,
     ) -> FusedEvictions | None:
         if self._rings is None and probes is None:
@@ -137,7 +137,7 @@ class EvictingWorker(EvictionWorkerMixin):
             return None
         longest, workspace = self.model_config.max_model_len, self._allocate_workspace()
         fused = FusedEvictions(
-            policies, states, caches, self._rings, values, longest, probes, workspace.num_bytes
+            policies, states, caches, self._rings, token_stats, longest, probes, workspace.num_bytes
         )
         taken = list(filter(fused.takes, policies))
         logger.info(

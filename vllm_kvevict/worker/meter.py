@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvevict.metrics.report import MEASURED, Audited
-from vllm_kvevict.timeline.step_plan import Replay
+from vllm_kvevict.rules.step_plan import Replay
 
 SAMPLE_EVERY = 16
 """The head budgets of one in this many evictions are sampled."""

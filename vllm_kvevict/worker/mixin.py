@@ -93,12 +93,12 @@ class EvictionWorkerMixin(Worker, ABC):
             )
         for name in evictable:
             check_layer(name, self._layer(name))
-        self._give_timelines(specs, evictable)
+        self._give_rules(specs, evictable)
         self._evictable_layers = evictable
         self._evictable_specs = [specs[name] for name in evictable]
         return specs
 
-    def _give_timelines(self, specs: dict[str, Any], evictable: list[str]) -> None:
+    def _give_rules(self, specs: dict[str, Any], evictable: list[str]) -> None:
         """Make the specs of the named layers evictable, in place, and store each layer's depth.
 
         Raises:
@@ -120,9 +120,9 @@ class EvictionWorkerMixin(Worker, ABC):
         first = sum(stages[:stage])
         self._depths = {name: first + index for index, name in enumerate(by_depth)}
         block_size = specs[by_depth[0]].block_size
-        timelines = self.eviction_config.timelines(block_size, *stages)
+        rules = self.eviction_config.layer_rules(block_size, *stages)
         for name, depth in self._depths.items():
-            specs[name] = EvictableAttentionSpec.from_spec(specs[name], timelines[depth])
+            specs[name] = EvictableAttentionSpec.from_spec(specs[name], rules[depth])
 
     def determine_available_memory(self) -> int:
         """Return the bytes for the KV cache, without those of the rings and of the token stats.
@@ -168,9 +168,9 @@ class EvictionWorkerMixin(Worker, ABC):
         super().wake_up(tags)
         if self.kv_eviction is not None and (tags is None or "kv_cache" in tags):
             for state in self.kv_eviction.states.values():
-                state.forget()
+                state.reset()
             if self._rings is not None:
-                self._rings.forget()
+                self._rings.reset()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -186,12 +186,12 @@ class EvictionWorkerMixin(Worker, ABC):
             # A pipeline stage may have no layer of a group.
             if not isinstance(spec, EvictableAttentionSpec) or not group.layer_names:
                 continue
-            assert spec.timeline is not None
+            assert spec.rule is not None
             with self._like_the_cache():
                 states[group_id] = GroupState(
                     group_id,
                     group.layer_names,
-                    spec.timeline,
+                    spec.rule,
                     spec.num_kv_heads,
                     self.scheduler_config.max_num_seqs,
                     self.model_config.max_model_len,
@@ -205,24 +205,24 @@ class EvictionWorkerMixin(Worker, ABC):
                 heads[name] = spec.num_kv_heads
         channels = floats_per_token(self.eviction_config)
         with self._like_the_cache():
-            values = TokenStats(caches, heads, channels) if channels else None
-        probes = self._probes(states, caches, values)
+            token_stats = TokenStats(caches, heads, channels) if channels else None
+        probes = self._probes(states, caches, token_stats)
         rows = self._rows(states)
         # It may extend the workspace.
-        fused = self._fused(states, caches, values, probes)
+        fused = self._fused(states, caches, token_stats, probes)
         self.kv_eviction = WorkerEviction(
             build_policies(self.eviction_config),
             states,
             caches,
             self._rings,
-            values,
+            token_stats,
             rows,
             fused,
             self._head_shares(states),
             probes,
             self._workspace,
         )
-        self.kv_eviction.stores.tiers = self._tiers(states, caches, values, kv_cache_config)
+        self.kv_eviction.stores.tiers = self._tiers(states, caches, token_stats, kv_cache_config)
         # Only the last pipeline stage has the hidden states from which logits are computed.
         if self.eviction_config.audits and get_pp_group().is_last_rank:
             self.kv_eviction.comparison = Comparison(
@@ -242,14 +242,14 @@ class EvictionWorkerMixin(Worker, ABC):
             "%d bytes of floats of cached tokens",
             self._rings.num_bytes if self._rings is not None else 0,
             sum(state.num_bytes for state in states.values()),
-            values.num_bytes if values is not None else 0,
+            token_stats.num_bytes if token_stats is not None else 0,
         )
 
     def _tiers(
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: TokenStats | None,
+        token_stats: TokenStats | None,
         kv_cache_config: KVCacheConfig,
     ) -> HostStores | None:
         """Return the stores outside the KV cache; None if no flag asks for them."""
@@ -259,7 +259,7 @@ class EvictionWorkerMixin(Worker, ABC):
         floats = floats_per_token(config)
         files = store_files(self.vllm_config, kv_cache_config, config, floats)
         assert self.kv_eviction is not None
-        content, meter = StoreContent(states, caches, values), self.kv_eviction.meter
+        content, meter = StoreContent(states, caches, token_stats), self.kv_eviction.meter
         if files is not None:
             self._watch_weights()
         return HostStores(content, files, self.rank, meter.restore, self._weights, on_all_ranks)
@@ -312,7 +312,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: TokenStats | None,
+        token_stats: TokenStats | None,
         probes: Probes | None,
     ) -> FusedEvictions | None:
         """Return the CUDA evictions that replace the PyTorch operations; None without them."""
@@ -331,7 +331,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self,
         states: dict[int, GroupState],
         caches: dict[str, LayerCache],
-        values: TokenStats | None,
+        token_stats: TokenStats | None,
     ) -> Probes | None:
         """Return the probes of the model's profile; None if no policy reads them.
 
@@ -349,7 +349,9 @@ class EvictionWorkerMixin(Worker, ABC):
                 "under vLLM's model runner V2: serve this model under the policy ada-defensive."
             )
         profile = self.eviction_config.profile
-        assert isinstance(profile, Profile) and profile.probe is not None and values is not None
+        assert (
+            isinstance(profile, Profile) and profile.probe is not None and token_stats is not None
+        )
         weights = read(profile.probe, profile.model)
         heads = next(iter(states.values())).num_heads
         copies = self.parallel_config.tensor_parallel_size * heads // profile.model.kv_heads
@@ -368,7 +370,7 @@ class EvictionWorkerMixin(Worker, ABC):
             probes[name] = LayerProbe.of(
                 weights, depth, own_heads, max(channels), rotary, self.device
             )
-        return Probes(probes, caches, values)
+        return Probes(probes, caches, token_stats)
 
     def _rotary(self, name: str) -> Rotary | None:
         """Return the rotation of a layer's keys; None if keys are not rotated."""
@@ -410,10 +412,10 @@ class EvictionWorkerMixin(Worker, ABC):
                             "KV eviction needs its own attention backend in layers "
                             f"{attn_group.layer_names}, but vLLM chose {attn_group.backend}."
                         )
-                    if builder.kv_cache_spec.block_size != state.timeline.block_size:
+                    if builder.kv_cache_spec.block_size != state.rule.block_size:
                         raise ValueError(
                             "KV eviction needs attention blocks as large as the KV cache's "
-                            f"({state.timeline.block_size} tokens): set --block-size to "
+                            f"({state.rule.block_size} tokens): set --block-size to "
                             f"{builder.kv_cache_spec.block_size}."
                         )
                     builder.binding = GroupBinding(worker, state, beyond)

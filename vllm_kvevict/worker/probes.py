@@ -24,7 +24,7 @@ from vllm_kvevict.ops.torch.probe import (
 )
 from vllm_kvevict.ops.torch.value_shares import value_shares
 from vllm_kvevict.policies.probe import LEAST
-from vllm_kvevict.timeline.step_plan import Eviction
+from vllm_kvevict.rules.step_plan import Eviction
 from vllm_kvevict.worker.ranks import sum_of_ranks
 from vllm_kvevict.worker.rotary import Rotary
 
@@ -245,7 +245,7 @@ class Probes:
         """Return a value that is equal for layers whose keys may be scored together."""
         return index if alone else None if probe.rotary is None else id(probe.rotary.module)
 
-    def release(self) -> None:
+    def free_buffers(self) -> None:
         """Drop the buffers of the last eviction, and its rotations of 8 * R bytes per token."""
         self._rotations.clear()
         self._buffers.clear()

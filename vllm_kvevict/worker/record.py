@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
+from vllm_kvevict.rules.step_plan import Eviction, GroupEviction
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.rules.step_plan import Eviction, ReusedStore, StepPlan
 from vllm_kvevict.stores.host import HostStores
-from vllm_kvevict.timeline.step_plan import Eviction, ReusedStore, StepPlan
 
 
 class SharedStores:

@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,8 +39,8 @@ def table_bytes(
     meta = torch.device("meta")
     groups: dict[EvictionRule, list[str]] = {}
     for name, spec in specs.items():
-        assert spec.timeline is not None
-        groups.setdefault(spec.timeline, []).append(name)
+        assert spec.rule is not None
+        groups.setdefault(spec.rule, []).append(name)
     slots = 0
     if vllm_config.cache_config.enable_prefix_caching:
         # Groups share one block pool, so the largest block bounds the number of blocks.
@@ -49,11 +49,11 @@ def table_bytes(
         )
         slots = available // largest
     total = 0
-    for timeline, names in groups.items():
+    for rule, names in groups.items():
         state = GroupState(
             0,
             names,
-            timeline,
+            rule,
             specs[names[0]].num_kv_heads,
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.model_config.max_model_len,

@@ -14,7 +14,7 @@ from vllm_kvevict.ops.torch import score
 from vllm_kvevict.policies.kernels import has_kernels
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token, policy_requirements
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.rule import blocks_for
 
 if TYPE_CHECKING:
     from vllm_kvevict.cache.spec import EvictableAttentionSpec

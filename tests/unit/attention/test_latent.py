@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.latent import EvictingLatentImpl, _observed, over_stores
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 BLOCK = 16
 ROWS = torch.tensor([3, 0, 1, 2])
@@ -32,8 +32,8 @@ def batch(counts: list[int], lengths: list[int]) -> CommonAttentionMetadata:
 
 
 def state() -> GroupState:
-    timeline = EvictionRule(BLOCK, 8, 64, budget_tokens=40)
-    return GroupState(0, ["a", "b"], timeline, 1, 4, 256, torch.device("cpu"))
+    rule = EvictionRule(BLOCK, 8, 64, budget_tokens=40)
+    return GroupState(0, ["a", "b"], rule, 1, 4, 256, torch.device("cpu"))
 
 
 def test_an_evicted_request_is_its_store_and_its_tail():

@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 BLOCK, HEADS, GROUP, SIZE = 4, 2, 3, 5
 

@@ -16,8 +16,8 @@ from benchmarks.quality.prompt import AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
 from tests.http_stand_in import JsonHandler, served
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
 
 METRICS = """# HELP vllm:cache_config_info
 vllm:cache_config_info{block_size="16",engine="0"} 1.0

@@ -3,16 +3,16 @@
 import torch
 
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 LAYERS, HEADS, ROWS, BLOCK = 2, 3, 4, 16
 TABLES = ("tail_start", "stores", "head_indptr", "evicted", "shorter", "weighted", "store")
 
 
 def state() -> GroupState:
-    timeline = EvictionRule(BLOCK, 8, 64, budget_tokens=72)
+    rule = EvictionRule(BLOCK, 8, 64, budget_tokens=72)
     names = [f"layer.{index}" for index in range(LAYERS)]
-    return GroupState(0, names, timeline, HEADS, ROWS, 256, torch.device("cpu"))
+    return GroupState(0, names, rule, HEADS, ROWS, 256, torch.device("cpu"))
 
 
 def test_all_at_once_is_as_one_by_one():

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 
 
 def test_a_layer_without_a_cache_reads_its_owners_store():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.snippets import ROOT
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.requests import KEYS, RequestOptions, parse_options
-from vllm_kvevict.timeline.progress import EvictionProgress
+from vllm_kvevict.rules.progress import EvictionProgress
 
 PROMPT, BLOCK, WINDOW = 1000, 32, 32
 
@@ -89,7 +89,7 @@ BOUNDS = [
 
 
 def parse(config: EvictionConfig, key: str, value: Any) -> RequestOptions:
-    return parse_options(config, {key: value}, PROMPT, config.timelines(BLOCK, 4))
+    return parse_options(config, {key: value}, PROMPT, config.layer_rules(BLOCK, 4))
 
 
 def check(config: EvictionConfig, key: str, taken: list[Any], refused: list[Any]) -> None:
@@ -151,12 +151,12 @@ def test_no_choice_evicts_more_often_than_the_bounds_say(
     """Evictions of each accepted request are counted one by one, token by token."""
     config = server(cap, interval=interval, prefill_interval=inside)
     try:
-        options = parse_options(config, asked, prompt, config.timelines(BLOCK, 1))
+        options = parse_options(config, asked, prompt, config.layer_rules(BLOCK, 1))
     except ValueError:
         return
     assert options.evicts
     request = EvictionProgress(
-        options.timeline(config.timeline(BLOCK)), prompt, prompt, options.at, prompt + answer
+        options.own_rule(config.rule(BLOCK)), prompt, prompt, options.at, prompt + answer
     )
     in_prompt = in_answer = 0
     for n in range(1, prompt + answer + 1):

@@ -13,7 +13,7 @@ from vllm_kvevict.config.policy_options import PolicyOptions, options_of
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.config.sentences import flag
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.timeline.layers import by_layer, pyramid
+from vllm_kvevict.rules.layers import by_layer, pyramid
 
 FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
 FIELDS += [
@@ -104,8 +104,8 @@ def test_marks_in_order() -> None:
 
 
 def test_evictions_inside_a_prompt_bound_what_it_holds() -> None:
-    assert parse(prefill_interval=512).timeline(32).prefill_stride == 512
-    assert parse(prefill_interval=500).timeline(32).prefill_stride == 512, "whole blocks"
+    assert parse(prefill_interval=512).rule(32).prefill_stride == 512
+    assert parse(prefill_interval=500).rule(32).prefill_stride == 512, "whole blocks"
     for settings in ({"when": "pressure"}, {"budget": "25%"}):
         message = complaint({"policy": "snapkv", "prefill_interval": 512} | settings)
         assert "--kv-eviction-prefill-interval" in message
@@ -142,8 +142,8 @@ def test_budget(budget: Any, tokens: int | None, share: float | None) -> None:
     config = parse(budget=budget)
     assert config.budget_tokens == tokens
     assert config.budget_share == (pytest.approx(share) if share else None)
-    timeline = config.timeline(32)
-    assert timeline.budget(2000) == (tokens if tokens else int(2000 * (share or 0)))
+    rule = config.rule(32)
+    assert rule.budget(2000) == (tokens if tokens else int(2000 * (share or 0)))
 
 
 @pytest.mark.parametrize(
@@ -262,10 +262,10 @@ def test_layers_have_budgets_of_their_own_where_a_request_may_ask_for_it(
     policy: str, allow: str
 ) -> None:
     config = parse(policy=policy, allow=allow, options=dict(groups=3, beta=10.0))
-    places = tuple(timeline.share for timeline in config.timelines(32, 6))
+    places = tuple(rule.share for rule in config.layer_rules(32, 6))
     assert places == by_layer(pyramid(6, 10.0), 3, steepest=1.9)
     flat = parse(allow="ada-snapkv,none", options=dict(groups=3))
-    assert flat.timelines(32, 6) == (flat.timeline(32),) * 6
+    assert flat.layer_rules(32, 6) == (flat.rule(32),) * 6
 
 
 def test_one_group_gives_all_layers_one_budget() -> None:
@@ -274,7 +274,7 @@ def test_one_group_gives_all_layers_one_budget() -> None:
     for groups in (1, 3):
         config = parse(policy="snapkv", profile=profile, options=dict(groups=groups))
         assert config.has_groups == config.keeps_by_layer("snapkv") == (groups > 1)
-        rules = config.timelines(32, 3)
+        rules = config.layer_rules(32, 3)
         assert len(rules) == 3 and len(set(rules)) == groups
     for policy, allow in (("ada-pyramid", ""), ("snapkv", "none,pyramidkv")):
         settings = {"policy": policy, "allow": allow, "options": {"groups": 1}}
@@ -283,7 +283,7 @@ def test_one_group_gives_all_layers_one_budget() -> None:
 
 def test_a_share_of_some_tokens_at_least() -> None:
     for budget in ("25%,min=256", " 25 % ,min= 256"):
-        rule = parse(budget=budget).timeline(32)
+        rule = parse(budget=budget).rule(32)
         assert [rule.budget(n) for n in (100, 2000)] == [256, 500]
     for budget in ("25%,min=-1", "25%,min=", "25%,min=2%", "512,min=600", "25%,max=3", ",min=3"):
         assert "--kv-eviction-budget: give tokens" in complaint(
@@ -387,14 +387,14 @@ def test_parse_accepts_or_complains_in_one_line(value: Any) -> None:
     assert config.budget_tokens is None or config.budget_tokens > config.window
     assert config.budget_share is None or 0 < config.budget_share <= 1
     assert config.options.pool_kernel % 2 == 1 and 0 <= config.options.floor <= 1
-    assert config.timeline(16).store_blocks(3000) >= 1
+    assert config.rule(16).store_blocks(3000) >= 1
     # What travels to the workers is plain JSON and means the same there.
     assert EvictionConfig.parse(json.loads(json.dumps(config.model_dump()))) == config
 
 
 def test_the_budget_has_room_beside_the_window_of_every_policy_that_a_request_may_choose():
     """A client that chose snapkv on such a server got a budget of less than nothing."""
-    assert EvictionConfig(policy="probe", budget=20).timeline(16).store_blocks(0) == 1
+    assert EvictionConfig(policy="probe", budget=20).rule(16).store_blocks(0) == 1
     with pytest.raises(ValueError, match="budget 20 leaves no room beyond the window of 32"):
         EvictionConfig(policy="probe", budget=20, allow=("snapkv",))
     with pytest.raises(ValueError, match=r"last 8 tokens, which are always kept; .*probe_recent"):

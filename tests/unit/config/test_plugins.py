@@ -20,7 +20,7 @@ CODE = {
     "forgetful": (
         "from vllm_kvevict.policies.streaming_llm import StreamingLLM\n"
         "class Forgetful(StreamingLLM):\n"
-        "    def forget(self, rows):\n"
+        "    def clear_rows(self, rows):\n"
         "        pass\n"
         "def build(config):\n"
         "    return Forgetful()\n"
@@ -120,7 +120,7 @@ def test_built_in_names_stay(installed: None) -> None:
         ("absent", "does not load: ModuleNotFoundError.*bad_too"),
         ("nothing", "does not load: AttributeError.*missing"),
         ("odd", "returns 7, which is not a vllm_kvevict Scorer"),
-        ("forgetful", "defines forget, so its requirements need keeps_state=True"),
+        ("forgetful", "defines clear_rows, so its requirements need keeps_state=True"),
         ("weighing", "weighs tokens, which is supported for built-in policies only"),
     ],
 )

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.config.requests import KEYS, RequestOptions, asks, parse_options
+from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.serving.profile import SHIPPED, read
-from vllm_kvevict.timeline.rule import EvictionRule
 
 BLOCK = 32
 
@@ -23,7 +23,7 @@ def server(**settings: Any) -> EvictionConfig:
 
 
 def rules(config: EvictionConfig) -> tuple[EvictionRule, ...]:
-    return config.timelines(BLOCK, 8)
+    return config.layer_rules(BLOCK, 8)
 
 
 def parse(prompt_len: int = 1000, config: EvictionConfig | None = None, **given: Any) -> Any:
@@ -50,8 +50,8 @@ def test_a_request_that_says_nothing_gets_the_servers_settings(extra):
     assert not asks(extra)
     options = parse_options(server(), extra, 5, rules(server()))
     assert options == RequestOptions("snapkv")
-    rule = server().timeline(BLOCK)
-    assert options.timeline(rule) is rule
+    rule = server().rule(BLOCK)
+    assert options.own_rule(rule) is rule
 
 
 def test_every_key_reaches_its_field():
@@ -62,16 +62,16 @@ def test_every_key_reaches_its_field():
     assert parse(**policy("streaming-llm"), **as_text) == expected
     as_float = {key: float(value) for key, value in given.items()}
     assert parse(**policy("streaming-llm"), **as_float) == expected
-    assert expected.timeline(server().timeline(BLOCK)) == EvictionRule(
+    assert expected.own_rule(server().rule(BLOCK)) == EvictionRule(
         BLOCK, 32, 16, budget_tokens=320, prefill_interval=200, protect_first=64
     )
 
 
 def test_a_share_replaces_tokens_and_the_other_way_round():
-    rule = server().timeline(BLOCK)
-    shared = parse(budget="25%").timeline(rule)
+    rule = server().rule(BLOCK)
+    shared = parse(budget="25%").own_rule(rule)
     assert (shared.budget_tokens, shared.budget_share) == (None, 0.25)
-    back = parse(budget=200, config=server(budget="10%")).timeline(shared)
+    back = parse(budget=200, config=server(budget="10%")).own_rule(shared)
     assert (back.budget_tokens, back.budget_share) == (200, None)
 
 
@@ -121,17 +121,17 @@ def test_a_point_outside_the_prompt(value):
 
 def test_the_store_grows_by_what_is_protected():
     for first, blocks in ((0, 3), (1, 4), (32, 4), (33, 5), (96, 6), (900, 32)):
-        rule = parse(protect_first=first).timeline(server().timeline(BLOCK))
+        rule = parse(protect_first=first).own_rule(server().rule(BLOCK))
         assert rule.store_blocks(1000) == blocks, first
     # A share of what comes before the point: 25% of 512 tokens.
-    rule = parse(budget="25%", at=512, protect_first=97).timeline(server().timeline(BLOCK))
+    rule = parse(budget="25%", at=512, protect_first=97).own_rule(server().rule(BLOCK))
     assert rule.store_blocks(512) == 3 + 4
     assert parse(**policy("none"), protect_first=10**6).policy == "none"
 
 
 def test_no_more_than_the_prompt_is_protected():
     assert parse(protect_first=10**6).protect_first == 1000
-    assert not parse(protect_first=10**6).timeline(server().timeline(BLOCK)).evictable(1000)
+    assert not parse(protect_first=10**6).own_rule(server().rule(BLOCK)).evictable(1000)
 
 
 def test_subgen_stream_keeps_its_slots_besides_protected_tokens():
@@ -140,9 +140,11 @@ def test_subgen_stream_keeps_its_slots_besides_protected_tokens():
     config = server(policy="subgen-stream", options={"cluster_samples": 16})
     for first in (0, 500):
         asked = {"kv_eviction_protect_first": first, "kv_eviction_budget": 64}
-        assert parse_options(config, asked, 1000, config.timelines(16, 8)).protect_first == first
+        assert parse_options(config, asked, 1000, config.layer_rules(16, 8)).protect_first == first
         with pytest.raises(ValueError, match=r"budget 63 leaves 16 tokens outside.*needs 18"):
-            parse_options(config, asked | {"kv_eviction_budget": 63}, 1000, config.timelines(16, 8))
+            parse_options(
+                config, asked | {"kv_eviction_budget": 63}, 1000, config.layer_rules(16, 8)
+            )
 
 
 def test_a_cap_compares_tokens_of_this_prompt():
@@ -224,11 +226,11 @@ def test_a_group_has_its_part_of_what_the_request_asks_for():
     config = pyramid_server()
     first, last = rules(config)[0], rules(config)[-1]
     assert (first.store_blocks(9000), last.store_blocks(9000)) == (58, 6)
-    assert parse(9000, config).timeline(first) is first
+    assert parse(9000, config).own_rule(first) is first
     half = parse(9000, config, budget=544)
-    assert [half.timeline(rule).store_blocks(9000) for rule in (first, last)] == [29, 3]
+    assert [half.own_rule(rule).store_blocks(9000) for rule in (first, last)] == [29, 3]
     share = parse(9000, config, budget="25%")
-    stores = [share.timeline(rule).store_blocks(9000) for rule in rules(config)]
+    stores = [share.own_rule(rule).store_blocks(9000) for rule in rules(config)]
     assert sum(stores) == pytest.approx(8 * (2250 - 32) / BLOCK, abs=2)
     assert stores == sorted(stores, reverse=True) and len(set(stores)) == 4
 
@@ -236,7 +238,7 @@ def test_a_group_has_its_part_of_what_the_request_asks_for():
 def test_under_another_policy_every_group_has_the_whole_budget():
     config = pyramid_server()
     options = parse(9000, config, **policy("snapkv"))
-    assert {options.timeline(rule) for rule in rules(config)} == {config.timeline(BLOCK)}
+    assert {options.own_rule(rule) for rule in rules(config)} == {config.rule(BLOCK)}
 
 
 def test_every_group_grows_by_what_is_protected():
@@ -244,7 +246,7 @@ def test_every_group_grows_by_what_is_protected():
     for first in (1, 193, 4000):
         options = parse(9000, config, protect_first=first)
         for rule in rules(config):
-            more = options.timeline(rule).store_blocks(9000) - rule.store_blocks(9000)
+            more = options.own_rule(rule).store_blocks(9000) - rule.store_blocks(9000)
             assert more == -(-first // BLOCK)
 
 
@@ -261,12 +263,12 @@ def test_protected_tokens_and_the_budget_stay_within_the_cap(cap, budget):
         pytest.skip("the server's own budget is above the cap")
     refused = grown = 0
     for prompt in (40, 90, 300, 1000, 3000):
-        own = config.timeline(BLOCK).budget(prompt)
+        own = config.rule(BLOCK).budget(prompt)
         limit = cap if isinstance(cap, int) else int(prompt * float((cap or "0%")[:-1]) / 100)
         for first in (0, 1, 31, 32, 33, 64, 100, 200, 500, 2000):
             pages = -(-min(first, prompt) // BLOCK)
             try:
-                rule = parse(prompt, config, protect_first=first).timeline(config.timeline(BLOCK))
+                rule = parse(prompt, config, protect_first=first).own_rule(config.rule(BLOCK))
             except ValueError as error:
                 refused += 1
                 assert first and "kv_eviction_protect_first" in str(error)
@@ -275,9 +277,9 @@ def test_protected_tokens_and_the_budget_stay_within_the_cap(cap, budget):
                 continue
             store = rule.store_blocks(prompt)
             assert store > pages, "the policy has a page of its own"
-            grown += store > config.timeline(BLOCK).store_blocks(prompt)
+            grown += store > config.rule(BLOCK).store_blocks(prompt)
             if cap is None:
-                assert store == pages + config.timeline(BLOCK).store_blocks(prompt)
+                assert store == pages + config.rule(BLOCK).store_blocks(prompt)
             elif own > 64 and pages:
                 assert store * BLOCK + 32 <= max(limit, own) or not rule.evictable(prompt)
     assert grown or cap in (200, "20%"), "a budget at the cap does not grow"
@@ -303,13 +305,13 @@ def test_the_recipes_protect_their_system_prompts(settings, first, prompt, profi
     learned = dict(policy="probe", profile=shipped_profile())
     settings = dict(policy="ada-defensive", allow="") | settings | (learned if profile else {})
     config = server(**settings)
-    groups = config.timelines(BLOCK, 30)
+    groups = config.layer_rules(BLOCK, 30)
     for tokens in first:
         asked = {"kv_eviction_protect_first": tokens}
         options = parse_options(config, asked, prompt, groups)
         assert options.protect_first == min(tokens, prompt)
         for rule in set(groups):
-            assert options.timeline(rule).store_blocks(prompt) * BLOCK > options.protect_first
+            assert options.own_rule(rule).store_blocks(prompt) * BLOCK > options.protect_first
 
 
 def test_a_cap_is_one_of_the_mean_over_all_layers():
@@ -337,7 +339,7 @@ VALUES = st.one_of(
     st.integers(1, 1500),
     st.sampled_from([None, 200, "40%"]),
 )
-def test_accepts_what_the_timeline_can_follow_or_complains_in_one_line(given, prompt_len, cap):
+def test_accepts_what_the_rule_can_follow_or_complains_in_one_line(given, prompt_len, cap):
     config = server(allow="streaming-llm", max_budget=cap)
     try:
         options = parse_options(config, given, prompt_len, rules(config))
@@ -349,7 +351,7 @@ def test_accepts_what_the_timeline_can_follow_or_complains_in_one_line(given, pr
     assert "kv_eviction_x" not in given
     assert options.policy in config.choices
     assert options.at is None or 0 < options.at <= prompt_len
-    rule = options.timeline(config.timeline(BLOCK))
+    rule = options.own_rule(config.rule(BLOCK))
     length = options.at or prompt_len
     assert options.protect_first < rule.store_blocks(length) * BLOCK
     assert rule.budget_tokens is None or rule.budget_tokens > config.window
@@ -391,12 +393,12 @@ def test_evictions_inside_the_prompt_need_a_budget_in_tokens_and_no_pressure():
 
 
 @pytest.mark.parametrize("given", [dict(budget="25%"), dict(when="always", prefill_interval=128)])
-def test_a_request_that_never_evicts_has_a_timeline_all_the_same(given):
+def test_a_request_that_never_evicts_has_a_rule_all_the_same(given):
     """The scheduler asks every request for it."""
     for config in (server(prefill_interval=256), server(budget="25%")):
         for rule in rules(config):
             options = parse(config=config, **policy("none"), **given)
-            assert options.timeline(rule) == RequestOptions("none").timeline(rule) == rule
+            assert options.own_rule(rule) == RequestOptions("none").own_rule(rule) == rule
     assert "must be at least 0" in complaint(**policy("none"), interval=-1)
 
 
@@ -427,12 +429,12 @@ def test_a_sentence_stays_short_whatever_it_quotes():
 @pytest.mark.parametrize("server, other", [("probe", "snapkv"), ("snapkv", "probe")])
 def test_each_policy_protects_as_many_recent_tokens_as_it_needs(server, other):
     config = EvictionConfig(policy=server, allow=(other,), budget=96)
-    rules = [config.timeline(16)]
+    rules = [config.rule(16)]
     for policy, recent in (("probe", 8), ("snapkv", 32)):
         options = parse_options(config, {"kv_eviction": policy}, 1000, rules)
-        assert options.timeline(rules[0]).protected == recent
+        assert options.own_rule(rules[0]).protected == recent
         asked = {"kv_eviction": policy, "kv_eviction_budget": recent}
         with pytest.raises(ValueError, match=rf"{recent} tokens; give at least {recent + 1}"):
             parse_options(config, asked, 1000, rules)
         asked["kv_eviction_budget"] = recent + 1
-        assert parse_options(config, asked, 1000, rules).timeline(rules[0]).store_blocks(1000) == 1
+        assert parse_options(config, asked, 1000, rules).own_rule(rules[0]).store_blocks(1000) == 1

@@ -93,7 +93,7 @@ def kept_by_us(
         window=window,
         options=options | (dict(pool="avg") if "pool" in options_of(policy) else {}),
     )
-    rule = config.timeline(block_size)
+    rule = config.rule(block_size)
     tail_start, store = rule.tail_start(length), rule.store_blocks(length)
     assert (tail_start, store * block_size) == (length - window, STORE_TOKENS)
     chosen = build_policy(config)
@@ -116,7 +116,7 @@ def kept_by_us(
     )
     tail = list(range(tail_start, length))
     kept = []
-    for layer, rule in zip(scores, config.timelines(block_size, len(scores)), strict=True):
+    for layer, rule in zip(scores, config.layer_rules(block_size, len(scores)), strict=True):
         caps = torch.full((1, len(layer)), tail_start // block_size)
         pages = chosen.allocator.pages(layer[None], caps, rule.store_blocks(length), block_size)
         (columns,) = select_tokens(layer[None], pages, block_size)

@@ -125,7 +125,7 @@ def core_options(blocks: int = 100, prompt: int = 500, max_tokens: int = 1, **ex
         mm_features=None,
         prompt_embeds=None,
     )
-    return read_options(one, config, [config.timeline(32)], False, 2000, blocks)
+    return read_options(one, config, [config.rule(32)], False, 2000, blocks)
 
 
 def test_the_engine_core_evicts_no_marked_request() -> None:
@@ -137,4 +137,4 @@ def test_the_engine_core_evicts_no_marked_request() -> None:
     config = EvictionConfig.parse(INSIDE)
     assert config is not None
     with pytest.raises(ValueError, match="unknown key 'kv_eviction_beam_search'"):
-        parse_options(config, {BEAM_SEARCH: True}, 500, [config.timeline(32)])
+        parse_options(config, {BEAM_SEARCH: True}, 500, [config.rule(32)])

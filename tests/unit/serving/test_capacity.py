@@ -7,8 +7,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
+from vllm_kvevict.rules.progress import EvictionProgress
 from vllm_kvevict.serving.admission import check_request, refuse_session
-from vllm_kvevict.timeline.progress import EvictionProgress
 
 SERVER = dict(policy="snapkv", budget=512, interval=64, prefill_interval=256, allow="none")
 NEEDS = 15 + 9 + 2

@@ -301,7 +301,7 @@ def protected(
     """What a server that protects system prompts makes of a chat; the chat's tokens."""
     config = EvictionConfig.parse(dict(policy="snapkv", protect_system=True) | settings)
     assert config is not None
-    known = SimpleNamespace(config=config, rules=(config.timeline(4),))
+    known = SimpleNamespace(config=config, rules=(config.rule(4),))
     monkeypatch.setattr(system_prompt, "server_rules", lambda found: found)
     request = Asked(
         messages=messages, tools=list(tools), add_generation_prompt=True, strict=False,

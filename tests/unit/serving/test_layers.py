@@ -50,8 +50,8 @@ def test_every_process_gets_the_shares_themselves(build: Any, file: Path) -> Non
     travelled = EvictionConfig.parse(
         json.loads(json.dumps(config.additional_config))["kv_eviction"]
     )
-    assert [rule.share.value for rule in travelled.timelines(32, 2)] == [0.2, 1.8]
-    assert travelled.timelines(32, 2)[0].share != travelled.timelines(32, 2)[1].share
+    assert [rule.share.value for rule in travelled.layer_rules(32, 2)] == [0.2, 1.8]
+    assert travelled.layer_rules(32, 2)[0].share != travelled.layer_rules(32, 2)[1].share
 
 
 def test_says_what_the_groups_keep(build: Any, file: Path) -> None:

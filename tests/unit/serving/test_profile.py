@@ -31,8 +31,8 @@ def test_a_file_survives_the_way_to_every_process(tmp_path: Path) -> None:
     config = EvictionConfig(policy="snapkv", profile=found)
     again = EvictionConfig.parse(json.loads(json.dumps(config.model_dump(mode="json"))))
     assert again == config
-    timelines = again.timelines(32, 2)
-    assert [rule.share.value for rule in timelines] == [0.4, 1.6]
+    rules = again.layer_rules(32, 2)
+    assert [rule.share.value for rule in rules] == [0.4, 1.6]
     assert read(written(tmp_path, content(heads=None))).heads is None
 
 

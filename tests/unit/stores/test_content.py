@@ -9,11 +9,11 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import StoreBlocks, StoreCopy
 from vllm_kvevict.stores.content import StoreContent
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import HostStores
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import StoreBlocks, StoreCopy
 
 HEADS, BLOCK, SIZE, BLOCKS = 2, 8, 4, 12
 NAMES = ("a", "b")
@@ -38,9 +38,9 @@ class Rank:
             )
             for index, name in enumerate(NAMES)
         }
-        timeline = EvictionRule(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
+        rule = EvictionRule(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
         self.state = GroupState(
-            0, NAMES, timeline, HEADS, 4, 512, torch.device("cpu"), num_slots=BLOCKS
+            0, NAMES, rule, HEADS, 4, 512, torch.device("cpu"), num_slots=BLOCKS
         )
         self.state._kept.random_(0, 5, generator=generator)
         self.values = None

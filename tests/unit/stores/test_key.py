@@ -7,9 +7,9 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from benchmarks.bare_scheduler import Setup, make_request
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.stores.key import ShareKey, share_key
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule
 
 KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), 0.25)
 OTHERS = dict(
@@ -36,8 +36,8 @@ def key(
     prompt=PROMPT, rule=RULE, at=100, policy="probe", first=0, reads_share=True, end=0, **options
 ):
     request = make_request(SETUP, "r", prompt, 4, **options)
-    timelines = {0: EvictionProgress(rule, len(prompt), len(prompt), requested_point=at)}
-    return share_key(request, timelines, 8, policy, first, reads_share, end)
+    progress = {0: EvictionProgress(rule, len(prompt), len(prompt), requested_point=at)}
+    return share_key(request, progress, 8, policy, first, reads_share, end)
 
 
 def test_equal_requests_have_equal_keys():

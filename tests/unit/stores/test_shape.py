@@ -7,12 +7,12 @@ import torch
 
 from tests.unit.stores.test_content import BLOCK, HEADS, NAMES, SIZE, Rank
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import StoreBlocks
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import StoreBlocks
 
-TIMELINE = EvictionRule(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
+RULE = EvictionRule(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
 
 
 def sizes(channels: int = 2) -> StoreSizes:
@@ -21,9 +21,7 @@ def sizes(channels: int = 2) -> StoreSizes:
     full = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
     )
-    return StoreSizes(
-        {0: EvictableAttentionSpec.from_spec(full, TIMELINE)}, {0: len(NAMES)}, channels
-    )
+    return StoreSizes({0: EvictableAttentionSpec.from_spec(full, RULE)}, {0: len(NAMES)}, channels)
 
 
 def store(channels: bool = True):
@@ -53,7 +51,7 @@ def key(point: int, blocks: int) -> ShareKey:
 @pytest.mark.parametrize("point", [100, 104, 105])
 def test_shapes_follow_the_requests_rule(point, recent):
     """A request may choose a policy that protects fewer tokens than the server's."""
-    rules = {0: replace(TIMELINE, recent=recent)}
+    rules = {0: replace(RULE, recent=recent)}
     tail_start = (point - (recent or 8)) // BLOCK * BLOCK
     blocks = -(-point // BLOCK)
     assert group_shapes(key(point, 7), rules)[0] == GroupShape(

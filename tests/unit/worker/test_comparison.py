@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvevict.timeline.step_plan import HiddenStateSpan, Replay, StepPlan
+from vllm_kvevict.rules.step_plan import HiddenStateSpan, Replay, StepPlan
 from vllm_kvevict.worker.comparison import Comparison, divergence
 
 WINDOW = 12

@@ -18,8 +18,8 @@ from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.policies.registry import build_policies
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import Eviction, GroupEviction
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.gpu import interleaved
 from vllm_kvevict.worker.probes import LayerProbe, Probes
@@ -33,8 +33,8 @@ ON_CUDA = [name for name in POLICY_NAMES if name not in ("h2o", "ada-h2o", "subg
 def worker(policy: str) -> WorkerEviction:
     torch.manual_seed(0)
     config = EvictionConfig(policy=policy, window=WINDOW, budget=WINDOW + 2 * BLOCK)
-    timeline = EvictionRule(BLOCK, WINDOW, 2 * BLOCK, budget_tokens=WINDOW + 2 * BLOCK)
-    state = GroupState(0, NAMES, timeline, HEADS, 3, 512, CPU)
+    rule = EvictionRule(BLOCK, WINDOW, 2 * BLOCK, budget_tokens=WINDOW + 2 * BLOCK)
+    state = GroupState(0, NAMES, rule, HEADS, 3, 512, CPU)
     layout = interleaved(BLOCK, SIZE)
     assert layout._views  # offsets are read on the host, once
     caches = {

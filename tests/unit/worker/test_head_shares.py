@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.evict import BLOCK, HEADS, ROWS, run, steps, worker
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
-from vllm_kvevict.timeline.step_plan import StepPlan
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import StepPlan
 from vllm_kvevict.worker.head_shares import by_group, rank_shares
 
 ROW = [0.4, 0.8, 1.2, 1.6]

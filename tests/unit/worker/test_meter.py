@@ -10,7 +10,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.metrics.report import MEASURED, Reporter
-from vllm_kvevict.timeline.step_plan import Replay
+from vllm_kvevict.rules.step_plan import Replay
 from vllm_kvevict.worker import meter as meter_module
 from vllm_kvevict.worker.meter import SAMPLE_EVERY, EvictionMeter, attach, head_spread
 

@@ -7,7 +7,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.kernels.evict import run, steps, worker
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 
 POLICY = "ada-snapkv"

@@ -23,7 +23,7 @@ from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.metrics.report import MEASURED
 from vllm_kvevict.ops.cuda import extension
-from vllm_kvevict.timeline.step_plan import PLAN, ReusedStore, StepPlan
+from vllm_kvevict.rules.step_plan import PLAN, ReusedStore, StepPlan
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin
 from vllm_kvevict.worker.runners import RowsV1, RowsV2
 

@@ -14,7 +14,7 @@ from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.tables import table_bytes
 from vllm_kvevict.worker.workspace import SMALL_BYTES, SMALL_COUNT
@@ -30,10 +30,10 @@ BLOCKS = 1000
 def layers() -> dict[str, EvictableAttentionSpec]:
     """Three layers of one budget around one of another."""
     small, large = (EvictionRule(BLOCK, 8, 64, budget_tokens=tokens) for tokens in (72, 136))
-    timelines = [small, large, small, small]
+    rules = [small, large, small, small]
     return {
-        f"layer.{index}": EvictableAttentionSpec.from_spec(PLAIN, timeline)
-        for index, timeline in enumerate(timelines)
+        f"layer.{index}": EvictableAttentionSpec.from_spec(PLAIN, rule)
+        for index, rule in enumerate(rules)
     }
 
 
@@ -55,9 +55,9 @@ def scratch() -> Scratch:
 def test_as_many_as_the_worker_makes(caching):
     made = 0
     for names in (["layer.0", "layer.2", "layer.3"], ["layer.1"]):
-        timeline = layers()[names[0]].timeline
+        rule = layers()[names[0]].rule
         slots = BLOCKS if caching else 0
-        state = GroupState(0, names, timeline, HEADS, REQUESTS, LENGTH, CPU, slots)
+        state = GroupState(0, names, rule, HEADS, REQUESTS, LENGTH, CPU, slots)
         made += state.num_bytes + GroupBuffers(state, scratch(), CPU).num_bytes
     # vLLM lays the layers of one group over those of the other.
     available = BLOCKS * 3 * PLAIN.page_size_bytes

@@ -17,7 +17,7 @@ from vllm_kvevict.attention import gpu_buffers
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.ops.cuda import extension
-from vllm_kvevict.timeline.step_plan import PLAN, ReusedStore, StepPlan
+from vllm_kvevict.rules.step_plan import PLAN, ReusedStore, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -25,7 +25,7 @@ from tests.pretend_gpu import pretended
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda import pages as compaction
-from vllm_kvevict.timeline.step_plan import PLAN
+from vllm_kvevict.rules.step_plan import PLAN
 from vllm_kvevict.worker import workspace as sizing
 from vllm_kvevict.worker.workspace import (
     EvictionSizes,

@@ -11,7 +11,7 @@ from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.torch.estimator import weighted_attention
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.rule import blocks_for
 
 
 class WeightedAttention(AttentionExtension):

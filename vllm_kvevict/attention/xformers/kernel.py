@@ -14,7 +14,7 @@ import torch
 from vllm_kvevict.attention.kernels import OptionalKernel, Shape
 from vllm_kvevict.attention.sequences import Extend
 from vllm_kvevict.attention.xformers.parts import LAUNCH, SPLITS, Part, cut
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.rule import blocks_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -33,7 +33,7 @@ class Run:
     @property
     def budget(self) -> int:
         """Tokens kept per KV head, window included."""
-        return self.config.timeline(self.block_size).budget(self.prompt.context)
+        return self.config.rule(self.block_size).budget(self.prompt.context)
 
     def decode(self, start: int, stop: int) -> str:
         """Text of positions [start, stop), generated ones included."""
@@ -111,7 +111,7 @@ def _generate(
         snapshot = history.after_prefill(n)
     else:
         snapshot = history.snapshots[-1] if history.snapshots else None
-    block_size = max(state.timeline.block_size for state in worker.states.values())
+    block_size = max(state.rule.block_size for state in worker.states.values())
     if snapshot is None:
         postponed = counters.postponed - postponed
         if postponed:
@@ -138,7 +138,7 @@ def _groups(worker: Any) -> dict[int, Group]:
         group_id: Group(
             tuple(extract_layer_index(name) for name in state.layer_names),
             state.num_heads,
-            state.timeline.block_size,
+            state.rule.block_size,
         )
         for group_id, state in worker.states.items()
     }

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.rule import blocks_for
 
 if TYPE_CHECKING:
-    from vllm_kvevict.timeline.step_plan import Eviction
+    from vllm_kvevict.rules.step_plan import Eviction
     from vllm_kvevict.worker.eviction import EvictionRecord
 
 Positions = NDArray[np.int64]

@@ -43,7 +43,7 @@ def check_length(options: Options, config: EvictionConfig, prompt: Prompt) -> No
     # The budget of auto may be that of a profile, which is not read yet.
     known = config.policy != AUTO or options.budgets
     for one in variants(options, config):
-        if known and not one.timeline(block_size=1).evictable(end):
+        if known and not one.rule(block_size=1).evictable(end):
             raise CommandError(too_short(options, one, end, prompt.context))
 
 
@@ -51,7 +51,7 @@ def too_short(
     options: Options, config: EvictionConfig, end: int, context: int, block_size: int = 1
 ) -> str:
     """Why ``end`` tokens, of which ``context`` precede the eviction point, were not evicted."""
-    rule = config.timeline(block_size)
+    rule = config.rule(block_size)
     needed = (rule.store_blocks(context) + 1) * block_size + rule.protected
     blocks = f" in blocks of {block_size}" if block_size > 1 else ""
     return (

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.requests import RequestOptions
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,14 +105,14 @@ class EvictingGroup(Group):
     """One request's blocks in a group that evicts; ``held`` is what stays after the step.
 
     Args:
-        timeline: The group's rule.
+        rule: The group's rule.
         prompt: Tokens of the prompt.
 
     """
 
-    def __init__(self, timeline: EvictionRule, prompt: int) -> None:
-        super().__init__(timeline.block_size)
-        self._request = EvictionProgress(timeline, prompt, prompt)
+    def __init__(self, rule: EvictionRule, prompt: int) -> None:
+        super().__init__(rule.block_size)
+        self._request = EvictionProgress(rule, prompt, prompt)
         self.points = self._request.points
 
     def step(self, n: int, last: int) -> int:
@@ -137,7 +137,7 @@ class SharingGroup(EvictingGroup):
     """One request's own blocks in a group where all requests take one context's store.
 
     Args:
-        timeline: The group's rule.
+        rule: The group's rule.
         prompt: Tokens of the prompt.
         context: Its first tokens, the same for all requests, which are evicted at their end.
         evicts_shared: Whether it evicts again at every interval, and not only where that gives
@@ -145,12 +145,10 @@ class SharingGroup(EvictingGroup):
 
     """
 
-    def __init__(
-        self, timeline: EvictionRule, prompt: int, context: int, evicts_shared: bool
-    ) -> None:
-        super().__init__(timeline, prompt)
+    def __init__(self, rule: EvictionRule, prompt: int, context: int, evicts_shared: bool) -> None:
+        super().__init__(rule, prompt)
         request = self._request = EvictionProgress(
-            timeline, prompt, prompt, requested_point=context, shares_context=not evicts_shared
+            rule, prompt, prompt, requested_point=context, shares_context=not evicts_shared
         )
         if request.is_due(context):
             request.evict(context)
@@ -194,8 +192,8 @@ def groups_of(
     options = RequestOptions(policy)
     for spec in specs:
         evictable = isinstance(spec, EvictableAttentionSpec) and options.evicts
-        if evictable and spec.timeline is not None:
-            groups.append(EvictingGroup(options.timeline(spec.timeline), prompt))
+        if evictable and spec.rule is not None:
+            groups.append(EvictingGroup(options.own_rule(spec.rule), prompt))
         elif isinstance(spec, SlidingWindowSpec):
             cap = spec.max_admission_blocks_per_request(
                 vllm_config.max_in_flight_tokens, vllm_config.model_config.max_model_len
@@ -223,8 +221,8 @@ def sharing_groups(
 
     options = RequestOptions(policy, at=context)
     groups = [
-        SharingGroup(options.timeline(spec.timeline), prompt, context, evicts_shared)
+        SharingGroup(options.own_rule(spec.rule), prompt, context, evicts_shared)
         for spec in specs
-        if isinstance(spec, EvictableAttentionSpec) and spec.timeline is not None
+        if isinstance(spec, EvictableAttentionSpec) and spec.rule is not None
     ]
     return groups if len(groups) == len(specs) else None

@@ -221,11 +221,11 @@ def _tables(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         if isinstance(spec, EvictableAttentionSpec):
-            assert spec.timeline is not None
+            assert spec.rule is not None
             total += GroupState(
                 index,
                 group.layer_names,
-                spec.timeline,
+                spec.rule,
                 spec.num_kv_heads,
                 vllm_config.scheduler_config.max_num_seqs,
                 vllm_config.model_config.max_model_len,

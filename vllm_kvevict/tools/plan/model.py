@@ -43,12 +43,12 @@ def rank_specs(
     kinds = _kinds(vllm_config)
     parts = [slice(*get_pp_indices(len(kinds), stage, stages)) for stage in range(stages)]
     evictable = [kinds[part].count("full_attention") for part in parts]
-    timelines = iter(config.timelines(block_size, *evictable) if config is not None else ())
+    rules = iter(config.layer_rules(block_size, *evictable) if config is not None else ())
     specs: list[KVCacheSpec] = []
     for kind in kinds:
         spec = _spec(vllm_config, kind)
         evicts = config is not None and isinstance(spec, FullAttentionSpec)
-        specs.append(EvictableAttentionSpec.from_spec(spec, next(timelines)) if evicts else spec)
+        specs.append(EvictableAttentionSpec.from_spec(spec, next(rules)) if evicts else spec)
     named = [(f"layers.{index}", spec) for index, spec in enumerate(specs)]
     return [dict(named[part]) for part in parts]
 

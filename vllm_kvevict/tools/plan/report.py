@@ -150,7 +150,7 @@ def as_text(sizing: Sizing) -> str:
     """One screen."""
     memory, config = sizing.memory, sizing.config
     block_size = sizing.vllm_config.cache_config.block_size
-    rule = config.timeline(block_size)
+    rule = config.rule(block_size)
     inside = f"every {rule.prefill_stride} tokens of a prompt, " if rule.prefill_stride else ""
     model = as_json(sizing)["model"]
     lines = [
@@ -222,7 +222,7 @@ def _memory_rows(sizing: Sizing) -> list[tuple[str, int, str]]:
         ]
     buffers = memory.buffers
     slots = f"{buffers.ring_slots} slots" if buffers.ring_slots else "this policy needs none"
-    rule = sizing.config.timeline(sizing.vllm_config.cache_config.block_size)
+    rule = sizing.config.rule(sizing.vllm_config.cache_config.block_size)
     if (most := sustained(buffers.ring_slots, rule)) is not None:
         slots += f": {most} sequences evict at the interval"
     rows += [

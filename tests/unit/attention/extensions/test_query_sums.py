@@ -14,7 +14,7 @@ from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 4, 2, 2, 3, 40
 OFFSETS = torch.arange(2 * BLOCK * SIZE).view(2, BLOCK, SIZE)

@@ -10,7 +10,7 @@ from vllm import _custom_ops as ops
 from vllm_kvevict.attention.extensions.weighted import WeightedBatch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.worker.cpu import measure_layout
 
 BLOCK, HEADS, GROUP, SIZE, BLOCKS = 32, 3, 2, 32, 40

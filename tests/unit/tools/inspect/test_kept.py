@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvevict.ops.torch.pages import candidate_grid, compact_index, head_page_table
-from vllm_kvevict.timeline.step_plan import GroupEviction
+from vllm_kvevict.rules.step_plan import GroupEviction
 from vllm_kvevict.tools.inspect.kept import Group, History, compose
 from vllm_kvevict.worker.eviction import EvictionRecord
 

@@ -1,12 +1,12 @@
-"""Blocks of one request, counted by hand and against the timeline's own bound."""
+"""Blocks of one request, counted by hand and against the rule's own bound."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.timeline.peak import peak_blocks
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule
+from tests.unit.rules.peak import peak_blocks
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.tools.plan.footprint import EvictingGroup, Group, SharingGroup, request_footprint
 
 RULE = EvictionRule(block_size=32, window=32, interval=128, budget_tokens=256)
@@ -78,7 +78,7 @@ def test_sequences_are_what_fits():
     prompt=st.integers(1, 400),
     output=st.integers(1, 300),
 )
-def test_within_what_the_timeline_bounds(budget, window, interval, prompt, output):
+def test_within_what_the_rule_bounds(budget, window, interval, prompt, output):
     share = float(budget[:-1]) / 100 if isinstance(budget, str) else None
     rule = EvictionRule(8, window, interval, None if share else budget, share)
     one = request_footprint([EvictingGroup(rule, prompt)], prompt, output)

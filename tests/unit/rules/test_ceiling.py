@@ -5,12 +5,12 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.timeline.test_prefill_points import Streaming, streaming
-from tests.unit.timeline.test_rule import PROFILE, timelines
-from vllm_kvevict.timeline.ceiling import max_blocks_ever
-from vllm_kvevict.timeline.layers import by_layer
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from tests.unit.rules.test_prefill_points import Streaming, streaming
+from tests.unit.rules.test_rule import PROFILE, rules
+from vllm_kvevict.rules.ceiling import max_blocks_ever
+from vllm_kvevict.rules.layers import by_layer
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 
 def held(rule: EvictionRule, prompt_len: int, replay: int, ends: int, at: int | None) -> int:
@@ -25,7 +25,7 @@ def held(rule: EvictionRule, prompt_len: int, replay: int, ends: int, at: int | 
 
 @PROFILE
 @given(
-    st.one_of(timelines(), streaming()),
+    st.one_of(rules(), streaming()),
     st.sampled_from([None, (1.0, 1.0), (1.9, 0.1), (2.1, 0.6, 0.3)]),
     st.integers(1, 700),
     st.integers(1, 300),

@@ -1,4 +1,4 @@
-"""The timeline against a walk that holds blocks step by step and knows no formula for peaks."""
+"""The eviction rule against a walk that holds blocks step by step and has no formula."""
 
 import subprocess
 import sys
@@ -9,17 +9,17 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.timeline.peak import peak_blocks
+from tests.unit.rules.peak import peak_blocks
 from vllm_kvevict.config.budget import budget_share
-from vllm_kvevict.timeline.layers import by_layer
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.layers import by_layer
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 PROFILE = settings(deadline=None, derandomize=True)
 
 
 @st.composite
-def timelines(draw, share: bool = True, recent: bool = False) -> EvictionRule:
+def rules(draw, share: bool = True, recent: bool = False) -> EvictionRule:
     window = draw(st.integers(1, 40))
     tokens: int | None = window + draw(st.integers(1, 150))
     portion = None
@@ -38,7 +38,7 @@ def timelines(draw, share: bool = True, recent: bool = False) -> EvictionRule:
 
 
 @PROFILE
-@given(timelines(), st.integers(0, 900))
+@given(rules(), st.integers(0, 900))
 def test_the_shortest_prompt_that_is_evicted(rule: EvictionRule, longest: int) -> None:
     """Every length is tried, and asked for what a request would do with it."""
     lengths = range(1, longest + 1)
@@ -104,7 +104,7 @@ class Walk:
 
 
 @PROFILE
-@given(timelines(), st.integers(1, 2000))
+@given(rules(), st.integers(1, 2000))
 def test_tail_start_is_whole_blocks_and_monotone_and_spares_the_window(rule, n):
     start, later = rule.tail_start(n), rule.tail_start(n + 1)
     assert start % rule.block_size == 0
@@ -114,7 +114,7 @@ def test_tail_start_is_whole_blocks_and_monotone_and_spares_the_window(rule, n):
 
 
 @PROFILE
-@given(timelines(), st.integers(1, 5000))
+@given(rules(), st.integers(1, 5000))
 def test_store_is_what_the_budget_leaves_beside_the_window(rule, prompt_len):
     store = rule.store_blocks(prompt_len)
     assert store >= 1
@@ -124,7 +124,7 @@ def test_store_is_what_the_budget_leaves_beside_the_window(rule, prompt_len):
 
 
 @PROFILE
-@given(timelines(share=False), st.integers(1, 700), st.integers(0, 60), st.integers(1, 200))
+@given(rules(share=False), st.integers(1, 700), st.integers(0, 60), st.integers(1, 200))
 def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, replayed, chunk):
     end = prompt_len + replayed
     walk = Walk(rule, prompt_len, end, in_flight=0)
@@ -149,7 +149,7 @@ def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, re
 
 @PROFILE
 @given(
-    timelines(share=False),
+    rules(share=False),
     st.integers(1, 700),
     st.integers(0, 60),
     st.integers(1, 200),
@@ -180,7 +180,7 @@ def test_evicts_at_a_point_of_its_own_whatever_the_chunks(rule, prompt_len, repl
 @pytest.mark.slow
 @settings(PROFILE, max_examples=200)
 @given(
-    timelines(),
+    rules(),
     st.integers(1, 500),
     st.integers(0, 60),
     st.integers(1, 200),
@@ -204,7 +204,7 @@ def test_never_holds_more_than_peak_blocks_with_a_point(
 
 @pytest.mark.slow
 @settings(PROFILE, max_examples=200)
-@given(timelines(), st.integers(1, 500), st.integers(0, 60), st.integers(1, 200), st.integers(0, 1))
+@given(rules(), st.integers(1, 500), st.integers(0, 60), st.integers(1, 200), st.integers(0, 1))
 def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in_flight):
     # At a stride of 1 a second eviction is planned before the first was processed.
     walk = Walk(rule, prompt_len, prompt_len + replayed, in_flight if rule.stride != 1 else 0)
@@ -219,7 +219,7 @@ def test_never_holds_more_than_peak_blocks(rule, prompt_len, replayed, chunk, in
 
 
 @PROFILE
-@given(timelines(recent=True), st.integers(1, 600), st.integers(0, 60))
+@given(rules(recent=True), st.integers(1, 600), st.integers(0, 60))
 @example(EvictionRule(3, 2, 1, budget_share=0.96875, recent=1), 1, 16)
 def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
     end = prompt_len + replayed
@@ -234,7 +234,7 @@ def test_prefill_cap_leaves_the_window_to_compute(rule, prompt_len, replayed):
 
 
 @PROFILE
-@given(timelines(recent=True), st.integers(1, 600))
+@given(rules(recent=True), st.integers(1, 600))
 def test_every_query_of_the_window_is_observed(rule, prompt_len):
     request = EvictionProgress(rule, prompt_len, prompt_len)
     # A share close to 100% evicts after more tokens than can be enumerated.
@@ -244,7 +244,7 @@ def test_every_query_of_the_window_is_observed(rule, prompt_len):
 
 
 def shares() -> st.SearchStrategy[EvictionRule]:
-    return timelines().filter(lambda rule: rule.budget_share is not None)
+    return rules().filter(lambda rule: rule.budget_share is not None)
 
 
 def blocks_of_share(rule: EvictionRule, n: int) -> int:
@@ -369,7 +369,7 @@ def test_blocks_for_is_the_least_that_holds_the_tokens(tokens, block_size):
 
 def test_imports_neither_torch_nor_vllm():
     code = (
-        "import sys, vllm_kvevict.timeline.rule, vllm_kvevict.timeline.step_plan\n"
+        "import sys, vllm_kvevict.rules.rule, vllm_kvevict.rules.step_plan\n"
         "heavy = {name.split('.')[0] for name in sys.modules} & {'torch', 'vllm', 'numpy'}\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.timeline.replay import Replay, sufficient_blocks
-from tests.unit.timeline.test_prefill_points import streaming
-from tests.unit.timeline.test_rule import PROFILE, timelines
-from vllm_kvevict.timeline.layers import by_layer
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule
+from tests.unit.rules.replay import Replay, sufficient_blocks
+from tests.unit.rules.test_prefill_points import streaming
+from tests.unit.rules.test_rule import PROFILE, rules
+from vllm_kvevict.rules.layers import by_layer
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
 
 SHARES = [None, (1.0, 1.0), (1.9, 0.1), (2.1, 0.6, 0.3), (3.4, 0.3, 0.2, 0.1)]
 
 
 @st.composite
 def requests(draw) -> EvictionProgress:
-    rule = draw(st.one_of(timelines(share=False, recent=True), streaming()))
+    rule = draw(st.one_of(rules(share=False, recent=True), streaming()))
     rule = replace(rule, protect_first=draw(st.sampled_from([0, 0, 5, 70])))
     if shares := draw(st.sampled_from(SHARES)):
         rule = replace(rule, share=draw(st.sampled_from(by_layer(shares, len(shares)))))

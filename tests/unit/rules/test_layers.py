@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.serving.profile import SHIPPED, read
-from vllm_kvevict.timeline.layers import (
+from vllm_kvevict.rules.layers import (
     Share,
     by_layer,
     group_layers,
@@ -19,8 +18,9 @@ from vllm_kvevict.timeline.layers import (
     pyramid,
     sizes_by_stage,
 )
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.serving.profile import SHIPPED, read
 
 WINDOW, BLOCK = 32, 16
 
@@ -67,9 +67,9 @@ def test_a_pyramid_is_pyramidkvs(budget, more, layers, beta, most):
 def test_the_default_pyramid_of_a_model_with_32_layers():
     """A budget of 1024 with a window of 32: from 1934.4 down to 49.6 beside the window."""
     config = EvictionConfig(policy="pyramidkv", budget=1024)
-    timelines = config.timelines(32, 32)
-    groups = list(dict.fromkeys(timelines))
-    assert [timelines.count(group) for group in groups] == [8, 8, 8, 8]
+    rules = config.layer_rules(32, 32)
+    groups = list(dict.fromkeys(rules))
+    assert [rules.count(group) for group in groups] == [8, 8, 8, 8]
     # 53.8, 38.6, 23.4 and 8.2 blocks: the two largest remainders are rounded up.
     assert [group.store_blocks(8000) for group in groups] == [54, 39, 23, 8]
     assert sum(group.store_blocks(8000) for group in groups) == 4 * 31
@@ -190,17 +190,17 @@ def test_layers_together_hold_the_uniform_budget(budget, length, layers, most, b
         budget=budget,
         options=dict(groups=most, beta=beta),
     )
-    timelines = config.timelines(BLOCK, layers)
-    groups = list(dict.fromkeys(timelines))
-    assert len(timelines) == layers and 2 <= len(groups) <= most
-    mean = config.timeline(BLOCK).budget(length)
-    blocks = sum(group.store_blocks(length) for group in timelines)
+    rules = config.layer_rules(BLOCK, layers)
+    groups = list(dict.fromkeys(rules))
+    assert len(rules) == layers and 2 <= len(groups) <= most
+    mean = config.rule(BLOCK).budget(length)
+    blocks = sum(group.store_blocks(length) for group in rules)
     uniform = Fraction(max(mean - WINDOW, 0), BLOCK) * layers
     assert abs(blocks - uniform) <= layers
     stores = [group.store_blocks(length) for group in groups]
     assert stores == sorted(stores, reverse=True), "shallow layers hold no less than deep ones"
     if mean >= length:
-        assert set(stores) == {config.timeline(BLOCK).store_blocks(length)}, "nothing to fall"
+        assert set(stores) == {config.rule(BLOCK).store_blocks(length)}, "nothing to fall"
 
 
 def test_the_shallowest_layers_are_not_given_more_than_there_is():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ class WakeupQueue(Generic[Item]):
 
         This is the next step at the earliest. It replaces an earlier wake-up of the request.
         """
-        self.forget(item)
+        self.cancel(item)
         step = self._step + max(1, -(-tokens // self._tokens_a_step))
         self._asleep.setdefault(step, {})[item] = None
         self._wakes_at[item] = step
 
-    def forget(self, item: Item) -> None:
+    def cancel(self, item: Item) -> None:
         """Cancel the wake-up of a request, if it has one."""
         step = self._wakes_at.pop(item, None)
         if step is not None:

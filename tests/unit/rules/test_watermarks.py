@@ -1,6 +1,6 @@
 """Watermarks of free blocks: where eviction under pressure begins and ends."""
 
-from vllm_kvevict.timeline.watermarks import Watermarks
+from vllm_kvevict.rules.watermarks import Watermarks
 
 
 def pressing(marks: Watermarks, free: int) -> bool:

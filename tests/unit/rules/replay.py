@@ -1,8 +1,8 @@
 """A request's progress from eviction to eviction, one at a time: what closed forms must agree
 with."""
 
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import blocks_for
 
 
 class Replay(EvictionProgress):

@@ -1,13 +1,13 @@
 """The eviction progress of one request: when it evicts, and how many blocks it holds.
 
-Pure arithmetic on lengths, in the units of :mod:`~vllm_kvevict.timeline.rule`.
+Pure arithmetic on lengths, in the units of :mod:`~vllm_kvevict.rules.rule`.
 """
 
 import sys
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 
 @dataclass

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.timeline.test_rule import PROFILE, Walk, timelines
-from vllm_kvevict.timeline.layers import by_layer
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from tests.unit.rules.test_rule import PROFILE, Walk, rules
+from vllm_kvevict.rules.layers import by_layer
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 
 @st.composite
 def streaming(draw) -> EvictionRule:
-    rule = draw(timelines(share=False))
+    rule = draw(rules(share=False))
     return replace(rule, prefill_interval=draw(st.sampled_from([1, 7, 32, 100, 300])))
 
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from vllm_kvevict.timeline.wakeups import WakeupQueue
+from vllm_kvevict.rules.wakeups import WakeupQueue
 
 
 class Named:
@@ -50,8 +50,8 @@ def test_nobody_who_is_gone_is_kept():
         queue.sleep(one, 5)
         queue.sleep(one, 100_000)
     for one in sleepers:
-        queue.forget(one)
-        queue.forget(one)
+        queue.cancel(one)
+        queue.cancel(one)
     del one
     sleepers.clear()
     assert [one() for one in dead] == [None] * 3

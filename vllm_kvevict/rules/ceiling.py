@@ -4,7 +4,7 @@ A preempted request is computed again as one prompt that includes its answer so 
 it holds before its first eviction therefore also depend on the length of that replay.
 """
 
-from vllm_kvevict.timeline.rule import EvictionRule, blocks_for
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
 
 def max_blocks_ever(

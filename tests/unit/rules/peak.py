@@ -1,10 +1,10 @@
 """What a request holds at most where no eviction is put off; blocks are counted one by one in
-``test_timeline.py``."""
+``test_rule.py``."""
 
 from dataclasses import replace
 
-from vllm_kvevict.timeline.progress import EvictionProgress
-from vllm_kvevict.timeline.rule import blocks_for
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import blocks_for
 
 
 def peak_blocks(request: EvictionProgress, n: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from vllm_kvevict.timeline.layers import Share
+from vllm_kvevict.rules.layers import Share
 
 MIN_INTERVAL_WINDOWS = 4
 """Windows in the shortest interval that a request may choose by itself. An eviction reads the
