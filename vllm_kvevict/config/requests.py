@@ -11,20 +11,20 @@ from vllm_kvevict.config.names import CONFIG_KEY, NONE, keeps_by_layer
 from vllm_kvevict.config.sentences import shown
 from vllm_kvevict.rules.rule import EvictionRule
 
-POLICY = CONFIG_KEY
-BUDGET = f"{CONFIG_KEY}_budget"
-INTERVAL = f"{CONFIG_KEY}_interval"
-PREFILL_INTERVAL = f"{CONFIG_KEY}_prefill_interval"
-PROTECT = f"{CONFIG_KEY}_protect_first"
-WHEN = f"{CONFIG_KEY}_when"
-AT = f"{CONFIG_KEY}_at"
+POLICY = "kv_eviction"
+BUDGET = "kv_eviction_budget"
+INTERVAL = "kv_eviction_interval"
+PREFILL_INTERVAL = "kv_eviction_prefill_interval"
+PROTECT = "kv_eviction_protect_first"
+WHEN = "kv_eviction_when"
+AT = "kv_eviction_at"
 KEYS = (POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT)
 
 MESSAGE, TEXT = "message", "text"
 """Keys of :data:`AT` as a mapping: the message after which the context ends, and the text before
 which it ends. API servers turn both into tokens."""
 
-BEAM_SEARCH = f"{CONFIG_KEY}_beam_search"
+BEAM_SEARCH = "kv_eviction_beam_search"
 """Key with which front ends mark the requests of a beam search for the engine core. Clients may not
 use it."""
 
