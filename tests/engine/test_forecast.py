@@ -83,3 +83,61 @@ def test_nothing_is_kept_free_where_nobody_waits_or_evicts(setup):
         sharers.step()
         assert headroom(sharers) == 0, "they give nothing back"
     assert counters(sharers).skipped_shared > 0
+
+
+def admitted_at(core, request) -> int:
+    """Steps until a request is scheduled."""
+    for step in range(1, 1000):
+        if request.request_id in core.step().num_scheduled_tokens:
+            return step
+    raise AssertionError("it is never admitted")
+
+
+@BOTH
+def test_a_prompt_is_admitted_by_what_it_leaves_behind(setup, monkeypatch):
+    """The room for running requests and the blocks that a prompt gives back are not both left
+    free: a prompt of 50 blocks keeps 4, so the others have its room when they come to need it."""
+    setup = replace(setup, blocks=400)
+    waited, preempted = {}, {}
+    for counts in (True, False):
+        if not counts:
+            monkeypatch.setattr(memory_pressure.Forecast, "peak_with", lambda self, *_: self.last)
+        core = engine(setup)
+        for index in range(8):
+            core.add(tokens(90, index), 300)
+        for _ in range(12):
+            core.step()
+        late = core.add(tokens(400, 99), 100)
+        room = headroom(core)
+        assert room >= 16
+        # The prompt, and less than what the others take until they evict.
+        core.hold(50 + room // 2)
+        waited[counts] = admitted_at(core, late)
+        while core.scheduler.requests:
+            core.step()
+        core.release()
+        core.finish()
+        preempted[counts] = core.invariants.tally.preemptions
+        assert counters(core).evictions_prefill >= 9 and counters(core).evictions_decode > 0
+    assert waited[True] == 1 < waited[False], waited
+    assert preempted == {True: 0, False: 0}
+
+
+@BOTH
+def test_a_prompt_that_returns_nothing_leaves_room_for_the_peak(setup):
+    """One that never evicts, one whose blocks others hold, and one that is computed for longer than
+    an interval."""
+    core = engine(replace(setup, blocks=400, max_num_seqs=6, max_batched=64))
+    for index in range(6):
+        core.add(tokens(90, index), 400)
+        core.step()
+    waiting = [core.add(tokens(length, length), 2) for length in (20, 400, 2400)]
+    core.step()
+    forecast = core.scheduler._memory.forecast
+    short, one, long = (core.scheduler._table.states[r.request_id] for r in waiting)
+    assert forecast.peak_with(one, 0, {}) < forecast.last
+    # Its store takes 4 blocks, and its window and what fills a block are not evicted.
+    assert forecast.peak_with(one, 0, {0: 47}) == forecast.last > 0
+    assert forecast.peak_with(short, 0, {}) == forecast.last
+    assert forecast.peak_with(long, 0, {}) == forecast.last
+    assert forecast.peak_with(long, 2300, {}) < forecast.last, "most of it is in the cache"

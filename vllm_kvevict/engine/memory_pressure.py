@@ -1,16 +1,18 @@
 """The blocks that admissions leave free, and the choice of requests that evict under pressure.
 
 An admission leaves free what the running requests will take before their evictions give blocks
-back: the highest point of all of them within an interval, which follows from lengths. The number
-becomes vLLM's ``watermark_blocks`` while requests wait. A request that evicts on demand has no
-due length. It gets one here when free blocks fall below the low watermark, after vLLM has
-scheduled a step and before the step is planned.
+back: the highest point of all of them within an interval, which follows from lengths. A prompt that
+evicts at its end holds most of its blocks for a few steps only, so what it gives back is free again
+before that point. The number becomes vLLM's ``watermark_blocks`` while requests wait. A request
+that evicts on demand has no due length. It gets one here when free blocks fall below the low
+watermark, after vLLM has scheduled a step and before the step is planned.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
@@ -20,6 +22,9 @@ from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.ring_queue import RingQueue
 from vllm_kvevict.rules.rule import blocks_for
 from vllm_kvevict.rules.watermarks import Watermarks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 PIPELINE_STEPS = 3
 """Steps between the request for an eviction and free blocks, not counting those that record the
@@ -58,7 +63,14 @@ class Forecast:
     def __init__(self, core: EvictionCore) -> None:
         self._core = core
         self._interval = max(rule.stride for rule in core.table.rules.values())
-        self._running = self._age = self._peak = 0
+        self._limit = core.cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR
+        self._running = self._age = 0
+        self._held: list[int] = [0]
+        """Additional blocks that running requests hold after each step."""
+        self._peaks: list[int] = [0]
+        """Maximum of the same from each step on."""
+        self.last = 0
+        """The last :meth:`peak`."""
 
     def peak(self) -> int:
         """Return the maximum number of additional blocks that running requests hold at any step of
@@ -68,13 +80,55 @@ class Forecast:
         quarter of the pool.
         """
         if not self._interval or not self._core.scheduler.waiting:
+            self._running, self._held, self._peaks, self.last = -1, [0], [0], 0
             return 0
         running, self._age = len(self._core.scheduler.running), self._age + 1
         if running != self._running or self._age >= FORECAST_STEPS:
             self._running, self._age = running, 0
-            limit = self._core.cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR
-            self._peak = min(limit, max(0, *accumulate(self._changes())))
-        return self._peak
+            self._held = list(accumulate(self._changes()))
+            self._peaks = list(accumulate(reversed(self._held), max))[::-1]
+            self.last = min(self._limit, max(0, self._peaks[0]))
+        return self.last
+
+    def peak_with(self, state: RequestState, hit: int, shared: Mapping[int, int]) -> int:
+        """Return the blocks that the admission of a waiting request must leave free.
+
+        Until the blocks that its first eviction frees have returned, this is what the running
+        requests take up to then. Afterwards it is the peak, less these blocks. The result is
+        :attr:`last` if the prompt does not evict at its end, or if its blocks return later than an
+        interval from now. It never exceeds :attr:`last`.
+
+        Args:
+            state: The request, which holds no blocks.
+            hit: Tokens of its prompt that are found in the prefix cache.
+            shared: Blocks of the hit that other requests hold, by KV-cache group. Its eviction does
+                not free them.
+
+        """
+        gain = grows = 0
+        for group, progress in state.progress.items():
+            if progress.next_eviction != progress.prefill_end or progress.has_eviction_points:
+                continue
+            freed = progress.gain(progress.next_eviction) - shared.get(group, 0)
+            gain += max(0, freed)
+            grows += freed > 0
+        returned = self._steps_of_prefill(state.prefill_end - hit) + PIPELINE_STEPS
+        if not self.last or not gain or returned >= len(self._held):
+            return self.last
+        # The request itself grows, too, until it evicts again.
+        size = min(manager.block_size for manager in self._core.managers.values())
+        answer = blocks_for(len(self._held) - returned, size) * grows
+        later = self._peaks[returned] + answer - gain
+        return max(0, min(self.last, max(later, *self._held[: returned + 1])))
+
+    def _steps_of_prefill(self, tokens: int) -> int:
+        """Return the steps in which ``tokens`` tokens of a prompt are computed, after those of the
+        prompts that run."""
+        scheduler = self._core.scheduler
+        for state in self._core.table.prefilling.values():
+            tokens += max(0, state.request.num_tokens - state.request.num_computed_tokens)
+        a_step = max(1, scheduler.max_num_scheduled_tokens - len(scheduler.running))
+        return blocks_for(tokens, a_step)
 
     def _changes(self) -> list[int]:
         """Return the blocks taken, less those freed, for each step."""
@@ -167,7 +221,33 @@ class MemoryPressure:
         """
         marks = self.watermarks
         marks.reserve = self.reserve() if self._table.on_demand else 0
-        planned = max(self.watermark, marks.reserve, self.forecast.peak())
+        self._leave_free(self.forecast.peak())
+
+    def consider(
+        self,
+        state: RequestState | None,
+        hit: int = 0,
+        blocks: "Sequence[Sequence[KVCacheBlock]]" = (),
+    ) -> None:
+        """Set the blocks that the admission of a waiting request leaves free.
+
+        Args:
+            state: The request that vLLM may admit next; None for one that gives no blocks back
+                within a known number of steps.
+            hit: Tokens of its prompt that are found in the prefix cache.
+            blocks: The blocks with these tokens, by KV-cache group.
+
+        """
+        if state is None:
+            self._leave_free(self.forecast.last)
+            return
+        shared = {
+            group: sum(block.ref_cnt > 0 for block in found) for group, found in enumerate(blocks)
+        }
+        self._leave_free(self.forecast.peak_with(state, hit, shared))
+
+    def _leave_free(self, peak: int) -> None:
+        planned = max(self.watermark, self.watermarks.reserve, peak)
         self._cache.watermark_blocks = planned + self._planner.short
 
     def relieve(self, num_scheduled_tokens: Mapping[str, int]) -> None:

@@ -309,6 +309,9 @@ class EvictingScheduler(Scheduler):
         if (state := self._table.states.get(request.request_id)) is not None:
             for part in self._parts:
                 part.looked_up(state)
+            # How many steps a load from another server takes is not known.
+            loads = takes_over(request.kv_transfer_params)
+            self._memory.consider(None if loads else state, hit[1], hit[0].blocks)
         return hit
 
     def _handle_blocked_waiting_request(self, request: "Request") -> bool:
@@ -318,6 +321,7 @@ class EvictingScheduler(Scheduler):
             # vLLM has loaded blocks for this request. It continues with them, without another
             # look-up.
             self._core.consider(state)
+            self._memory.consider(None)
             return True
         if not ready:
             return False
