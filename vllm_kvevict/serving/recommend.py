@@ -86,7 +86,7 @@ def recommended(
 
 
 def is_parent(vllm_config: "VllmConfig") -> bool:
-    """Return True in the one of several API servers that measures and reports."""
+    """Return True in the one of several API servers that calibrates and reports."""
     parallel = vllm_config.parallel_config
     return parallel._api_process_count == 1 or parallel._api_process_rank == -1
 
