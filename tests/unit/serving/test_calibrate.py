@@ -167,7 +167,7 @@ def test_a_file_or_none_is_the_same_on_all_nodes(
     assert runs == []
 
 
-def test_a_headless_server_does_not_measure(
+def test_a_headless_server_does_not_calibrate(
     model: str, parser: Any, runs: list[list[str]], measurable: None
 ) -> None:
     """As ``vllm serve --headless`` starts: one sentence, before any process."""
@@ -184,7 +184,7 @@ def test_a_headless_server_does_not_measure(
     assert runs == []
 
 
-def test_ranks_on_one_node_may_measure(build: Any, runs: list[list[str]], measurable: None) -> None:
+def test_ranks_on_one_node_may_calibrate(build: Any, runs: list[list[str]], measurable: None) -> None:
     settled(build(dict(policy="auto"), data_parallel_size=2))
     assert len(runs) == 1
 

@@ -69,7 +69,7 @@ def test_auto_plans_what_the_first_start_makes(model):
             eviction, notes = eviction_and_notes(model, *LOAD, *KV, *budget, *profile)
             assert (eviction["policy"], eviction["budget"]) == ("probe", wanted)
             assert eviction["profile"]["layers"] == [1.0, 1.0]
-            assert "measures it at its first start" in notes
+            assert "calibrates it at its first start" in notes
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_auto_plans_a_profile_that_is_there(model, tmp_path):
     path, _ = random_profile(tmp_path, Path(model))
     eviction, notes = eviction_and_notes(model, *LOAD, *KV, "--kv-eviction-profile", str(path))
     assert eviction["policy"] == "probe" and eviction["profile"]["probe"]["file"] == str(path)
-    assert "measures it at its first start" not in notes
+    assert "calibrates it at its first start" not in notes
 
 
 def test_nothing_is_measured(model, monkeypatch):
