@@ -60,6 +60,7 @@ def test_a_step_does_nothing_for_documents_that_wait_for_their_files(setup, tmp_
     sizes, seen = counted(monkeypatch), calls(core)
     for _ in range(20):
         core.step()
+        assert not core.scheduler.need_mamba_block_aligned_split, "running requests are not clipped"
     assert not sizes[threading.current_thread().name] and not seen
     assert len(core.scheduler.waiting) == WAITING
     hanging.back.set()

@@ -154,8 +154,10 @@ class EvictingScheduler(Scheduler):
         self._memory.begin_step()
         self._planner.hold_back()
         self._inside = 0
+        # A request that was set aside has eviction points, and is not scheduled in this step.
+        stops = len(self._table.stopping) > self._waiting_queue.num_aside
         self.need_mamba_block_aligned_split = bool(
-            self._aligns_mamba or self._table.stopping or self.num_spec_tokens
+            self._aligns_mamba or stops or self.num_spec_tokens
         )
         output = super().schedule(*args, **kwargs)
         self._waiting_queue.set_aside()

@@ -84,6 +84,11 @@ class WaitingQueue(RequestQueue):
         elif returned:
             self._queue.prepend_requests(returned)
 
+    @property
+    def num_aside(self) -> int:
+        """Number of requests that were set aside."""
+        return len(self._group_of)
+
     def add_request(self, request: "Request") -> None:
         self._queue.add_request(request)
 
@@ -121,7 +126,7 @@ class WaitingQueue(RequestQueue):
         return bool(self._queue)
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._group_of)
+        return len(self._queue) + self.num_aside
 
     def __iter__(self) -> "Iterator[Request]":
         yield from self._queue
