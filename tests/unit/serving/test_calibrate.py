@@ -184,7 +184,9 @@ def test_a_headless_server_does_not_calibrate(
     assert runs == []
 
 
-def test_ranks_on_one_node_may_calibrate(build: Any, runs: list[list[str]], measurable: None) -> None:
+def test_ranks_on_one_node_may_calibrate(
+    build: Any, runs: list[list[str]], measurable: None
+) -> None:
     settled(build(dict(policy="auto"), data_parallel_size=2))
     assert len(runs) == 1
 
