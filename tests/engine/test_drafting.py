@@ -93,7 +93,7 @@ def test_padded_drafts_do_not_reach_across_the_next_eviction(policy, length, mon
     Where all of a prompt but one token is found, vLLM pads the step with drafts, which nobody had
     counted: they are rejected, and the step has evicted as if they were the request's.
     """
-    setup = replace(SYNC, window=4, interval=16, max_batched=512)
+    setup = replace(SYNC, window=4, interval=16, max_batched=512, shared="evict")
     monkeypatch.setattr(bare_scheduler, "vllm_config", with_drafts(6))
     core = engine(setup)
     about = {"kv_eviction_at": 100, "kv_eviction": policy, "kv_eviction_interval": 16}
