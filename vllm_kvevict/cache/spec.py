@@ -25,7 +25,9 @@ class EvictableAttentionSpec(FullAttentionSpec):
         super().__post_init__()
         if self.rule is not None and self.rule.block_size != self.block_size:
             # vLLM resizes blocks of hybrid models after the worker has named its specs.
-            rule = replace(self.rule, block_size=self.block_size)
+            rule, size = self.rule, self.block_size
+            page_tokens = rule.page_tokens * size // rule.block_size
+            rule = replace(rule, block_size=size, page_tokens=page_tokens)
             object.__setattr__(self, "rule", rule)
 
     @staticmethod

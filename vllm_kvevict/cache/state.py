@@ -187,5 +187,5 @@ class GroupState:
             self.store = self._stores[:, :blocks]
         self.weighted[row] = weighted
         self.evicted[row] = tail_start > 0
-        max_stored = blocks * self.num_heads * self.rule.block_size
+        max_stored = blocks * self.num_heads * self.rule.page_tokens
         self.shorter[row] = max(0, tail_start - max_stored)

@@ -63,7 +63,7 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
             "tokens. %s",
             kept,
             tokens,
-            block_size,
+            rule.page_tokens,
             rule.protected,
             advice,
         )
@@ -86,12 +86,12 @@ def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) ->
         smaller = "a smaller recurrent state (--mamba-ssm-cache-dtype, --mamba-cache-dtype)"
     rule = config.rule(block_size)
     if not config.keeps_by_layer(config.policy):
-        kept = rule.store_blocks(0) * block_size + rule.protected
+        kept = rule.store_blocks(0) * rule.page_tokens + rule.protected
         return kept, f"A budget of {kept}, or {smaller}, fits."
     rules = config.layer_rules(block_size, *evictable_stages(vllm_config))
     longest = vllm_config.model_config.max_model_len
     blocks = sum(rule.store_blocks(longest) for rule in rules)
-    kept = blocks * block_size // len(rules) + rule.protected
+    kept = blocks * rule.page_tokens // len(rules) + rule.protected
     return kept, f"A larger budget, or {smaller}, is closer."
 
 
@@ -137,20 +137,20 @@ def _report_minimum_blocks(config: EvictionConfig, groups: "Sequence[EvictionRul
     """Log when groups keep more than their share because a store has at least one block."""
     if not config.keeps_by_layer(config.policy):
         return
-    block_size = groups[0].block_size
+    page_tokens = groups[0].page_tokens
     smallest = min(rule.share.value for rule in groups if rule.share)
     # Mean budget for which the smallest share amounts to one block in addition to recent tokens.
-    enough = block_size / smallest + groups[0].protected
+    enough = page_tokens / smallest + groups[0].protected
     if config.budget_share is not None:
         logger.info(
             "KV eviction: in prompts of less than %d tokens, some layers keep a block of %d tokens "
             "although their share is smaller; the other layers keep correspondingly less.",
             enough / config.budget_share,
-            block_size,
+            page_tokens,
         )
     elif config.budget_tokens is not None and config.budget_tokens < enough:
         lifted = sum(
-            rule.share.value * (config.budget_tokens - groups[0].protected) < block_size
+            rule.share.value * (config.budget_tokens - groups[0].protected) < page_tokens
             for rule in groups
             if rule.share
         )
@@ -160,5 +160,5 @@ def _report_minimum_blocks(config: EvictionConfig, groups: "Sequence[EvictionRul
             config.budget_tokens,
             lifted,
             len(groups),
-            block_size,
+            page_tokens,
         )

@@ -335,16 +335,16 @@ def _check_store(
                 f"KV eviction: {BUDGET} {options.budget} is {asked} tokens here, but "
                 f"this server allows at most {config.max_budget}, here {allowed} tokens"
             )
-        first, limit = own.first_blocks * rule.block_size, max(allowed, asked)
+        first, limit = own.first_blocks * rule.page_tokens, max(allowed, asked)
         # A share of a prompt that is not evicted grows with the answer.
         counts = isinstance(config.max_budget, int) or any(
             replace(options, protect_first=0).own_rule(group_rule).evictable(length)
             for group_rule in set(rules)
         )
-        if first and counts and limit - first < own.protected + rule.block_size:
+        if first and counts and limit - first < own.protected + rule.page_tokens:
             raise ValueError(
                 f"KV eviction: {PROTECT} {options.protect_first} takes {first} tokens, in whole "
-                f"blocks of {rule.block_size}, but this server's --kv-eviction-max-budget "
+                f"blocks of {rule.page_tokens}, but this server's --kv-eviction-max-budget "
                 f"{config.max_budget} allows {limit} tokens here, including the last "
                 f"{own.protected} and at least one other block"
             )
@@ -363,10 +363,11 @@ def _check_store(
     own_rules = {options.own_rule(group_rule) for group_rule in rules}
     room = (
         min(own_rule.store_blocks(length) - own_rule.first_blocks for own_rule in own_rules)
-        * rule.block_size
+        * rule.page_tokens
     )
     if room < needed:
         raise ValueError(
             f"KV eviction: {BUDGET} {options.budget or config.budget} leaves {room} tokens outside "
-            f"the window, in whole blocks of {rule.block_size}, but {options.policy} needs {needed}"
+            f"the window, in whole blocks of {rule.page_tokens}, but {options.policy} needs "
+            f"{needed}"
         )

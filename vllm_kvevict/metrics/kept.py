@@ -28,6 +28,6 @@ def kept_share(
         if group_progress is None or not group_progress.evicted:
             held += count * tokens
         else:
-            store = group_progress.store_blocks * group_progress.rule.block_size
+            store = group_progress.store_blocks * group_progress.rule.page_tokens
             held += count * (store + tokens - group_progress.tail_start)
     return held / (tokens * sum(layers.values()))

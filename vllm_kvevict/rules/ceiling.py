@@ -40,7 +40,8 @@ def max_blocks_ever(
         assert requested_point is not None
         return max(blocks_for(requested_point, bs), all_blocks - freed + store)
     # Rounding at both ends of the recent tokens, and the block that a step in flight adds.
-    between = store + blocks_for(rule.protected + max(rule.stride, rule.prefill_stride), bs) + 2
+    kept = store * rule.page_tokens + rule.protected
+    between = blocks_for(kept + max(rule.stride, rule.prefill_stride), bs) + 2
     first = rule.next_point(0)
     assert first is not None
     # Points begin when the mean budget is full, which is more than a group with a small share
@@ -54,8 +55,7 @@ def max_blocks_ever(
 
 def _freed(rule: EvictionRule, n: int, max_length: int) -> int:
     """Return the positional blocks that a first eviction at ``n`` frees; 0 if it does not run."""
-    gone = rule.tail_start(n) // rule.block_size
-    return gone if n + 1 < max_length and gone > rule.store_blocks(n) else 0
+    return rule.tail_start(n) // rule.block_size if n + 1 < max_length and rule.evictable(n) else 0
 
 
 def _freed_inside(
@@ -68,6 +68,6 @@ def _freed_inside(
     if first < prompt_len:
         last = first + (prompt_len - 1 - first) // rule.prefill_stride * rule.prefill_stride
         store = rule.store_blocks(prompt_len if requested_point is None else requested_point)
-        gone = rule.tail_start(last) // rule.block_size
-        points.append(gone if gone > store else 0)
+        evicts = rule.tail_start(last) > store * rule.page_tokens
+        points.append(rule.tail_start(last) // rule.block_size if evicts else 0)
     return max(points)

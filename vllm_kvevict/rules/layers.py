@@ -53,7 +53,7 @@ class Share:
         """The group's share."""
         return self.shares[self.group]
 
-    def blocks(self, budget: float, length: float, block_size: int, constant: bool = False) -> int:
+    def blocks(self, budget: float, length: float, page_tokens: int, constant: bool = False) -> int:
         """Return the blocks that the group keeps in addition to the window, at least 1.
 
         On average, all layers together keep at most ``budget``, and come as close to it as whole
@@ -64,17 +64,17 @@ class Share:
         Args:
             budget: Mean over all layers in tokens per KV head, window not included.
             length: Tokens before the window.
-            block_size: Tokens in a block.
+            page_tokens: Tokens in a block of the store, per KV head.
             constant: True if the budget is the same share of every length. Only then measured
                 shares move towards 1 if more is kept than where they were measured.
 
         """
-        limit = int(length // block_size)
+        limit = int(length // page_tokens)
         if budget >= length or limit <= 1:
-            return max(1, int(budget // block_size))
-        if budget <= block_size:
+            return max(1, int(budget // page_tokens))
+        if budget <= page_tokens:
             return 1
-        total = budget / block_size * sum(self.sizes)
+        total = budget / page_tokens * sum(self.sizes)
         held = [round(blocks, 6) for blocks in self._fill(total, limit, length / budget, constant)]
         full = [int(blocks) for blocks in held]
         left = round(total - sum(map(mul, self.sizes, full)), 6)

@@ -59,7 +59,7 @@ class EvictionProgress:
         if self.next_eviction is None and rule.stride:
             # The prompt is too short to evict. The first eviction comes when the request exceeds
             # its budget by the interval.
-            budget = self.wanted(self.context_end) * rule.block_size + rule.protected
+            budget = self.wanted(self.context_end) * rule.page_tokens + rule.protected
             start = max(budget + rule.stride, self.prefill_end + 1)
             self.next_eviction = self._first(start, rule.stride, rule.stride // rule.block_size)
 
@@ -108,9 +108,11 @@ class EvictionProgress:
             # The store of a budget in tokens does not depend on the length, so the first tail start
             # that gains a block is known. All points in question are on one side of a point of the
             # request's own.
+            more = self.wanted(n) - self.store_blocks
+            fills = self.tail_start + more * rule.page_tokens + rule.block_size
             store = 0 if self.may_share(n + 1) else self.store_blocks
-            more = 1 + self.wanted(n) - store
-            gains = self.first_freed(n + 1) + more * rule.block_size + rule.protected
+            frees = self.first_freed(n + 1) + (1 + self.wanted(n) - store) * rule.block_size
+            gains = max(fills, frees) + rule.protected
             point = rule.next_point(max(n, gains - 1))
             if point is not None and point < last:
                 return point
@@ -139,9 +141,16 @@ class EvictionProgress:
         return self.rule.budget(length) / length
 
     def gain(self, n: int) -> int:
-        """Return the blocks that an eviction at ``n`` frees, less those that it takes."""
-        tail = max(0, self.rule.tail_start(n) - self.first_freed(n)) // self.rule.block_size
-        return tail + (0 if self.may_share(n) else self.store_blocks) - self.wanted(n)
+        """Return the blocks that an eviction at ``n`` frees, less those that it takes.
+
+        The survivors fill the pages of the store, so an eviction gains no more blocks than the
+        tokens that it evicts would fill.
+        """
+        rule, wanted, start = self.rule, self.wanted(n), self.rule.tail_start(n)
+        freed = max(0, start - self.first_freed(n)) // rule.block_size
+        freed += 0 if self.may_share(n) else self.store_blocks
+        evicted = start - self.tail_start - (wanted - self.store_blocks) * rule.page_tokens
+        return min(freed - wanted, evicted // rule.block_size)
 
     def may_share(self, n: int) -> bool:
         """Return whether other requests may hold the store that an eviction at ``n`` replaces."""

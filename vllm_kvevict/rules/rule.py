@@ -3,7 +3,8 @@
 The engine core and the workers both compute from this module, so neither sends the other how much
 is evicted. Nothing here imports torch or vLLM.
 
-Units: every length and position is in tokens, every count in blocks of ``block_size`` tokens. ``n``
+Units: every length and position is in tokens, every count in blocks. A block of the store has the
+bytes of any other block. Per KV head it holds ``page_tokens`` tokens, others ``block_size``. ``n``
 is the number of tokens with keys in the cache at the end of a step.
 """
 
@@ -50,6 +51,8 @@ class EvictionRule:
             addition to the budget of the group.
         cap: Maximum for the budget and the pages of protected tokens together: tokens, or a share
             of the tokens so far in (0, 1]. A larger budget is its own cap. None for no cap.
+        page_tokens: Tokens in a page of the store, a multiple of ``block_size``; 0 for
+            ``block_size``.
 
     Raises:
         ValueError: A length is out of range, not exactly one budget is given, or a prefill interval
@@ -69,10 +72,15 @@ class EvictionRule:
     recent: int | None = None
     protect_first: int = 0
     cap: int | float | None = None
+    page_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if not self.page_tokens:
+            object.__setattr__(self, "page_tokens", self.block_size)
         if min(self.block_size, self.window, self.protected) < 1:
             raise ValueError("block_size, window and recent must be at least 1")
+        if self.page_tokens < 1 or self.page_tokens % self.block_size:
+            raise ValueError("page_tokens must be a multiple of block_size")
         if min(self.interval, self.prefill_interval, self.protect_first) < 0:
             raise ValueError("intervals and protect_first must be at least 0")
         if (self.budget_tokens is None) == (self.budget_share is None):
@@ -125,9 +133,9 @@ class EvictionRule:
 
     @cached_property
     def _first_point(self) -> int:
-        kept = replace(self, share=None, cap=None).store_blocks(0)
-        recent = blocks_for(self.protected, self.block_size)
-        return (kept + recent) * self.block_size + self.prefill_stride
+        kept = replace(self, share=None, cap=None).store_blocks(0) * self.page_tokens
+        recent = blocks_for(self.protected, self.block_size) * self.block_size
+        return kept + recent + self.prefill_stride
 
     def max_blocks(self, longest: int) -> int:
         """Return a number of blocks that suffices for any request of ``longest`` tokens, prompt and
@@ -146,8 +154,9 @@ class EvictionRule:
             bend = self.protected + highest * self.budget(0)
             lengths = range(self.protected, min(longest, int(bend) + bs) + bs, bs)
             store = max([store, *(self.store_blocks(length) for length in lengths)])
-        between = blocks_for(self.protected + max(self.stride, self.prefill_stride), bs)
-        return min(all_blocks, store + between + 2)
+        # Before its first eviction, a request holds the tokens of its store in other blocks.
+        first = store * self.page_tokens + self.protected + max(self.stride, self.prefill_stride)
+        return min(all_blocks, blocks_for(first, bs) + 2)
 
     def budget(self, length: int) -> int:
         """Return the tokens kept per KV head out of ``length``, window included, as a mean over all
@@ -164,7 +173,7 @@ class EvictionRule:
     @property
     def first_blocks(self) -> int:
         """Pages of protected tokens, which every head has."""
-        return blocks_for(self.protect_first, self.block_size)
+        return blocks_for(self.protect_first, self.page_tokens)
 
     def chosen(self, length: int) -> int:
         """Return the tokens kept per KV head in addition to protected ones: the budget, or the
@@ -173,7 +182,7 @@ class EvictionRule:
         if self.cap is None:
             return budget
         cap = self.cap if isinstance(self.cap, int) else _whole(length * self.cap)
-        return min(budget, max(cap, budget) - self.first_blocks * self.block_size)
+        return min(budget, max(cap, budget) - self.first_blocks * self.page_tokens)
 
     def store_blocks(self, length: int) -> int:
         """Return S, the number of blocks of the store that an eviction at ``length`` tokens fills.
@@ -183,12 +192,13 @@ class EvictionRule:
         """
         selected = self.chosen(length) - self.protected
         if self.share is None:
-            blocks = max(1, selected // self.block_size)
+            blocks = max(1, selected // self.page_tokens)
         else:
             # A budget in tokens is a share that falls with the length. If shares followed it, a
             # group could keep more of a shorter text.
             constant = self.budget_share is not None
-            blocks = self.share.blocks(selected, length - self.protected, self.block_size, constant)
+            length -= self.protected
+            blocks = self.share.blocks(selected, length, self.page_tokens, constant)
         return self.first_blocks + blocks
 
     def tail_start(self, n: int) -> int:
@@ -197,8 +207,8 @@ class EvictionRule:
         return max(0, (n - self.protected) // self.block_size * self.block_size)
 
     def evictable(self, n: int) -> bool:
-        """Return whether a first eviction at ``n`` would free any block."""
-        return self.tail_start(n) > self.store_blocks(n) * self.block_size
+        """Return whether a first eviction at ``n`` would evict any token, and so free a block."""
+        return self.tail_start(n) > self.store_blocks(n) * self.page_tokens
 
     def shortest_evicted(self, longest: int) -> int | None:
         """Return the length of the shortest prompt, up to ``longest`` tokens, that is evicted at

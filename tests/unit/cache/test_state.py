@@ -31,6 +31,15 @@ def test_all_at_once_is_as_one_by_one():
     assert together.evicted.tolist() == [True, False, True, True]
 
 
+def test_fewer_tokens_are_evicted_if_the_store_holds_more():
+    """A store of one block of three heads: at most 3 * 16 tokens of one head, or 3 * 64."""
+    for page_tokens, shorter in ((0, 160 - 48), (64, 0)):
+        rule = EvictionRule(BLOCK, 8, 64, budget_tokens=72, page_tokens=page_tokens)
+        made = GroupState(0, ["layer.0"], rule, HEADS, ROWS, 256, torch.device("cpu"))
+        made.record(1, 160, torch.tensor([5]), torch.ones(1, HEADS, dtype=torch.int64))
+        assert int(made.shorter[1]) == shorter
+
+
 def test_only_the_evicted_are_forgotten():
     made = state()
     made.record(1, 96, torch.tensor([5]), torch.ones(LAYERS, HEADS, dtype=torch.int64))

@@ -42,9 +42,13 @@ class Streaming(Walk):
 
 
 def expected_points(rule: EvictionRule, end: int, at: int | None) -> list[int]:
-    """Where prefill evicts: the budget full, then every interval, and at the end of the context."""
+    """Where prefill evicts: the budget full, then every interval, and at the end of the context.
+
+    Blocks are counted here as if stored tokens took as much room as others.
+    """
     bs, window = rule.block_size, rule.window
-    kept = max(1, (rule.budget_tokens - window) // bs)
+    size = rule.page_tokens // bs
+    kept = max(1, (rule.budget_tokens - window) // rule.page_tokens) * size
     stride = -(-rule.prefill_interval // bs) * bs
     goal = end if at is None else at
     n, found, tail, store = (kept + -(-window // bs)) * bs + stride, [], 0, 0
@@ -91,7 +95,7 @@ def test_a_prompt_holds_its_budget_and_one_interval(rule, prompt_len, replayed, 
     request = EvictionProgress(rule, prompt_len, walk.prefill_end)
     walk.prefill(chunk)
     assert walk.held == request.sufficient_blocks(walk.n)
-    store = rule.store_blocks(prompt_len)
+    store = rule.store_blocks(prompt_len) * rule.page_tokens // bs
     assert walk.held <= store + blocks_for(rule.window, bs) + rule.prefill_stride // bs + 1
     for _ in range(3 * rule.stride + 2 * bs):
         walk.step(1)

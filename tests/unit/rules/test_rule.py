@@ -26,8 +26,10 @@ def rules(draw, share: bool = True, recent: bool = False) -> EvictionRule:
     if share and draw(st.booleans()):
         tokens, portion = None, draw(st.floats(0.01, 1.0))
     least = draw(st.sampled_from([0, 0, 90, 300])) if portion else 0
+    block_size = draw(st.sampled_from([1, 3, 8, 16, 32]))
     return EvictionRule(
-        block_size=draw(st.sampled_from([1, 3, 8, 16, 32])),
+        block_size=block_size,
+        page_tokens=block_size * draw(st.sampled_from([1, 1, 2, 4])),
         window=window,
         interval=draw(st.sampled_from([0, 1, 7, 16, 50, 128])),
         budget_tokens=tokens,
@@ -119,8 +121,8 @@ def test_store_is_what_the_budget_leaves_beside_the_window(rule, prompt_len):
     store = rule.store_blocks(prompt_len)
     assert store >= 1
     if store > 1:
-        kept = store * rule.block_size + rule.window
-        assert kept <= rule.budget(prompt_len) < kept + rule.block_size
+        kept = store * rule.page_tokens + rule.window
+        assert kept <= rule.budget(prompt_len) < kept + rule.page_tokens
 
 
 @PROFILE
@@ -131,7 +133,7 @@ def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, re
     walk.prefill(chunk)
     for _ in range(3 * rule.stride + 5):
         walk.step(1)
-    bs, kept = rule.block_size, rule.store_blocks(prompt_len) * rule.block_size
+    bs, kept = rule.block_size, rule.store_blocks(prompt_len) * rule.page_tokens
     assert rule.stride % bs == 0 and rule.interval <= rule.stride < rule.interval + bs
     whole_blocks_before_window = max(0, end - rule.window) // bs
     if whole_blocks_before_window * bs > kept:
@@ -163,7 +165,7 @@ def test_evicts_at_a_point_of_its_own_whatever_the_chunks(rule, prompt_len, repl
     walk.prefill(chunk)
     for _ in range(3 * rule.stride + 5):
         walk.step(1)
-    kept = rule.store_blocks(at) * rule.block_size
+    kept = rule.store_blocks(at) * rule.page_tokens
     if max(0, at - rule.window) // rule.block_size * rule.block_size > kept:
         second = max(at + rule.stride, end)
         later = range(second, walk.n + 1, rule.stride) if rule.stride else []
@@ -249,7 +251,7 @@ def shares() -> st.SearchStrategy[EvictionRule]:
 
 def blocks_of_share(rule: EvictionRule, n: int) -> int:
     return max(1, (max(rule.min_tokens, int(round(n * rule.budget_share, 6))) - rule.window)
-               // rule.block_size)  # fmt: skip
+               // rule.page_tokens)  # fmt: skip
 
 
 @PROFILE
@@ -266,19 +268,22 @@ def test_a_share_is_one_of_the_tokens_at_each_eviction(rule, prompt_len, replaye
     assert walk.store_at == [blocks_of_share(rule, n) for n in walk.evicted_at]
     assert all(n == end or n - end >= 1 for n in walk.evicted_at)
 
-    def blocks_before(n: int, old: int, store: int) -> int:
-        return store + ((n - rule.window) // rule.block_size) - old
+    def tokens_before(n: int, old: int, store: int) -> int:
+        tail = (n - rule.window) // rule.block_size - old
+        return store * rule.page_tokens + tail * rule.block_size
 
     old = store = 0
     for n, kept in zip(walk.evicted_at, walk.store_at, strict=True):
-        assert kept < blocks_before(n, old, store), "nothing was given back"
+        assert kept * rule.page_tokens < tokens_before(n, old, store), "nothing was evicted"
+        assert kept < store + (n - rule.window) // rule.block_size - old, "nothing was given back"
         old, store = (n - rule.window) // rule.block_size, kept
     # Whenever something can go an interval later, it goes.
     for n, kept in zip(walk.evicted_at, walk.store_at, strict=True):
         soon = n + rule.stride
         if rule.stride and soon <= walk.n:
-            before = blocks_before(soon, (n - rule.window) // rule.block_size, kept)
-            assert (soon in walk.evicted_at) == (blocks_of_share(rule, soon) < before)
+            before = tokens_before(soon, (n - rule.window) // rule.block_size, kept)
+            wanted = blocks_of_share(rule, soon) * rule.page_tokens
+            assert (soon in walk.evicted_at) == (wanted < before)
 
 
 def test_a_share_of_a_short_prompt_grows_with_the_answer():

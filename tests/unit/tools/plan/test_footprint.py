@@ -1,5 +1,7 @@
 """Blocks of one request, counted by hand and against the rule's own bound."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,15 @@ def test_by_hand():
     # 2177..2208 hold 2, 2209..2239 hold 3.
     tail = 32 * (2 + 3 + 4 + 5) + 32 * 2 + 31 * 3
     assert one.mean == pytest.approx(7 + tail / 191)
+
+
+def test_by_hand_with_four_tokens_in_the_room_of_one():
+    """224 tokens beside the window fill one block of 4 * 32: S = 1, T and tails as above."""
+    rule = replace(RULE, page_tokens=128)
+    one = request_footprint([EvictingGroup(rule, 2048)], 2048, 192)
+    assert (one.prompt, one.decode, one.replace, one.evictions) == (64 + 1 + 1, 1 + 5, 1 + 1, 2)
+    tail = 32 * (2 + 3 + 4 + 5) + 32 * 2 + 31 * 3
+    assert one.mean == pytest.approx(1 + tail / 191)
 
 
 @pytest.mark.parametrize("evicts_shared", [False, True])
