@@ -1,8 +1,9 @@
 """Floats that a policy keeps for every cached token.
 
-They lie in a tensor ``[num_blocks * H, block_size, C]`` for each layer and move with the tokens.
-Each rank gives vLLM's KV cache only its share of the memory, ``page / (page + H * block_size * C
-* 4)``.
+They lie in a tensor ``[num_blocks * H, page_tokens, C]`` for each layer and move with the tokens.
+Any page may become one of a store, so each has floats for ``page_tokens`` tokens; other pages use
+the first ``block_size``. Each rank gives vLLM's KV cache only its share of the memory, ``page /
+(page + H * page_tokens * C * 4)``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,22 +36,23 @@ class TokenStats:
         shapes, places = {}, {}
         for name, cache in caches.items():
             place = cache.pages.data_ptr()
-            slots = cache.pages.shape[0] * cache.layout.block_size
+            slots = cache.pages.shape[0] * cache.page_tokens
             sizes[place] = max(sizes.get(place, 0), slots * channels)
-            shapes[name] = (cache.pages.shape[0], cache.layout.block_size, channels)
+            shapes[name] = (cache.pages.shape[0], cache.page_tokens, channels)
             places[name] = (place, slots * channels, cache.pages.device)
         memory = {
             place: torch.zeros(sizes[place], device=device) for place, _, device in places.values()
         }
         self.num_bytes = sum(size * torch.float32.itemsize for size in sizes.values())
         self._num_heads = dict(num_heads)
+        self._block_sizes = {name: cache.layout.block_size for name, cache in caches.items()}
         self._layers = {
             name: memory[place][:size].view(shapes[name])
             for name, (place, size, _) in places.items()
         }
 
     def layer(self, layer_name: str) -> torch.Tensor:
-        """Return a view of the floats of one layer: [num_blocks * H, block_size, C] float32."""
+        """Return a view of the floats of one layer: [num_blocks * H, page_tokens, C] float32."""
         return self._layers[layer_name]
 
     def reset(self, layer_name: str, slots: torch.Tensor) -> None:
@@ -61,8 +63,7 @@ class TokenStats:
             slots: [T] int64, vLLM's slot mapping of these tokens, ``block * block_size + slot``.
 
         """
-        values = self._layers[layer_name]
-        block_size = values.shape[1]
+        values, block_size = self._layers[layer_name], self._block_sizes[layer_name]
         by_block = values.unflatten(0, (-1, self._num_heads[layer_name]))
         by_block[slots // block_size, :, slots % block_size] = 0
 
@@ -79,7 +80,8 @@ class TokenStats:
             layer_name: An evictable layer.
             source_page: [K] int64.
             source_slot: [K] int64, slot of each token in its page.
-            target_page: [K / block_size] int64, without duplicates; may be among the sources.
+            target_page: [K / page_tokens] int64 pages of a store, without duplicates; may be among
+                the sources.
 
         """
         values = self._layers[layer_name]
@@ -99,7 +101,7 @@ class TokenStats:
         Args:
             layer_names: The layers of a group.
             made: [L, H, N, C] floats of every candidate.
-            columns: [L, S * H * block_size] int64 kept candidates, heads concatenated.
+            columns: [L, S * H * page_tokens] int64 kept candidates, heads concatenated.
             pages: [L, H] int64 pages of each head.
             target_page: [S * H] int64 head pages that the tokens move to.
 
@@ -117,7 +119,7 @@ class TokenStats:
         Args:
             layer_name: An evictable layer.
             floats: [K, at most C] float32 of the tokens, in order.
-            target_page: [K / block_size] int64.
+            target_page: [K / page_tokens] int64 pages of a store.
 
         """
         values, floats_per_token = self._layers[layer_name], floats.shape[-1]

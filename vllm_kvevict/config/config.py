@@ -37,6 +37,7 @@ from vllm_kvevict.config.policy_options import PolicyOptions, check_known, read_
 from vllm_kvevict.config.profile import Profile, parse
 from vllm_kvevict.config.sentences import one_sentence
 from vllm_kvevict.config.store_tiers import Folder, Size, parse_size
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.rules.layers import by_layer, pyramid
 from vllm_kvevict.rules.rule import MIN_INTERVAL_WINDOWS, EvictionRule
 
@@ -390,6 +391,11 @@ class EvictionConfig(BaseModel):
         """Return whether layers have individual budgets under ``policy``."""
         return self.has_groups and keeps_by_layer(policy, self.profile is not None)
 
+    @property
+    def token_format(self) -> TokenFormat:
+        """Format of the tokens of stores."""
+        return AS_CACHED
+
     def rule(self, block_size: int) -> EvictionRule:
         """Return the eviction rule for blocks of ``block_size`` tokens if all layers have the same
         budget."""
@@ -403,6 +409,7 @@ class EvictionConfig(BaseModel):
             min_tokens=min_budget_tokens(self.budget),
             prefill_interval=self.prefill_interval,
             recent=None if recent == self.window else recent,
+            page_tokens=self.token_format.page_tokens(block_size),
         )
 
     def layer_rules(self, block_size: int, *stages: int) -> tuple[EvictionRule, ...]:

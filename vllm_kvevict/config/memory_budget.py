@@ -4,6 +4,7 @@ workers."""
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.rules.rule import blocks_for
 
 if TYPE_CHECKING:
@@ -64,7 +65,12 @@ def ring_bytes(vllm_config: "VllmConfig", config: "EvictionConfig") -> int:
     return layers * config.window * heads * model.get_head_size() * model.dtype.itemsize
 
 
-def kv_cache_bytes(available: int, specs: "Iterable[AttentionSpec]", channels: int) -> int:
+def kv_cache_bytes(
+    available: int,
+    specs: "Iterable[AttentionSpec]",
+    channels: int,
+    token_format: TokenFormat = AS_CACHED,
+) -> int:
     """Return the memory for the KV cache if token statistics are stored in addition.
 
     Both grow with the number of blocks, so each gets a fixed share of the memory. The share is
@@ -75,6 +81,8 @@ def kv_cache_bytes(available: int, specs: "Iterable[AttentionSpec]", channels: i
         available: Bytes for both.
         specs: Specs of the evictable layers on this rank, at least one.
         channels: float32 statistics for each cached token and KV head.
+        token_format: Format of stored tokens. The pages of statistics are as large as those of a
+            store need them.
 
     Returns:
         Bytes, at most ``available``.
@@ -83,7 +91,8 @@ def kv_cache_bytes(available: int, specs: "Iterable[AttentionSpec]", channels: i
     share = min(
         Fraction(
             spec.page_size_bytes,
-            spec.page_size_bytes + spec.num_kv_heads * spec.block_size * channels * 4,
+            spec.page_size_bytes
+            + spec.num_kv_heads * token_format.page_tokens(spec.block_size) * channels * 4,
         )
         for spec in specs
     )

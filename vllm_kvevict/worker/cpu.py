@@ -39,9 +39,15 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
                 "model without --kv-eviction."
             )
         size = spec.block_size * (spec.head_size + spec.head_size_v)
+        stored = self.eviction_config.token_format
         if isinstance(spec, EvictableLatentSpec):
-            latent = PageLayout.latent(spec.block_size, spec.head_size)
-            return LayerCache(cache.view(-1, size), latent, layer.impl.scale, softcap=0.0)
+            return LayerCache(
+                pages=cache.view(-1, size),
+                layout=PageLayout.latent(spec.block_size, spec.head_size),
+                scale=layer.impl.scale,
+                softcap=0.0,
+                token_format=stored,
+            )
         return LayerCache(
             pages=cache.view(-1, size),
             layout=measure_layout(
@@ -57,6 +63,7 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
             key_scale=layer._k_scale_float,
             value_scale=layer._v_scale_float,
             sinks=sinks_of(layer.impl),
+            token_format=stored,
         )
 
     def _bind(self, worker: WorkerEviction) -> None:

@@ -339,9 +339,8 @@ class WorkerEviction:
         """
         names, needs, target_page = holdings.layer_names, policy.requirements, survivors.target_page
         for index, name in enumerate(names):
-            cache = self._caches[name]
             source = survivors.source_page[index], survivors.source_slot[index]
-            cache.layout.copy(cache.pages, *source, target_page)
+            self._caches[name].move(*source, target_page)
             if needs.floats_per_token and made is None and not needs.weighs:
                 assert self.token_stats is not None
                 self.token_stats.move(name, *source, target_page)

@@ -236,6 +236,7 @@ class EvictingWorker(EvictionWorkerMixin):
             key_scale=layer._k_scale_float,
             value_scale=layer._v_scale_float,
             sinks=sinks_of(layer.impl),
+            token_format=self.eviction_config.token_format,
         )
 
 

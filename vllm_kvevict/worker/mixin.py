@@ -132,7 +132,8 @@ class EvictionWorkerMixin(Worker, ABC):
         self._allocate_rings()
         available = super().determine_available_memory()
         channels = floats_per_token(self.eviction_config)
-        return kv_cache_bytes(available, self._evictable_specs, channels)
+        stored = self.eviction_config.token_format
+        return kv_cache_bytes(available, self._evictable_specs, channels, stored)
 
     def _allocate_rings(self) -> None:
         slots = ring_slots(self.vllm_config, self.eviction_config)

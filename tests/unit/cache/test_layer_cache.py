@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tests.hardware import FP8_CACHE
+from tests.token_formats import FORMATS
 from tests.unit.cache.test_page_layout import write_cache
 from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.worker.cpu import measure_layout
 
 
@@ -42,3 +44,76 @@ def test_a_cache_of_the_models_dtype(dtype):
     assert not mine.is_fp8 and mine.stored is mine.pages
     assert torch.equal(mine.keys(torch.tensor([1])), keys[:, 1])
     assert torch.equal(mine.values(torch.tensor([0])), values[:, 0])
+
+
+def some_layout(block_size: int, size: int, latent: bool) -> PageLayout:
+    if latent:
+        return PageLayout.latent(block_size, size)
+    offsets = torch.randperm(2 * block_size * size).view(2, block_size, size)
+    return PageLayout(offsets[0], offsets[1])
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_survivors_are_stored_and_stored_again(name, latent):
+    """Evictions from blocks, and from a store and blocks, against lists of tokens."""
+    torch.manual_seed(3)
+    block_size, size, num_pages, token_format = 4, 6, 40, FORMATS[name]
+    layout = some_layout(block_size, size, latent)
+    elements = layout.keys.numel() + layout.values.numel()
+    pages = torch.randint(256, (num_pages, elements)).float()
+    cache = LayerCache(
+        pages, layout, 1.0, 0.0, key_scale=1.0, value_scale=1.0, token_format=token_format
+    )
+    page_tokens = cache.page_tokens
+    every = torch.arange(num_pages)
+    keys = cache.keys(every).clone()
+    values = None if latent else cache.values(every).clone()
+
+    # Tokens of blocks 20 to 39 fill pages 3 and 1.
+    page, slot = torch.randint(20, 40, (2 * page_tokens,)), torch.randint(4, (2 * page_tokens,))
+    cache.move(page, slot, torch.tensor([3, 1]))
+    first = keys[page, slot]
+    found = cache.stored_keys(torch.tensor([3, 1]))
+    assert torch.equal(found.flatten(0, 1), first)
+    if values is not None:
+        stored = cache.stored_values(torch.tensor([[3], [1]]))
+        assert torch.equal(stored.flatten(0, 2), values[page, slot])
+
+    # Half of the next store's tokens are of the first one, whose pages it fills.
+    half = page_tokens // 2
+    place = torch.randperm(2 * page_tokens)[:half]
+    old = torch.tensor([3, 1])[place // page_tokens], place % page_tokens
+    new = torch.randint(20, 40, (half,)), torch.randint(4, (half,))
+    from_store = torch.arange(2 * half) < half
+    cache.move(
+        torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]]), torch.tensor([3]), from_store
+    )
+    expected = torch.cat([first[place], keys[new]])
+    assert torch.equal(cache.stored_keys(torch.tensor([3]))[0], expected)
+    untouched = [number for number in range(num_pages) if number not in (1, 3)]
+    assert torch.equal(cache.keys(torch.tensor(untouched)), keys[untouched])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_apply_once(name):
+    layout, token_format = some_layout(2, 3, False), FORMATS[name]
+    cache = LayerCache(
+        torch.randint(256, (8, 12)).float(), layout, 1.0, 0.0,
+        key_scale=0.5, value_scale=2.0, token_format=token_format,
+    )  # fmt: skip
+    page, slot = torch.arange(cache.page_tokens) % 4 + 2, torch.arange(cache.page_tokens) % 2
+    raw = layout.read_keys(cache.pages, page)[torch.arange(len(page)), slot].clone()
+    cache.move(page, slot, torch.tensor([0]))
+    scale = 1.0 if token_format.as_cached else 0.5  # The cache's float32 elements have none.
+    assert torch.equal(cache.stored_keys(torch.tensor([0]))[0], raw * scale)
+
+
+def test_a_format_whose_tokens_do_not_fit_is_refused():
+    class Large(type(FORMATS["bytes"])):
+        def page_tokens(self, block_size: int) -> int:
+            return 5 * block_size
+
+    assert FORMATS["bytes"].page_bytes(16, 128, 4) == 16 * 128 * 4
+    with pytest.raises(ValueError, match="do not hold those of bytes"):
+        Large().page_bytes(16, 128, 4)
