@@ -440,6 +440,7 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
         {group_id: len(group.layer_names) for group_id, group in groups.items()},
         floats,
         pinned=vllm_config.device_config.device_type == "cuda",
+        token_format=config.token_format,
     )
     files = store_files(vllm_config, scheduler.kv_cache_config, config, floats)
     if files is not None:

@@ -17,9 +17,10 @@ class StoreContent:
 
     For every KV-cache group G with blocks, a store consists of ``G.split`` [L, H + 1] int32, the
     head split, if tokens were kept, and for every layer I of the group ``G.I.pages`` [blocks * H,
-    bytes] uint8: keys, then values, token by token in order, independent of the kernel's order
-    inside a page. If policies keep statistics per token, ``G.I.values`` [blocks * H, block_size, C]
-    float32 holds them.
+    bytes] uint8. A page of kept tokens is as the format of stored tokens has it; if that is the
+    cache's, and in all other pages, these are keys, then values, token by token in order,
+    independent of the kernel's order inside a page. If policies keep statistics per token,
+    ``G.I.values`` [blocks * H, page_tokens, C] float32 holds them.
 
     Args:
         states: Device state of every group that evicts, by group id.
@@ -58,7 +59,7 @@ class StoreContent:
             for index, name in enumerate(state.layer_names):
                 # On a CPU, indexing both dimensions with tensors takes several times as long.
                 elements = self._caches[name].pages.index_select(0, pages)
-                elements = elements.index_select(1, self._orders[name])
+                elements = self._reordered(name, elements, self._orders[name], group)
                 yield f"{group.group_id}.{index}.pages", elements.view(torch.uint8)
                 if self._token_stats is not None:
                     values = self._token_stats.layer(name).index_select(0, pages)
@@ -75,11 +76,21 @@ class StoreContent:
                 cache = self._caches[name].pages
                 elements = tensors[f"{group.group_id}.{index}.pages"].view(cache.dtype)
                 elements = elements.to(cache.device, non_blocking=True)
-                cache.index_copy_(0, pages, elements.index_select(1, self._places[name]))
+                elements = self._reordered(name, elements, self._places[name], group)
+                cache.index_copy_(0, pages, elements)
                 if self._token_stats is not None:
                     values = tensors[f"{group.group_id}.{index}.values"]
                     layer = self._token_stats.layer(name)
                     layer.index_copy_(0, pages, values.to(cache.device, non_blocking=True))
+
+    def _reordered(
+        self, name: str, elements: torch.Tensor, order: torch.Tensor, group: StoreBlocks
+    ) -> torch.Tensor:
+        """Return pages with their elements in another order, if it is the kernel's."""
+        if self._caches[name].token_format.as_cached:
+            return elements.index_select(1, order)
+        kept = len(group.store) * self._states[group.group_id].num_heads
+        return torch.cat([elements[:kept], elements[kept:].index_select(1, order)])
 
     def _pages(self, group: StoreBlocks) -> torch.Tensor:
         """Return the head pages of the blocks, [blocks * H] int64."""

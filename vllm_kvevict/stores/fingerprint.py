@@ -78,7 +78,7 @@ def fingerprint(
     for name in ("_name_or_path", "transformers_version"):
         architecture.pop(name, None)
     return {
-        "format": FORMAT,
+        "format": [FORMAT, config.token_format.name],
         "vllm": vllm.__version__,
         "plugin": __version__,
         "architecture": architecture,

@@ -7,6 +7,7 @@ import torch
 from vllm.utils.torch_utils import get_dtype_size
 
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 from vllm_kvevict.stores.key import ShareKey
 
@@ -50,6 +51,7 @@ class StoreSizes:
         specs: Spec of every KV-cache group; all of them evict.
         layers: Layers of every group.
         channels: float32 statistics per cached token.
+        token_format: Format of stored tokens.
         pinned: True if host memory is pinned. PyTorch allocates pinned memory in powers of two.
 
     """
@@ -58,6 +60,7 @@ class StoreSizes:
     layers: Mapping[int, int]
     channels: int
     pinned: bool = False
+    token_format: TokenFormat = AS_CACHED
 
     def host_bytes(self, shapes: Mapping[int, GroupShape]) -> int:
         """Return the bytes of host memory for a store's tensors."""
@@ -97,13 +100,14 @@ class StoreSizes:
         for group, shape in shapes.items():
             spec, layers = self.specs[group], self.layers[group]
             pages = shape.blocks * spec.num_kv_heads
-            size = spec.block_size * (spec.head_size + spec.head_size_v)
+            num_elements, itemsize = spec.head_size + spec.head_size_v, get_dtype_size(spec.dtype)
+            size = self.token_format.page_bytes(spec.block_size, num_elements, itemsize)
+            page_tokens = self.token_format.page_tokens(spec.block_size)
             if shape.store:
                 expected[f"{group}.split"] = (layers, spec.num_kv_heads + 1), torch.int32
             for index in range(layers):
-                bits = (pages, size * get_dtype_size(spec.dtype)), torch.uint8
-                expected[f"{group}.{index}.pages"] = bits
+                expected[f"{group}.{index}.pages"] = (pages, size), torch.uint8
                 if self.channels:
-                    values = (pages, spec.block_size, self.channels), torch.float32
+                    values = (pages, page_tokens, self.channels), torch.float32
                     expected[f"{group}.{index}.values"] = values
         return expected

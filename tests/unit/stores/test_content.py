@@ -5,10 +5,12 @@ import errno
 import pytest
 import torch
 
+from tests.token_formats import FORMATS
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.rules.step_plan import StoreBlocks, StoreCopy
 from vllm_kvevict.stores.content import StoreContent
@@ -29,12 +31,18 @@ def layout(seed: int) -> PageLayout:
 class Rank:
     """The device state of one server, filled at random."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, values: bool) -> None:
+    def __init__(
+        self, seed: int, dtype: torch.dtype, values: bool, token_format: TokenFormat = AS_CACHED
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = BLOCKS * HEADS, 2 * BLOCK * SIZE
         self.caches = {
             name: LayerCache(
-                torch.rand(shape, generator=generator).to(dtype), layout(seed + index), 1.0, 0.0
+                torch.rand(shape, generator=generator).to(dtype),
+                layout(seed + index),
+                1.0,
+                0.0,
+                token_format=token_format,
             )
             for index, name in enumerate(NAMES)
         }
@@ -52,12 +60,16 @@ class Rank:
 
     def holds(self, blocks: StoreBlocks) -> list[torch.Tensor]:
         """Everything that stands in some blocks, as their layers mean it."""
-        pages = torch.tensor([b * HEADS + h for b in blocks.blocks for h in range(HEADS)])
+        stored, tail = (
+            torch.tensor([b * HEADS + h for b in some for h in range(HEADS)], dtype=torch.int64)
+            for some in (blocks.store, blocks.tail)
+        )
         found = [self.state.split_kept(blocks.store[0])] if blocks.store else []
         for name, cache in self.caches.items():
-            found += [cache.keys(pages), cache.values(pages)]
+            found += [cache.stored_keys(stored), cache.stored_values(stored)]
+            found += [cache.keys(tail), cache.values(tail)]
             if self.values is not None:
-                found.append(self.values.layer(name)[pages])
+                found.append(self.values.layer(name)[torch.cat([stored, tail])])
         return [tensor.clone() for tensor in found]
 
 
@@ -65,9 +77,12 @@ OLD, NEW = StoreBlocks(0, [3, 1], [7, 2]), StoreBlocks(0, [9, 4], [0, 11])
 
 
 @pytest.mark.parametrize("values", [False, True], ids=["", "values"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_another_server_reads_it_whatever_its_kernel(dtype, values):
-    here, there = Rank(1, dtype, values), Rank(5, dtype, values)
+@pytest.mark.parametrize(
+    "dtype, name",
+    [(torch.float32, "as cached"), (torch.bfloat16, "as cached"), (torch.float32, "bytes")],
+)
+def test_another_server_reads_it_whatever_its_kernel(dtype, name, values):
+    here, there = (Rank(seed, dtype, values, FORMATS[name]) for seed in (1, 5))
     expected, others = here.holds(OLD), there.holds(OLD)
     there.content.write([NEW], dict(here.content.read([OLD])))
     for found, one in zip(there.holds(NEW), expected, strict=True):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.token_formats import FORMATS
 from tests.unit.stores.test_content import BLOCK, HEADS, NAMES, SIZE, Rank
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.rules.rule import EvictionRule
@@ -15,30 +16,35 @@ from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
 RULE = EvictionRule(block_size=BLOCK, window=8, interval=16, budget_tokens=64)
 
 
-def sizes(channels: int = 2) -> StoreSizes:
+def sizes(channels: int = 2, name: str = "as cached") -> StoreSizes:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     full = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
     )
-    return StoreSizes({0: EvictableAttentionSpec.from_spec(full, RULE)}, {0: len(NAMES)}, channels)
+    return StoreSizes(
+        {0: EvictableAttentionSpec.from_spec(full, RULE)}, {0: len(NAMES)}, channels,
+        token_format=FORMATS[name],
+    )  # fmt: skip
 
 
-def store(channels: bool = True):
-    rank, blocks = Rank(2, torch.float32, channels), StoreBlocks(0, [3, 1], [7])
+def store(channels: bool = True, name: str = "as cached"):
+    rank = Rank(2, torch.float32, channels, FORMATS[name])
+    blocks = StoreBlocks(0, [3, 1], [7])
     rank.state._kept[:, 3] = torch.tensor([0, 3, 4], dtype=torch.int32)
     return GroupShape(64, 2, 1), dict(rank.content.read([blocks]))
 
 
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("channels", [0, 2])
-def test_sizes_are_those_of_the_tensors(channels):
-    shape, tensors = store(bool(channels))
-    sizes(channels).check({0: shape}, tensors)
+def test_sizes_are_those_of_the_tensors(channels, name):
+    shape, tensors = store(bool(channels), name)
+    sizes(channels, name).check({0: shape}, tensors)
     each = [t.nbytes for t in tensors.values()]
-    assert sizes(channels).num_bytes({0: shape}) == sum(each)
-    assert sizes(channels).host_bytes({0: shape}) == sum(each)
+    assert sizes(channels, name).num_bytes({0: shape}) == sum(each)
+    assert sizes(channels, name).host_bytes({0: shape}) == sum(each)
     # A whole power of two is no less than what is in it, and no twice of it.
-    pinned = replace(sizes(channels), pinned=True)
+    pinned = replace(sizes(channels, name), pinned=True)
     assert sum(each) <= pinned.host_bytes({0: shape}) < 2 * sum(each)
     assert pinned.host_bytes({}) == 0
 
