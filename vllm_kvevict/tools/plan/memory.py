@@ -128,7 +128,9 @@ def share_out(
     assert available is not None
     channels = floats_per_token(config)
     left = [
-        kv_cache_bytes(available, evictable, channels) if evictable else available
+        kv_cache_bytes(available, evictable, channels, config.token_format)
+        if evictable
+        else available
         for evictable in (_evictable(specs) for specs in ranks)
     ]
     try:
@@ -248,7 +250,8 @@ def _page_values(kv_cache_config: "KVCacheConfig", channels: int) -> int:
             spec = specs[name]
             if not isinstance(spec, EvictableAttentionSpec):
                 continue
-            tokens = kv_cache_config.num_blocks * spec.num_kv_heads * spec.block_size
+            assert spec.rule is not None
+            tokens = kv_cache_config.num_blocks * spec.num_kv_heads * spec.rule.page_tokens
             place = tensor.offset + index * tensor.layer_stride
             places[place] = max(places.get(place, 0), tokens * channels * torch.float32.itemsize)
     return sum(places.values())

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.profiles import random_profile
+from tests.token_formats import BYTES
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.tools.plan.command import main
 from vllm_kvevict.tools.plan.options import SizingError, parse
 from vllm_kvevict.tools.plan.report import Sizing, as_json, as_text
@@ -55,6 +57,22 @@ def test_json_holds_what_the_text_says(model):
         for value in data[part].values():
             if isinstance(value, int) and not isinstance(value, bool):
                 assert str(value) in text, (part, value)
+
+
+def test_a_format_of_stored_tokens_with_more_tokens_in_a_page(model, monkeypatch):
+    """Four tokens in the room of one: 7 blocks of a store are one, and pages have 4x the floats."""
+    asked = (*LOAD, *KV, "--kv-eviction", "ada-defensive", "--budget", "256")
+    before = as_json(plan(model, *asked))
+    monkeypatch.setattr(EvictionConfig, "token_format", BYTES)
+    after = as_json(plan(model, *asked))
+    assert before["with_eviction"]["evictions"] == after["with_eviction"]["evictions"] > 0
+    assert before["with_eviction"]["decode"] - after["with_eviction"]["decode"] == 7 - 1
+    for data, page_tokens in ((before, 32), (after, 128)):
+        memory = data["memory"]
+        # 2 layers, 1 KV head, one float32 a token.
+        floats = memory["blocks"] * 2 * page_tokens * 4
+        assert memory["eviction_token_stats"] == floats
+    assert after["memory"]["block_bytes"] == before["memory"]["block_bytes"]
 
 
 def eviction_and_notes(*argv: str) -> tuple[dict[str, Any], str]:
