@@ -20,7 +20,7 @@ from vllm_kvevict.ops.triton.splits import CLASSES, Splits, head_lengths, plan_s
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def lengths_of(batch: Ragged) -> torch.Tensor:
+def lengths_of(batch: Ragged, page_tokens: int | None = None) -> torch.Tensor:
     device = batch.rows.device
     count = len(batch.rows)
     lengths = torch.full((batch.num_layers, count * batch.num_heads + 3), -9, dtype=torch.int32)
@@ -33,7 +33,7 @@ def lengths_of(batch: Ragged) -> torch.Tensor:
         batch.tail_start,
         batch.head_indptr,
         lengths,
-        batch.block_size,
+        page_tokens or batch.block_size,
     )
     return lengths
 
@@ -162,11 +162,15 @@ def check_lengths_and_splits(device: str, target: int, smallest: int, **options:
         assert size == smallest or -(-sum(expected) // (size - 16)) > target
 
 
-def check_page_table(device: str, **options: int) -> None:
-    """The table is the list of pages of each sequence, and nothing else is touched."""
+def check_page_table(device: str, density: int = 1, **options: int) -> None:
+    """The table is the list of pages of each sequence, and nothing else is touched.
+
+    The pages do not depend on how many tokens those of the store hold.
+    """
     host = random_ragged(**options)
     batch = host.to(device)
-    lengths = lengths_of(batch)
+    page_tokens = density * batch.block_size
+    lengths = lengths_of(batch, page_tokens)
     count, heads = len(batch.rows), batch.num_heads
     places = torch.arange(count, dtype=torch.int32, device=device)
     for layer in range(batch.num_layers):
@@ -181,6 +185,7 @@ def check_page_table(device: str, **options: int) -> None:
             lengths[layer],
             table,
             batch.block_size,
+            page_tokens,
         )
         for sequence, row in enumerate(table.tolist()):
             pages = host.pages(layer, sequence // heads, sequence % heads)
@@ -209,7 +214,8 @@ def check_recording_page_table(device: str, dtype: torch.dtype = torch.float32) 
         table = torch.full((count * heads, width), -9, dtype=torch.int32, device=device)
         write_page_table(
             batch.rows, places, batch.tail_start, batch.stores, batch.head_indptr[layer],
-            batch.block_table, lengths_of(batch)[layer], table, batch.block_size, *more,
+            batch.block_table, lengths_of(batch)[layer], table, batch.block_size,
+            batch.block_size, *more,
         )  # fmt: skip
         for sequence, row in enumerate(table.tolist()):
             pages = host.pages(layer, sequence // heads, sequence % heads)

@@ -153,7 +153,7 @@ class Step:
         write_page_table(
             self.rows, self.rows, self.tail_start, self.stores, self.head_indptr[layer],
             self.block_table, self.lengths[layer], table, self.shape.block_size,
-            *((self.query, self.ring(layer)) if record else ()),
+            self.shape.block_size, *((self.query, self.ring(layer)) if record else ()),
         )  # fmt: skip
         return table
 

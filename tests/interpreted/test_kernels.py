@@ -102,6 +102,10 @@ def test_page_table(block_size, store_blocks):
     )
 
 
+def test_page_table_of_stores_with_more_tokens_in_a_page():
+    check_page_table("cpu", density=4, seed=4, block_size=16, store_blocks=4, heads=3, padding=1)
+
+
 @pytest.mark.parametrize("block", [1, 4, 16])
 @pytest.mark.parametrize("programs", [1, 100, 10_000])
 def test_page_table_by_several_programs(programs, block, monkeypatch):

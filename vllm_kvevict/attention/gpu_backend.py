@@ -286,6 +286,7 @@ class EvictingImplMixin:
             step.lengths[index],
             table,
             state.rule.block_size,
+            state.rule.page_tokens,
             query,
             ring,
         )

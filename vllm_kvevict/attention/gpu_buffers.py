@@ -159,7 +159,7 @@ class GroupBuffers:
             self.state.tail_start,
             self.state.head_indptr,
             lengths,
-            self.state.rule.block_size,
+            self.state.rule.page_tokens,
         )
         parts: Sequence[Any] = ()
         if self.scratch.optional is not None:
@@ -201,7 +201,7 @@ class GroupBuffers:
             self.state.tail_start,
             self.state.head_indptr,
             self.lengths,
-            self.state.rule.block_size,
+            self.state.rule.page_tokens,
         )
         if decode.splits is not None:
             sequences = len(decode.rows) * self.state.num_heads

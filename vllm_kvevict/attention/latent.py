@@ -160,6 +160,7 @@ def over_stores(
         common.seq_lens,
         common.block_table_tensor,
         state.rule.block_size,
+        state.rule.page_tokens,
     )
     return common.replace(
         block_table_tensor=table[0], seq_lens=lengths[0], seq_lens_cpu_upper_bound=lengths[0]

@@ -61,6 +61,7 @@ class PerHeadBatch:
             common.seq_lens[requests],
             common.block_table_tensor[requests],
             state.rule.block_size,
+            state.rule.page_tokens,
         )
         starts = common.query_start_loc[:-1][requests].long()
         counts = common.query_start_loc[1:][requests].long() - starts

@@ -46,9 +46,10 @@ def counter():
     heads=st.integers(1, 4),
     layers=st.integers(1, 3),
     block_size=st.sampled_from([1, 2, 4]),
+    density=st.sampled_from([1, 4]),
     count=st.integers(1, 4),
 )
-def test_head_page_table(data, heads, layers, block_size, count):
+def test_head_page_table(data, heads, layers, block_size, density, count):
     fresh = counter()
     requests = [data.draw(evicted_request(heads, layers, block_size, fresh)) for _ in range(count)]
     width = max(len(table) for *_, table in requests)
@@ -60,6 +61,7 @@ def test_head_page_table(data, heads, layers, block_size, count):
         torch.tensor([r[3] for r in requests]),
         torch.tensor([r[4] + [0] * (width - len(r[4])) for r in requests]),
         block_size,
+        density * block_size,
     )
     for layer in range(layers):
         for r, (indptr, store, tail_start, n, table) in enumerate(requests):
@@ -69,7 +71,7 @@ def test_head_page_table(data, heads, layers, block_size, count):
                     block * heads + i
                     for block, i in flat[indptr[layer][head] : indptr[layer][head + 1]]
                 ]
-                stored = len(mine) * block_size
+                stored = len(mine) * density * block_size
                 for position in range(tail_start, n, block_size):
                     mine.append(table[position // block_size] * heads + head)
                 row = pages[layer, r * heads + head].tolist()

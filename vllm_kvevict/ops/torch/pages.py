@@ -31,6 +31,7 @@ def head_page_table(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
+    page_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the page table of attention, with one sequence per (request, KV head).
 
@@ -40,7 +41,8 @@ def head_page_table(
         tail_start: [R] int, a multiple of ``block_size``.
         seq_lens: [R] int logical lengths.
         block_table: [R, W] int: vLLM's positional block table.
-        block_size: Tokens in a page.
+        block_size: Tokens in a page of the tail.
+        page_tokens: Tokens in a page of the store; None for ``block_size``.
 
     Returns:
         Pages [L, R * H, V] int32, unused entries 0, and cached tokens [L, R * H] int32 of
@@ -69,7 +71,7 @@ def head_page_table(
     from_tail = rows.gather(2, tail_block).view(*in_tail.shape) * num_heads + head
 
     table = torch.where(in_store, from_store, torch.where(in_tail, from_tail, 0))
-    lengths = pages * block_size + tail_tokens[None, :, None]
+    lengths = pages * (page_tokens or block_size) + tail_tokens[None, :, None]
     shape = (num_layers, num_requests * num_heads)
     return table.view(*shape, width).int(), lengths.view(*shape).int()
 

@@ -40,6 +40,7 @@ def _page_table_kernel(
     window,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
+    STORED: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -55,7 +56,10 @@ def _page_table_kernel(
     indptr = head_indptr + row * (HEADS + 1) + head
     first = tl.load(indptr, mask=tail > 0, other=0)
     pages = tl.load(indptr + 1, mask=tail > 0, other=0) - first
-    count = (tl.load(lengths + sequence) + PAGE - 1) // PAGE
+    length = tl.load(lengths + sequence)
+    stored = pages * STORED
+    after = pages + (length - stored + PAGE - 1) // PAGE
+    count = tl.where(length >= stored, after, (length + STORED - 1) // STORED)
     if RECORD:
         slot = tl.load(slots + request)
         if (slot >= 0) & (tl.program_id(1) == 0):
@@ -92,6 +96,7 @@ def write_page_table(
     lengths: torch.Tensor,
     table: torch.Tensor,
     block_size: int,
+    page_tokens: int,
     query: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> None:
@@ -109,7 +114,8 @@ def write_page_table(
         block_table: [batch, W] int32 positional blocks.
         lengths: [>= R * H] int32 of this layer.
         table: [>= R * H, V] int32, written up to the length of each sequence.
-        block_size: Tokens in a page.
+        block_size: Tokens in a page of the tail.
+        page_tokens: Tokens in a page of the store.
         query: [>= R, H * G, D], dimensions contiguous: the single query of each request, in order;
             read only if there is a ring.
         ring: Ring entries to which the queries are written; None for none.
@@ -143,6 +149,7 @@ def write_page_table(
         1 if ring is None else ring.window,
         HEADS=heads,
         PAGE=block_size,
+        STORED=page_tokens,
         BLOCK=_BLOCK,
         GROUP=group,
         DIM=dim,

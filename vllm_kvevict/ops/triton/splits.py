@@ -191,7 +191,7 @@ def head_lengths(
     tail_start: torch.Tensor,
     head_indptr: torch.Tensor,
     lengths: torch.Tensor,
-    block_size: int,
+    page_tokens: int,
 ) -> None:
     """Compute the cached tokens of every (request, KV head), for all layers in one launch.
 
@@ -202,7 +202,7 @@ def head_lengths(
         tail_start: [rows] int32; 0 for a request that is not evicted.
         head_indptr: [L, rows, H + 1] int32, read only if the tail start is above 0.
         lengths: [L, >= R * H] int32, written.
-        block_size: Tokens in a page.
+        page_tokens: Tokens in a page of a store.
 
     """
     num_layers, _, heads = head_indptr.shape
@@ -215,7 +215,7 @@ def head_lengths(
         head_indptr,
         lengths,
         num_sequences,
-        block_size,
+        page_tokens,
         head_indptr.stride(0),
         lengths.stride(0),
         HEADS=heads - 1,
