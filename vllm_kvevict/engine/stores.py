@@ -29,7 +29,7 @@ from vllm_kvevict.stores.key import ShareKey, share_key
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-MAX_ABANDONED_KEYS = 256
+MAX_UNMADE_KEYS = 256
 """Maximum number of remembered keys of requests that reached the point and could not evict
 there."""
 
@@ -65,7 +65,7 @@ class PublishedStores:
         self._published: dict[ShareKey, PublishedStore] = {}
         self._by_block: dict[int, PublishedStore] = {}
         self._to_sweep: deque[PublishedStore] = deque()
-        self._abandoned: dict[ShareKey, None] = {}
+        self._unmade: dict[ShareKey, None] = {}
         self._awaited: dict[ShareKey, None] = {}
         """Stores that waiting requests wait for a running request to make."""
         self._made = 0
@@ -134,7 +134,7 @@ class PublishedStores:
         }
 
     def _is_coming(self, key: ShareKey, making: set[ShareKey]) -> bool:
-        return key in making and key not in self._abandoned and not self.has(key)
+        return key in making and key not in self._unmade and not self.has(key)
 
     def _may_reuse(self, state: RequestState) -> bool:
         return self._manager.prefix_cache_lookup_enabled(state.request)
@@ -251,9 +251,9 @@ class PublishedStores:
         request waits for it any longer."""
         key = state.store_key
         if key is not None and key.point == end and key not in self._published:
-            if len(self._abandoned) == MAX_ABANDONED_KEYS:
-                del self._abandoned[next(iter(self._abandoned))]
-            self._abandoned[key] = None
+            if len(self._unmade) == MAX_UNMADE_KEYS:
+                del self._unmade[next(iter(self._unmade))]
+            self._unmade[key] = None
 
     def plan(self, state: RequestState) -> list[ReusedStore]:
         """Return the groups of the store that an admitted request reuses, for the workers."""
@@ -282,7 +282,7 @@ class PublishedStores:
 
     def _enter(self, key: ShareKey, groups: dict[int, PublishedGroup]) -> PublishedStore:
         self._made += 1
-        self._abandoned.pop(key, None)
+        self._unmade.pop(key, None)
         mark = BlockHash(b"kv_eviction store %d" % self._made)
         stored = [(group, block) for group, part in groups.items() for block in part.store]
         self.drop_containing(block.block_id for _, block in stored)

@@ -2,12 +2,13 @@
 
 A page of a store has the bytes of a page of vLLM's cache, ``block_size`` tokens of one head in the
 cache's type. How many tokens a store's page holds, how many bytes each takes, and how keys and
-values become these bytes, is said here. The arithmetic of budgets (through ``page_tokens`` of
+values become these bytes, is defined here. The arithmetic of budgets (through ``page_tokens`` of
 :class:`~vllm_kvevict.rules.rule.EvictionRule`), the cache, stores in memory and files, and
 ``vllm-kvevict plan`` ask a :class:`TokenFormat`.
 
-The server chooses a format in :attr:`~vllm_kvevict.config.config.EvictionConfig.token_format`. This
-module imports torch only when tokens are encoded, so that configurations are read without it.
+The format of a server is :attr:`~vllm_kvevict.config.config.EvictionConfig.token_format`, which is
+:data:`AS_CACHED` for all servers. This module imports torch only when tokens are encoded, so that
+configurations are read without it.
 """
 
 from typing import TYPE_CHECKING

@@ -73,8 +73,8 @@ def check_request(
     if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
         raise ValueError(
             f"KV eviction: {AT if options.at else PREFILL_INTERVAL} and seed cannot be combined on "
-            "vLLM's CPU build: its workers end when a seeded prompt is computed in parts; leave "
-            "the seed away, or set temperature 0"
+            "vLLM's CPU build: its workers end when a seeded prompt is computed in parts; omit "
+            "the seed, or set temperature 0"
         )
     return options
 
@@ -129,7 +129,7 @@ def refuse_session(vllm_config: "VllmConfig", params: Any) -> None:
         return
     if asks(extra_args):
         raise ValueError(
-            f"KV eviction: a session of streaming input is never evicted; leave {CONFIG_KEY}* away"
+            f"KV eviction: a session of streaming input is never evicted; omit {CONFIG_KEY}*"
         )
     if capacity(vllm_config, known.rules) is not None:
         raise ValueError(

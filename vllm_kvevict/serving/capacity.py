@@ -93,5 +93,5 @@ def check_capacity(
         raise ValueError(
             f"KV eviction: this request may need {needed} blocks of the KV cache and is sure of "
             f"{most}; lower {BUDGET}, {PROTECT}, {INTERVAL}, {PREFILL_INTERVAL} or max_tokens, or "
-            "leave the keys away"
+            "omit the keys"
         )

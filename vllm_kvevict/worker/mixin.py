@@ -431,8 +431,8 @@ class EvictionWorkerMixin(Worker, ABC):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Run vLLM's step and then its evictions, which follow sampling if the step samples.
 
-        No token waits for evictions in this order, and a drafter reads the blocks that the step
-        was planned with.
+        Only the tokens of the next step wait for evictions in this order, and a drafter reads the
+        blocks that the step was planned with.
         """
         assert self.kv_eviction is not None
         self.kv_eviction.begin_step(scheduler_output)
