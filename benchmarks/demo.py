@@ -52,7 +52,7 @@ TARGET_S = 300.0
 """Seconds that asking and the load may take where a smaller size takes no longer."""
 
 
-def block_bytes(model: Path, dtype: str) -> int:
+def block_bytes(model: Path, dtype: str = "bfloat16") -> int:
     """Bytes of one block of the KV cache."""
     config = json.loads((model / "config.json").read_text())
     heads = config["num_hidden_layers"] * config["num_key_value_heads"]

@@ -161,7 +161,7 @@ def test_a_file_that_is_missing_or_damaged_leads_to_a_prefill(tiny_model, tmp_pa
         for damaged in (None, whole[:-1], b"\0" * len(whole)):
             lose(run)
             file.unlink() if damaged is None else file.write_bytes(damaged)
-            run.scheduler._stores._absent.clear()
+            run.scheduler._stores.reads._absent.clear()
             counts = computed(run)
             assert run.generate(PROMPTS[:1], 20, asked) == expected
             assert sum(counts) == len(PROMPTS[0]) + 19

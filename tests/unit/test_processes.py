@@ -72,15 +72,15 @@ FIRST_START = f"""
 import asyncio, sys
 {{install}}
 from types import SimpleNamespace
-from vllm_kvevict.serving import measure, plugin
+from vllm_kvevict.serving import calibrate, plugin
 async def start():
     with plugin._sentence(SimpleNamespace(_kv_eviction_from_flags=True)):
         print("READY", flush=True)
-        measure._run([sys.executable, "-c", {STUBBORN!r}], 600)
+        calibrate._run([sys.executable, "-c", {STUBBORN!r}], 600)
     print("served", flush=True)
 {{run}}
 """
-"""A server's event loop, inside which a model is measured."""
+"""A server's event loop, inside which a model is calibrated."""
 
 LOOPS = {
     "asyncio": FIRST_START.format(install="", run="asyncio.run(start())"),

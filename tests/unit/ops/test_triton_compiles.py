@@ -21,7 +21,7 @@ ATTEND = dict(
     HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, MERGE_ROWS=4, MERGE_AT_ONCE=8, PAGE=16,
     TILE=splits.TILE, SOFTCAP=False, SINKS=True, RECORD=True, LOG2E=1.44, FP8=False,
 )  # fmt: skip
-TABLE = dict(HEADS=8, PAGE=16, BLOCK=128, GROUP=5, DIM=80, QUERY=512, RECORD=True)
+TABLE = dict(HEADS=8, PAGE=16, STORED=16, BLOCK=128, GROUP=5, DIM=80, QUERY=512, RECORD=True)
 PLAN = dict(CLASSES=splits.CLASSES)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")

@@ -9,10 +9,10 @@ from tests.kernels.evict import FUSED, SIZE, assert_same, run, steps, worker
 from tests.meta_eviction import Operations
 from tests.meta_eviction import worker as meta_worker
 from tests.nightly import covering
-from tests.pretend_gpu import pretended
+from tests.pretend_gpu import async_tensor_h2d, pretended
 from vllm_kvevict.ops import pieces
 from vllm_kvevict.ops.torch import score
-from vllm_kvevict.policies import subgen
+from vllm_kvevict.policies import nacl, subgen
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.tova import TOVA
@@ -28,6 +28,12 @@ SIZES = {
     "one head, one layer": (1, 1),
 }
 """Numbers in memory at once, and columns of the layers that are evicted together."""
+
+
+@pytest.fixture(autouse=True)
+def upload_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of another test in this process leaves that of vLLM's CPU runner in its place."""
+    monkeypatch.setattr(nacl, "async_tensor_h2d", async_tensor_h2d)
 
 
 @pytest.mark.parametrize(
