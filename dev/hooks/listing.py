@@ -248,7 +248,7 @@ HOOKS = {
             Scheduler.update_draft_token_ids(draft_token_ids) Scheduler.block_size
             Scheduler.kv_cache_manager Scheduler.num_spec_tokens Scheduler.connector
             Scheduler.num_lookahead_tokens Scheduler.prefix_replay_tokens
-            Scheduler._handle_blocked_waiting_request(request)
+            Scheduler._handle_blocked_waiting_request(request) Scheduler._holds_kv_blocks(request)
             Scheduler._mark_prefix_replay(request,num_hit_tokens,window_loaded)
             Scheduler._build_kv_connector_meta(connector,scheduler_output)
             Scheduler._update_waiting_for_remote_kv(request)

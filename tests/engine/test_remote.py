@@ -12,6 +12,7 @@ from tests.engine.cases import lose
 from tests.engine.harness import Engine, Setup
 from tests.engine.scenarios import Scenario, loading, run
 from tests.engine.shadow import ShadowWorker
+from tests.engine.wishes import Wish
 from vllm_kvevict.engine.lost_blocks import LoadsInFlight, Trace
 from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
@@ -317,6 +318,29 @@ def test_loads_that_hold_all_blocks_go_on(blocks, priority, offload):
     engine.finish(patience=100)
     assert [one.num_output_tokens for one in (*loads, head)] == [60] * 4
     assert engine.scheduler.eviction_counters.evictions_prefill >= 4
+
+
+def test_a_failed_load_lets_loaded_requests_pass():
+    """A request whose load failed holds no blocks, and finds no room: those that hold all others
+    are behind it in vLLM's queue, and would never run. A random day found it."""
+    setup = Setup(
+        budget=96, window=16, interval=64, pyramid=2, beta=2.0, blocks=37, max_num_seqs=8,
+        max_batched=8, long_prefill=5, asynchronous=True, priority=True, rings=1,
+        reserve_full=False, shared="evict", memory=10**9, offload=60, sliding_window=16,
+    )  # fmt: skip
+    wish = Wish("none", 105, 0, 0, 0.7451943833302148, True, "pressure", 100)
+    events = [
+        ("steps", 59), ("burst", 34, 6, 3, 10), ("add", 181, 4, 55, 0, None),
+        ("repeat", 14, 189, None), ("many", 33, 2, 104, None), ("abort", 0, False),
+        ("ask", 0, 4, 45, 8), ("ask", 3, 1, 8, 23), ("ask", 0, 4, 45, 8), ("squeeze", 48, 3),
+        ("follow", 6, 51, 4), ("ask", 2, 1, 58, 36), ("add", 208, 4, 195, 2, None),
+        ("abort", 7, True), ("add", 38, 0, 48, 2, None), ("burst", 191, 6, 4, 59),
+        ("repeat", 10, 57, wish), ("abort", 7, True), ("add", 31, 0, 49, 2, None),
+        ("lose", 16, 37), ("burst", 191, 6, 4, 59), ("steps", 1),
+    ]  # fmt: skip
+    totals: Counter[str] = Counter()
+    play(Scenario(setup, 63422, events), totals)
+    assert totals["remote_failures"] and totals["evictions"]
 
 
 @pytest.mark.parametrize("priority", [False, True])

@@ -317,6 +317,13 @@ class EvictingScheduler(Scheduler):
         return hit
 
     def _handle_blocked_waiting_request(self, request: "Request") -> bool:
+        """Return whether a waiting request may be scheduled in this step.
+
+        A request whose load failed holds no blocks, but vLLM keeps it among those that hold some
+        and examines it before them. If it then finds no room, they would never run. Skipped for
+        one step, it moves to the other waiting requests.
+        """
+        loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         ready = super()._handle_blocked_waiting_request(request)
         state = self._table.states[request.request_id]
         if ready and state.holds_blocks:
@@ -325,7 +332,7 @@ class EvictingScheduler(Scheduler):
             self._core.consider(state)
             self._memory.consider(None)
             return True
-        if not ready:
+        if not ready or (loading and not self._holds_kv_blocks(request)):
             return False
         self._stores.read_key_again(state)
         waits = self._stores.waits(state)
