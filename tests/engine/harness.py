@@ -226,6 +226,10 @@ class Engine:
             self.step()
         self.invariants.check()
 
+    def _loads(self) -> int:
+        """Loads by a connector that have ended."""
+        return self.worker.remote.loads if self.worker.remote is not None else 0
+
     def finish(self, patience: int = 1500) -> None:
         """Run until every request has finished, and assert that nothing is left behind.
 
@@ -236,7 +240,7 @@ class Engine:
         # A request waits for its file for a limited time, and for a second one that was queued.
         patience_idle = 16 if self.setup.offloads or self.setup.connector else 4
         patience_idle += 3 * int(READ_TIMEOUT_S / SECONDS_A_STEP) if self.disk else 0
-        known = self._tokens()
+        known, loads = self._tokens(), self._loads()
         remote = self.worker.remote
         # A transfer goes on after its request was aborted, even if it was the last one.
         while (
@@ -246,7 +250,9 @@ class Engine:
         ):
             output = self.step()
             busy = [output, *self.pending]
-            idle = 0 if any(one.total_num_scheduled_tokens for one in busy) else idle + 1
+            # Loads that fail one after the other take up to seven steps each.
+            works = any(one.total_num_scheduled_tokens for one in busy) or self._loads() > loads
+            idle, loads = 0 if works else idle + 1, self._loads()
             stuck, known = (stuck + 1 if self._tokens() == known else 0), self._tokens()
             counts = f"{self.scheduler.get_request_counts()} (running, waiting)"
             assert idle < patience_idle, f"livelock: {counts}"
