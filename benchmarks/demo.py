@@ -146,7 +146,7 @@ def start(arguments: dict[str, list[str]], model: Path, stack: ExitStack) -> dic
 def told(
     server: Server, model: Path, asked: list[Question], evicts: bool, done: Callable[[], object]
 ) -> dict:
-    """What a server answers, four questions at once, and how much of it is right."""
+    """Answers of a server to four questions at once, and the number of right ones."""
 
     def one(question: Question, known: bool) -> str:
         text = answer(server, model, question, known, evicts)
@@ -172,7 +172,7 @@ def told(
 
 @dataclass(frozen=True)
 class Demo:
-    """What is compared, and how much of it.
+    """The size of the comparison, and its rows.
 
     ``size`` is None for as many questions and requests as this machine has time for.
     """
@@ -183,7 +183,7 @@ class Demo:
     size: tuple[int | None, int | None]
 
     def run(self) -> tuple[list[Question], dict[str, dict]]:
-        """What was asked, and a row for each of :data:`NAMES`.
+        """Number of questions, and a row for each of :data:`NAMES`.
 
         The last server is not asked, as it answers like the first.
         """

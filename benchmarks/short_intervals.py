@@ -1,4 +1,4 @@
-"""What 16 clients with the shortest interval that a server allows cost a seventeenth one.
+"""Cost of 16 clients with the shortest interval that a server allows for a seventeenth client.
 
     python -m benchmarks.short_intervals
 
