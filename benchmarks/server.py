@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -25,10 +26,18 @@ from vllm_kvevict.processes import Leash, end_group
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
+# Below the ports that Linux gives to outgoing connections (from 32768): between the choice and the
+# bind, which loads a model first, no connection of another process can take the port.
+PORTS = range(16384, 32768)
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """Return a port of 127.0.0.1 on which nothing listens."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of 100 ports between {PORTS.start} and {PORTS.stop - 1} is free")
 
 
 def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
