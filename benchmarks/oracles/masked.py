@@ -42,17 +42,32 @@ class Life:
 
 def two_biases(module, query, key, value, attention_mask, scaling, **kwargs):
     """transformers' eager attention with a bias [1, heads, q, n] on the products, or with two,
-    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    [2, heads, q, n]: of the sum of values, and of the sum of weights that divides it.
+
+    If ``module.in_store`` [q, n] is not None, it is True where a query sees a token as
+    ``module.stored`` gives it back.
+    """
+    group, in_store = module.num_key_value_groups, getattr(module, "in_store", None)
+    if in_store is not None:
+        stored = [one.repeat_interleave(group, dim=1) for one in module.stored(key, value)]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     products = query @ key.mT * scaling
+    if in_store is not None:
+        products = torch.where(in_store, query @ stored[0].mT * scaling, products)
+
+    def sum_of_values(weights):
+        if in_store is None:
+            return weights @ value.to(weights.dtype)
+        old = stored[1].to(weights.dtype)
+        return weights * in_store @ old + weights * ~in_store @ value.to(weights.dtype)
+
     if attention_mask is None or len(attention_mask) == 1:
         bias = 0.0 if attention_mask is None else attention_mask
-        result = (products + bias).softmax(-1) @ value
+        result = sum_of_values((products + bias).softmax(-1))
     else:
         products = products.double() - products.double().amax(-1, keepdim=True)
         above, below = (products + bias.double() for bias in attention_mask[:, None])
-        result = above.exp() @ value.double() / below.exp().sum(-1, keepdim=True)
+        result = sum_of_values(above.exp()) / below.exp().sum(-1, keepdim=True)
     return result.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -72,10 +87,13 @@ def two_biases_fp8(module, query, key, value, attention_mask, scaling, **kwargs)
 class MaskedModel:
     """Teacher-forced greedy decoding of a Llama checkpoint under per-head masks.
 
-    ``attention`` is :func:`two_biases` or :func:`two_biases_fp8`.
+    ``attention`` is :func:`two_biases` or :func:`two_biases_fp8`. ``stored`` gives keys and values
+    [1, heads, n, D] as they are after an eviction kept them; None if they stay as they are.
     """
 
-    def __init__(self, path: Path, attention: Callable = two_biases) -> None:
+    def __init__(
+        self, path: Path, attention: Callable = two_biases, stored: Callable | None = None
+    ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
         from transformers.masking_utils import eager_mask
 
@@ -88,13 +106,17 @@ class MaskedModel:
         self.heads = self.model.config.num_attention_heads
         self.group = self.heads // self.model.config.num_key_value_heads
         self._masks: list[torch.Tensor] = []
+        self._in_store: list[torch.Tensor] = []
         for index, layer in enumerate(self.model.model.layers):
+            layer.self_attn.in_store, layer.self_attn.stored = None, stored
             layer.self_attn.register_forward_pre_hook(self._hook(index), with_kwargs=True)
 
     def _hook(self, index: int):
         def hook(module, args, kwargs):
             if self._masks:
                 kwargs["attention_mask"] = self._masks[index]
+            if module.stored is not None:
+                module.in_store = self._in_store[index] if self._masks else None
             return args, kwargs
 
         return hook
@@ -109,6 +131,7 @@ class MaskedModel:
         logits = [first.logits[0]]
         if n > start:
             self._masks = [self._mask(index, start, n, life) for index in range(self._layers)]
+            self._in_store = [self._stored(i, start, n, life) for i in range(self._layers)]
             rest = self.model(ids[:, start:], past_key_values=first.past_key_values)
             logits.append(rest.logits[0])
             self._masks = []
@@ -134,6 +157,14 @@ class MaskedModel:
             biases = self._weights(layer, start, n, life).repeat_interleave(self.group, dim=1)
             return biases.masked_fill(~seen, float("-inf"))
         return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None]
+
+    def _stored(self, layer: int, start: int, n: int, life: Life) -> torch.Tensor:
+        """[n - start, n] bool: True where a row sees what the last eviction before it stored."""
+        in_store = torch.zeros(n - start, n, dtype=torch.bool)
+        for eviction in life.evictions:
+            if eviction.positions[layer] is not None:
+                in_store[eviction.n - start :, : eviction.tail_start] = True
+        return in_store
 
     def _weights(self, layer: int, start: int, n: int, life: Life) -> torch.Tensor:
         """[2, KV heads, n - start, n] log-weights as the last eviction before each row has them."""

@@ -97,6 +97,15 @@ class GroupBinding:
         """Return True if a layer's queries are scored: the layer owns its cache."""
         return self.state.owner(layer_name) == layer_name
 
+    def cache(self, layer_name: str) -> LayerCache:
+        """Return the cache that a layer reads, which another layer may own."""
+        return self._worker.cache(self.state.owner(layer_name))
+
+    @property
+    def as_cached(self) -> bool:
+        """True if vLLM's kernels read the pages of stores."""
+        return self.cache(self.state.layer_names[0]).token_format.as_cached
+
     def rings(self, layer_name: str) -> torch.Tensor:
         """Return the observation ring of a layer: [slots * window, query heads, D]."""
         rings = self._worker.rings

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvevict.attention.binding import Extended, GroupBinding, Observation
 from vllm_kvevict.attention.per_head import PerHeadBatch
+from vllm_kvevict.attention.stored import StoredBatch
 from vllm_kvevict.ops.torch.observe import observe
 
 
@@ -26,13 +27,15 @@ class EvictingCPUMetadata(CPUAttentionMetadata):
 
     ``stock`` is vLLM's metadata of the requests that are not evicted, and ``stock_tokens`` are the
     indices of their tokens in the batch (None if those are all tokens). ``heads`` are the evicted
-    requests without an extension.
+    requests without an extension; ``stored`` are these if their stores are in a format of their
+    own.
     """
 
     binding: GroupBinding | None = None
     observation: Observation | None = None
     extended: Sequence[Extended] = ()
     heads: PerHeadBatch | None = None
+    stored: StoredBatch | None = None
     stock: CPUAttentionMetadata | None = None
     stock_tokens: torch.Tensor | None = None
 
@@ -75,12 +78,17 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
 
         stock: CPUAttentionMetadata | None = None
-        stock_tokens, heads = None, None
+        stock_tokens, heads, stored = None, None, None
         if any_evicted:
             plain = evicted & ~self.binding.state.weighted[rows]
             requests = plain.nonzero().flatten()
             if len(requests):
                 heads = PerHeadBatch.build(common, self.binding.state, rows[requests], requests)
+                if not self.binding.as_cached:
+                    stored, heads = (
+                        _stored(common, self.binding, rows[requests], requests, heads),
+                        None,
+                    )
             others = (~evicted).nonzero().flatten()
             if len(others):
                 subset, stock_tokens = _subset(common, others)
@@ -94,6 +102,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             observation=observation,
             extended=extended,
             heads=heads,
+            stored=stored,
             stock=stock,
             stock_tokens=stock_tokens,
         )
@@ -157,9 +166,11 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             self._stock(layer, query, key, value, kv_cache, metadata, output)
         for extension, batch in metadata.extended:
             extension.forward(state, name, query, batch, output)
+        index = state.layer_index[name]
         if metadata.heads is not None:
-            index = state.layer_index[name]
             self._per_head(layer, query, kv_cache, metadata.heads, index, output)
+        if metadata.stored is not None:
+            metadata.stored.attend(metadata.binding.cache(name), query, index, output)
         return output
 
     def _stock(
@@ -251,6 +262,19 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
         heads.put(output[: heads.num_tokens], result)
+
+
+def _stored(
+    common: CommonAttentionMetadata,
+    binding: GroupBinding,
+    rows: torch.Tensor,
+    requests: torch.Tensor,
+    heads: PerHeadBatch,
+) -> StoredBatch:
+    """Return some evicted requests of a batch whose stores are in a format of their own."""
+    counts = common.query_start_loc.diff()[requests]
+    tail = common.seq_lens[requests] - binding.state.tail_start[rows]
+    return StoredBatch(heads, counts.tolist(), tail.tolist())
 
 
 def _subset(

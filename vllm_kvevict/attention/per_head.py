@@ -20,6 +20,7 @@ class PerHeadBatch:
         table: [L, R * H, V] int32 head pages.
         seq_lens: [L, R * H] int32 cached tokens.
         query_start_loc: [R * H + 1] int32.
+        store_pages: [L, R * H] int64 pages of the store at the left of each row of the table.
         order: [queries] int64 index ``token * H + head`` in the batch of each query of these
             sequences; None if the sequences have all queries of the batch in order.
 
@@ -30,6 +31,7 @@ class PerHeadBatch:
     table: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
+    store_pages: torch.Tensor
     order: torch.Tensor | None
 
     @property
@@ -53,9 +55,9 @@ class PerHeadBatch:
             requests: [R] int64 batch indices of these requests.
 
         """
-        heads = state.num_heads
+        heads, splits = state.num_heads, state.splits(rows)
         table, seq_lens = head_page_table(
-            state.splits(rows),
+            splits,
             state.store[rows],
             state.tail_start[rows],
             common.seq_lens[requests],
@@ -78,7 +80,10 @@ class PerHeadBatch:
             token = torch.arange(num_queries) - begin
             token += starts.repeat_interleave(heads).repeat_interleave(per_sequence)
             order = token * heads + head
-        return cls(heads, common.num_actual_tokens, table, seq_lens, query_start_loc, order)
+        store_pages = splits.diff(dim=-1).long().flatten(1)
+        return cls(
+            heads, common.num_actual_tokens, table, seq_lens, query_start_loc, store_pages, order
+        )
 
     @cached_property
     def by_head(self) -> list["PerHeadBatch"]:
@@ -94,11 +99,39 @@ class PerHeadBatch:
                 self,
                 table=self.table[:, head :: self.num_heads].contiguous(),
                 seq_lens=self.seq_lens[:, head :: self.num_heads].contiguous(),
+                store_pages=self.store_pages[:, head :: self.num_heads],
                 query_start_loc=query_start_loc,
                 order=order[order % self.num_heads == head],
             )
             for head in range(self.num_heads)
         ]
+
+    def slots(
+        self, layer: int, sequences: slice, block_size: int, page_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return where the cached tokens of some sequences are, in order.
+
+        Args:
+            layer: Index of the layer in its group.
+            sequences: The S sequences.
+            block_size: Tokens in a page of the tail.
+            page_tokens: Tokens in a page of a store.
+
+        Returns:
+            Pages [S, N] int64 and slots [S, N] int64, 0 after the last token of a sequence, and
+            [S, N] bool, True in a store.
+
+        """
+        lengths = self.seq_lens[layer, sequences].long()[:, None]
+        pages = self.store_pages[layer, sequences, None]
+        column = torch.arange(int(lengths.max())).expand(len(lengths), -1)
+        new = column - pages * page_tokens
+        in_store = new < 0
+        place = torch.where(in_store, column // page_tokens, pages + new // block_size)
+        slot = torch.where(in_store, column % page_tokens, new % block_size)
+        used = column < lengths
+        page = self.table[layer, sequences].long().gather(1, place.where(used, 0))
+        return page.where(used, 0), slot.where(used, 0), in_store
 
     def take(self, tokens: torch.Tensor) -> torch.Tensor:
         """Regroup queries of the batch.

@@ -1,6 +1,7 @@
 """One layer's KV cache as evictions read it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -8,6 +9,12 @@ from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
 from vllm_kvevict.ops.pieces import heads_at_once, joined
 from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
+
+
+def _scaled(elements: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return keys or values that policies score: float32 for FP8, where uint8 holds it."""
+    elements = typed(elements)
+    return elements.float() * scale if elements.dtype == FP8 else elements
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class LayerCache:
             [..., block_size, D], a copy; float32 for an FP8 cache, else the cache's dtype.
 
         """
-        return AS_CACHED.decode(self.layout.read_keys(self.pages, pages), self.key_scale)
+        return _scaled(self.layout.read_keys(self.pages, pages), self.key_scale)
 
     def sequences(self, elements: torch.Tensor) -> torch.Tensor:
         """Concatenate the keys or values of the pages of each head.
@@ -83,25 +90,36 @@ class LayerCache:
             return elements.permute(0, 3, 1, 2).flatten(2).mT
         return elements.flatten(1, 2)
 
-    def key_sequences(self, pages: torch.Tensor) -> torch.Tensor:
+    def key_sequences(self, pages: torch.Tensor, store_pages: int = 0) -> torch.Tensor:
         """Return the keys of the pages of each head, concatenated.
 
         Args:
-            pages: [H, P] int64.
+            pages: [H, P] int64, of a store first.
+            store_pages: Number of pages of a store at the left of each row.
 
         Returns:
-            [H, P * block_size, D], a copy: float32 for an FP8 cache, else the cache's dtype.
+            [H, N, D], a copy, with N the tokens of P pages: of the type that the format decodes to
+            if there are pages of a store, else float32 for an FP8 cache and the cache's dtype for
+            others.
 
         """
         if not pages.numel():
             dtype = torch.float32 if self.is_fp8 else self.pages.dtype
             size = self.layout.keys.shape[1]
             return torch.empty(len(pages), 0, size, dtype=dtype, device=pages.device)
-        return self.sequences(self.keys(pages))
+        if self.token_format.as_cached or not store_pages:
+            return self.sequences(self.keys(pages))
+        stored = self.stored_tokens(pages[:, :store_pages])[0].flatten(1, 2)
+        return torch.cat([stored, self.sequences(self.keys(pages[:, store_pages:]))], dim=1)
 
-    def value_sequences(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the values of pages [H, P] int64, concatenated: [H, P * block_size, D] float32."""
-        return self.sequences(self.values(pages)).float()
+    def value_sequences(self, pages: torch.Tensor, store_pages: int = 0) -> torch.Tensor:
+        """Return the values of pages, with the arguments of :meth:`key_sequences`: [H, N, D]
+        float32."""
+        if self.token_format.as_cached or not store_pages:
+            return self.sequences(self.values(pages)).float()
+        stored = self.stored_tokens(pages[:, :store_pages])[1].flatten(1, 2)
+        positional = self.sequences(self.values(pages[:, store_pages:])).float()
+        return torch.cat([stored, positional], dim=1)
 
     def value_norms(self, pages: torch.Tensor) -> torch.Tensor:
         """Return the Euclidean norms of the values of pages [H, P] int64.
@@ -119,29 +137,51 @@ class LayerCache:
 
     def values(self, pages: torch.Tensor) -> torch.Tensor:
         """Return the values of pages, with the shape and dtype of :meth:`keys`."""
-        return AS_CACHED.decode(self.layout.read_values(self.pages, pages), self.value_scale)
+        return _scaled(self.layout.read_values(self.pages, pages), self.value_scale)
 
-    def stored_keys(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the keys of pages of stores.
+    def stored_tokens(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of pages of stores.
 
         Args:
             pages: [...] int64.
 
         Returns:
-            [..., page_tokens, D], a copy, of the type that the format decodes to.
+            [..., page_tokens, D] each, copies, of the type that the format decodes to.
 
         """
         if self.token_format.as_cached:
-            return self.keys(pages)
-        stored = self._stored(pages)[..., : self._part_bytes[0]]
-        return self.token_format.decode(stored, self.key_scale)
+            keys = self.keys(pages)
+            return keys, keys[..., :0] if self.is_latent else self.values(pages)
+        return self.token_format.decode(self.stored_planes(pages))
 
-    def stored_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the values of pages of stores, with the shape and dtype of :meth:`stored_keys`."""
-        if self.token_format.as_cached:
-            return self.values(pages)
-        stored = self._stored(pages)[..., self._part_bytes[0] :]
-        return self.token_format.decode(stored, self.value_scale)
+    def tokens(
+        self, page: torch.Tensor, slot: torch.Tensor, in_store: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of single tokens of stores and other pages.
+
+        Args:
+            page: [...] int64.
+            slot: [...] int64 slots in these pages.
+            in_store: [...] bool: True for tokens in pages of stores.
+
+        Returns:
+            [..., D] float32 each.
+
+        """
+        size = self.layout.keys.shape[1]
+        keys = torch.empty(*page.shape, size, device=page.device)
+        values = torch.empty_like(keys)
+        pages, place = page[in_store].unique(return_inverse=True)
+        stored = slot[in_store]
+        for found, all_pages in zip((keys, values), self.stored_tokens(pages), strict=True):
+            found[in_store] = all_pages[place, stored].float()
+        pages, place = page[~in_store].unique(return_inverse=True)
+        others = slot[~in_store]
+        for found, all_pages in zip(
+            (keys, values), (self.keys(pages), self.values(pages)), strict=True
+        ):
+            found[~in_store] = all_pages[place, others].float()
+        return keys, values
 
     def move(
         self,
@@ -166,33 +206,37 @@ class LayerCache:
         if self.token_format.as_cached:
             self.layout.copy(self.pages, source_page, source_slot, target_page)
             return
-        tokens = source_page.new_empty(len(source_page), sum(self._part_bytes), dtype=torch.uint8)
         old = torch.zeros_like(source_page, dtype=torch.bool) if from_store is None else from_store
-        tokens[old] = self._stored(source_page[old])[torch.arange(int(old.sum())), source_slot[old]]
-        tokens[~old] = self._encoded(source_page[~old], source_slot[~old])
-        pages = self.pages.view(torch.uint8)
-        filled = tokens.view(len(target_page), -1)
-        pages[target_page, : filled.shape[1]] = filled
+        new, kept = (~old).nonzero().flatten(), old.nonzero().flatten()
+        encoded = self._encoded(source_page[new], source_slot[new])
+        planes = []
+        for plane, fresh in zip(self._planes, encoded, strict=True):
+            tokens = plane.new_empty(len(source_page), plane.shape[-1])
+            tokens[new] = fresh
+            tokens[kept] = plane[source_page[kept], source_slot[kept]]
+            planes.append(tokens)
+        for plane, tokens in zip(self._planes, planes, strict=True):
+            plane[target_page] = tokens.view(len(target_page), *plane.shape[1:])
 
-    @property
-    def _part_bytes(self) -> tuple[int, int]:
-        """Bytes of a stored key and of a stored value."""
-        sizes = self.layout.keys.shape[1], self.layout.values.shape[1]
-        key, value = (self.token_format.token_bytes(size, self.pages.itemsize) for size in sizes)
-        return key, value
+    @cached_property
+    def _planes(self) -> list[torch.Tensor]:
+        """Views of all pages as those of stores: [num_pages, page_tokens, bytes] uint8 for each
+        plane of the format."""
+        whole, count, begin, views = self.pages.view(torch.uint8), self.page_tokens, 0, []
+        for size in self.token_format.planes(self.layout.keys.shape[1]):
+            end = begin + count * size
+            views.append(whole[:, begin:end].unflatten(1, (count, size)))
+            begin = end
+        return views
 
-    def _stored(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of pages [...] of stores: [..., page_tokens, bytes] uint8, a copy."""
-        size = sum(self._part_bytes)
-        found = self.pages.view(torch.uint8)[pages][..., : self.page_tokens * size]
-        return found.unflatten(-1, (self.page_tokens, size))
+    def stored_planes(self, pages: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of pages [...] of stores, for each plane of the format: [...,
+        page_tokens, bytes] uint8, copies."""
+        found = [plane.index_select(0, pages.flatten()) for plane in self._planes]
+        return [plane.unflatten(0, pages.shape) for plane in found]
 
-    def _encoded(self, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Return the bytes [K, bytes] that tokens in other pages become in a store."""
-        token = torch.arange(len(page), device=page.device)
-        keys = self.layout.read_keys(self.pages, page)[token, slot]
-        parts = [self.token_format.encode(keys, self.key_scale)]
-        if not self.is_latent:
-            values = self.layout.read_values(self.pages, page)[token, slot]
-            parts.append(self.token_format.encode(values, self.value_scale))
-        return torch.cat(parts, dim=-1)
+    def _encoded(self, page: torch.Tensor, slot: torch.Tensor) -> list[torch.Tensor]:
+        """Return what tokens in other pages become in a store: [K, bytes] for each plane."""
+        pages, place = page.unique_consecutive(return_inverse=True)
+        keys, values = self.keys(pages)[place, slot], self.values(pages)[place, slot]
+        return self.token_format.encode(keys, values)

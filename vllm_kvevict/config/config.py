@@ -37,7 +37,7 @@ from vllm_kvevict.config.policy_options import PolicyOptions, check_known, read_
 from vllm_kvevict.config.profile import Profile, parse
 from vllm_kvevict.config.sentences import one_sentence
 from vllm_kvevict.config.store_tiers import Folder, Size, parse_size
-from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
+from vllm_kvevict.ops.token_format import AS_CACHED, INT4, INT8, TokenFormat
 from vllm_kvevict.rules.layers import by_layer, pyramid
 from vllm_kvevict.rules.rule import MIN_INTERVAL_WINDOWS, EvictionRule
 
@@ -185,6 +185,14 @@ class EvictionConfig(BaseModel):
             "Folder for stores of kv_eviction_at, such as DIR,max=100G; without max, files take at "
             "most half of the free space. They survive a restart, and equal servers share them. "
             "Users with write access may change answers."
+        ),
+    )
+    store_dtype: Literal["auto", "int8", "int4"] = Field(
+        default="auto",
+        description=(
+            "Type of the tokens that evictions keep: int4 or int8, rotated and with a scale for "
+            "each token, of which a block holds 3.75 and 1.875 times as many; auto for the type of "
+            "the KV cache. With int4 and int8, a budget in percent is a share of the memory."
         ),
     )
     audit: Share = Field(
@@ -394,7 +402,7 @@ class EvictionConfig(BaseModel):
     @property
     def token_format(self) -> TokenFormat:
         """Format of the tokens of stores."""
-        return AS_CACHED
+        return {"auto": AS_CACHED, "int8": INT8, "int4": INT4}[self.store_dtype]
 
     def rule(self, block_size: int) -> EvictionRule:
         """Return the eviction rule for blocks of ``block_size`` tokens if all layers have the same

@@ -6,14 +6,17 @@ values become these bytes, is defined here. The arithmetic of budgets (through `
 :class:`~vllm_kvevict.rules.rule.EvictionRule`), the cache, stores in memory and files, and
 ``vllm-kvevict plan`` ask a :class:`TokenFormat`.
 
-The format of a server is :attr:`~vllm_kvevict.config.config.EvictionConfig.token_format`, which is
-:data:`AS_CACHED` for all servers. This module imports torch only when tokens are encoded, so that
+The format of a server is :attr:`~vllm_kvevict.config.config.EvictionConfig.token_format`, by the
+flag ``--kv-eviction-store-dtype``. This module imports torch only when tokens are encoded, so that
 configurations are read without it.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -21,19 +24,21 @@ class TokenFormat:
     """Stored tokens as vLLM wrote them: in the type of the cache, FP8 with one scale per layer
     included.
 
-    Keys and values are encoded and decoded token by token. A subclass states another format; the
-    tokens of its pages follow one another, keys before values.
+    A subclass states another format. Its pages consist of planes: the first bytes of all tokens of
+    the page, token by token, then the second bytes of all tokens, and so on.
     """
 
-    name = "cache"
-    """Name in the fingerprint of files."""
+    @property
+    def name(self) -> str:
+        """Name in the fingerprint of files."""
+        return "cache"
 
-    as_cached = True
+    as_cached: ClassVar[bool] = True
     """True if a store's page has the layout of all other pages, which vLLM's kernels read. A token
     is then moved as it is."""
 
     def page_tokens(self, block_size: int) -> int:
-        """Return the tokens in a page of a store, a multiple of ``block_size``.
+        """Return the tokens in a page of a store, at least ``block_size``.
 
         Args:
             block_size: Tokens in a page of vLLM's cache, which has the same bytes.
@@ -41,15 +46,14 @@ class TokenFormat:
         """
         return block_size
 
-    def token_bytes(self, num_elements: int, itemsize: int) -> int:
-        """Return the bytes of a stored token of one head.
+    def planes(self, head_size: int) -> "tuple[int, ...]":
+        """Return the bytes that a token has in each plane of a page.
 
         Args:
-            num_elements: Elements of its key and its value.
-            itemsize: Bytes of an element of vLLM's cache.
+            head_size: Elements of its key, and of its value.
 
         """
-        return num_elements * itemsize
+        raise NotImplementedError
 
     def page_bytes(self, block_size: int, num_elements: int, itemsize: int) -> int:
         """Return the bytes of a page, of a store or not.
@@ -64,41 +68,196 @@ class TokenFormat:
 
         """
         size = block_size * num_elements * itemsize
-        if self.page_tokens(block_size) * self.token_bytes(num_elements, itemsize) > size:
-            raise ValueError(f"pages of {block_size} tokens do not hold those of {self.name}")
+        if not self.as_cached:
+            token = sum(self.planes(num_elements // 2))
+            if self.page_tokens(block_size) * token > size:
+                raise ValueError(
+                    f"pages of {block_size} tokens with {num_elements} elements of {itemsize} "
+                    f"bytes do not hold {self.page_tokens(block_size)} tokens of {self.name}"
+                )
         return size
 
-    def encode(self, elements: "torch.Tensor", scale: float) -> "torch.Tensor":
-        """Return keys or values as they are stored.
+    def encode(self, keys: "torch.Tensor", values: "torch.Tensor") -> "list[torch.Tensor]":
+        """Return tokens as they are stored.
 
         Args:
-            elements: [..., D] elements of vLLM's cache; uint8 holds FP8.
-            scale: Factor from an element to the key or value.
+            keys: [..., D] of a floating-point type, the scale of an FP8 cache applied.
+            values: [..., D], likewise.
 
         Returns:
-            [..., bytes] uint8.
+            [..., bytes] uint8 for each of :meth:`planes`.
 
         """
+        raise NotImplementedError
+
+    def decode(self, planes: "Sequence[torch.Tensor]") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return the keys and values [..., D] float32 of stored tokens.
+
+        Args:
+            planes: [..., bytes] uint8 for each of :meth:`planes`.
+
+        """
+        raise NotImplementedError
+
+    def turned(self, planes: "Sequence[torch.Tensor]") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return what :meth:`decode` returns, times the transpose of :meth:`rotation`.
+
+        Attention over rotated keys with a rotated query has the same weights, so that a query and
+        an output are rotated instead of every token.
+        """
+        return self.decode(planes)
+
+    def rotation(self, head_size: int, device: "torch.device") -> "torch.Tensor | None":
+        """Return the orthogonal matrix [D, D] float32 by which stored vectors are rotated, as
+        ``x @ rotation.T``; None for none."""
+        return None
+
+
+@dataclass(frozen=True)
+class PackedFormat(TokenFormat):
+    """Tokens of rotated keys and values in few bits.
+
+    Keys and values are rotated by a Hadamard matrix with random signs, which spreads single large
+    elements over all dimensions. Each group of :data:`GROUP` dimensions has one 16-bit scale and
+    evenly spaced levels around 0; the scale is the one of :data:`CLIPS` with the least squared
+    error. If a key and a value take one byte for each dimension together, a page has one plane of
+    them, ``key << value_bits | value``, else a plane of keys and one of values. The scales, keys
+    before values, are the last plane.
+
+    A NaN or an infinite element makes its own token NaN, and no other.
+
+    Args:
+        key_bits: Bits of an element of a key.
+        value_bits: Bits of an element of a value.
+        sixteenths: Tokens of a store's page for every 16 tokens of another page.
+
+    """
+
+    key_bits: int
+    value_bits: int
+    sixteenths: int
+    as_cached: ClassVar[bool] = False
+
+    def page_tokens(self, block_size: int) -> int:
+        return block_size * self.sixteenths // 16
+
+    def planes(self, head_size: int) -> tuple[int, ...]:
+        codes = (head_size,) if self._joint else (head_size, head_size)
+        return *codes, 2 * 2 * groups(head_size)
+
+    @property
+    def name(self) -> str:
+        """Name in the fingerprint of files, with all that decides about the bytes."""
+        return f"{self.key_bits}/{self.value_bits} bits, {self.sixteenths}/16, signs {SIGNS_SEED}"
+
+    @property
+    def _joint(self) -> bool:
+        return self.key_bits + self.value_bits <= 8
+
+    def encode(self, keys: "torch.Tensor", values: "torch.Tensor") -> "list[torch.Tensor]":
         import torch
 
-        return elements.contiguous().view(torch.uint8)
+        codes, scales = [], []
+        for elements, bits in ((keys, self.key_bits), (values, self.value_bits)):
+            rotation = self.rotation(elements.shape[-1], elements.device)
+            found, scale = quantise(elements.float() @ rotation.T, bits)
+            codes.append(found)
+            scales.append(scale)
+        if self._joint:
+            codes = [codes[0] << self.value_bits | codes[1]]
+        return [*codes, torch.cat(scales, dim=-1).contiguous().view(torch.uint8)]
 
-    def decode(self, stored: "torch.Tensor", scale: float) -> "torch.Tensor":
-        """Return keys or values that policies score.
+    def turned(self, planes: "Sequence[torch.Tensor]") -> "tuple[torch.Tensor, torch.Tensor]":
+        import torch
 
-        Args:
-            stored: What is stored: elements of the cache in its type if :attr:`as_cached`, where
-                uint8 holds FP8; otherwise [..., bytes] uint8.
-            scale: Factor from an element of vLLM's cache to the key or value.
+        *codes, packed = planes
+        scales = packed.contiguous().view(torch.float16).float().chunk(2, dim=-1)
+        if self._joint:
+            mask = (1 << self.value_bits) - 1
+            codes = [codes[0] >> self.value_bits, codes[0] & mask]
+        keys, values = (
+            dequantise(of, scale, bits)
+            for of, scale, bits in zip(codes, scales, (self.key_bits, self.value_bits), strict=True)
+        )
+        return keys, values
 
-        Returns:
-            Floating-point elements: float32 for FP8 and other formats, else in the cache's type.
+    def decode(self, planes: "Sequence[torch.Tensor]") -> "tuple[torch.Tensor, torch.Tensor]":
+        keys, values = self.turned(planes)
+        rotation = self.rotation(keys.shape[-1], keys.device)
+        return keys @ rotation, values @ rotation
 
-        """
-        from vllm_kvevict.ops.fp8 import FP8, typed
+    def rotation(self, head_size: int, device: "torch.device") -> "torch.Tensor":
+        return hadamard(head_size, device)
 
-        elements = typed(stored)
-        return elements.float() * scale if elements.dtype == FP8 else elements
+
+GROUP = 64
+"""Largest number of dimensions with a scale of their own."""
+
+CLIPS = (1.0, 0.93, 0.86, 0.79, 0.72, 0.65)
+"""Largest levels that are tried, as factors of the largest element of a group."""
+
+SIGNS_SEED = 7
+"""Seed of the signs of the rotation. Another one is another format."""
+
+
+def groups(head_size: int) -> int:
+    """Return the number of groups of dimensions of a head, each with a scale of its own."""
+    return head_size // GROUP if head_size % GROUP == 0 else 1
+
+
+def quantise(rotated: "torch.Tensor", bits: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return the levels [..., D] uint8 of vectors [..., D] float32, and the scales of their groups,
+    [..., groups] float16."""
+    import torch
+
+    parts = rotated.unflatten(-1, (groups(rotated.shape[-1]), -1))
+    middle = (2**bits - 1) / 2
+    largest = parts.abs().amax(-1, keepdim=True)
+
+    def tried(clip: float) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+        # Rounded as it is stored. The least scale keeps a group of zeros from a division by 0.
+        scale = (largest * (clip / middle)).half().float().clamp_min(2.0**-24)
+        levels = (parts / scale + middle).round_().clamp_(0, 2 * middle)
+        error = ((levels - middle) * scale - parts).square_().sum(-1, keepdim=True)
+        return levels, scale, error
+
+    levels, scale, least = tried(CLIPS[0])
+    for clip in CLIPS[1:]:
+        others, other_scale, error = tried(clip)
+        better = error < least
+        levels, scale = torch.where(better, others, levels), torch.where(better, other_scale, scale)
+        least = torch.where(better, error, least)
+    return levels.nan_to_num_(0.0).to(torch.uint8).flatten(-2), scale[..., 0].half()
+
+
+def dequantise(levels: "torch.Tensor", scales: "torch.Tensor", bits: int) -> "torch.Tensor":
+    """Return the vectors [..., D] float32 of levels [..., D] uint8 with scales [..., groups]."""
+    middle = (2**bits - 1) / 2
+    parts = levels.float().sub_(middle).unflatten(-1, (scales.shape[-1], -1))
+    return parts.mul_(scales[..., None]).flatten(-2)
+
+
+_rotations: "dict[tuple[int, torch.device], torch.Tensor]" = {}
+
+
+def hadamard(size: int, device: "torch.device") -> "torch.Tensor":
+    """Return an orthogonal matrix [size, size] float32: Hadamard matrices of the largest power of
+    two that divides ``size``, along the diagonal, with random signs of its columns.
+    """
+    import torch
+
+    if (size, device) not in _rotations:
+        block = size & -size
+        matrix = torch.ones(1, 1)
+        while len(matrix) < block:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        whole = torch.block_diag(*[matrix] * (size // block)) / block**0.5
+        generator = torch.Generator().manual_seed(SIGNS_SEED)
+        signs = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
+        _rotations[size, device] = (whole * signs).to(device)
+    return _rotations[size, device]
 
 
 AS_CACHED = TokenFormat()
+INT4 = PackedFormat(4, 4, 60)
+INT8 = PackedFormat(8, 8, 30)

@@ -126,9 +126,15 @@ class EvictionProgress:
         A share refers to ``n`` tokens. A budget in tokens is divided between groups of layers by
         the length of the prompt. A store never shrinks: protected tokens that fit once always fit.
         """
-        if self.rule.budget_share is None:
+        rule = self.rule
+        if rule.budget_share is None:
             return self._floor
-        return max(self._floor, self.rule.store_blocks(n))
+        wanted = rule.store_blocks(n)
+        if rule.may_keep_all:
+            # Tokens that did not fill a page of an earlier store are missing.
+            more = (rule.tail_start(n) - self.tail_start) // rule.page_tokens
+            wanted = min(wanted, self.store_blocks + more)
+        return max(self._floor, wanted)
 
     def share(self, n: int) -> float:
         """Return the share of the tokens that an eviction at ``n`` keeps, on average over all
@@ -144,12 +150,15 @@ class EvictionProgress:
         """Return the blocks that an eviction at ``n`` frees, less those that it takes.
 
         The survivors fill the pages of the store, so an eviction gains no more blocks than the
-        tokens that it evicts would fill.
+        tokens that it evicts would fill; unless the budget is a share of the memory, of which an
+        eviction may free some without evicting a token.
         """
         rule, wanted, start = self.rule, self.wanted(n), self.rule.tail_start(n)
         freed = max(0, start - self.first_freed(n)) // rule.block_size
         freed += 0 if self.may_share(n) else self.store_blocks
         evicted = start - self.tail_start - (wanted - self.store_blocks) * rule.page_tokens
+        if rule.may_keep_all and evicted >= 0:
+            return freed - wanted
         return min(freed - wanted, evicted // rule.block_size)
 
     def may_share(self, n: int) -> bool:

@@ -38,8 +38,9 @@ class EvictionRule:
         window: Observation window w: the queries of the last w tokens score the other tokens.
         interval: Decode steps between evictions; 0 evicts after prefill only.
         budget_tokens: Tokens kept per KV head, window included; None if a share is given.
-        budget_share: Share of the tokens so far that is kept per KV head, in (0, 1]; None if tokens
-            are given.
+        budget_share: Share of the memory of the tokens so far that is kept, in (0, 1]; None if
+            tokens are given. It is a share of the tokens if pages of the store hold no more of them
+            than others.
         min_tokens: Minimum number of tokens per KV head for a share.
         max_tokens: Maximum number of tokens per KV head for a share; None for no limit.
         share: Budget of the group relative to the mean over all layers; None if all layers have the
@@ -50,9 +51,8 @@ class EvictionRule:
         protect_first: First tokens that no head evicts. Every head has the pages of these tokens in
             addition to the budget of the group.
         cap: Maximum for the budget and the pages of protected tokens together: tokens, or a share
-            of the tokens so far in (0, 1]. A larger budget is its own cap. None for no cap.
-        page_tokens: Tokens in a page of the store, a multiple of ``block_size``; 0 for
-            ``block_size``.
+            as in ``budget_share``. A larger budget is its own cap. None for no cap.
+        page_tokens: Tokens in a page of the store, at least ``block_size``; 0 for ``block_size``.
 
     Raises:
         ValueError: A length is out of range, not exactly one budget is given, or a prefill interval
@@ -79,8 +79,8 @@ class EvictionRule:
             object.__setattr__(self, "page_tokens", self.block_size)
         if min(self.block_size, self.window, self.protected) < 1:
             raise ValueError("block_size, window and recent must be at least 1")
-        if self.page_tokens < 1 or self.page_tokens % self.block_size:
-            raise ValueError("page_tokens must be a multiple of block_size")
+        if self.page_tokens < self.block_size:
+            raise ValueError("page_tokens must be at least block_size")
         if min(self.interval, self.prefill_interval, self.protect_first) < 0:
             raise ValueError("intervals and protect_first must be at least 0")
         if (self.budget_tokens is None) == (self.budget_share is None):
@@ -92,6 +92,12 @@ class EvictionRule:
     def protected(self) -> int:
         """Last tokens that are never evicted."""
         return self.window if self.recent is None else self.recent
+
+    @property
+    def may_keep_all(self) -> bool:
+        """True if the budget is a share of the memory in which all tokens may fit: an eviction may
+        free blocks without evicting a token."""
+        return self.budget_share is not None and self.page_tokens > self.block_size
 
     @property
     def stride(self) -> int:
@@ -167,8 +173,18 @@ class EvictionRule:
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.budget_share is not None
-        tokens = max(self.min_tokens, _whole(length * self.budget_share))
+        tokens = max(self.min_tokens, self._held_by(length * self.budget_share, length))
         return tokens if self.max_tokens is None else min(self.max_tokens, tokens)
+
+    def _held_by(self, memory: float, length: int) -> int:
+        """Return the tokens, at most ``length``, in the memory of so many tokens of vLLM's cache.
+
+        Protected tokens are in such pages, the others in pages of the store.
+        """
+        if self.page_tokens == self.block_size or memory <= self.protected:
+            return _whole(memory)
+        stored = (memory - self.protected) * self.page_tokens / self.block_size
+        return min(length, _whole(self.protected + stored))
 
     @property
     def first_blocks(self) -> int:
@@ -181,7 +197,9 @@ class EvictionRule:
         budget = self.budget(length)
         if self.cap is None:
             return budget
-        cap = self.cap if isinstance(self.cap, int) else _whole(length * self.cap)
+        cap = self.cap
+        if not isinstance(cap, int):
+            cap = self._held_by(length * cap, length)
         return min(budget, max(cap, budget) - self.first_blocks * self.page_tokens)
 
     def store_blocks(self, length: int) -> int:
@@ -190,7 +208,7 @@ class EvictionRule:
         A layer of the group keeps S pages per KV head on average. The pages of protected tokens are
         the same in every group and do not depend on its share of the budget.
         """
-        selected = self.chosen(length) - self.protected
+        selected, last = self.chosen(length) - self.protected, self.tail_start(length)
         if self.share is None:
             blocks = max(1, selected // self.page_tokens)
         else:
@@ -199,6 +217,9 @@ class EvictionRule:
             constant = self.budget_share is not None
             length -= self.protected
             blocks = self.share.blocks(selected, length, self.page_tokens, constant)
+        if self.may_keep_all:
+            # The store has whole pages of tokens.
+            blocks = min(blocks, max(1, last // self.page_tokens - self.first_blocks))
         return self.first_blocks + blocks
 
     def tail_start(self, n: int) -> int:
@@ -207,8 +228,11 @@ class EvictionRule:
         return max(0, (n - self.protected) // self.block_size * self.block_size)
 
     def evictable(self, n: int) -> bool:
-        """Return whether a first eviction at ``n`` would evict any token, and so free a block."""
-        return self.tail_start(n) > self.store_blocks(n) * self.page_tokens
+        """Return whether a first eviction at ``n`` would free a block."""
+        start, store = self.tail_start(n), self.store_blocks(n)
+        if self.may_keep_all and store * self.page_tokens <= start:
+            return start > store * self.block_size
+        return start > store * self.page_tokens
 
     def shortest_evicted(self, longest: int) -> int | None:
         """Return the length of the shortest prompt, up to ``longest`` tokens, that is evicted at

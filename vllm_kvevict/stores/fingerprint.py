@@ -35,6 +35,7 @@ INCLUDED = {
 """Settings that a store depends on and that are not part of its key, with the reason."""
 
 EXCLUDED = {
+    "store_dtype": "It names the format, which is included.",
     "policy": "The policy of the request is part of the key.",
     "budget": "The number of blocks is part of the key, and the share where a policy reads it.",
     "interval": "Evictions after the point do not change the store.",

@@ -70,10 +70,25 @@ class Holdings:
         return self.state.rule.block_size
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens in a page of a store."""
+        return self.state.rule.page_tokens
+
+    @property
+    def stored_columns(self) -> int:
+        """Number of columns of the former store, padding included."""
+        return self.store_pages * self.page_tokens
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of columns of the candidates."""
+        new = self.candidate_pages - self.store_pages
+        return self.stored_columns + new * self.block_size
+
+    @property
     def num_columns(self) -> int:
         """Number of columns of the candidates and of the tokens after them."""
-        after = self.eviction.num_tokens - self.group.old_tail_start
-        return self.store_pages * self.block_size + after
+        return self.stored_columns + self.eviction.num_tokens - self.group.old_tail_start
 
     def parts(self) -> Iterator["Holdings"]:
         """Yield the pages of as many layers as are evicted together (``ops/pieces.py``)."""
@@ -93,17 +108,17 @@ class Holdings:
     @cached_property
     def columns(self) -> torch.Tensor:
         """[N] int64 columns of the candidates."""
-        return torch.arange(self.candidate_pages * self.block_size, device=self.grid.device)
+        return torch.arange(self.num_candidates, device=self.grid.device)
 
     @cached_property
     def valid(self) -> torch.Tensor:
         """[L, H, N] bool: False on the padding."""
-        return self.columns >= (self.padding * self.block_size)[..., None]
+        return self.columns >= (self.padding * self.page_tokens)[..., None]
 
     @property
     def caps(self) -> torch.Tensor:
-        """[L, H] int64 candidate pages of each head."""
-        return self.candidate_pages - self.padding
+        """[L, H] int64 pages of a store that the candidates of each head can fill."""
+        return self.num_candidates // self.page_tokens - self.padding
 
 
 @dataclass(frozen=True)
@@ -218,26 +233,28 @@ class CandidateReader:
             inputs: The result of :meth:`inputs`.
 
         """
-        eviction, bs, made = holdings.eviction, holdings.block_size, inputs.made
+        eviction, made, stored = holdings.eviction, inputs.made, holdings.store_pages
         parts = list(by_layer(heads, holdings.grid.shape[1]))
         names = [holdings.layer_names[layer] for layer, _ in parts]
         numbers = tuple(self._numbers[name] for name in names)
         caches = [self.caches[name] for name in names]
         grids = [holdings.grid[layer, some] for layer, some in parts]
         columns, padded = holdings.num_columns, bool(holdings.group.old_store)
-        padding = holdings.padding.flatten()[heads] * bs
+        padding = holdings.padding.flatten()[heads] * holdings.page_tokens
         observed = inputs.queries is not None
         read = [grid if needs.keys or observed else grid[:, :0] for grid in grids]
-        sequences = [cache.key_sequences(pages) for cache, pages in zip(caches, read, strict=True)]
+        sequences = [c.key_sequences(pages, stored) for c, pages in zip(caches, read, strict=True)]
         keys = joined(sequences)[:, :columns]
         del sequences
         valid = torch.arange(columns, device=padding.device) >= padding[:, None]
         accumulated = values = None
         if needs.every_query:
-            floats = [self._floats(name, grid) for name, grid in zip(names, grids, strict=True)]
+            floats = [
+                self._floats(name, grid, stored) for name, grid in zip(names, grids, strict=True)
+            ]
             accumulated = joined(floats)[:, :columns]
         if needs.values:
-            tokens = [c.value_sequences(grid) for c, grid in zip(caches, grids, strict=True)]
+            tokens = [c.value_sequences(g, stored) for c, g in zip(caches, grids, strict=True)]
             values = joined(tokens)[:, :columns]
         if padded:
             # These are copies of pages. Without this, padding has the contents of page 0.
@@ -268,11 +285,11 @@ class CandidateReader:
             valid=valid,
             queries=None if inputs.queries is None else inputs.queries[heads],
             window=holdings.state.rule.window,
-            num_candidates=holdings.candidate_pages * bs,
+            num_candidates=holdings.num_candidates,
             scale=caches[0].scale,
             softcap=caches[0].softcap,
             mean_of_ranks=mean_of_ranks,
-            keep=len(holdings.group.store) * bs,
+            keep=len(holdings.group.store) * holdings.page_tokens,
             seed=self._seed(eviction),
             layer=numbers[0],
             layers=numbers,
@@ -291,10 +308,14 @@ class CandidateReader:
             buffers=self._buffers,
         )
 
-    def _floats(self, layer_name: str, pages: torch.Tensor) -> torch.Tensor:
-        """Return the first float of each token of pages [H, P], as [H, P * block_size]."""
+    def _floats(self, layer_name: str, pages: torch.Tensor, store_pages: int) -> torch.Tensor:
+        """Return the first float of each token of pages [H, P], of which the first are of a store,
+        as [H, N]."""
         assert self.token_stats is not None
-        return self.token_stats.layer(layer_name)[pages, :, 0].flatten(1)
+        floats = self.token_stats.layer(layer_name)[..., 0]
+        stored, size = floats[pages[:, :store_pages]], self.caches[layer_name].layout.block_size
+        positional = floats[pages[:, store_pages:], :size]
+        return torch.cat([stored.flatten(1), positional.flatten(1)], dim=1)
 
     def _queries(self, holdings: Holdings) -> torch.Tensor:
         """Return the queries [L * H, G, w, D] float32 of the observation window."""
@@ -323,12 +344,12 @@ class CandidateReader:
         tokens are held by all heads, and their shares are computed here.
 
         Returns:
-            [L, H, P * block_size] float32.
+            [L, H, N] float32.
 
         """
         stored, norms, first = [], [], holdings.store_pages
         for name, pages in zip(holdings.layer_names, holdings.grid, strict=True):
-            stored.append(self._floats(name, pages[:, :first]))
+            stored.append(self._floats(name, pages[:, :first], first))
             norms.append(self.caches[name].value_norms(pages[:, first:]))
         shares = value_shares(torch.stack(norms), sum_of_ranks)
         return torch.cat([torch.stack(stored), shares], dim=-1)

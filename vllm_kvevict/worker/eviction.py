@@ -54,7 +54,7 @@ def replaceable(scorer: Scorer) -> bool:
 
 @dataclass(frozen=True)
 class Survivors:
-    """The tokens that an eviction keeps in the L layers of a group: K = S * H * block_size each.
+    """The tokens that an eviction keeps in the L layers of a group: K = S * H * page_tokens each.
 
     Args:
         scores: [L, H, N] float32 of the candidates, protected ones included.
@@ -310,18 +310,26 @@ class WorkerEviction:
 
     def _allocate(self, policy: Policy, holdings: Holdings, scores: torch.Tensor) -> Survivors:
         """Share the store's pages between the heads, and select the best tokens of each head."""
-        eviction, group, bs = holdings.eviction, holdings.group, holdings.block_size
+        eviction, group, size = holdings.eviction, holdings.group, holdings.page_tokens
         scores = protect(scores, holdings.valid, eviction.protect_first)
         by_group = self._shares_of(eviction.policy)
         shares = None
         if by_group is not None:
             shares = by_group[group.group_id][holdings.first :][: len(scores)]
         # Measured shares divide the pages that remain after every head has its protected pages.
-        first = 0 if shares is None else blocks_for(eviction.protect_first, bs)
+        first = 0 if shares is None else blocks_for(eviction.protect_first, size)
         blocks = len(group.store) - first
-        pages = first + policy.allocator.pages(scores, holdings.caps - first, blocks, bs, shares)
-        columns = select_tokens(scores, pages, bs, len(group.store))
-        moves = compact_index(holdings.grid, columns, pages, holdings.store, bs)
+        pages = first + policy.allocator.pages(scores, holdings.caps - first, blocks, size, shares)
+        columns = select_tokens(scores, pages, size, len(group.store))
+        moves = compact_index(
+            holdings.grid,
+            columns,
+            pages,
+            holdings.store,
+            holdings.block_size,
+            size,
+            holdings.store_pages,
+        )
         return Survivors(scores, pages, columns, *moves)
 
     def _move(
@@ -334,13 +342,14 @@ class WorkerEviction:
         """Copy the survivors and their floats to the new store.
 
         Returns:
-            [L, S * H * block_size, 2] log-weights of the survivors; None unless the policy weighs.
+            [L, S * H * page_tokens, 2] log-weights of the survivors; None unless the policy weighs.
 
         """
         names, needs, target_page = holdings.layer_names, policy.requirements, survivors.target_page
         for index, name in enumerate(names):
             source = survivors.source_page[index], survivors.source_slot[index]
-            self._caches[name].move(*source, target_page)
+            from_store = survivors.columns[index] < holdings.stored_columns
+            self._caches[name].move(*source, target_page, from_store)
             if needs.floats_per_token and made is None and not needs.weighs:
                 assert self.token_stats is not None
                 self.token_stats.move(name, *source, target_page)
@@ -374,7 +383,7 @@ class WorkerEviction:
             group,
             joined([survivors.columns for survivors, _ in parts]),
             pages,
-            holdings.padding * holdings.block_size,
+            holdings.padding * holdings.page_tokens,
             joined([survivors.scores for survivors, _ in parts]),
             joined([weights for _, weights in parts if weights is not None]) if weighted else None,
         )
@@ -382,7 +391,7 @@ class WorkerEviction:
             listener(record)
 
     def _weigh(self, scorer: Scorer, holdings: Holdings, survivors: Survivors) -> torch.Tensor:
-        """Write the log-weights of the kept tokens, and return them: [L, S * H * block_size, 2]."""
+        """Write and return the log-weights of the kept tokens, [L, S * H * page_tokens, 2]."""
         assert self.token_stats is not None
         state, layers = holdings.state, []
         for name, columns in zip(holdings.layer_names, survivors.columns, strict=True):

@@ -53,8 +53,9 @@ def some_layout(block_size: int, size: int, latent: bool) -> PageLayout:
     return PageLayout(offsets[0], offsets[1])
 
 
-@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "latent"), [*((name, False) for name in FORMATS), ("as cached", True)]
+)
 def test_survivors_are_stored_and_stored_again(name, latent):
     """Evictions from blocks, and from a store and blocks, against lists of tokens."""
     torch.manual_seed(3)
@@ -74,10 +75,9 @@ def test_survivors_are_stored_and_stored_again(name, latent):
     page, slot = torch.randint(20, 40, (2 * page_tokens,)), torch.randint(4, (2 * page_tokens,))
     cache.move(page, slot, torch.tensor([3, 1]))
     first = keys[page, slot]
-    found = cache.stored_keys(torch.tensor([3, 1]))
-    assert torch.equal(found.flatten(0, 1), first)
+    assert torch.equal(cache.stored_tokens(torch.tensor([3, 1]))[0].flatten(0, 1), first)
     if values is not None:
-        stored = cache.stored_values(torch.tensor([[3], [1]]))
+        stored = cache.stored_tokens(torch.tensor([[3], [1]]))[1]
         assert torch.equal(stored.flatten(0, 2), values[page, slot])
 
     # Half of the next store's tokens are of the first one, whose pages it fills.
@@ -90,13 +90,13 @@ def test_survivors_are_stored_and_stored_again(name, latent):
         torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]]), torch.tensor([3]), from_store
     )
     expected = torch.cat([first[place], keys[new]])
-    assert torch.equal(cache.stored_keys(torch.tensor([3]))[0], expected)
+    assert torch.equal(cache.stored_tokens(torch.tensor([3]))[0][0], expected)
     untouched = [number for number in range(num_pages) if number not in (1, 3)]
     assert torch.equal(cache.keys(torch.tensor(untouched)), keys[untouched])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_scales_apply_once(name):
+def test_a_float_cache_has_no_scales(name):
     layout, token_format = some_layout(2, 3, False), FORMATS[name]
     cache = LayerCache(
         torch.randint(256, (8, 12)).float(), layout, 1.0, 0.0,
@@ -105,8 +105,7 @@ def test_scales_apply_once(name):
     page, slot = torch.arange(cache.page_tokens) % 4 + 2, torch.arange(cache.page_tokens) % 2
     raw = layout.read_keys(cache.pages, page)[torch.arange(len(page)), slot].clone()
     cache.move(page, slot, torch.tensor([0]))
-    scale = 1.0 if token_format.as_cached else 0.5  # The cache's float32 elements have none.
-    assert torch.equal(cache.stored_keys(torch.tensor([0]))[0], raw * scale)
+    assert torch.equal(cache.stored_tokens(torch.tensor([0]))[0][0], raw)
 
 
 def test_a_format_whose_tokens_do_not_fit_is_refused():
@@ -115,5 +114,5 @@ def test_a_format_whose_tokens_do_not_fit_is_refused():
             return 5 * block_size
 
     assert FORMATS["bytes"].page_bytes(16, 128, 4) == 16 * 128 * 4
-    with pytest.raises(ValueError, match="do not hold those of bytes"):
+    with pytest.raises(ValueError, match="do not hold 80 tokens of bytes"):
         Large().page_bytes(16, 128, 4)

@@ -122,7 +122,24 @@ def test_store_is_what_the_budget_leaves_beside_the_window(rule, prompt_len):
     assert store >= 1
     if store > 1:
         kept = store * rule.page_tokens + rule.window
-        assert kept <= rule.budget(prompt_len) < kept + rule.page_tokens
+        assert kept <= rule.budget(prompt_len)
+        full = rule.may_keep_all and kept + rule.page_tokens > prompt_len - rule.block_size
+        assert full or rule.budget(prompt_len) < kept + rule.page_tokens
+
+
+@PROFILE
+@given(rules(), st.integers(1, 5000))
+def test_a_share_is_one_of_the_memory(rule, prompt_len):
+    """Blocks are counted, and not tokens."""
+    if rule.budget_share is None or rule.min_tokens:
+        return
+    memory, store = rule.budget_share * prompt_len, rule.store_blocks(prompt_len)
+    if store > 1:
+        assert store * rule.block_size + rule.window <= memory + 1e-6
+        room = memory - store * rule.block_size - rule.window
+        assert (
+            room < rule.block_size + 1 or store == rule.tail_start(prompt_len) // rule.page_tokens
+        )
 
 
 @PROFILE
@@ -249,9 +266,19 @@ def shares() -> st.SearchStrategy[EvictionRule]:
     return rules().filter(lambda rule: rule.budget_share is not None)
 
 
-def blocks_of_share(rule: EvictionRule, n: int) -> int:
-    return max(1, (max(rule.min_tokens, int(round(n * rule.budget_share, 6))) - rule.window)
-               // rule.page_tokens)  # fmt: skip
+def blocks_of_share(rule: EvictionRule, n: int, old: int = 0, store: int = 0) -> int:
+    """Blocks that an eviction at ``n`` fills, after one that kept ``store`` blocks and the tail
+    from block ``old`` on."""
+    bs, size = rule.block_size, rule.page_tokens
+    memory = n * rule.budget_share
+    tokens = int(round(memory, 6))
+    tail = (n - rule.window) // bs
+    if size > bs and memory > rule.window:
+        tokens = min(n, int(round(rule.window + (memory - rule.window) * size / bs, 6)))
+    blocks = max(1, (max(rule.min_tokens, tokens) - rule.window) // size)
+    if size > bs:
+        blocks = max(1, store, min(blocks, tail * bs // size, store + (tail - old) * bs // size))
+    return blocks
 
 
 @PROFILE
@@ -265,25 +292,25 @@ def test_a_share_is_one_of_the_tokens_at_each_eviction(rule, prompt_len, replaye
         walk.step(1)
         same.step(1)
     assert (walk.evicted_at, walk.store_at) == (same.evicted_at, same.store_at), "chunks matter"
-    assert walk.store_at == [blocks_of_share(rule, n) for n in walk.evicted_at]
     assert all(n == end or n - end >= 1 for n in walk.evicted_at)
 
-    def tokens_before(n: int, old: int, store: int) -> int:
+    def gains(n: int, old: int, store: int, kept: int) -> bool:
         tail = (n - rule.window) // rule.block_size - old
-        return store * rule.page_tokens + tail * rule.block_size
+        before = store * rule.page_tokens + tail * rule.block_size
+        if rule.page_tokens > rule.block_size:
+            return kept * rule.page_tokens <= before and kept < store + tail
+        return kept * rule.page_tokens < before
 
     old = store = 0
     for n, kept in zip(walk.evicted_at, walk.store_at, strict=True):
-        assert kept * rule.page_tokens < tokens_before(n, old, store), "nothing was evicted"
-        assert kept < store + (n - rule.window) // rule.block_size - old, "nothing was given back"
+        assert kept == blocks_of_share(rule, n, old, store)
+        assert gains(n, old, store, kept), "nothing was evicted or given back"
         old, store = (n - rule.window) // rule.block_size, kept
-    # Whenever something can go an interval later, it goes.
-    for n, kept in zip(walk.evicted_at, walk.store_at, strict=True):
+        # Whenever something can go an interval later, it goes.
         soon = n + rule.stride
         if rule.stride and soon <= walk.n:
-            before = tokens_before(soon, (n - rule.window) // rule.block_size, kept)
-            wanted = blocks_of_share(rule, soon) * rule.page_tokens
-            assert (soon in walk.evicted_at) == (wanted < before)
+            wanted = blocks_of_share(rule, soon, old, store)
+            assert (soon in walk.evicted_at) == gains(soon, old, store, wanted)
 
 
 def test_a_share_of_a_short_prompt_grows_with_the_answer():

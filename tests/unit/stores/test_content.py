@@ -66,7 +66,7 @@ class Rank:
         )
         found = [self.state.split_kept(blocks.store[0])] if blocks.store else []
         for name, cache in self.caches.items():
-            found += [cache.stored_keys(stored), cache.stored_values(stored)]
+            found += [*cache.stored_tokens(stored)]
             found += [cache.keys(tail), cache.values(tail)]
             if self.values is not None:
                 found.append(self.values.layer(name)[torch.cat([stored, tail])])

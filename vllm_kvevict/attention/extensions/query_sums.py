@@ -90,31 +90,39 @@ class Accumulation:
         """Add the attention of this step's queries to every cached token that they attend to.
 
         Args:
-            values: [num_pages, block_size] float32 accumulated attention, updated in place. It must
-                be 0 for tokens that are new in this step.
+            values: [num_pages, page_tokens] float32 accumulated attention, updated in place. It
+                must be 0 for tokens that are new in this step.
             cache: The layer's cache, this step's keys included.
             query: [T, query heads, D] of the whole batch.
             layer: Index of the layer in its group.
 
         """
         queries = self.heads.take(query[: self.heads.num_tokens])
-        num_heads, bs = self.heads.num_heads, values.shape[1]
+        num_heads, bs = self.heads.num_heads, cache.layout.block_size
+        as_cached = cache.token_format.as_cached
         offset = 0
-        for first, last in self._runs(bs * query.shape[2]):
+        for first, last in self._runs(values.shape[1] * query.shape[2]):
             count = self.counts[first]
             sequences = slice(first * num_heads, last * num_heads)
             lengths = self.heads.seq_lens[layer, sequences]
-            pages = self.heads.table[layer, sequences]
-            pages = pages[:, : blocks_for(int(lengths.max()), bs)].long()
-            end = offset + len(pages) * count
-            grouped = queries[offset:end].unflatten(0, (len(pages), count)).transpose(1, 2)
-            keys = cache.keys(pages).flatten(1, 2)
+            end = offset + len(lengths) * count
+            grouped = queries[offset:end].unflatten(0, (len(lengths), count)).transpose(1, 2)
+            if as_cached:
+                pages = self.heads.table[layer, sequences]
+                pages = pages[:, : blocks_for(int(lengths.max()), bs)].long()
+                keys = cache.keys(pages).flatten(1, 2)
+            else:
+                page, slot, stored = self.heads.slots(layer, sequences, bs, cache.page_tokens)
+                keys = cache.tokens(page, slot, stored)[0]
             sinks = None
             if cache.sinks is not None:
                 sinks = cache.sinks.float().repeat(last - first, 1)
             sums = column_sums(grouped, keys, lengths, cache.scale, cache.softcap, sinks)
             # Unused entries of a row are page 0, of vLLM's null block, to which 0 is added.
-            values[pages] += sums.view(*pages.shape, bs)
+            if as_cached:
+                values[pages] += sums.view(*pages.shape, bs)
+            else:
+                values.index_put_((page, slot), sums, accumulate=True)
             offset = end
 
     def _runs(self, page_elements: int) -> Iterator[tuple[int, int]]:

@@ -92,7 +92,7 @@ class WeightedBatch:
 
         Args:
             cache: The layer's cache, this step's tokens included.
-            token_stats: [num_pages, block_size, at least 2] float32 log-weights of the store.
+            token_stats: [num_pages, page_tokens, at least 2] float32 log-weights of the store.
             query: [T, query heads, D] of the whole batch.
             layer: Index of the layer in its group.
             output: [T, query heads, D], written in place at the tokens of these requests.
@@ -120,15 +120,20 @@ class WeightedBatch:
         sequences: slice,
     ) -> torch.Tensor:
         """Return the attention [H, q, G, D] float32 of ``queries`` [H, q, G, D] of a request."""
-        count, bs = queries.shape[1], token_stats.shape[1]
+        count, bs = queries.shape[1], cache.layout.block_size
         lengths = self.heads.seq_lens[layer, sequences].long()[:, None]
-        pages = self.heads.table[layer, sequences, : blocks_for(int(lengths.max()), bs)].long()
-        column = torch.arange(pages.shape[1] * bs)
-        keys = cache.keys(pages).flatten(1, 2).float()
-        values = cache.values(pages).flatten(1, 2).float()
+        if cache.token_format.as_cached:
+            pages = self.heads.table[layer, sequences, : blocks_for(int(lengths.max()), bs)].long()
+            keys = cache.keys(pages).flatten(1, 2).float()
+            values = cache.values(pages).flatten(1, 2).float()
+            log_weights = token_stats[pages][..., :2].flatten(1, 2)
+        else:
+            page, slot, stored = self.heads.slots(layer, sequences, bs, cache.page_tokens)
+            keys, values = cache.tokens(page, slot, stored)
+            log_weights = token_stats[page, slot][..., :2]
+        column = torch.arange(keys.shape[1])
         # Slots after the last token hold values of former requests, which may be NaN.
         values = values.masked_fill((column >= lengths)[..., None], 0.0)
-        log_weights = token_stats[pages][..., :2].flatten(1, 2)
         tail = column >= self.in_store[layer, sequences, None]
         log_weights = log_weights.masked_fill(tail[..., None], 0.0)
 

@@ -63,7 +63,7 @@ def adaptive_pages(
     paper. Ties go to the lower head, then to the lower page. A head with NaN scores ranks last.
 
     Args:
-        scores: [L, H, N] float32, N a multiple of ``block_size``, -inf on padding.
+        scores: [L, H, N] float32, -inf on padding.
         caps: [L, H] int64 candidate pages of each head, at most ``N // block_size``.
         store_blocks: S.
         block_size: Tokens in a page.
@@ -77,13 +77,13 @@ def adaptive_pages(
         ValueError: A size is out of range, or the caps of a layer sum to less than ``S * H``.
 
     """
-    columns = scores.shape[2]
-    num_pages = columns // block_size
-    if store_blocks < 1 or columns % block_size or not 0 <= floor <= 1:
-        raise ValueError("store_blocks must be at least 1, N whole pages, and floor in [0, 1]")
+    num_pages = scores.shape[2] // block_size
+    if store_blocks < 1 or not 0 <= floor <= 1:
+        raise ValueError("store_blocks must be at least 1, and floor in [0, 1]")
     require(caps <= num_pages, lambda: f"caps {caps.tolist()} are above {num_pages} pages per head")
 
-    ordered = descending(scores)
+    # Tokens after the last whole page have the lowest scores of their head.
+    ordered = descending(scores)[..., : num_pages * block_size]
     gains = ordered.unflatten(-1, (num_pages, block_size)).double().sum(-1)
     limits = torch.finfo(gains.dtype)
     gains = gains.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)

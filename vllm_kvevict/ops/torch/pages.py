@@ -116,29 +116,37 @@ def compact_index(
     pages: torch.Tensor,
     store: torch.Tensor,
     block_size: int,
+    page_tokens: int | None = None,
+    store_pages: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the source and target slots of the survivors of an eviction.
 
     Args:
         grid: [L, H, P] int64 pages of the candidates.
-        columns: [L, S * H * block_size] int64 kept columns, heads concatenated.
+        columns: [L, S * H * page_tokens] int64 kept columns, heads concatenated.
         pages: [L, H] int64 pages that each head keeps.
         store: [S] int block ids of the new store.
-        block_size: Tokens in a page.
+        block_size: Tokens in a page outside stores.
+        page_tokens: Tokens in a page of a store; None for ``block_size``.
+        store_pages: Pages of the former store at the left of each row, padding included.
 
     Returns:
-        Source pages [L, K] and source slots [L, K] of the K = S * H * block_size survivors,
+        Source pages [L, K] and source slots [L, K] of the K = S * H * page_tokens survivors,
         and target pages [S * H], which they fill in order; all int64.
 
     """
+    size = page_tokens or block_size
     num_layers, num_heads, _ = grid.shape
     heads = torch.arange(num_heads, device=grid.device).expand(num_layers, -1)
     # Without output_size, repeat_interleave reads the size from the device and waits for it.
-    owner = heads.flatten().repeat_interleave(
-        (pages * block_size).flatten(), output_size=columns.numel()
-    )
+    owner = heads.flatten().repeat_interleave((pages * size).flatten(), output_size=columns.numel())
     owner = owner.view_as(columns)
     width = grid.shape[-1]
-    source = grid.flatten(1).gather(1, owner * width + columns // block_size)
+    place, slot = columns // size, columns % size
+    if size != block_size:
+        new = columns - store_pages * size
+        place = torch.where(new < 0, place, store_pages + new // block_size)
+        slot = torch.where(new < 0, slot, new % block_size)
+    source = grid.flatten(1).gather(1, owner * width + place)
     flat = torch.arange(store.shape[0] * num_heads, device=grid.device)
-    return source, columns % block_size, store_page(flat, store, num_heads)
+    return source, slot, store_page(flat, store, num_heads)

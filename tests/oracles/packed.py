@@ -1,0 +1,38 @@
+"""What stores in few bits give back, with numpy and by the definition of the format."""
+
+import numpy as np
+import torch
+
+CLIPS = (1.0, 0.93, 0.86, 0.79, 0.72, 0.65)
+
+
+def rotation(size: int) -> np.ndarray:
+    """A Hadamard matrix by parities, with the signs of torch's generator with the seed 7."""
+    parity = [[bin(i & j).count("1") % 2 for j in range(size)] for i in range(size)]
+    generator = torch.Generator().manual_seed(7)
+    signs = torch.randint(0, 2, (size,), generator=generator).numpy() * 2 - 1
+    return ((1 - 2 * np.array(parity)) * signs / np.sqrt(size)).astype(np.float32)
+
+
+def given_back(vectors: torch.Tensor, bits: int) -> torch.Tensor:
+    """Vectors [..., D] float32 after they were stored in ``bits`` bits and read."""
+    size = vectors.shape[-1]
+    turned = vectors.float().numpy().reshape(-1, size) @ rotation(size).T
+    groups = turned.reshape(len(turned), -1, min(64, size))
+    middle = np.float32((2**bits - 1) / 2)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    tried = []
+    for clip in CLIPS:
+        scale = (largest * np.float32(clip / middle)).astype(np.float16).astype(np.float32)
+        scale = np.maximum(scale, np.float32(2**-24))
+        near = np.clip(np.round(groups / scale + middle), 0, 2 * middle)
+        tried.append((near - middle) * scale)
+    errors = np.stack([((one - groups) ** 2).sum(-1) for one in tried])
+    best = np.take_along_axis(np.stack(tried), errors.argmin(0)[None, ..., None], 0)[0]
+    found = best.reshape(len(turned), size) @ rotation(size)
+    return torch.from_numpy(found).view(vectors.shape)
+
+
+def packed(key_bits: int, value_bits: int):
+    """Return what gives keys and values back as a store of these bits does."""
+    return lambda keys, values: (given_back(keys, key_bits), given_back(values, value_bits))
