@@ -16,7 +16,7 @@ class Kept:
     evicts: bool
 
 
-def kept(budget: str, point: int, window: int, block_size: int) -> Kept:
+def kept(budget: str, point: int, window: int, block_size: int, store_dtype: str = "auto") -> Kept:
     """Tokens per KV head after an eviction at ``point`` (whole pages and the tail).
 
     Args:
@@ -24,11 +24,14 @@ def kept(budget: str, point: int, window: int, block_size: int) -> Kept:
         point: Tokens in the cache when it is evicted.
         window: Observation window.
         block_size: Tokens in a block of the server's cache.
+        store_dtype: ``--kv-eviction-store-dtype`` of the server.
 
     """
-    config = EvictionConfig(policy="snapkv", budget=budget, window=window, interval=0)
+    config = EvictionConfig(
+        policy="snapkv", budget=budget, window=window, interval=0, store_dtype=store_dtype
+    )
     rule = config.rule(block_size)
     store = rule.store_blocks(point)
     if not rule.evictable(point):
         return Kept(point, False)
-    return Kept(store * block_size + point - rule.tail_start(point), True)
+    return Kept(store * rule.page_tokens + point - rule.tail_start(point), True)

@@ -1,6 +1,7 @@
 """What the quality benchmark can be told."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,6 +16,7 @@ from vllm_kvevict.config.names import COMPARABLE, POLICY_NAMES
 
 POOLED = ("snapkv", "ada-snapkv")
 """Policies whose scores are pooled along the sequence."""
+STORE_DTYPE = "--kv-eviction-store-dtype"
 QUICK: dict[str, Any] = dict(
     tasks=("s-niah",), policies=("ada-snapkv", "ada-defensive"), budgets=("25%",), samples=8,
     kvpress=False, threads=2, output=Path(".cache/quality/quick.json"),
@@ -72,6 +74,12 @@ class OwnOptions(BaseModel):
 
     def _may_omit_policies(self) -> bool:
         return False
+
+    @property
+    def store_dtype(self) -> str:
+        """``--kv-eviction-store-dtype`` of ``server_args``."""
+        given = shlex.split(self.server_args)
+        return given[given.index(STORE_DTYPE) + 1] if STORE_DTYPE in given else "auto"
 
     def _is_remote(self) -> bool:
         """True if the server runs already, so that ``model`` is a name."""

@@ -158,11 +158,14 @@ class Run:
 
     def kept(self) -> dict[tuple[str, str], dict]:
         """By scenario and budget: mean tokens kept, mean eviction point, and share not evicted."""
-        table = {}
-        for scenario in self.options.scenarios:
+        table, options = {}, self.options
+        for scenario in options.scenarios:
             points = [prompt.point(scenario) for prompt in self.prompts]
-            for budget in self.options.budgets:
-                found = [kept(budget, p, self.options.window, self.block_size) for p in points]
+            for budget in options.budgets:
+                found = [
+                    kept(budget, p, options.window, self.block_size, options.store_dtype)
+                    for p in points
+                ]
                 table[scenario, budget] = {
                     "tokens": fmean(one.tokens for one in found),
                     "point": fmean(points),

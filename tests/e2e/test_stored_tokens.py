@@ -10,6 +10,10 @@ from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.oracles.packed import packed
 
+NEAR = 0.01
+"""The two sides compute a key in another order, so that now and then one falls on the other side of
+a step of its levels. Logits of this model differ by a multiple of this where a rotation, a scale or
+a token is wrong."""
 BITS = dict(int4=(4, 4), int8=(8, 8))
 LENGTHS = (700, 333, 1200, 1, 60, 250)
 
@@ -35,19 +39,18 @@ def test_tokens_equal_the_oracle(tiny_model, stored, chunk, caching):
         enable_prefix_caching=caching,
     ) as run:
         free = run.free_blocks()
-        outputs = assert_exact(oracle, run, prompts, 200)
+        outputs = assert_exact(oracle, run, prompts, 200, near=NEAR)
         assert len(run.lives()[2][-1].evictions) >= 3
         assert run.free_blocks() == free
         if caching:
-            assert_exact(oracle, run, prompts, 200)
-        # The oracle can tell whether survivors were quantised.
-        exact = MaskedModel(tiny_model)
-        if name == "int4" and not caching:
-            found = [
-                check_tokens(exact, *one)
-                for one in zip(prompts[:3], outputs[:3], run.lives()[:3], strict=True)
-            ]
-            assert sum(a for a, _ in found) < sum(total for _, total in found)
+            assert_exact(oracle, run, prompts, 200, near=NEAR)
+        if name == "int4":
+            exact = MaskedModel(tiny_model)
+            three = zip(prompts[:3], outputs[:3], run.lives()[:3], strict=True)
+            found = [check_tokens(exact, *one, NEAR) for one in three]
+            assert sum(agreed for agreed, _ in found) < 0.95 * sum(total for _, total in found), (
+                "the oracle could not tell: nothing was quantised"
+            )
 
 
 def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
@@ -59,5 +62,5 @@ def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
         lives = run.lives()
         for index, prompt in enumerate(prompts):
             assert len(lives[index][0].evictions) >= 2, PLAIN[index]
-            agreed, total = check_tokens(oracle_kv4, prompt, together[index], lives[index])
+            agreed, total = check_tokens(oracle_kv4, prompt, together[index], lives[index], NEAR)
             assert agreed == total == 70, PLAIN[index]

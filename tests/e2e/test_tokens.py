@@ -26,12 +26,12 @@ def oracle_kv4(tiny_model_kv4):
     return MaskedModel(tiny_model_kv4)
 
 
-def assert_exact(oracle, run, prompts, max_tokens, asked=None) -> list[list[int]]:
+def assert_exact(oracle, run, prompts, max_tokens, asked=None, near=0.0) -> list[list[int]]:
     """All tokens equal the oracle's, and evictions ran on both sides; returns the tokens."""
     before = run.counters.evictions
     outputs = run.generate(prompts, max_tokens, asked)
     for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
-        agreed, total = check_tokens(oracle, prompt, output, lives)
+        agreed, total = check_tokens(oracle, prompt, output, lives, near)
         assert agreed == total == len(output)
     assert run.counters.evictions > before
     assert run.worker.kv_eviction.evictions == run.counters.evictions

@@ -1,7 +1,8 @@
-"""Attention on the CPU over stores in a format of their own. Reference.
+"""Attention on the CPU over stores in a format of their own.
 
 vLLM's kernel reads pages in the cache's type only. A store's pages are unpacked here, a few at a
-time, and the parts of a sequence are merged by their maxima and sums.
+time, and the parts of a sequence are merged by their maxima and sums. Steps with one query token a
+request run compiled code (``ops/cpu/packed.py``).
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import torch
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.ops.cpu.packed import Pages, decode
+from vllm_kvevict.ops.token_format import PackedFormat
 
 ELEMENTS = 2**20
 """Maximum number of float32 elements of an intermediate result."""
@@ -149,6 +152,30 @@ class StoredBatch:
 
         table, in_store = heads.table[layer, sequences], heads.store_pages[layer, sequences, None]
         column = torch.arange(table.shape[1])
+        tail = torch.tensor(self.tail[first:last]).repeat_interleave(heads.num_heads)[:, None]
+        blocks = -(-tail // cache.layout.block_size)
+        in_tail = (column >= in_store) & (column < in_store + blocks)
+        sinks = None
+        if cache.sinks is not None:
+            sinks = cache.sinks.float().repeat(last - first, count)
+        if count == 1 and isinstance(stored_format, PackedFormat):
+            assert rotation is not None
+            top, total, values = decode(
+                plain * cache.scale,
+                turned * cache.scale,
+                rotation,
+                Pages.of(table, column < in_store),
+                cache.planes,
+                (stored_format.key_bits, stored_format.value_bits),
+                Pages.of(table, in_tail),
+                tail[:, 0],
+                cache.pages,
+                (cache.layout.keys, cache.layout.values),
+                cache.softcap,
+            )
+            parts = Parts(top, total, torch.zeros_like(plain), values)
+            return parts.result(None, sinks).unflatten(1, (count, group))
+
         owner, place = (column < in_store).nonzero(as_tuple=True)
         for some in self._pieces(owner, cache.page_tokens, plain):
             planes = cache.stored_planes(table[owner[some], place[some]].long())
@@ -157,9 +184,7 @@ class StoredBatch:
             parts.add(owner[some], logits, values, rotated=True)
 
         block_size = cache.layout.block_size
-        tail = torch.tensor(self.tail[first:last]).repeat_interleave(heads.num_heads)[:, None]
-        blocks = -(-tail // block_size)
-        owner, place = ((column >= in_store) & (column < in_store + blocks)).nonzero(as_tuple=True)
+        owner, place = in_tail.nonzero(as_tuple=True)
         query = torch.arange(count).repeat_interleave(group)[:, None]
         for some in self._pieces(owner, block_size, plain):
             mine, pages = owner[some], table[owner[some], place[some]].long()
@@ -173,9 +198,6 @@ class StoredBatch:
             logits.masked_fill_(~seen, float("-inf"))
             parts.add(mine, logits, values, rotated=False)
 
-        sinks = None
-        if cache.sinks is not None:
-            sinks = cache.sinks.float().repeat(last - first, count)
         return parts.result(rotation, sinks).unflatten(1, (count, group))
 
     @staticmethod

@@ -210,16 +210,16 @@ class LayerCache:
         new, kept = (~old).nonzero().flatten(), old.nonzero().flatten()
         encoded = self._encoded(source_page[new], source_slot[new])
         planes = []
-        for plane, fresh in zip(self._planes, encoded, strict=True):
+        for plane, fresh in zip(self.planes, encoded, strict=True):
             tokens = plane.new_empty(len(source_page), plane.shape[-1])
             tokens[new] = fresh
             tokens[kept] = plane[source_page[kept], source_slot[kept]]
             planes.append(tokens)
-        for plane, tokens in zip(self._planes, planes, strict=True):
+        for plane, tokens in zip(self.planes, planes, strict=True):
             plane[target_page] = tokens.view(len(target_page), *plane.shape[1:])
 
     @cached_property
-    def _planes(self) -> list[torch.Tensor]:
+    def planes(self) -> list[torch.Tensor]:
         """Views of all pages as those of stores: [num_pages, page_tokens, bytes] uint8 for each
         plane of the format."""
         whole, count, begin, views = self.pages.view(torch.uint8), self.page_tokens, 0, []
@@ -232,7 +232,7 @@ class LayerCache:
     def stored_planes(self, pages: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens of pages [...] of stores, for each plane of the format: [...,
         page_tokens, bytes] uint8, copies."""
-        found = [plane.index_select(0, pages.flatten()) for plane in self._planes]
+        found = [plane.index_select(0, pages.flatten()) for plane in self.planes]
         return [plane.unflatten(0, pages.shape) for plane in found]
 
     def _encoded(self, page: torch.Tensor, slot: torch.Tensor) -> list[torch.Tensor]:

@@ -51,6 +51,8 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
         blocks,
         how_often,
     )
+    if rule.page_tokens > block_size:
+        _report_stored(config, rule, longest)
     if config.has_groups:
         _report_groups(vllm_config, config, block_size)
     if tokens is None:
@@ -74,6 +76,25 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
             tokens,
             longest,
         )
+
+
+def _report_stored(config: EvictionConfig, rule: "EvictionRule", longest: int) -> None:
+    """Log what a budget comes to in a format of its own, in tokens and in memory."""
+    store = rule.store_blocks(longest)
+    kept = store * rule.page_tokens + rule.protected
+    memory = store * rule.block_size + rule.protected
+    logger.info(
+        "KV eviction stores tokens as %s: a block holds %d of them instead of %d. A budget of %s "
+        "keeps at most %d tokens per KV head of a sequence of %d, in the memory of %d (%.1f%%).",
+        config.store_dtype,
+        rule.page_tokens,
+        rule.block_size,
+        config.budget,
+        min(kept, longest),
+        longest,
+        memory,
+        100 * memory / longest,
+    )
 
 
 def _kept(vllm_config: "VllmConfig", config: EvictionConfig, block_size: int) -> tuple[int, str]:

@@ -180,7 +180,11 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         "observation rings on a rank%s.",
         config.policy,
         config.budget,
-        " of the tokens so far" if config.budget_tokens is None else " tokens",
+        " tokens"
+        if config.budget_tokens is not None
+        else " of the tokens so far"
+        if config.token_format.as_cached
+        else " of the memory of the tokens so far",
         config.window,
         config.interval,
         rings / 2**20,

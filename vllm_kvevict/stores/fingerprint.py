@@ -31,11 +31,11 @@ INCLUDED = {
     "window": "Its queries score the tokens, and it bounds the tail.",
     "profile": "Probes, and the shares of layers and heads, decide which tokens are kept.",
     "options": "Options of policies decide which tokens are kept.",
+    "store_dtype": "Tokens are stored in this type.",
 }
 """Settings that a store depends on and that are not part of its key, with the reason."""
 
 EXCLUDED = {
-    "store_dtype": "It names the format, which is included.",
     "policy": "The policy of the request is part of the key.",
     "budget": "The number of blocks is part of the key, and the share where a policy reads it.",
     "interval": "Evictions after the point do not change the store.",

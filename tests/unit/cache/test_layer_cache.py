@@ -8,6 +8,7 @@ from tests.token_formats import FORMATS
 from tests.unit.cache.test_page_layout import write_cache
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.ops.token_format import INT4, INT8
 from vllm_kvevict.worker.cpu import measure_layout
 
 
@@ -116,3 +117,38 @@ def test_a_format_whose_tokens_do_not_fit_is_refused():
     assert FORMATS["bytes"].page_bytes(16, 128, 4) == 16 * 128 * 4
     with pytest.raises(ValueError, match="do not hold 80 tokens of bytes"):
         Large().page_bytes(16, 128, 4)
+
+
+@pytest.mark.parametrize("token_format", [INT4, INT8], ids=lambda one: f"{one.key_bits} bits")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_bits_keep_what_was_stored(token_format, dtype):
+    """Stored tokens are near, a copy of them is the same bytes, and NaN stays in its token."""
+    torch.manual_seed(1)
+    bits, size, block_size, pages = token_format.value_bits, 64, 16, 80
+    layout = some_layout(block_size, size, False)
+    elements = torch.randn(pages, 2 * block_size * size).to(dtype)
+    elements.view(-1)[layout.keys[3, 5] + 30 * elements.shape[1]] = float("nan")
+    cache = LayerCache(elements, layout, 1.0, 0.0, token_format=token_format)
+    count = cache.page_tokens
+    assert token_format.page_bytes(block_size, 2 * size, dtype.itemsize) >= count * (
+        sum(token_format.planes(size))
+    )
+    page, slot = torch.arange(count) // block_size + 30, torch.arange(count) % block_size
+    expected = cache.keys(page)[torch.arange(count), slot].float()
+    expected_values = cache.values(page)[torch.arange(count), slot].float()
+    cache.move(page, slot, torch.tensor([3]))
+    keys, values = cache.stored_tokens(torch.tensor([3]))
+    bad = expected.isnan().any(-1)
+    assert int(bad.sum()) == 1 and torch.equal(keys[0].isnan().all(-1), bad)
+    assert not values.isnan().any()
+    # Of evenly spaced levels over four standard deviations to either side.
+    step = 8 / 2**bits
+    assert torch.equal(keys[0].isnan().any(-1), bad)
+    for found, wanted in ((keys[0][~bad], expected[~bad]), (values[0], expected_values)):
+        assert float((found - wanted).square().mean()) < step**2 / 12
+    first = [plane[3].clone() for plane in cache.planes]
+    cache.move(
+        torch.full((count,), 3), torch.arange(count), torch.tensor([7]), torch.ones(count).bool()
+    )
+    for plane, before in zip(cache.planes, first, strict=True):
+        assert torch.equal(plane[7], before)

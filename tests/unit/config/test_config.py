@@ -28,7 +28,7 @@ FIELDS += [
     "store_memory",
     "store_path",
 ]
-FIELDS += ["audit", "options"]
+FIELDS += ["store_dtype", "audit", "options"]
 
 
 def parse(**settings: Any) -> EvictionConfig:
@@ -64,6 +64,7 @@ def test_defaults() -> None:
         "ring_memory": "512M",
         "store_memory": 0,
         "store_path": None,
+        "store_dtype": "auto",
         "audit": 0,
         "options": {},
     }

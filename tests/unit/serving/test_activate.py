@@ -34,6 +34,7 @@ DEFAULTS = {
     "ring_memory": "512M",
     "store_memory": 0,
     "store_path": None,
+    "store_dtype": "auto",
     "audit": 0,
     "options": {},
 }

@@ -127,6 +127,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "--kv-eviction-ring-memory": "1G",
         "--kv-eviction-store-memory": "4G",
         "--kv-eviction-store-path": "/var/stores,max=1T",
+        "--kv-eviction-store-dtype": "int4",
         "--kv-eviction-audit": "1%",
         "--kv-eviction-options": '{"pool": "avg", "pool_kernel": 5, "low_mark": 0.02}',
     }
@@ -148,6 +149,7 @@ def test_every_flag_reaches_its_field(parser: Any) -> None:
         "ring_memory": "1G",
         "store_memory": "4G",
         "store_path": "/var/stores,max=1T",
+        "store_dtype": "int4",
         "audit": "1%",
         "options": {"pool": "avg", "pool_kernel": 5, "low_mark": 0.02},
     }

@@ -18,6 +18,7 @@ from vllm_kvevict.serving.support import (
     LEARNED_REFUSALS,
     PRESSURE_REFUSALS,
     REFUSALS,
+    STORE_DTYPE_REFUSALS,
 )
 
 __all__ = ["build"]
@@ -390,6 +391,7 @@ def test_accepts_head_major_layout(
 
 
 ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + LEARNED_REFUSALS + PRESSURE_REFUSALS
+ROWS += STORE_DTYPE_REFUSALS
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)

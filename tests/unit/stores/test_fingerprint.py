@@ -110,6 +110,7 @@ OTHER = {
     "ring_memory": "1G",
     "store_memory": "1G",
     "store_path": "/other",
+    "store_dtype": "int4",
     "audit": "1%",
     "options": {"floor": 0.5},
     "profile": layer_shares((1.5, 0.5)),

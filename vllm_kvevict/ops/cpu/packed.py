@@ -1,0 +1,290 @@
+"""Decode attention over stores in few bits on a CPU, compiled by numba, which vLLM requires.
+
+:mod:`vllm_kvevict.attention.stored` is the reference and runs all other steps.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of S sequences: those of sequence s are ``first[s]`` to ``first[s + 1] - 1`` of
+    ``pages``.
+
+    Args:
+        first: [S + 1] int64.
+        pages: [P] int64 page numbers in the cache.
+
+    """
+
+    first: torch.Tensor
+    pages: torch.Tensor
+
+    @classmethod
+    def of(cls, table: torch.Tensor, used: torch.Tensor) -> "Pages":
+        """Return the used entries [S, V] bool of a page table [S, V] int."""
+        first = torch.zeros(len(table) + 1, dtype=torch.int64)
+        first[1:] = used.sum(-1).cumsum(0)
+        return cls(first, table[used].long())
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.first.numpy(), self.pages.numpy()
+
+
+LEAST = -1e30
+"""Maximum of the logits of no token: finite, so that its weight is 0 and not NaN."""
+
+
+@lru_cache
+def decode_kernel(
+    head_size: int, key_bits: int, value_bits: int, groups: int
+) -> Callable[..., None]:
+    """Return the compiled attention of one query token of some sequences, for one head size.
+
+    The kernel's arguments, for P pages of S sequences with G query heads each:
+
+    - ``queries`` [S, G, D] float32, rotated and scaled;
+    - ``first`` [S + 1] int64: the pages of sequence s are ``first[s] .. first[s + 1] - 1`` of
+    - ``pages`` [P] int64, page numbers in the cache;
+    - ``keys`` and ``values`` [num_pages, T, D] uint8: codes, one tensor if both are in one byte;
+    - ``scales`` [num_pages, T, 2 * groups] float16 as uint16, and ``halves`` [65536] float32,
+      their numbers (:func:`numbers`);
+    - ``softcap``, 0 for none;
+    - ``top`` [S, G], ``total`` [S, G] and ``output`` [S, G, D] float32, written: maximum, sum of
+      exponentials relative to it and weighted sum of values, rotated;
+    - ``begin`` and ``end``: the sequences of this call.
+    """
+    import numba
+
+    joint = key_bits + value_bits <= 8
+    shift, mask = (value_bits, (1 << value_bits) - 1) if joint else (0, 255)
+    key_middle, value_middle = (2**key_bits - 1) / 2, (2**value_bits - 1) / 2
+    size, width = head_size, head_size // groups
+    key_middle, value_middle = np.float32(key_middle), np.float32(value_middle)
+
+    @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
+    def kernel(
+        queries: Any, first: Any, pages: Any, keys: Any, values: Any, scales: Any, halves: Any,
+        softcap: Any, top: Any, total: Any, output: Any, begin: int, end: int,
+    ) -> None:  # fmt: skip
+        tokens, rows = keys.shape[1], queries.shape[1]
+        logits = np.empty((rows, tokens), np.float32)
+        code = np.empty(size, np.float32)
+        sums = np.empty((rows, groups), np.float32)
+        for s in range(begin, end):
+            for g in range(rows):
+                top[s, g] = LEAST
+                total[s, g] = 0.0
+                for d in range(size):
+                    output[s, g, d] = 0.0
+                for part in range(groups):
+                    found = np.float32(0.0)
+                    for d in range(part * width, (part + 1) * width):
+                        found += queries[s, g, d]
+                    sums[g, part] = found * key_middle
+            for at in range(first[s], first[s + 1]):
+                page = pages[at]
+                for t in range(tokens):
+                    for d in range(size):
+                        code[d] = np.float32(keys[page, t, d] >> shift)
+                    for g in range(rows):
+                        found = np.float32(0.0)
+                        for part in range(groups):
+                            dot = np.float32(0.0)
+                            for d in range(part * width, (part + 1) * width):
+                                dot += queries[s, g, d] * code[d]
+                            found += (dot - sums[g, part]) * halves[scales[page, t, part]]
+                        logits[g, t] = found
+                for g in range(rows):
+                    highest = top[s, g]
+                    for t in range(tokens):
+                        if softcap > 0:
+                            logits[g, t] = np.tanh(logits[g, t] / softcap) * softcap
+                        highest = max(highest, logits[g, t])
+                    fading = np.exp(top[s, g] - highest)
+                    added = np.float32(0.0)
+                    for t in range(tokens):
+                        weight = np.exp(logits[g, t] - highest)
+                        added += weight
+                        logits[g, t] = weight
+                    total[s, g] = total[s, g] * fading + added
+                    top[s, g] = highest
+                    for d in range(size):
+                        output[s, g, d] *= fading
+                for t in range(tokens):
+                    for d in range(size):
+                        code[d] = np.float32(values[page, t, d] & mask) - value_middle
+                    for part in range(groups):
+                        scale = halves[scales[page, t, groups + part]]
+                        for g in range(rows):
+                            weight = logits[g, t] * scale
+                            for d in range(part * width, (part + 1) * width):
+                                output[s, g, d] += weight * code[d]
+
+    return kernel
+
+
+@lru_cache
+def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
+    """Return the compiled attention of the same sequences over the tokens of their tails.
+
+    The kernel's arguments, in addition to those of the same name of :func:`decode_kernel`:
+
+    - ``queries`` [S, G, D] float32, scaled and not rotated;
+    - ``lengths`` [S] int64 tokens of each tail, in ``pages``;
+    - ``cache`` [num_pages, elements]: all pages, as float32 if ``wide``, else as uint16, of which
+      ``numbers`` [65536] float32 has the numbers;
+    - ``key_places`` and ``value_places`` [block_size, D] int64 offsets of the elements in a page;
+    - ``top``, ``total`` and ``output``, not rotated: read and updated.
+    """
+    import numba
+
+    size = head_size
+
+    @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
+    def kernel(
+        queries: Any, first: Any, pages: Any, lengths: Any, cache: Any, numbers: Any,
+        key_places: Any, value_places: Any, softcap: Any, top: Any, total: Any, output: Any,
+        begin: int, end: int,
+    ) -> None:  # fmt: skip
+        rows, block_size = queries.shape[1], key_places.shape[0]
+        element = np.empty(size, np.float32)
+        logits = np.empty((rows, block_size), np.float32)
+        for s in range(begin, end):
+            left = lengths[s]
+            for at in range(first[s], first[s + 1]):
+                page, count = cache[pages[at]], min(left, block_size)
+                left -= count
+                for t in range(count):
+                    for d in range(size):
+                        place = page[key_places[t, d]]
+                        element[d] = place if wide else numbers[place]
+                    for g in range(rows):
+                        dot = np.float32(0.0)
+                        for d in range(size):
+                            dot += queries[s, g, d] * element[d]
+                        logits[g, t] = dot
+                for g in range(rows):
+                    highest = top[s, g]
+                    for t in range(count):
+                        if softcap > 0:
+                            logits[g, t] = np.tanh(logits[g, t] / softcap) * softcap
+                        highest = max(highest, logits[g, t])
+                    fading = np.exp(top[s, g] - highest)
+                    added = np.float32(0.0)
+                    for t in range(count):
+                        weight = np.exp(logits[g, t] - highest)
+                        added += weight
+                        logits[g, t] = weight
+                    total[s, g] = total[s, g] * fading + added
+                    top[s, g] = highest
+                    for d in range(size):
+                        output[s, g, d] *= fading
+                for t in range(count):
+                    for d in range(size):
+                        place = page[value_places[t, d]]
+                        element[d] = place if wide else numbers[place]
+                    for g in range(rows):
+                        weight = logits[g, t]
+                        for d in range(size):
+                            output[s, g, d] += weight * element[d]
+
+    return kernel
+
+
+@lru_cache
+def numbers(dtype: torch.dtype) -> np.ndarray:
+    """Return the numbers of all patterns of a 16-bit type: [65536] float32."""
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).roll(1 << 15)
+    return patterns.view(dtype).float().numpy()
+
+
+@lru_cache
+def _pool(threads: int, cores: frozenset[int]) -> ThreadPoolExecutor:
+    """Threads on all cores of the process. vLLM binds the thread that starts them to one core."""
+    return ThreadPoolExecutor(
+        threads, "kv-eviction-attention", lambda: os.sched_setaffinity(0, cores)
+    )
+
+
+def run(kernel: Callable[..., None], count: int, *arrays: Any) -> None:
+    """Run a kernel for ``count`` sequences on as many threads as torch has."""
+    threads = min(torch.get_num_threads(), count)
+    if threads < 2:
+        kernel(*arrays, 0, count)
+        return
+    ends = [count * i // threads for i in range(threads + 1)]
+    pool = _pool(threads - 1, CORES)
+    others = [pool.submit(kernel, *arrays, *ends[i : i + 2]) for i in range(1, threads)]
+    kernel(*arrays, *ends[:2])
+    for other in others:
+        other.result()
+
+
+CORES = frozenset(os.sched_getaffinity(0))
+"""The cores of the process when it started, before vLLM binds its threads."""
+
+
+def decode(
+    queries: torch.Tensor,
+    rotated: torch.Tensor,
+    rotation: torch.Tensor,
+    stored: Pages,
+    planes: Sequence[torch.Tensor],
+    bits: tuple[int, int],
+    tail: Pages,
+    lengths: torch.Tensor,
+    cache: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor],
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend to stores and tails with one query token of each of S sequences.
+
+    Args:
+        queries: [S, G, D] float32, scaled.
+        rotated: The same, rotated.
+        rotation: [D, D] float32 rotation of the stored values.
+        stored: Pages of the stores.
+        planes: The planes of all pages of the cache (``TokenFormat.planes``).
+        bits: Bits of the keys and of the values.
+        tail: Pages of the tails.
+        lengths: [S] int64 tokens in the tails.
+        cache: [num_pages, elements] all pages, float32 or a 16-bit floating-point type.
+        places: Offsets [block_size, D] int64 of keys and of values in a page.
+        softcap: Logit soft cap, 0 for none.
+
+    Returns:
+        Maxima [S, G], sums of exponentials relative to them [S, G] and weighted sums of values
+        [S, G, D], float32.
+
+    """
+    count, size = len(queries), queries.shape[-1]
+    top = torch.empty(queries.shape[:2])
+    total, output = torch.empty_like(top), torch.empty(queries.shape)
+    scales = planes[-1].view(torch.int16).numpy().view(np.uint16)
+    groups = scales.shape[-1] // 2
+    cap = np.float32(softcap)
+    run(
+        decode_kernel(size, *bits, groups), count, rotated.contiguous().numpy(),
+        *stored.arrays, planes[0].numpy(), planes[-2].numpy(), scales, numbers(torch.float16),
+        cap, top.numpy(), total.numpy(), output.numpy(),
+    )  # fmt: skip
+    output = output @ rotation
+    wide = cache.dtype == torch.float32
+    held = cache.numpy() if wide else cache.view(torch.int16).numpy().view(np.uint16)
+    table = np.empty(0, np.float32) if wide else numbers(cache.dtype)
+    run(
+        tail_kernel(size, wide), count, queries.contiguous().numpy(), *tail.arrays,
+        lengths.numpy(), held, table, *(one.numpy() for one in places), cap, top.numpy(),
+        total.numpy(), output.numpy(),
+    )  # fmt: skip
+    return top, total, output
