@@ -1,9 +1,10 @@
 """`make demo`: a real model answers the same questions and load, without and with eviction.
 
-Starts `vllm serve` three times: stock and with `--kv-eviction auto` on KV memory for two full
-prompts, and stock with as much as all requests want, which is the limit. Asks the first two about
-long English texts through the OpenAI client, where the question is known when the text is evicted
-and where it is not, drives each with `vllm bench serve`, and prints and draws one comparison.
+Starts `vllm serve` four times: stock, with `--kv-eviction auto`, and with it at half the budget in
+four bits, each on KV memory for two full prompts, and stock with as much as all requests want,
+which is the limit. Asks the first three about long English texts through the OpenAI client, where
+the question is known when the text is evicted and where it is not, drives each with
+`vllm bench serve`, and prints and draws one comparison.
 A first request says how many questions and requests this machine has time for. On a CPU without
 instructions for bfloat16 the servers compute in float32.
 """
@@ -36,15 +37,17 @@ ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 FOLDER = Path(".cache") / "demo"
 POLICY, BUDGET = "auto", "25%"
 """As in the first command of README, and as ``auto`` without a budget."""
+FEW_BITS = ["--kv-eviction-budget", "12.5%", "--kv-eviction-store-dtype", "int4"]
+"""What the server with four-bit stores is given after the flags of the other."""
 CHARACTERS = 8000
 """Of a text: about 1,800 tokens."""
 
 
-ASKED, LOADED = 4, 6
-"""Full prompts' work for a question (to two servers, known and not known), and for a request of
-the load (to three servers, with a longer answer)."""
+ASKED, LOADED = 6, 8
+"""Full prompts' work for a question (to three servers, known and not known), and for a request of
+the load (to four servers, with a longer answer)."""
 
-SIZES = ((6, 8), (5, 6), (4, 6), (4, 5), (3, 4))
+SIZES = ((6, 8), (5, 6), (4, 6), (4, 5), (3, 4), (2, 4))
 """Questions and requests of the load, from what a machine does that is fast enough to what every
 machine does. With fewer requests the servers hold the same number at once."""
 
@@ -75,10 +78,16 @@ def work(questions: int, requests: int) -> int:
     return ASKED * questions + LOADED * requests
 
 
-NAMES = {"stock": "stock vLLM", "eviction": "--kv-eviction auto", "limit": "stock, all memory"}
+NAMES = {
+    "stock": "stock vLLM",
+    "eviction": "--kv-eviction auto",
+    "few_bits": "auto, 12.5%, int4",
+    "limit": "stock, all memory",
+}
 """The servers; the last has memory for every request of the load at once."""
 
 
+EVICTING = "eviction", "few_bits"
 RATIO = "auto / stock"
 """Title of the last column: the second column divided by the first."""
 
@@ -192,10 +201,11 @@ class Demo:
         arguments = {
             "stock": few,
             "eviction": few + self.eviction,
+            "few_bits": few + self.eviction + FEW_BITS,
             "limit": server_args(self.model, self.dtype, most),
         }
         with ExitStack() as stack:
-            print(f"Starting three vllm serve, half a minute (logs: {FOLDER}/*.log)", flush=True)
+            print(f"Starting four vllm serve, half a minute (logs: {FOLDER}/*.log)", flush=True)
             servers = start(arguments, self.model, stack)
             seconds = first_request(servers["stock"], self.model)
             chosen = size_for(seconds)
@@ -213,9 +223,9 @@ class Demo:
         rows: dict[str, dict] = {}
         left = "{desc} |{bar}| {percentage:3.0f}% [{elapsed}<{remaining}]"
         with tqdm(total=work(len(asked), load.num_prompts), bar_format=left) as bar:
-            for label in ("stock", "eviction"):
+            for label in ("stock", *EVICTING):
                 bar.set_description(f"{NAMES[label]}: asking over HTTP")
-                evicts = label == "eviction"
+                evicts = label in EVICTING
                 rows[label] = told(servers[label], self.model, asked, evicts, bar.update)
             # One at a time: they share the machine.
             for label, server in servers.items():
@@ -274,7 +284,8 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     for place, (title, key, form) in zip(axes, shown, strict=True):
         values = [rows[label].get(key) for label in NAMES]
         heights = [value or 0 for value in values]
-        bars = place.bar(range(len(NAMES)), heights, color=["#9e9e9e", "#3182bd", "#d9d9d9"])
+        colors = ["#9e9e9e", "#3182bd", "#31a354", "#d9d9d9"]
+        bars = place.bar(range(len(NAMES)), heights, color=colors)
         texts = ["not asked" if value is None else form.format(value) for value in values]
         place.bar_label(bars, texts, fontsize=8)
         place.set_title(title, fontsize=9)
@@ -294,6 +305,8 @@ def side_by_side(asked: list[Question], rows: dict[str, dict]) -> str:
             ("stock", "answers", "stock vLLM"),
             ("eviction", "answers", "evicted"),
             ("eviction", "later", "asked later"),
+            ("few_bits", "answers", "int4"),
+            ("few_bits", "later", "int4, later"),
         ):
             text = " ".join(rows[label][key][index].split())
             lines.append(textwrap.fill(text, 96, initial_indent=f"  {name:<13}",
@@ -335,7 +348,8 @@ def main() -> int:
             f"On KV memory for two full prompts ({memory}):\n",
             table(rows, FIRST),
             f"\nSmolLM2-135M-Instruct about texts of {CHARACTERS:,} characters, "
-            f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget}:",
+            f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget},\n"
+            f"and with {' '.join(FEW_BITS)}:",
             side_by_side(asked, rows),
             f"\nLoad: {PROMPT}-token prompts, {OUTPUT} new tokens, {requests} requests, "
             f"all at once, in {dtype};\nKV memory for two full prompts ({memory})\n",
@@ -350,7 +364,7 @@ def main() -> int:
         origin = provenance()
         options.output.write_text(json.dumps({"rows": rows, **origin}, indent=2) + "\n")
         options.output.with_suffix(".md").write_text(markdown(shown, seconds, origin))
-    if rows["eviction"]["evictions"] < 2 * len(asked) + requests:
+    if min(rows[label]["evictions"] for label in EVICTING) < 2 * len(asked) + requests:
         print("Not every prompt was evicted: this is a defect.", file=sys.stderr)
         return 1
     return 0
