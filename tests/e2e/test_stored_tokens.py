@@ -3,6 +3,9 @@ once (float32)."""
 
 import pytest
 
+from tests.e2e.test_sharing import NEW_TOKENS, OPTIONS, POINT, PROMPTS
+from tests.e2e.test_sharing import SETTINGS as SHARING
+from tests.e2e.test_stores import lose
 from tests.e2e.test_tokens import PLAIN, assert_exact
 from tests.models import random_prompt
 from tests.nightly import nightly
@@ -64,3 +67,74 @@ def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
             assert len(lives[index][0].evictions) >= 2, PLAIN[index]
             agreed, total = check_tokens(oracle_kv4, prompt, together[index], lives[index], NEAR)
             assert agreed == total == 70, PLAIN[index]
+
+
+@pytest.mark.parametrize("tier", ["memory", nightly("file")])
+def test_a_store_comes_back_as_it_was(tiny_model, tmp_path, tier):
+    """Requests share a store, in the cache and outside."""
+    oracle = MaskedModel(tiny_model, stored=packed(*BITS["int4"]))
+    settings = SHARING | dict(budget=400, store_dtype="int4")
+    settings |= dict(store_memory="1G") if tier == "memory" else dict(store_path=str(tmp_path))
+    asked, options = [POINT] * len(PROMPTS), OPTIONS | dict(enable_prefix_caching=True)
+    with engine(tiny_model, settings, **options) as run:
+        free = run.free_blocks()
+        expected = run.generate(PROMPTS, NEW_TOKENS, asked)
+        assert run.counters.stores_published == run.counters.stores_saved == 1
+        kept = run.recorder.saved
+        if tier == "memory":
+            lose(run)
+            check_shared(oracle, run, expected, asked)
+            assert run.counters.stores_restored_memory == 1
+        assert run.free_blocks() == free
+    if tier == "file":
+        with engine(tiny_model, settings | dict(store_dtype="auto"), **options) as run:
+            run.generate(PROMPTS[:1], 4, asked[:1])
+            assert run.counters.stores_restored_file == 0, "another format is another folder"
+        with engine(tiny_model, settings, **options) as run:
+            run.recorder.saved.update(kept)
+            check_shared(oracle, run, expected, asked)
+            assert run.counters.stores_restored_file == 1
+
+
+def check_shared(oracle, run, expected, asked) -> None:
+    assert run.generate(PROMPTS, NEW_TOKENS, asked) == expected
+    for prompt, output, lives in zip(PROMPTS, expected, run.lives(), strict=True):
+        assert len(lives[0].evictions) >= 2
+        assert check_tokens(oracle, prompt, output, lives, NEAR) == (NEW_TOKENS, NEW_TOKENS)
+
+
+def test_a_share_is_one_of_the_memory(tiny_model):
+    """A quarter of the memory keeps most tokens."""
+    prompts = [random_prompt(n, seed=n) for n in (1500, 1250)]
+    oracle = MaskedModel(tiny_model, stored=packed(*BITS["int4"]))
+    settings = dict(policy="ada-snapkv", budget="25%", interval=64, store_dtype="int4")
+    with engine(tiny_model, settings) as run:
+        free = run.free_blocks()
+        for budget, low, high in (("25%", 0.75, 0.95), ("12.5%", 0.3, 0.5), ("40%", 0.9, 1.0)):
+            asked = [{"kv_eviction_budget": budget}] * 2
+            assert_exact(oracle, run, prompts, 80, asked, near=NEAR)
+            for prompt, lives in zip(prompts, run.lives(), strict=True):
+                first = lives[0].evictions[0]
+                heads = first.positions[0]
+                stored = sum(map(len, heads)) / len(heads)
+                assert low < stored / len(prompt) < high
+                assert stored / 120 * 32 + 32 <= float(budget[:-1]) / 100 * len(prompt)
+        assert run.free_blocks() == free
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("caching", [False, True])
+def test_preemption(tiny_model, caching):
+    oracle = MaskedModel(tiny_model, stored=packed(*BITS["int4"]))
+    prompts = [random_prompt(n, seed=n) for n in (500, 480, 460, 440, 420, 400, 380, 360)]
+    with engine(
+        tiny_model,
+        dict(policy="ada-snapkv", budget=160, interval=160, store_dtype="int4"),
+        num_gpu_blocks_override=40,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=caching,
+    ) as run:
+        assert_exact(oracle, run, prompts, 250, near=NEAR)
+        assert any(len(lives) > 1 and lives[-1].evictions for lives in run.lives())
+        assert run.free_blocks() == 39

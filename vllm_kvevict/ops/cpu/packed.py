@@ -63,8 +63,7 @@ def decode_kernel(
       exponentials relative to it and weighted sum of values, rotated;
     - ``begin`` and ``end``: the sequences of this call.
     """
-    import numba
-
+    numba = _numba()
     joint = key_bits + value_bits <= 8
     shift, mask = (value_bits, (1 << value_bits) - 1) if joint else (0, 255)
     key_middle, value_middle = (2**key_bits - 1) / 2, (2**value_bits - 1) / 2
@@ -146,9 +145,7 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
     - ``key_places`` and ``value_places`` [block_size, D] int64 offsets of the elements in a page;
     - ``top``, ``total`` and ``output``, not rotated: read and updated.
     """
-    import numba
-
-    size = head_size
+    numba, size = _numba(), head_size
 
     @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
     def kernel(
@@ -199,6 +196,19 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
                             output[s, g, d] += weight * element[d]
 
     return kernel
+
+
+def _numba() -> Any:
+    """Import numba, in a way that a second engine of the process can start.
+
+    vLLM looks through the ``__dict__`` of everything that a module names when an engine starts, and
+    llvmlite's library returns a function for that name.
+    """
+    import numba
+    from llvmlite.binding import ffi
+
+    ffi.lib._fntab.setdefault("__dict__", {})
+    return numba
 
 
 @lru_cache
