@@ -289,6 +289,9 @@ class StoreReads:
                 elif not reading.announced:
                     reading.announced = True
                     self._changed[reading.key] = None
+                elif self.queued and now > reading.until:
+                    # It was not used in time, and another store needs its room.
+                    self.drop(name)
             elif now >= reading.until:
                 self._warn(f"reading {name} took longer than {READ_TIMEOUT_S:g} seconds")
                 self._miss(name)
@@ -304,21 +307,19 @@ class StoreReads:
             name, lookup = next(iter(self.queued.items()))
             if hang or now >= lookup.until:
                 self._miss(name)
-            elif self._has_room(lookup.num_bytes, now):
+            elif self._has_room(lookup.num_bytes):
                 del self.queued[name]
                 self.reading[name] = lookup
                 lookup.future = self.threads.submit(self._read, lookup)
             else:
                 return
 
-    def _has_room(self, num_bytes: int, now: float) -> bool:
-        """Return whether another store may be read; discard stores that were not used in time."""
-        for name, reading in list(self.reading.items()):
-            if reading.done and now > reading.until:
-                self.drop(name)
+    def _has_room(self, num_bytes: int) -> bool:
+        """Return whether another store may be read."""
+        if len(self.reading) >= MAX_STORES_READ:
+            return False
         held = sum(lookup.num_bytes for lookup in (*self.reading.values(), *self.loading.values()))
-        fits = not held or held + num_bytes <= MAX_READ_BYTES
-        return fits and len(self.reading) < MAX_STORES_READ
+        return not held or held + num_bytes <= MAX_READ_BYTES
 
     def _look(self, late: LateStore) -> None:
         if not self.late:
