@@ -56,7 +56,7 @@ store that nobody computes."""
 MAX_SEARCH_S = 0.32
 """Maximum seconds between two searches for a late file."""
 
-MAX_FILES_SOUGHT = 16
+MAX_FILES_SOUGHT = 8
 """Maximum number of stores in one search for late files. It limits the work of a step."""
 
 WARNING_INTERVAL_S = 600.0

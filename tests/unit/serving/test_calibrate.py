@@ -168,11 +168,20 @@ def test_a_file_or_none_is_the_same_on_all_nodes(
 
 
 def test_a_headless_server_does_not_calibrate(
-    model: str, parser: Any, runs: list[list[str]], measurable: None
+    model: str,
+    parser: Any,
+    runs: list[list[str]],
+    measurable: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As ``vllm serve --headless`` starts: one sentence, before any process."""
     from vllm.entrypoints.cli import serve
 
+    def starts(**_: Any) -> None:
+        raise AssertionError("an engine starts")
+
+    # A real one would wait for its head node.
+    monkeypatch.setattr(serve, "CoreEngineProcManager", starts)
     args = parser.parse_args(
         [model, "--headless", "--skip-tokenizer-init", "--enforce-eager", "--kv-eviction", "auto"]
     )
