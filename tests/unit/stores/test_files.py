@@ -401,17 +401,22 @@ class Listings:
             self.count += 1
 
 
-def test_the_limit_is_kept_and_the_folder_is_seldom_listed(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_limit_is_kept_and_the_folder_is_seldom_listed(tmp_path, ranks):
+    """The first rank counts what all ranks write."""
     size = written(tmp_path).path(NAME, 0).stat().st_size
-    files = StoreFiles(tmp_path, {"model": "a"}, max_bytes=100 * size)
-    listings, largest = Listings(tmp_path), 0
-    for number in range(300):
-        files.write_soon(f"{number:040x}", 0, tensors(), lambda: None)
+    files = StoreFiles(tmp_path, {"model": "a"}, max_bytes=100 * size, ranks=ranks)
+    listings, largest, stores = Listings(tmp_path), 0, 300 // ranks
+    for number in range(stores):
+        name = f"{number:040x}"
+        for rank in range(1, ranks):
+            files.write(name, rank, tensors())
+        files.write_soon(name, 0, tensors(), lambda: None)
         files.flush()
         largest = max(largest, len(os.listdir(files.folder)) * size)
-    assert 80 * size < largest <= 101 * size
+    assert 80 * size < largest <= (100 + ranks) * size
     # A listing reads the folder and the one in it.
-    assert (listings.count - 300) / 2 < 150, "not at every write"
+    assert (listings.count - stores) / 2 < 150, "not at every write"
 
 
 def test_what_other_servers_write_counts_after_a_while(tmp_path, monkeypatch):
