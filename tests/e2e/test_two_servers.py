@@ -311,6 +311,7 @@ def test_over_http_through_the_proxy(tiny_model, tmp_path, ranks):
         # The recipe for documents, which stock vLLM refuses.
         rag = dict(
             messages=[dict(role="user", content=random_text(n, seed=n)) for n in (200, 20)],
+            max_tokens=NEW_TOKENS,
             vllm_xargs=dict(kv_eviction_at=dict(message=0)),
         )
         with pytest.raises(HTTPError, match="400"):
