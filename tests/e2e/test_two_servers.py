@@ -24,6 +24,8 @@ from vllm.config import KVTransferConfig
 from benchmarks.server import Server, free_port
 from tests.e2e.test_handover_server import ask, proxy
 from tests.e2e.test_offload import LateCopies
+from tests.e2e.test_recipes import of_length
+from tests.e2e.test_rollback import BODIES
 from tests.e2e.test_stores import computed, lose
 from tests.models import random_prompt, random_text
 from tests.nightly import nightly
@@ -284,6 +286,7 @@ def test_over_http_through_the_proxy(tiny_model, tmp_path, ranks):
     """Both servers are processes of their own, and the proxy of deploy/ asks them."""
     both = ["--tensor-parallel-size", ranks]
     flags = [*both, "--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "128"]
+    flags += ["--kv-eviction-allow", "snapkv,none"]
     texts = prompts(12, 1100)
     with (
         serve(tiny_model, tmp_path, "NixlConnector", *both) as server,
@@ -320,6 +323,13 @@ def test_over_http_through_the_proxy(tiny_model, tmp_path, ranks):
         assert answered["usage"]["completion_tokens"] == NEW_TOKENS
         assert decode.evictions()["evictions_prefill"] == 2 * len(texts) + 1
         until(lambda: decode.metric("vllm:nixl_xfer_time_seconds_count") == loads + int(ranks))
+        # Each request of recipes.md, and one with every key.
+        for body in BODIES:
+            body = of_length(body, 500) | dict(max_tokens=4)
+            body.pop("model", None)
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            answered = json.loads(ask(url, path, **body))
+            assert answered["usage"]["completion_tokens"] == 4, body
         until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
