@@ -12,6 +12,7 @@ from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.names import LEARNED
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.serving.drafting import METHODS, check_drafting
+from vllm_kvevict.serving.gpu_stores import GPU_STORE_REFUSALS
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
 from vllm_kvevict.serving.refusal import WITHOUT, Refusal
 
@@ -333,7 +334,7 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     latent = vllm_config.model_config.use_mla
     refusals = REFUSALS + (GROUP_REFUSALS if config.has_groups else ())
     refusals += LATENT_REFUSALS if latent else ()
-    refusals += () if config.token_format.as_cached else STORE_DTYPE_REFUSALS
+    refusals += () if config.token_format.as_cached else STORE_DTYPE_REFUSALS + GPU_STORE_REFUSALS
     refusals += LEARNED_REFUSALS if LEARNED.intersection(config.policies) else ()
     for refusal in refusals + (PRESSURE_REFUSALS if config.when == "pressure" else ()):
         if refusal.applies(vllm_config):

@@ -11,6 +11,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.serving import support
+from vllm_kvevict.serving.gpu_stores import GPU_STORE_REFUSALS
 from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
 from vllm_kvevict.serving.support import (
@@ -197,6 +198,22 @@ def test_rocm_is_served_but_for_fp8_caches(build: Build, monkeypatch: pytest.Mon
     _check(config)
     with pytest.raises(ValueError, match="does not support this type of KV cache") as caught:
         _check(quantised)
+    assert_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize("store_dtype", ["int4", "int8"])
+def test_refuses_stores_in_few_bits_on_gpus(
+    build: Build, monkeypatch: pytest.MonkeyPatch, store_dtype: str
+) -> None:
+    from vllm.platforms import current_platform
+
+    config, stored = build(), EvictionConfig(policy="snapkv", store_dtype=store_dtype)
+    support.check(config, stored)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    _check(config)
+    with pytest.raises(ValueError, match="--kv-eviction-store-dtype int4 and int8 on") as caught:
+        support.check(config, stored)
     assert_sentence(str(caught.value))
 
 
@@ -392,6 +409,7 @@ def test_accepts_head_major_layout(
 
 ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + LEARNED_REFUSALS + PRESSURE_REFUSALS
 ROWS += STORE_DTYPE_REFUSALS
+ROWS += GPU_STORE_REFUSALS
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
