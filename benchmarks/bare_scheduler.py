@@ -76,6 +76,7 @@ class Setup:
     when: str = "always"
     marks: tuple[float, float] = (0.05, 0.1)
     prefill_interval: int = 0
+    every: int = 0
     longest: int | None = None
     memory: int = 0
     disk: float | None = None
@@ -229,6 +230,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         window=setup.window,
         interval=setup.interval,
         prefill_interval=setup.prefill_interval,
+        every=setup.every,
         profile=layer_shares(setup.shares) if setup.shares else None,
         shared_blocks=setup.shared,
         when=setup.when,

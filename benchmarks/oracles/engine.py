@@ -24,15 +24,16 @@ class Recorder:
         self.lives: dict[str, list[Life]] = defaultdict(list)
         self.layers = layers
         self._last: Any = None
-        self._published: dict[tuple[int, int], Kept] = {}
+        self._published: dict[tuple[int, int], list[Kept]] = {}
+        """Evictions up to the one that made a store, by group and first block."""
         self._saves: list[Any] = []
-        self._saved: dict[str, Kept] = {}
+        self._saved: dict[str, list[Kept]] = {}
 
     @property
-    def saved(self) -> dict[str, Kept]:
-        """What was kept of stores that were copied out of the KV cache, by name."""
+    def saved(self) -> dict[str, list[Kept]]:
+        """The evictions that made the stores that were copied out of the KV cache, by name."""
         for copy in self._saves:
-            self._saved[copy.name] = self._published[_first(copy)]
+            self._saved[copy.name] = self._history(copy.groups)
         self._saves.clear()
         return self._saved
 
@@ -45,9 +46,15 @@ class Recorder:
                     self._published[group.group_id, group.store[0]] = saved[copy.name]
         self._saves += plan.saves
         for request_id, groups in plan.reused.items():
-            kept = self._published[groups[0].group_id, groups[0].store[0]]
-            assert all(self._published[g.group_id, g.store[0]] is kept for g in groups)
-            self.lives[request_id][-1].evictions.append(kept)
+            self.lives[request_id][-1].evictions += self._history(groups)
+
+    def _history(self, groups: Any) -> list[Kept]:
+        """Evictions that made a store. Not every group of layers takes part in every one."""
+        histories = [self._published[g.group_id, g.store[0]] for g in groups if g.store]
+        longest = max(histories, key=len)
+        for history in histories:
+            assert all(one is other for one, other in zip(history, longest, strict=False))
+        return longest
 
     def admitted(self, request_id: str, num_tokens: int) -> None:
         self.lives[request_id].append(Life(num_tokens))
@@ -62,7 +69,7 @@ class Recorder:
             self._last = record.eviction
         kept = life.evictions[-1]
         if group.published:
-            self._published[group.group_id, group.store[0]] = kept
+            self._published[group.group_id, group.store[0]] = list(life.evictions)
         assert kept.tail_start == group.tail_start
         bs = record.columns.shape[1] // int(record.pages[0].sum())
         for row, layer in enumerate(self.layers[group.group_id]):
@@ -84,10 +91,6 @@ class Recorder:
             if record.log_weights is not None:
                 kept.weights = kept.weights or [None] * len(kept.positions)
                 kept.weights[layer] = mine_of_heads
-
-
-def _first(copy: Any) -> tuple[int, int]:
-    return next((group.group_id, group.store[0]) for group in copy.groups if group.store)
 
 
 def layers_by_depth(states: dict[int, Any]) -> dict[int, list[int]]:

@@ -8,7 +8,9 @@ from typing import Any
 class Asked:
     """What a request brings in ``extra_args``, read here once more."""
 
-    def __init__(self, request: Any, policy: str, when: str, prefill_interval: int = 0) -> None:
+    def __init__(
+        self, request: Any, policy: str, when: str, prefill_interval: int = 0, every: int = 0
+    ) -> None:
         given = request.sampling_params.extra_args or {}
         self.pressure = given.get("kv_eviction_when", when) == "pressure"
         self.policy = given.get("kv_eviction", policy)
@@ -19,11 +21,22 @@ class Asked:
         interval = given.get("kv_eviction_prefill_interval", prefill_interval)
         self.prefill_interval = int(interval) if self.policy != "none" else 0
         self.at = at + request.num_prompt_tokens if at < 0 else at
+        own = {f"kv_eviction_{key}" for key in ("at", "interval", "prefill_interval")}
+        every = int(given.get("kv_eviction_every", 0 if own & given.keys() else every))
+        self.every = every if self.policy != "none" else 0
         self.interval = given.get("kv_eviction_interval")
 
     def interval_or(self, servers: int) -> int:
         """Decode steps between evictions."""
         return servers if self.interval is None else int(self.interval)
+
+    def positions(self, end: int, budget: int | str, window: int, block_size: int) -> range:
+        """Where a request of ``end`` tokens may evict, prompt and answer, every so many tokens."""
+        full = 0 if isinstance(budget, str) else budget
+        kept = max(1, (full - window) // block_size) + -(-window // block_size)
+        kept += -(-self.protect_first // block_size)
+        stride = -(-self.every // block_size) * block_size
+        return range(kept * block_size + stride, end + 1, stride)
 
     def points(self, end: int, budget: int, window: int, block_size: int) -> list[int]:
         """Where prefill of ``end`` tokens may evict at a mean budget: the point, then intervals."""

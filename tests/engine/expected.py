@@ -44,7 +44,7 @@ class Expected:
         """The eviction options that the request asked for."""
         setup = self._setup
         client = self._clients[request.request_id]
-        return Asked(client, setup.policy, setup.when, setup.prefill_interval)
+        return Asked(client, setup.policy, setup.when, setup.prefill_interval, setup.every)
 
     def _budget(self, group: int, asked: Asked) -> Any:
         second = group and self._setup.second_budget is not None
@@ -53,10 +53,27 @@ class Expected:
     def points(self, group: int, request: Any) -> list[int]:
         """Where a group's prefill may evict before it ends."""
         asked, budget = self.asked(request), self._budget(group, self.asked(request))
+        if asked.every:
+            return [point for point, _, _ in self.chain(group, request)]
         if not asked.prefill_interval:
             return [asked.at] if asked.at else []
         end = self.prefill_ends[request.request_id]
         return asked.points(end, int(budget), self._setup.window, self._setup.block_size)
+
+    def chain(self, group: int, request: Any) -> list[tuple[int, int, int]]:
+        """Where a group evicts, by the tokens so far alone, with the tail start and the blocks that
+        it keeps."""
+        asked, bs, window = self.asked(request), self._setup.block_size, self._setup.window
+        budget = self._budget(group, asked)
+        longest = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
+        found, tail, store = [], 0, 0
+        for point in asked.positions(longest - 2, budget, window, bs):
+            start = (point - window) // bs
+            wanted = max(store, self.store_blocks(group, request, point))
+            if start - tail + store > wanted:
+                tail, store = start, wanted
+                found.append((point, tail * bs, store))
+        return found
 
     def gives(self, group: int, request: Any, n: int, tail: int) -> bool:
         """Whether an eviction at ``n`` gives blocks back after one with this tail start."""
@@ -72,6 +89,8 @@ class Expected:
         budget = self._budget(group, asked)
         first = asked.at or request.num_prompt_tokens
         lengths = [first, n] if isinstance(budget, str) else [first]
+        if asked.every:
+            lengths = [n]  # Not of the prompt: another turn has a longer one.
         first = -(-asked.protect_first // self._setup.block_size)
         policy = asked.policy
         return first + max(self._blocks_of(budget, length, group, policy) for length in lengths)
@@ -102,7 +121,9 @@ class Expected:
         """Where a prompt too short to evict does so first, for budgets in tokens."""
         asked, bs = self.asked(request), self._setup.block_size
         stride = -(-asked.interval_or(self._setup.interval) // bs) * bs
-        if asked.pressure or isinstance(self._budget(group, asked), str) or not stride:
+        if asked.pressure or asked.every or isinstance(self._budget(group, asked), str):
+            return None
+        if not stride:
             return None
         end = self.prefill_ends[request.request_id]
         outgrown = self.store_blocks(group, request, end) * bs + self._setup.window + stride
@@ -137,6 +158,8 @@ class Expected:
         asked, bs, window = self.asked(request), self._setup.block_size, self._setup.window
         end = self.prefill_ends[request.request_id]
         store = self.store_blocks(group, request, n)
+        if asked.every:
+            return -(-n // bs) + max([store, *(kept for _, _, kept in self.chain(group, request))])
         if asked.pressure or asked.prefill_interval or isinstance(self._budget(group, asked), str):
             return -(-n // bs) + store + 1
         stride = -(-asked.interval_or(self._setup.interval) // bs) * bs
@@ -159,4 +182,6 @@ class Expected:
         """Everything that the store of an eviction at a request's point depends on."""
         asked = self.asked(request)
         tokens = tuple(request.all_token_ids[:point])
-        return tokens, request.cache_salt, asked.policy, asked.protect_first
+        # What is kept every so many tokens also depends on where it was kept before.
+        stride = -(-asked.every // self._setup.block_size)
+        return tokens, request.cache_salt, asked.policy, asked.protect_first, stride

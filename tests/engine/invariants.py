@@ -36,8 +36,10 @@ class Invariants:
         self._clients: dict[str, Any] = {}
         self.expected = Expected(setup, self._clients)
         self.published = Published(setup, scheduler, worker, self.tally)
-        self._stored: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._saved: dict[str, dict[int, tuple[Any, ...]]] = {}
+        self._stored: dict[tuple[int, int], tuple[Any, int]] = {}
+        """Who made a store, and at which length, by group and first block. The last token may not
+        be known until later."""
+        self._saved: dict[str, dict[int, tuple[Any, int]]] = {}
         self.announced = Announced(self.pool)
         self.put_off = PutOff(setup, scheduler)
 
@@ -90,6 +92,13 @@ class Invariants:
             return
         request = self.scheduler.requests[request_id]
         asked = self.expected.asked(request)
+        if asked.every:
+            for manager in self.evicting:
+                first = self.expected.chain(manager.kv_cache_group_id, request)[:1]
+                covers = any(point - self.setup.window < hit for point, _, _ in first)
+                over = hit and any(point <= request.num_tokens for point, _, _ in first)
+                assert not (covers and over), f"{request_id}: a hit covers the window before it"
+            return
         needs_window = self.setup.needs_window and asked.policy != "streaming-llm"
         stops = asked.at or asked.prefill_interval
         if asked.policy == "none" or asked.pressure or not (needs_window or stops):
@@ -110,6 +119,9 @@ class Invariants:
         asked = self.expected.asked(request)
         assert asked.policy in ("snapkv", "pyramidkv", "streaming-llm")
         assert hit < request.num_tokens
+        if asked.every:
+            self._expect_link(request, hit, taken)
+            return
         groups = [manager.kv_cache_group_id for manager in self.evicting]
         ends = [(group, end) for group in groups for end in self.expected.points(group, request)]
         point = min(end for group, end in ends if self.expected.gives(group, request, end, 0))
@@ -126,7 +138,7 @@ class Invariants:
         assert {one.tail_start for one in taken} == {tail_start}
         for one in taken:
             made_of = self.expected.made_of(request, point)
-            stored = self._stored.get((one.group_id, one.store[0]))
+            stored = self.expected.made_of(*self._stored[one.group_id, one.store[0]])
             assert stored == made_of, "a store of other tokens"
             self._lives[request_id].tails[one.group_id] = one.tail_start
         self.tally.taken += 1
@@ -135,6 +147,36 @@ class Invariants:
             self.pool.blocks[block].ref_cnt > 1 for one in taken for block in one.store
         )
         self.tally.taken_again += self._lives[request_id].number > 1
+
+    def _expect_link(self, request: Any, hit: int, taken: Any) -> None:
+        """A request starts with what it would have kept at one of its own positions."""
+        life = self._lives[request.request_id]
+        stored = {one.group_id: self._stored[one.group_id, one.store[0]] for one in taken}
+        point = max(end for _, end in stored.values())
+        assert hit == point or (hit > point and hit % self.setup.block_size == 0)
+        for manager in self.evicting:
+            group = manager.kv_cache_group_id
+            chain = self.expected.chain(group, request)
+            so_far = [link for link in chain if link[0] <= point]
+            one = next((one for one in taken if one.group_id == group), None)
+            if one is None:
+                assert not so_far, "a group without a store"
+                continue
+            last, tail_start, blocks = so_far[-1]
+            assert (one.tail_start, len(one.store)) == (tail_start, blocks)
+            made_of = self.expected.made_of(*stored[group])
+            assert made_of == self.expected.made_of(request, last), "a store of other tokens"
+            life.tails[group], life.stores[group] = tail_start, blocks
+            later = [p for p, _, _ in chain if p > point]
+            covers = later[0] - self.setup.window < hit if later else False
+            assert not covers or later[0] > request.num_tokens, "a hit covers the window"
+            self.tally.taken_later += last > chain[0][0]
+        self.tally.taken += 1
+        self.tally.taken_behind += hit > point
+        self.tally.taken_in_use += any(
+            self.pool.blocks[block].ref_cnt > 1 for one in taken for block in one.store
+        )
+        self.tally.taken_again += life.number > 1
 
     def _expect_plan(self, output: Any, plan: StepPlan) -> None:
         evicted = {eviction.request_id: eviction for eviction in plan.evictions}
@@ -164,12 +206,16 @@ class Invariants:
                 self.tally.inside += asked.prefill_interval > 0 and end < entry.prefill_end
                 for part in evicted[request_id].groups:
                     if part.published:
-                        made_of = self.expected.made_of(request, end)
-                        self._stored[part.group_id, part.store[0]] = made_of
+                        self._stored[part.group_id, part.store[0]] = request, end
                     progress = entry.progress[part.group_id]
                     stores = self._lives[request_id].stores
                     wanted = self.expected.store_blocks(part.group_id, request, end)
                     wanted = max(wanted, stores.get(part.group_id, 0))
+                    if asked.every and not self._lives[request_id].postponed:
+                        link = end, part.tail_start, len(part.store)
+                        chain = self.expected.chain(part.group_id, request)
+                        assert link in chain, f"{request_id} evicts at another position"
+                        self.tally.inside += end < entry.prefill_end
                     assert len(part.store) == wanted, "a store of another budget"
                     stores[part.group_id] = wanted
                     self._lives[request_id].tails[part.group_id] = part.tail_start
@@ -198,6 +244,12 @@ class Invariants:
                 continue
             first = progress.next_eviction if life.took else progress.next_prefill_eviction
             request = self.scheduler.requests[request_id]
+            if self.expected.asked(request).every:
+                due = life.due.get(group)
+                life.due[group] = progress.next_eviction
+                put_off = due is not None and progress.next_eviction != due
+                assert group in parts or not put_off, f"{request_id} was put off"
+                continue
             if life.took and group not in life.due and group not in parts:
                 first = self._missed(request, group, progress, entry.prefill_end, end) or first
             if self.expected.asked(request).prefill_interval:
@@ -251,7 +303,8 @@ class Invariants:
         """Whether evictions of a request run at a loss, too."""
         request = self.scheduler.requests[request_id]
         again = self.expected.asked(request).prefill_interval and request.num_preemptions
-        return self.setup.shared == "evict" or bool(again)
+        every = self.expected.asked(request).every
+        return self.setup.shared == "evict" or bool(again or every)
 
     def _expect_chunk(self, request: Any, asked: Asked, start: int, end: int) -> None:
         """No step runs across an eviction point at which something can be evicted."""
@@ -262,6 +315,10 @@ class Invariants:
             for point in self.expected.points(group, request):
                 if point in life.put_off.get(group, ()) and asked.prefill_interval:
                     continue  # Its window was not recorded: it waits for the point behind it.
+                if asked.every:
+                    crosses = start < point < end and not life.postponed
+                    assert not crosses, f"{request.request_id}: [{start}, {end}) crosses {point}"
+                    continue
                 can = self.expected.gives(group, request, point, life.tails.get(group, 0))
                 crosses = can and start < point < end
                 assert not crosses, f"{request.request_id}: [{start}, {end}) crosses {point}"

@@ -152,6 +152,35 @@ def streaming_in(scenario: Scenario) -> Scenario:
     return replace(scenario, setup=setup, events=events)
 
 
+def conversing(scenario: Scenario) -> Scenario:
+    """The same day on a server on which conversations grow, and evict every so many tokens.
+
+    Some requests ask for another number of tokens, or for the evictions of other servers. Turns
+    follow one another, several continue the same one, and the KV cache loses some in between.
+    """
+    seed = scenario.seed
+    every, shared = (20, 64, 33, 128)[seed % 4], ("keep", "evict")[seed // 4 % 2]
+    setup = replace(
+        scenario.setup, every=max(every, scenario.setup.window), shared=shared, caching=True,
+        sliding_window=None, audit=0.0, memory=0, blocks=max(30, scenario.setup.blocks),
+    )  # fmt: skip
+    events: list[tuple[Any, ...]] = []
+    for number, event in enumerate(scenario.events, seed):
+        if isinstance(event[-1], Wish) and number % 3:
+            plain = dict(interval=None, at=None, prefill=None, when=None)
+            least = eviction_config(setup).min_every
+            other = (None, max(16, least), max(50, least))[number // 3 % 3]
+            event = (*event[:-1], replace(event[-1], **plain, every=other))
+        events.append(event)
+        if number % 2:
+            events += [("follow", number % 23, 1 + 7 * number % 90, 4 + 5 * number % 50)]
+        if number % 5 == 0:
+            events += [("follow", number % 7, 1 + k, 8) for k in range(3)]
+        if number % 7 == 0:
+            events += [("steps", 30), ("forget",)]
+    return replace(scenario, setup=setup, events=events)
+
+
 def loading(scenario: Scenario) -> Scenario:
     """The same day on a server whose prompts another one has computed, most of them."""
     seed, setup = scenario.seed, scenario.setup
@@ -340,7 +369,7 @@ class Day:
         if self.engine.requests:
             former = self.engine.requests[index % len(self.engine.requests)]
             asked = settings(former) or {}
-            about = asked if int(asked.get("kv_eviction_at", 0)) > 0 else None
+            about = asked if int(asked.get("kv_eviction_at", 0)) > 0 or self.setup.every else None
             prompt = list(former.all_token_ids) + self._tokens(more)
             salt = former.cache_salt if self.rng.random() < 0.75 else "another"
             self._submit(prompt, max_tokens, asked=about, salt=salt)
@@ -415,6 +444,7 @@ class Day:
             "taken_behind": tally.taken_behind,
             "taken_in_use": tally.taken_in_use,
             "taken_again": tally.taken_again,
+            "taken_later": tally.taken_later,
             "offload_loads": offload.loads if offload else 0,
             "offload_waits": offload.waited if offload else 0,
             "remote_loads": remote.loads if remote else 0,

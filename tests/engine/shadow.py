@@ -109,8 +109,9 @@ class ShadowWorker:
         self.used: dict[str, list[set[int]]] = {}
         """Blocks that the last executed step touched, by request and group."""
         self.evictions = 0
-        self.published: dict[tuple[int, int], tuple[int, list[int], list[list[int]], int]] = {}
-        """Tail start, store, its content and point, by group and first block of the store."""
+        self.published: dict[tuple[int, int], tuple[Any, ...]] = {}
+        """Tail start, store, its content and point, and the content of all positions before the
+        point, by group and first block of the store."""
         self.host: dict[str, Saved] = {}
         """What host memory holds of stores."""
         self.restored = 0
@@ -262,14 +263,17 @@ class ShadowWorker:
     def _take(self, row: Row, taken: list[ReusedStore]) -> None:
         """Start from what another request's eviction left. What it writes now is its own."""
         assert taken and not row.evictions
-        row.evictions, point = 1, 0
+        row.evictions, point, before = 1, 0, []
         for one in taken:
-            tail_start, store, content, point = self.published[one.group_id, one.store[0]]
+            tail_start, store, content, *at = self.published[one.group_id, one.store[0]]
             assert (one.tail_start, one.store) == (tail_start, store)
             row.tail_start[one.group_id], row.stores[one.group_id] = tail_start, store
             row.store_content[one.group_id] = content
+            if at[0] > point:
+                # The last of the groups to evict knows what was computed before.
+                point, before = at
         row.over = (hash(repr(row.store_content)),)
-        del row.content[point:]
+        row.content[:] = before
         extend_chain(row.content, row.tokens[point : row.computed], *row.over)
 
     def _replay(self, request_id: str, taken: list[ReusedStore]) -> None:
@@ -347,9 +351,9 @@ class ShadowWorker:
         assert saved.generation == self.generation, "other weights computed it"
         for one, (published, memory) in zip(copy.groups, saved.content, strict=True):
             if published is not None:
-                tail_start, store, content, point = published
+                tail_start, store, *more = published
                 assert len(one.store) == len(store)
-                self.published[one.group_id, one.store[0]] = tail_start, one.store, content, point
+                self.published[one.group_id, one.store[0]] = tail_start, one.store, *more
             for block, slots in zip(one.blocks, memory, strict=True):
                 self.memory[block] = list(slots)
         # What a request reads after that is not real: its output must be dropped.
@@ -492,5 +496,6 @@ class ShadowWorker:
             row.tail_start[group], row.stores[group] = part.tail_start, part.store
             row.store_content[group] = content
             if part.published:
-                self.published[group, part.store[0]] = (part.tail_start, part.store, content, n)
+                left = part.tail_start, part.store, content, n, row.content[:n]
+                self.published[group, part.store[0]] = left
         row.over = (hash(repr(row.store_content)),)

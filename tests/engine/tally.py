@@ -30,6 +30,8 @@ class Tally:
     """Those in which somebody else held it, too."""
     taken_again: int = 0
     """Those after a preemption."""
+    taken_later: int = 0
+    """Those of a store that was not its chain's first, by group."""
     switched_off: int = 0
     """Steps of requests that switched eviction off."""
 

@@ -10,7 +10,14 @@ from collections import Counter
 import pytest
 
 from tests.engine.days import play_until_seen
-from tests.engine.scenarios import Scenario, in_files, run, streaming_in, under_pressure
+from tests.engine.scenarios import (
+    Scenario,
+    conversing,
+    in_files,
+    run,
+    streaming_in,
+    under_pressure,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +65,19 @@ def test_nor_where_prompts_evict_as_they_stream_in() -> None:
         evictions_inside evictions_at_point refused preemptions aborts
         resets prefix_hits prefix_hits_capped evictions_in_place put_off
         taken
+    """.split()
+    play_until_seen(accounting, max(1, EXAMPLES // 4), totals, names)
+
+
+def test_nor_where_conversations_grow() -> None:
+    totals: Counter[str] = Counter()
+
+    def accounting(scenario: Scenario) -> None:
+        run(conversing(scenario), totals)
+
+    names = """
+        evictions_inside evictions_decode stores_published taken taken_later taken_behind
+        taken_in_use taken_again preemptions aborts resets postponed
     """.split()
     play_until_seen(accounting, max(1, EXAMPLES // 4), totals, names)
 

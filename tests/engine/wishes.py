@@ -24,6 +24,7 @@ class Wish:
     from_end: bool
     when: str | None = None
     prefill: int | None = None
+    every: int | None = None
 
     def asked(self, setup: Setup, length: int) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -48,6 +49,10 @@ class Wish:
             prefill = 0  # Refused together.
         if prefill != setup.prefill_interval:
             asked["kv_eviction_prefill_interval"] = prefill
+        if self.every is not None:
+            asked["kv_eviction_every"] = self.every
+        elif setup.every and self.when == "pressure":
+            asked["kv_eviction_every"] = 0  # Refused together.
         return asked
 
 

@@ -38,7 +38,9 @@ def report_budgets(vllm_config: "VllmConfig", config: EvictionConfig, block_size
     longest = vllm_config.model_config.max_model_len
     rule = config.rule(block_size)
     how_often = f"every {rule.stride} decode steps" if rule.stride else "after prefill only"
-    if rule.prefill_stride:
+    if rule.every:
+        how_often = f"every {rule.prefill_stride} tokens of prompt and answer"
+    elif rule.prefill_stride:
         how_often += f" and every {rule.prefill_stride} tokens of a prompt"
     blocks, tokens = "grows with the sequence", config.budget_tokens
     if config.keeps_by_layer(config.policy):

@@ -93,6 +93,17 @@ class EvictionConfig(BaseModel):
             "longer than the KV cache; 0 evicts at the end of the prompt."
         ),
     )
+    every: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        description=(
+            "Tokens of prompt and answer between evictions, counted from the start of the prompt "
+            "and rounded up to whole blocks, in place of evictions at the end of the prompt and "
+            "in intervals. A request that begins with the tokens of another one, such as the next "
+            "turn of a conversation, continues from what was kept; 0 for no such evictions."
+        ),
+    )
     when: Literal["always", "pressure"] = Field(
         default="always",
         description=(
@@ -281,6 +292,26 @@ class EvictionConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _every_stands_alone(self) -> Self:
+        if not self.every:
+            return self
+        if self.every < self.window:
+            raise ValueError(
+                f"--kv-eviction-every {self.every} is shorter than the observation window; give at "
+                f"least {self.window} tokens, or 0"
+            )
+        for given, flag in (
+            (self.prefill_interval, "--kv-eviction-prefill-interval"),
+            (self.when == "pressure", "--kv-eviction-when pressure"),
+            (self.audits, "--kv-eviction-audit"),
+        ):
+            if given:
+                raise ValueError(
+                    f"--kv-eviction-every cannot be combined with {flag}; remove one of the two"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_source_of_shares(self) -> Self:
         if self.profile is None:
             return self
@@ -372,6 +403,12 @@ class EvictionConfig(BaseModel):
         return self._min_interval(self.prefill_interval)
 
     @property
+    def min_every(self) -> int:
+        """Minimum number of tokens between evictions at fixed positions that a request may ask
+        for, other than 0."""
+        return self._min_interval(self.every)
+
+    @property
     def min_interval(self) -> int:
         """Minimum number of decode steps between evictions that a request may ask for, other than
         0.
@@ -416,6 +453,7 @@ class EvictionConfig(BaseModel):
             budget_share=self.budget_share,
             min_tokens=min_budget_tokens(self.budget),
             prefill_interval=self.prefill_interval,
+            every=self.every,
             recent=None if recent == self.window else recent,
             page_tokens=self.token_format.page_tokens(block_size),
         )

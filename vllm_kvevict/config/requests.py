@@ -17,8 +17,9 @@ INTERVAL = "kv_eviction_interval"
 PREFILL_INTERVAL = "kv_eviction_prefill_interval"
 PROTECT = "kv_eviction_protect_first"
 WHEN = "kv_eviction_when"
+EVERY = "kv_eviction_every"
 AT = "kv_eviction_at"
-KEYS = (POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, PROTECT, WHEN, AT)
+KEYS = (POLICY, BUDGET, INTERVAL, PREFILL_INTERVAL, EVERY, PROTECT, WHEN, AT)
 
 MESSAGE, TEXT = "message", "text"
 """Keys of :data:`AT` as a mapping: the message after which the context ends, and the text before
@@ -47,6 +48,8 @@ class RequestOptions:
         when: "always", or "pressure" for a request that is evicted only when memory is short.
         prefill_interval: Prompt tokens between evictions inside the prompt; 0 for none.
         recent: Last tokens that its policy never evicts; None for the server's.
+        every: Tokens of prompt and answer between evictions; 0 for evictions at the end of the
+            prompt and in intervals.
 
     """
 
@@ -59,6 +62,7 @@ class RequestOptions:
     when: str = "always"
     prefill_interval: int | None = None
     recent: int | None = None
+    every: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -78,6 +82,8 @@ class RequestOptions:
             asked["interval"] = self.interval
         if self.prefill_interval is not None:
             asked["prefill_interval"] = self.prefill_interval
+        if self.every is not None:
+            asked["every"] = self.every
         if self.recent is not None:
             asked["recent"] = self.recent
         if self.protect_first:
@@ -139,12 +145,13 @@ def parse_options(
             "prompt tokens",
         ),
         recent=None if recent == config.recent_tokens(config.policy) else recent,
+        every=_every(config, given),
     )
     if shares_prompt(extra_args):
         options = _before_last(config, options, prompt_len)
     if not options.evicts:
         # Invalid combinations of settings have no rule, not even an unused one.
-        return replace(options, budget=None, interval=None, prefill_interval=None)
+        return replace(options, budget=None, interval=None, prefill_interval=None, every=None)
     _check_prefill(config, options)
     _check_store(config, options, prompt_len, rules)
     return options
@@ -214,8 +221,36 @@ def _interval(
     return interval
 
 
+def _every(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
+    """Return the tokens between evictions that depend on tokens alone.
+
+    A request that names its own points or intervals is not evicted so, unless it asks for it.
+    """
+    if EVERY not in given:
+        own = any(key in given for key in (AT, INTERVAL, PREFILL_INTERVAL))
+        return 0 if config.every and own else None
+    if not config.every and _number(given, EVERY, minimum=0, what="tokens"):
+        raise ValueError(
+            f"KV eviction: {EVERY} needs a server that was started with --kv-eviction-every; "
+            "omit the key or give 0"
+        )
+    every = _interval(config, given, EVERY, config.min_every, config.every, "tokens")
+    for key in (AT, INTERVAL, PREFILL_INTERVAL):
+        if every and key in given:
+            raise ValueError(
+                f"KV eviction: {key} cannot be combined with {EVERY} {every}, which evicts at "
+                f"fixed positions only; give {EVERY} 0 or omit {key}"
+            )
+    return every
+
+
 def _check_prefill(config: EvictionConfig, options: RequestOptions) -> None:
     """Reject settings that conflict with evictions inside the prompt."""
+    if (config.every if options.every is None else options.every) and options.when == "pressure":
+        raise ValueError(
+            f"KV eviction: {WHEN} pressure cannot be combined with evictions at fixed positions; "
+            f"give {WHEN} always or {EVERY} 0"
+        )
     interval = options.prefill_interval
     if not (config.prefill_interval if interval is None else interval):
         return
@@ -293,6 +328,7 @@ def _before_last(
     """
     interval = options.prefill_interval
     inside = config.prefill_interval if interval is None else interval
+    inside = inside or (config.every if options.every is None else options.every)
     fits = config.store_path and prompt_len > 1 and options.when == WHENS[0]
     if options.at is not None or inside or not fits:
         return options
@@ -325,7 +361,9 @@ def _check_store(
     length = prompt_len if options.at is None else options.at
     rule = rules[0]
     if config.max_budget is not None:
-        capped = RequestOptions(config.policy, budget=config.max_budget, prefill_interval=0)
+        capped = RequestOptions(
+            config.policy, budget=config.max_budget, prefill_interval=0, every=0
+        )
         cap = capped.own_rule(rule)
         own = options.own_rule(rule)
         asked = replace(options, cap=None).own_rule(rule).budget(length)

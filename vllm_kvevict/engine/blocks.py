@@ -117,7 +117,8 @@ class EvictableAttentionManager(FullAttentionManager):
     def _at_once(self, state: RequestState, num_tokens: int) -> int:
         """Return the tokens that fill as many blocks as a prompt of ``num_tokens`` holds at
         once."""
-        if not (progress := state.progress[self.kv_cache_group_id]).rule.prefill_stride:
+        progress = state.progress[self.kv_cache_group_id]
+        if not progress.rule.prefill_stride or progress.rule.budget_tokens is None:
             return num_tokens
         gone = progress.tail_start - progress.store_blocks * self.block_size
         return gone + progress.sufficient_blocks(num_tokens) * self.block_size
@@ -142,7 +143,7 @@ class EvictableAttentionManager(FullAttentionManager):
         assert self.core is not None and start is not None
         table = self.core.table
         evicts = (
-            table.evicts_shared
+            (table.evicts_shared or progress.rule.every)
             and end <= progress.prefill_end
             and progress.is_due(end)
             and not state.last_step(end)

@@ -136,13 +136,14 @@ class StepPlanner:
         """Let some requests compute nothing in the step that is about to be scheduled.
 
         A step includes a limited number of evictions of answers, and a request that waits for its
-        turn is evicted at a greater length. Requests with a shared context wait before they reach
-        that length, so that what they keep does not depend on how many of them there are.
+        turn is evicted at a greater length. Requests with a shared context, or whose evictions
+        depend on tokens alone, wait before they reach that length, so that what they keep does not
+        depend on how many of them there are.
         """
         scheduler, left = self._core.scheduler, self.max_decode_evictions()
         for state in self._turns.near.values():
             request = state.request
-            if state.shares_context and state.next_eviction == request.num_computed_tokens + 1:
+            if state.waits_its_turn and state.next_eviction == request.num_computed_tokens + 1:
                 if left < 1:
                     # The number of the step is increased when it is scheduled.
                     after = scheduler.current_step + 2
@@ -199,7 +200,7 @@ class StepPlanner:
             return
         if not self._turns.window_ready(state, start, end):
             self._counters.postponed_ring += 1
-        elif not state.in_prefill(end) and self._left < 1 and not state.shares_context:
+        elif not state.in_prefill(end) and self._left < 1 and not state.waits_its_turn:
             self._counters.postponed_turn += 1
         elif (quote := self._profitable(state, groups, end)).parts:
             if quote.fresh > self._core.free:
@@ -221,9 +222,11 @@ class StepPlanner:
         # A store is published only if a policy that reads a window got it, because the key does not
         # include that.
         scored = ring is not None or not reads_window
+        if not scored:
+            state.on_chain = False
         store = self._stores.publish(state, end, evictions) if scored else None
         for eviction in evictions:
-            eviction.published = store is not None
+            eviction.published = store is not None or state.makes_links
         if store is not None:
             state.compute_over(store)
         self._left -= not in_prefill

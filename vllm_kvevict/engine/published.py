@@ -34,7 +34,7 @@ class PublishedStore:
     """
 
     key: ShareKey
-    groups: dict[int, PublishedGroup]
+    groups: Mapping[int, PublishedGroup]
     hashes: list[tuple[KVCacheBlock, bytes]]
     suffix: dict[BlockHash, list[tuple[KVCacheBlock, bytes]]] = field(default_factory=dict)
     counted_idle: bool = False

@@ -233,7 +233,7 @@ class Replays(Part):
         # It starts with the given store: vLLM would count a look-up, and it has no hashes for one.
         request.skip_reading_prefix_cache = True
         options = replace(
-            waiting.of.options, at=None, interval=0, when="always", prefill_interval=0
+            waiting.of.options, at=None, interval=0, when="always", prefill_interval=0, every=0
         )  # fmt: skip
         self._core.table.add(request, options).replay_store = waiting.store
         self._scheduler.add_request(request)

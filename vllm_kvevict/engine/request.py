@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_kvevict.engine.chain import Chain, Link
     from vllm_kvevict.engine.published import PublishedStore
     from vllm_kvevict.stores.key import ShareKey
 
@@ -102,6 +103,16 @@ class RequestState:
     """Blocks in addition to the positional ones, by KV-cache group."""
     store_key: "ShareKey | None" = None
     """Key of the store that the request makes at its eviction point; None if it shares no store."""
+    chain: "Chain | None" = None
+    """Stores at positions that depend on tokens alone, each of which the request makes or reuses;
+    None if there are none, or if the server shares no stores."""
+    links: int = 0
+    """Number of stores of the chain that the request has made or reused."""
+    on_chain: bool = True
+    """False if an eviction did not run at its position, so that the request makes no store of its
+    chain any more."""
+    unpublished: "Link | None" = None
+    """Store at a position whose tokens are not known yet."""
     key_length: int = 0
     """Number of tokens for which the key was read. A preempted request replays its answer too."""
     shares_context: bool = False
@@ -162,9 +173,12 @@ class RequestState:
     """Contribution to the forecast, with the version for which it was computed."""
     _begun_with: int = -1
     request_id: str = field(init=False)
+    evicts_on_tokens: bool = field(init=False)
+    """True if the positions of evictions depend on tokens alone."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
+        self.evicts_on_tokens = any(rule.every for rule in self.rules.values())
 
     @property
     def evicts(self) -> bool:
@@ -186,8 +200,27 @@ class RequestState:
         If prompts evict while they are prefilled, requests with a common prefix that all defer
         their evictions because of each other may not fit, and could be preempted together forever.
         """
+        if self.evicts_on_tokens:
+            return True
         inside = any(t.rule.prefill_stride for t in self.progress.values())
         return inside and self.request.num_preemptions > 0
+
+    @property
+    def makes_links(self) -> bool:
+        """True if what the request keeps is a store of its chain, even if it is not published."""
+        return self.chain is not None and self.on_chain
+
+    @property
+    def waits_its_turn(self) -> bool:
+        """True if the request computes nothing until a step has room for its eviction."""
+        return self.shares_context or self.evicts_on_tokens
+
+    @property
+    def reusable(self) -> "list[ShareKey]":
+        """Keys of the stores that the request could start with, in the order of their points."""
+        if self.chain is None:
+            return [] if self.store_key is None else [self.store_key]
+        return self.chain.keys[: self.chain.before(self.request.num_tokens)]
 
     def begin(self, reuse: "PublishedStore | None" = None) -> None:
         """Compute the progress that an admission now would start with.
@@ -205,8 +238,13 @@ class RequestState:
             self._begun_with = self.request.num_tokens
             self.refresh()
         self.pending_store = self.reused_store = reuse
+        self.links, self.on_chain = 0, True
         if reuse is not None:
-            reuse.advance(self.progress)
+            if self.chain is not None:
+                self.links = self.chain.before(reuse.key.point) + 1
+                self.progress = self.chain.progress_after(self.links, self.request.num_tokens)
+            else:
+                reuse.advance(self.progress)
             self.refresh()
             self.compute_over(reuse)
 
@@ -237,6 +275,7 @@ class RequestState:
         """Return the request to WAITING with nothing computed, because its blocks are freed."""
         self.phase, self._begun_with = Phase.WAITING, -1
         self.pending_store = self.base_store = self.reused_store = self.admitted_at = None
+        self.unpublished = None
         self.suffix_published = self.publish_at = self.evicted_at = 0
         self.expected_gain = self.pressure_order = 0
 
@@ -285,8 +324,11 @@ class RequestState:
         """Tokens of the context that the request names, which is a part of its prompt; 0 for none.
 
         What follows is asked about the context, and is not known at an eviction inside it. A point
-        one token before the end names no context: another server answers such a prompt.
+        one token before the end names no context: another server answers such a prompt. Evictions
+        at fixed positions do not depend on what follows, so all that comes is a context.
         """
+        if self.evicts_on_tokens:
+            return sys.maxsize
         at = self.options.at
         return at if at is not None and at < self.request.num_prompt_tokens - 1 else 0
 

@@ -131,7 +131,11 @@ class RingQueue:
                     self.near.pop(state.request_id, None)
                 else:
                     self._asking[state.request_id] = state
-            elif state.needs.window == "optional" and self.free_slots:
+            elif (
+                state.needs.window == "optional"
+                and state.reads_window(state.next_eviction)
+                and self.free_slots
+            ):
                 self._record(state)
         while self.waiting and self.slots.num_free:
             state = self.waiting.pop(next(iter(self.waiting)))

@@ -42,6 +42,7 @@ from vllm_kvevict.policies.requirements import floats_per_token, policy_requirem
 from vllm_kvevict.rules.ring_slots import RingSlots
 from vllm_kvevict.rules.step_plan import PLAN, StepPlan
 from vllm_kvevict.stores.fingerprint import store_files
+from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.shape import StoreSizes
 
 if TYPE_CHECKING:
@@ -163,8 +164,10 @@ class EvictingScheduler(Scheduler):
         self._waiting_queue.set_aside()
         return output
 
-    def _waits(self, request: "Request") -> bool:
-        return self._stores.waits(self._table.states[request.request_id])
+    def _waits(self, request: "Request", key: ShareKey) -> bool:
+        """Return whether a waiting request still waits for a store, and not for another one."""
+        state = self._table.states[request.request_id]
+        return self._stores.waits(state) and state.store_key == key
 
     def _mamba_block_aligned_split(
         self,
@@ -235,6 +238,7 @@ class EvictingScheduler(Scheduler):
         measured: dict[str, Any] = getattr(model_runner_output, MEASURED, None) or {}
         self._recompute(self._stores.executed(plan, measured.get("stores", ())))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._stores.resolve()
         if self._remote is not None:
             self._remote.loads.processed(scheduler_output)
         if plan is not None:
@@ -288,7 +292,8 @@ class EvictingScheduler(Scheduler):
         if self._reporter is not None and tokens > 0 and of_client:
             progress = state.progress if state.holds_blocks else {}
             self._reporter.kept(kept_share(progress, self._layers, tokens))
-        store, handed = state.base_store, self._stores.request_finished(state)
+        handed = self._stores.request_finished(state)
+        store = state.base_store
         params, other = super()._free_request(request, *args, **kwargs)
         if store is not None:
             self._stores.renew(store)
@@ -431,10 +436,22 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
     """
     scheduler, vllm_config = core.scheduler, core.scheduler.vllm_config
     may_share = not (scheduler.num_lookahead_tokens or scheduler.prefix_replay_tokens)
-    if not config.has_tiers:
-        return PublishedStores(core, may_share)
     groups = dict(enumerate(scheduler.kv_cache_config.kv_cache_groups))
     caching = scheduler.cache_config.enable_prefix_caching
+    all_share = caching and len(groups) == len(core.managers)
+    if config.every and not (all_share and vllm_config.speculative_config is None):
+        raise ValueError(
+            "KV eviction: --kv-eviction-every makes stores that requests share, but this server "
+            "shares none: sharing them needs prefix caching, eviction in all layers, and no "
+            "speculative decoding."
+        )
+    if config.every and config.has_tiers:
+        raise ValueError(
+            "KV eviction: --kv-eviction-every cannot be combined with --kv-eviction-store-memory "
+            "and --kv-eviction-store-path yet; remove these flags."
+        )
+    if not config.has_tiers:
+        return PublishedStores(core, may_share)
     if not may_share or not caching or len(groups) > len(core.managers):
         raise ValueError(
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores "

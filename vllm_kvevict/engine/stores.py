@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
+from vllm_kvevict.engine.chain import Chain, Link
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.rules.rule import blocks_for
@@ -68,12 +69,27 @@ class PublishedStores:
         self._unmade: dict[ShareKey, None] = {}
         self._awaited: dict[ShareKey, None] = {}
         """Stores that waiting requests wait for a running request to make."""
+        self._unpublished: dict[str, RequestState] = {}
+        """Requests that made a store at a position whose tokens are not known yet."""
+        self._soon: set[ShareKey] | None = None
+        self._soon_admitted = 0
         self._made = 0
 
     def read_key(self, state: RequestState) -> None:
-        """Set the store key of a request that arrives."""
+        """Set the store key of a request that arrives, or the keys of its chain."""
         state.key_length = state.request.num_tokens
         if not self.enabled or not state.needs.shares_stores or not state.has_eviction_points:
+            return
+        if state.evicts_on_tokens:
+            if state.chain is None:
+                state.chain = Chain(
+                    state.fresh_progress(),
+                    self._manager.block_pool.hash_block_size,
+                    state.options.policy,
+                    state.options.protect_first,
+                    state.needs.reads_share,
+                )
+            state.chain.extend(state.request)
             return
         state.store_key = share_key(
             state.request,
@@ -107,15 +123,22 @@ class PublishedStores:
     def waits(self, state: RequestState) -> bool:
         """Return whether a waiting request should wait for a store that a running one is about to
         make."""
-        key = state.store_key
-        if key is None or not self._may_reuse(state) or not self._is_coming(key, self._making()):
+        keys = state.reusable
+        if not keys or not self._may_reuse(state) or not (making := self._making()):
             return False
-        self._awaited[key] = None
-        return True
+        for key in reversed(keys):
+            if self.has(key):
+                return False
+            if self._is_coming(key, making):
+                state.store_key = key
+                self._awaited[key] = None
+                return True
+        return False
 
     def ready(self) -> list[ShareKey]:
         """Return the stores about which something changed since the last call, so that requests
         that wait for them should be examined again."""
+        self._soon = None
         if not self._awaited:
             return []
         making = self._making()
@@ -125,13 +148,25 @@ class PublishedStores:
         return changed
 
     def _making(self) -> set[ShareKey]:
-        """Return the stores that running requests are about to make."""
-        return {
-            state.store_key
-            for state in self._table.prefilling.values()
-            if state.store_key is not None
-            and state.store_key.point > state.request.num_computed_tokens
-        }
+        """Return the stores that running requests are about to make.
+
+        The set is made once a step, and grows with the requests that the step admits. It may
+        contain stores of requests that the step preempts, until the next one.
+        """
+        admitted = self._table.admitted
+        if self._soon is None:
+            self._soon, states = set(), list(self._table.prefilling.values())
+        else:
+            states = admitted[self._soon_admitted :]
+        self._soon_admitted = len(admitted)
+        for state in states:
+            computed = state.request.num_computed_tokens
+            if state.chain is not None:
+                if state.on_chain:
+                    self._soon.update(state.chain.keys[state.chain.before(computed + 1) :])
+            elif state.store_key is not None and state.store_key.point > computed:
+                self._soon.add(state.store_key)
+        return self._soon
 
     def _is_coming(self, key: ShareKey, making: set[ShareKey]) -> bool:
         return key in making and key not in self._unmade and not self.has(key)
@@ -173,14 +208,18 @@ class PublishedStores:
             True if another server that takes the request over will find its store.
 
         """
+        if state.unpublished is not None:
+            self._resolve_late(state)
+        self._unpublished.pop(state.request_id, None)
         return False
 
     def find(self, state: RequestState) -> PublishedStore | None:
         """Return the store that a waiting request may start with; None if there is none."""
-        key = state.store_key
-        if key is None or not self._in_pool(key):
+        if not self._may_reuse(state):
             return None
-        return self._published[key] if self._may_reuse(state) else None
+        found = (key for key in reversed(state.reusable) if self._in_pool(key))
+        key = next(found, None)
+        return self._published[key] if key is not None else None
 
     def hit(self, state: RequestState) -> "tuple[KVCacheBlocks, int]":
         """Return the blocks and the number of tokens of the reused store and of the blocks after
@@ -212,6 +251,8 @@ class PublishedStores:
             The store, for which the worker must keep the head split; None if none is published.
 
         """
+        if state.evicts_on_tokens:
+            return self._publish_link(state, end, evictions)
         key = state.store_key
         made = {eviction.group_id: eviction for eviction in evictions}
         if (
@@ -238,6 +279,64 @@ class PublishedStores:
             groups[group] = PublishedGroup(tail_start, tuple(blocks), tuple(tail))
         return self._enter(key, groups)
 
+    def _publish_link(
+        self, state: RequestState, end: int, evictions: Sequence[GroupEviction]
+    ) -> PublishedStore | None:
+        """Publish the next store of a request's chain, now or when its tokens are known."""
+        if not state.makes_links:
+            return None
+        groups = {}
+        for group, progress in state.progress.items():
+            size = self._managers[group].block_size
+            positional = self._managers[group].req_to_blocks[state.request_id]
+            tail = positional[progress.tail_start // size : blocks_for(end, size)]
+            holding = state.holdings.get(group)
+            store = holding.store if holding is not None else ()
+            groups[group] = PublishedGroup(progress.tail_start, tuple(store), tuple(tail))
+        stores = {eviction.group_id: len(eviction.store) for eviction in evictions}
+        state.unpublished = Link(end, stores, groups)
+        self._unpublished[state.request_id] = state
+        return self._resolve(state)
+
+    def _resolve(self, state: RequestState) -> PublishedStore | None:
+        """Publish the store of a request that was made at a position whose tokens are known now.
+
+        It is a store of the chain only if every eviction ran at its position.
+        """
+        link, chain = state.unpublished, state.chain
+        assert chain is not None
+        if link is None:
+            self._unpublished.pop(state.request_id, None)
+            return None
+        if link.point > state.request.num_tokens:
+            return None
+        del self._unpublished[state.request_id]
+        state.unpublished = None
+        chain.extend(state.request)
+        key = chain.keys[state.links] if state.links < len(chain.keys) else None
+        made = {group: blocks for group, blocks in key.stores if blocks} if key is not None else {}
+        if key is None or key.point != link.point or made != link.stores:
+            state.on_chain = False
+            return None
+        state.links += 1
+        if self._in_pool(key):
+            # Requests may hold the equal store.
+            return None
+        if state.computed_valid == link.point:
+            # Up to the first eviction, blocks have vLLM's hash, the last one only now.
+            self._manager.coordinator.cache_blocks(state.request, link.point)
+        return self._enter(key, link.groups)
+
+    def resolve(self) -> None:
+        """Publish the stores at positions whose tokens are known by now."""
+        for state in list(self._unpublished.values()):
+            self._resolve_late(state)
+
+    def _resolve_late(self, state: RequestState) -> None:
+        store = self._resolve(state)
+        if store is not None:
+            state.compute_over(store)
+
     def renew(self, store: PublishedStore) -> None:
         """Move a store that was in use to the end of the pool's queue, so that it leaves after the
         blocks computed over it."""
@@ -249,11 +348,24 @@ class PublishedStores:
     def passed(self, state: RequestState, end: int) -> None:
         """Record that a step ends at ``end``. If this is the point and there is no store, no
         request waits for it any longer."""
+        if state.chain is not None:
+            self._passed_link(state, state.chain, end)
+            return
         key = state.store_key
         if key is not None and key.point == end and key not in self._published:
-            if len(self._unmade) == MAX_UNMADE_KEYS:
-                del self._unmade[next(iter(self._unmade))]
-            self._unmade[key] = None
+            self._give_up(key)
+
+    def _passed_link(self, state: RequestState, chain: Chain, end: int) -> None:
+        key = chain.keys[state.links] if state.links < len(chain.keys) else None
+        if key is not None and key.point <= end and state.unpublished is None:
+            # It did not evict at its position, so what it computes from here on is its own.
+            state.on_chain = False
+            self._give_up(key)
+
+    def _give_up(self, key: ShareKey) -> None:
+        if len(self._unmade) == MAX_UNMADE_KEYS:
+            del self._unmade[next(iter(self._unmade))]
+        self._unmade[key] = None
 
     def plan(self, state: RequestState) -> list[ReusedStore]:
         """Return the groups of the store that an admitted request reuses, for the workers."""
@@ -280,12 +392,13 @@ class PublishedStores:
         self.idle += idle - store.counted_idle
         store.counted_idle = idle
 
-    def _enter(self, key: ShareKey, groups: dict[int, PublishedGroup]) -> PublishedStore:
+    def _enter(self, key: ShareKey, groups: Mapping[int, PublishedGroup]) -> PublishedStore:
         self._made += 1
         self._unmade.pop(key, None)
         mark = BlockHash(b"kv_eviction store %d" % self._made)
         stored = [(group, block) for group, part in groups.items() for block in part.store]
-        self.drop_containing(block.block_id for _, block in stored)
+        # A group that did not evict keeps the blocks of the store before.
+        self.drop_containing(b.block_id for _, b in stored if b.block_hash is None)
         if (former := self._published.get(key)) is not None:
             self._drop(former)
         tails = [(group, block) for group, part in groups.items() for block in part.tail]
@@ -311,9 +424,10 @@ class PublishedStores:
             del self._published[store.key]
             self._count_idle(store, False)
         own = {block.block_id for group in store.groups.values() for block in group.store}
+        # The next store of a chain has taken over the blocks of groups that did not evict there.
+        own = {block_id for block_id in own if self._by_block.get(block_id) is store}
         for block_id in own:
-            if self._by_block.get(block_id) is store:
-                del self._by_block[block_id]
+            del self._by_block[block_id]
         self.suffixes.drop(store)
         self._manager.block_pool.evict_blocks(
             {b.block_id for b, mark in store.hashes if b.block_id in own and b.block_hash == mark}

@@ -62,19 +62,21 @@ class WaitingQueue(RequestQueue):
                 self._group_of[request] = group
             self._examined.clear()
 
-    def return_ready(self, keys: "Iterable[ShareKey]", waits: "Callable[[Request], bool]") -> None:
+    def return_ready(
+        self, keys: "Iterable[ShareKey]", waits: "Callable[[Request, ShareKey], bool]"
+    ) -> None:
         """Return the requests whose store is no longer waited for to their places in the queue.
 
         Args:
             keys: The stores about which something changed.
-            waits: Returns whether a request waits for its store. It is called for one request of
-                each group.
+            waits: Returns whether a request still waits for this store. It is called for one
+                request of each group.
 
         """
         returned: list[Request] = []
         for group in [(key, late) for key in keys for late in (False, True)]:
             requests = self._aside.get(group)
-            if requests is not None and not waits(next(iter(requests))):
+            if requests is not None and not waits(next(iter(requests)), group[0]):
                 del self._aside[group]
                 returned += requests
         for request in returned:

@@ -32,6 +32,8 @@ def max_blocks_ever(
     if on_demand:
         return all_blocks
     store = rule.store_blocks(prompt_len if requested_point is None else requested_point)
+    if rule.every and not rule.bounds_prompts:
+        return all_blocks
     if not rule.prefill_stride:
         # A replay evicts at its own end, which may be the end of the answer, or only at the point.
         freed = 0 if requested_point is None else _freed(rule, requested_point, max_length)

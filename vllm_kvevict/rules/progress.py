@@ -4,10 +4,14 @@ Pure arithmetic on lengths, in the units of :mod:`~vllm_kvevict.rules.rule`.
 """
 
 import sys
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from vllm_kvevict.rules.rule import EvictionRule, blocks_for
+
+LONGEST = 2**21
+"""Maximum length in tokens of a request whose maximum is not known."""
 
 
 @dataclass
@@ -49,10 +53,15 @@ class EvictionProgress:
 
     def __post_init__(self) -> None:
         rule = self.rule
+        self.next_prefill_eviction = self.next_eviction = None
+        if rule.every:
+            # Nothing may depend on the length of the prompt: the next turn has a longer one.
+            self._floor = 0
+            self._schedule_point(0)
+            return
         self._floor = rule.store_blocks(
             self.prompt_len if self.requested_point is None else self.requested_point
         )
-        self.next_prefill_eviction = self.next_eviction = None
         if self.on_demand:
             return
         self.next_prefill_eviction = self.next_eviction = self._inside(0)
@@ -62,6 +71,29 @@ class EvictionProgress:
             budget = self.wanted(self.context_end) * rule.page_tokens + rule.protected
             start = max(budget + rule.stride, self.prefill_end + 1)
             self.next_eviction = self._first(start, rule.stride, rule.stride // rule.block_size)
+
+    def _schedule_point(self, n: int) -> None:
+        """Schedule the eviction at the next position after ``n`` that depends on tokens alone."""
+        rule, last = self.rule, LONGEST if self.max_length is None else self.max_length
+        self.next_eviction, share = None, rule.budget_share
+        if share is None or share < 1:
+            # A budget that is a share may keep all tokens of a short text.
+            point = rule.next_point(n)
+            while point is not None and point + 1 < last and self.gain(point) < 1:
+                point += rule.prefill_stride
+            self.next_eviction = point if point is not None and point + 1 < last else None
+        self._limit_prefill()
+
+    def _limit_prefill(self) -> None:
+        due = self.next_eviction
+        self.next_prefill_eviction = due if due is not None and due <= self.prefill_end else None
+
+    def replayed(self, prefill_end: int) -> "EvictionProgress":
+        """Return this progress, of evictions that depend on tokens alone, for another prefill."""
+        progress = copy(self)
+        progress.prefill_end = prefill_end
+        progress._limit_prefill()
+        return progress
 
     @property
     def context_end(self) -> int:
@@ -127,7 +159,7 @@ class EvictionProgress:
         the length of the prompt. A store never shrinks: protected tokens that fit once always fit.
         """
         rule = self.rule
-        if rule.budget_share is None:
+        if rule.budget_share is None and not rule.every:
             return self._floor
         wanted = rule.store_blocks(n)
         if rule.may_keep_all:
@@ -143,7 +175,7 @@ class EvictionProgress:
         Inside the context, the share refers to the whole context, since tokens that are scored
         early are compared at its end.
         """
-        length = max(n, self.context_end)
+        length = n if self.rule.every else max(n, self.context_end)
         return self.rule.budget(length) / length
 
     def gain(self, n: int) -> int:
@@ -278,6 +310,9 @@ class EvictionProgress:
         if self.computed_valid is None:
             self.computed_valid = n
         stride = self.rule.stride
+        if self.rule.every:
+            self._schedule_point(n)
+            return old, self.tail_start
         if self.on_demand:
             self.next_eviction, self.no_eviction_before = (
                 None,
@@ -316,7 +351,9 @@ class EvictionProgress:
         (:attr:`EvictionRule.pause`)."""
         self.shares_context &= self.evicted
         pause = self.rule.pause
-        if self.on_demand:
+        if self.rule.every:
+            self._schedule_point(max(n, self.next_eviction or 0))
+        elif self.on_demand:
             self.next_eviction, self.no_eviction_before = None, n + pause
         elif not self._stop_inside(max(n, self.next_eviction or 0)):
             self.next_eviction = self._first(max(n + pause, self.prefill_end), pause)
@@ -352,13 +389,15 @@ class EvictionProgress:
 
         """
         end, step = self.prefill_end, self.rule.prefill_stride
-        if due >= end:
+        if due >= end or self.rule.every:
             end, step = sys.maxsize, self.rule.stride
             if self.max_length is not None:
                 end = self.max_length - 1
         elif due < self.context_end:
             end = self.context_end
         if self.next_eviction is None or self.next_eviction - due != step or self.shares_context:
+            return
+        if self.rule.every and self.rule.share is not None:
             return
         last = min(end - 1, n)
         skipped = max(0, (last - self.next_eviction) // step - 1) * step

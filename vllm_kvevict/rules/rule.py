@@ -53,6 +53,8 @@ class EvictionRule:
         cap: Maximum for the budget and the pages of protected tokens together: tokens, or a share
             as in ``budget_share``. A larger budget is its own cap. None for no cap.
         page_tokens: Tokens in a page of the store, at least ``block_size``; 0 for ``block_size``.
+        every: Tokens of prompt and answer between evictions, which then come at fixed positions
+            only and at neither the end of the prompt nor the intervals; 0 for no such evictions.
 
     Raises:
         ValueError: A length is out of range, not exactly one budget is given, or a prefill interval
@@ -73,6 +75,7 @@ class EvictionRule:
     protect_first: int = 0
     cap: int | float | None = None
     page_tokens: int = 0
+    every: int = 0
 
     def __post_init__(self) -> None:
         if not self.page_tokens:
@@ -81,8 +84,10 @@ class EvictionRule:
             raise ValueError("block_size, window and recent must be at least 1")
         if self.page_tokens < self.block_size:
             raise ValueError("page_tokens must be at least block_size")
-        if min(self.interval, self.prefill_interval, self.protect_first) < 0:
+        if min(self.interval, self.prefill_interval, self.protect_first, self.every) < 0:
             raise ValueError("intervals and protect_first must be at least 0")
+        if self.every and self.prefill_interval:
+            raise ValueError("give at most one of every and prefill_interval")
         if (self.budget_tokens is None) == (self.budget_share is None):
             raise ValueError("give exactly one of budget_tokens and budget_share")
         if self.prefill_interval and self.budget_tokens is None:
@@ -105,7 +110,7 @@ class EvictionRule:
 
         The tail start moves by whole blocks, so a shorter interval would have nothing to evict.
         """
-        return blocks_for(self.interval, self.block_size) * self.block_size
+        return blocks_for(self.every or self.interval, self.block_size) * self.block_size
 
     @property
     def pause(self) -> int:
@@ -122,11 +127,19 @@ class EvictionRule:
     def prefill_stride(self) -> int:
         """Tokens of prefill between two evictions: the interval rounded up to whole blocks; 0 for
         none."""
-        return blocks_for(self.prefill_interval, self.block_size) * self.block_size
+        return blocks_for(self.every or self.prefill_interval, self.block_size) * self.block_size
+
+    @property
+    def bounds_prompts(self) -> bool:
+        """True if a prompt of any length holds a bounded number of blocks."""
+        if self.every and self.share is not None:
+            # The store of a group may depend on the length.
+            return False
+        return self.prefill_stride > 0 and self.budget_tokens is not None
 
     def next_point(self, n: int) -> int | None:
-        """Return the first position after ``n`` at which every prefill evicts; None if there is
-        none.
+        """Return the first position after ``n`` at which every prefill evicts, and with ``every``
+        every answer too; None if there is none.
 
         The points begin when the mean budget and one interval are full. They are the same for all
         groups of layers, so that a chunk ends for all of them.
@@ -141,6 +154,9 @@ class EvictionRule:
     def _first_point(self) -> int:
         kept = replace(self, share=None, cap=None).store_blocks(0) * self.page_tokens
         recent = blocks_for(self.protected, self.block_size) * self.block_size
+        if self.every:
+            # A store that others continue ends with a whole block.
+            kept = blocks_for(kept, self.block_size) * self.block_size
         return kept + recent + self.prefill_stride
 
     def max_blocks(self, longest: int) -> int:
@@ -151,7 +167,7 @@ class EvictionRule:
         request, because an answer may be all of it.
         """
         all_blocks = blocks_for(longest, self.block_size)
-        if not self.prefill_stride or not self.stride:
+        if not self.bounds_prompts or not self.stride:
             return all_blocks
         bs, store = self.block_size, replace(self, share=None).store_blocks(0)
         if self.share is not None:

@@ -16,7 +16,14 @@ from vllm_kvevict.config.connectors import NIXL, connector_names
 from vllm_kvevict.config.handover import PARAMS, hands_over, one_token, shares_prompt
 from vllm_kvevict.config.limits import check_limits
 from vllm_kvevict.config.names import CONFIG_KEY, NONE, REPLAY, is_replay
-from vllm_kvevict.config.requests import AT, PREFILL_INTERVAL, RequestOptions, asks, parse_options
+from vllm_kvevict.config.requests import (
+    AT,
+    EVERY,
+    PREFILL_INTERVAL,
+    RequestOptions,
+    asks,
+    parse_options,
+)
 from vllm_kvevict.serving import beam_search, context
 from vllm_kvevict.serving.capacity import capacity, check_capacity
 from vllm_kvevict.serving.rules import ServerRules, server_rules
@@ -70,9 +77,10 @@ def check_request(
 
     stops = [options.at, options.own_rule(rules[0]).next_point(0)] if options.evicts else []
     clips = any(stop is not None and stop < length for stop in stops)
+    stride = EVERY if options.evicts and options.own_rule(rules[0]).every else PREFILL_INTERVAL
     if clips and params.sampling_type is SamplingType.RANDOM_SEED and current_platform.is_cpu():
         raise ValueError(
-            f"KV eviction: {AT if options.at else PREFILL_INTERVAL} and seed cannot be combined on "
+            f"KV eviction: {AT if options.at else stride} and seed cannot be combined on "
             "vLLM's CPU build: its workers end when a seeded prompt is computed in parts; omit "
             "the seed, or set temperature 0"
         )
@@ -82,7 +90,9 @@ def check_request(
 def _asked(vllm_config: "VllmConfig", extra_args: Mapping[str, Any] | None) -> ServerRules | None:
     """The server's settings where a request must be checked against them, else None."""
     settings = vllm_config.additional_config.get(CONFIG_KEY)
-    stops = isinstance(settings, dict) and settings.get("prefill_interval")
+    stops = isinstance(settings, dict) and (
+        settings.get("prefill_interval") or settings.get("every")
+    )
     checked = stops or asks(extra_args) or shares_prompt(extra_args)
     return server_rules(vllm_config) if checked else None
 

@@ -75,6 +75,12 @@ BESIDE_LOADS = (
         lambda _, config: config.prefill_interval,
     ),
     Beside(
+        "--kv-eviction-every",
+        "a loaded prompt is not computed in parts",
+        "remove the flag",
+        lambda _, config: config.every,
+    ),
+    Beside(
         "--kv-eviction-store-memory and --kv-eviction-store-path",
         UNTRIED,
         "remove these flags",

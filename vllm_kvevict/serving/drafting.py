@@ -83,6 +83,7 @@ UNTRIED: tuple[tuple[str, Callable[["VllmConfig", "EvictionConfig"], Any]], ...]
     ),
     ("with h2o, ada-h2o or subgen-stream", _policies),
     ("with --kv-eviction-prefill-interval", lambda _, e: e.prefill_interval),
+    ("with --kv-eviction-every", lambda _, e: e.every),
     ("with --kv-eviction-audit", lambda _, e: e.audits),
     ("with --kv-eviction-store-memory or --kv-eviction-store-path", lambda _, e: e.has_tiers),
 )

@@ -40,6 +40,7 @@ EXCLUDED = {
     "budget": "The number of blocks is part of the key, and the share where a policy reads it.",
     "interval": "Evictions after the point do not change the store.",
     "prefill_interval": "The point is part of the key, and nothing is evicted before it.",
+    "every": "The position, and the key of the store before, are part of the key.",
     "when": "It decides whether a store is made, not what it holds.",
     "calibrate_seconds": "The profile that results is included.",
     "allow": "Only the number of floats per token follows from it, which is included.",

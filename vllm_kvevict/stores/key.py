@@ -34,6 +34,8 @@ class ShareKey:
         share: Share of the tokens that the budget keeps; 0 for policies that do not read it.
         in_context: True if the policy reads no window at the point because it is inside a context
             that the request names.
+        parent: Digest of the key of the store that the eviction replaces; empty for a request's
+            first eviction.
 
     """
 
@@ -46,6 +48,7 @@ class ShareKey:
     stores: tuple[tuple[int, int], ...]
     share: float = 0.0
     in_context: bool = False
+    parent: bytes = b""
 
     @cached_property
     def digest(self) -> bytes:
@@ -94,23 +97,17 @@ def share_key(
     point = min(ends, default=request.num_tokens)
     if point >= request.num_tokens:
         return None
-    blocks = point // hash_block_size
-    if not 0 < blocks <= len(request.block_hashes):
-        return None
     if any(group_progress.looks_before(point) for group_progress in progress.values()):
         return None
-    hashed = blocks * hash_block_size
-    extra = None
-    if hashed < point:
-        extra = generate_block_hash_extra_keys(request, hashed, point, 0)[0]
+    tokens = _tokens_before(request, point, hash_block_size)
+    if tokens is None:
+        return None
     stores = tuple(
         (group, group_progress.wanted(point) if group_progress.is_due(point) else 0)
         for group, group_progress in sorted(progress.items())
     )
     return ShareKey(
-        prefix=request.block_hashes[blocks - 1],
-        rest=tuple(request.all_token_ids[hashed:point]),
-        extra=extra,
+        *tokens,
         point=point,
         policy=policy,
         protect_first=protect_first,
@@ -118,6 +115,56 @@ def share_key(
         share=largest_share(progress, point) if reads_share else 0.0,
         in_context=point <= context_end,
     )
+
+
+def link_key(
+    request: "Request",
+    progress: Mapping[int, EvictionProgress],
+    point: int,
+    hash_block_size: int,
+    policy: str,
+    protect_first: int,
+    reads_share: bool,
+    parent: bytes,
+) -> ShareKey | None:
+    """Return the key of the store at one of the positions at which every request evicts; None if
+    its tokens are not known.
+
+    Args:
+        request: vLLM's request. Its full blocks are hashed.
+        progress: Its progress by KV-cache group, before the eviction at ``point``.
+        point: The position.
+        hash_block_size: Number of tokens that one hash covers.
+        policy: The policy that chooses.
+        protect_first: First tokens that are always kept.
+        reads_share: True if the policy's scores depend on the share of tokens that is kept.
+        parent: Digest of the key of the store before; empty for the first one.
+
+    """
+    tokens = _tokens_before(request, point, hash_block_size)
+    if tokens is None:
+        return None
+    stores = tuple(
+        (group, one.wanted(point) if one.is_due(point) else 0)
+        for group, one in sorted(progress.items())
+    )
+    share = largest_share(progress, point) if reads_share else 0.0
+    return ShareKey(*tokens, point, policy, protect_first, stores, share, True, parent)
+
+
+def _tokens_before(
+    request: "Request", point: int, hash_block_size: int
+) -> tuple[bytes, tuple[int, ...], tuple[Any, ...] | None] | None:
+    """Return what identifies the tokens before a point: vLLM's hash of the whole blocks, the tokens
+    after them, and what vLLM hashes in addition to these; None if a hash is missing."""
+    blocks = point // hash_block_size
+    if not 0 < blocks <= len(request.block_hashes):
+        return None
+    hashed = blocks * hash_block_size
+    extra = None
+    if hashed < point:
+        extra = generate_block_hash_extra_keys(request, hashed, point, 0)[0]
+    return request.block_hashes[blocks - 1], tuple(request.all_token_ids[hashed:point]), extra
 
 
 def largest_share(progress: Mapping[int, EvictionProgress], point: int) -> float:

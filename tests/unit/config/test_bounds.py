@@ -72,6 +72,16 @@ BOUNDS = [
         "kv_eviction_prefill_interval", [128, 512], [0, 1, 127, 513], ([0, 128, 10**6], [1, 127]),
         server=dict(prefill_interval=512),
     ),
+    # Only a server that evicts at fixed positions itself lets requests choose others.
+    Bound("kv_eviction_every", [0], [1, 128], ([0], [1, 128])),
+    Bound(
+        "kv_eviction_every", [64], [0, 1, 63, 65], ([0, 64, 10**6], [1, 63]),
+        server=dict(every=64),
+    ),
+    Bound(
+        "kv_eviction_every", [128, 512], [0, 1, 127, 513], ([0, 128, 10**6], [1, 127]),
+        server=dict(every=512),
+    ),
     # In whole blocks, with the window and one more block.
     Bound("kv_eviction_protect_first", [0, 192], [193], ([0, 10**6], [-1])),
     # The prompt, counted from either end; all of what follows counts if nothing evicts later.
@@ -129,6 +139,7 @@ WISHES = st.fixed_dictionaries(
         "kv_eviction_budget": NUMBERS | st.floats(0.1, 100).map("{:g}%".format),
         "kv_eviction_interval": NUMBERS,
         "kv_eviction_prefill_interval": NUMBERS,
+        "kv_eviction_every": NUMBERS,
         "kv_eviction_protect_first": NUMBERS,
         "kv_eviction_at": NUMBERS,
         "kv_eviction_when": st.sampled_from(["always", "pressure"]),

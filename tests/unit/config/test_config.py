@@ -15,7 +15,7 @@ from vllm_kvevict.config.sentences import flag
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.rules.layers import by_layer, pyramid
 
-FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "when", "profile"]
+FIELDS = ["policy", "budget", "window", "interval", "prefill_interval", "every", "when", "profile"]
 FIELDS += [
     "calibrate_seconds",
     "allow",
@@ -52,6 +52,7 @@ def test_defaults() -> None:
         "window": 32,
         "interval": 128,
         "prefill_interval": 0,
+        "every": 0,
         "when": "always",
         "profile": None,
         "calibrate_seconds": 900.0,
@@ -114,6 +115,16 @@ def test_evictions_inside_a_prompt_bound_what_it_holds() -> None:
     assert "--kv-eviction-prefill-interval" in complaint(
         {"policy": "snapkv", "prefill_interval": -1}
     )
+
+
+def test_evictions_at_fixed_positions_stand_alone() -> None:
+    for budget in ("25%", 512):
+        assert parse(every=500, budget=budget).rule(32).prefill_stride == 512, "whole blocks"
+    for settings in ({"when": "pressure"}, {"prefill_interval": 512}, {"audit": "1%"}):
+        message = complaint({"policy": "snapkv", "budget": 512, "every": 512} | settings)
+        assert "--kv-eviction-every cannot be combined with --kv-eviction-" in message
+    assert "at least 64 tokens" in complaint({"policy": "snapkv", "every": 63, "window": 64})
+    assert "--kv-eviction-every" in complaint({"policy": "snapkv", "every": -1})
 
 
 @pytest.mark.parametrize("policy", ["none", "off", None])

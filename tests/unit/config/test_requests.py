@@ -392,6 +392,21 @@ def test_evictions_inside_the_prompt_need_a_budget_in_tokens_and_no_pressure():
     assert parse(config=capped, prefill_interval=128).prefill_interval == 128
 
 
+def test_fixed_positions_or_points_and_intervals_of_its_own():
+    config = server(every=256)
+    rule = config.rule(BLOCK)
+    assert parse(config=config).own_rule(rule).every == 256
+    assert parse(config=config, every=128).own_rule(rule).every == 128
+    for own in (dict(at=500), dict(interval=16), dict(prefill_interval=200)):
+        assert parse(config=config, **own).own_rule(rule).every == 0, "as on other servers"
+        (key,) = own
+        message = complaint(config=config, every=128, **own)
+        assert f"kv_eviction_{key} cannot be combined with kv_eviction_every 128" in message
+    assert "kv_eviction_every 0" in complaint(config=config, when="pressure")
+    assert parse(config=config, when="pressure", every=0).own_rule(rule).every == 0
+    assert "--kv-eviction-every" in complaint(every=128)
+
+
 @pytest.mark.parametrize("given", [dict(budget="25%"), dict(when="always", prefill_interval=128)])
 def test_a_request_that_never_evicts_has_a_rule_all_the_same(given):
     """The scheduler asks every request for it."""

@@ -22,6 +22,7 @@ DEFAULTS = {
     "window": 32,
     "interval": 128,
     "prefill_interval": 0,
+    "every": 0,
     "when": "always",
     "profile": None,
     "calibrate_seconds": 900.0,

@@ -64,6 +64,7 @@ def test_a_connector_of_another_module_is_refused(build: Build) -> None:
             "--kv-eviction-prefill-interval",
             "remove the flag",
         ),
+        (eviction(every=128), "--kv-eviction-every", "remove the flag"),
         (eviction(store_memory="1G"), "--kv-eviction-store-memory", "remove these flags"),
         (eviction(audit="1%"), "--kv-eviction-audit", "remove the flag"),
         (dict(speculative_config=NGRAM), "speculative decoding", "--speculative-config"),

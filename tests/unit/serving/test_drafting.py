@@ -70,6 +70,7 @@ def test_refuses_heads_of_another_shape(draft: dict[str, Any]) -> None:
         (dict(policy="snapkv", allow="h2o"), "with h2o"),
         (dict(policy="subgen-stream"), "subgen-stream"),
         (dict(policy="snapkv", prefill_interval=256), "--kv-eviction-prefill-interval"),
+        (dict(policy="snapkv", every=256), "--kv-eviction-every"),
         (dict(policy="snapkv", audit="1%"), "--kv-eviction-audit"),
         (dict(policy="snapkv", store_memory="1G"), "--kv-eviction-store-memory"),
     ],

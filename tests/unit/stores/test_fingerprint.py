@@ -99,6 +99,7 @@ OTHER = {
     "window": 16,
     "interval": 64,
     "prefill_interval": 256,
+    "every": 256,
     "when": "pressure",
     "calibrate_seconds": 5.0,
     "allow": "snapkv,none",

@@ -159,7 +159,9 @@ def as_text(sizing: Sizing) -> str:
         f"eviction   {config.policy}, budget {config.budget}, window {config.window}, "
         + inside
         + (
-            f"after prefill and every {rule.stride} decode steps"
+            f"and every {rule.stride} tokens of the answer"
+            if rule.every
+            else f"after prefill and every {rule.stride} decode steps"
             if rule.stride
             else "after prefill only"
         ),

@@ -1,0 +1,101 @@
+"""Evictions every so many tokens are the same for every prompt and replay of the same tokens."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.rules.replay import sufficient_blocks
+from tests.unit.rules.test_rule import PROFILE
+from vllm_kvevict.rules.ceiling import max_blocks_ever
+from vllm_kvevict.rules.layers import by_layer
+from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule, blocks_for
+
+SHARES = [None, (1.0, 1.0), (1.9, 0.1), (2.1, 0.6, 0.3)]
+
+
+@st.composite
+def rules(draw) -> EvictionRule:
+    window = draw(st.sampled_from([1, 8, 32]))
+    budget = draw(
+        st.sampled_from([dict(budget_tokens=window + 1), dict(budget_tokens=200)])
+        | st.sampled_from([dict(budget_share=0.1), dict(budget_share=0.5, min_tokens=90)])
+    )
+    rule = EvictionRule(
+        draw(st.sampled_from([1, 8, 16])), window, 64, every=draw(st.integers(window, 150)),
+        protect_first=draw(st.sampled_from([0, 0, 5, 70])), **budget,
+    )  # fmt: skip
+    if shares := draw(st.sampled_from(SHARES)):
+        rule = replace(rule, share=draw(st.sampled_from(by_layer(shares, len(shares)))))
+    return rule
+
+
+def walk(request: EvictionProgress, end: int) -> list[tuple[int, int, int]]:
+    """Length, tail start and blocks of every eviction before ``end``."""
+    found = []
+    while request.next_eviction is not None and request.next_eviction < end:
+        n = request.next_eviction
+        request.evict(n)
+        found.append((n, request.tail_start, request.store_blocks))
+    return found
+
+
+@PROFILE
+@given(rules(), st.lists(st.integers(1, 1500), min_size=2, max_size=4), st.integers(0, 200))
+def test_what_is_kept_depends_on_the_tokens_so_far_alone(rule, prompts, more):
+    walks = [
+        walk(EvictionProgress(rule, prompt, min(1990, prompt + more), max_length=2000), 1500)
+        for prompt in prompts
+    ]
+    assert all(one == walks[0] for one in walks)
+    assert all((n - rule.next_point(0)) % rule.prefill_stride == 0 for n, _, _ in walks[0])
+    kept = [store for _, _, store in walks[0]]
+    assert kept == sorted(kept), "a store never shrinks"
+    for n, _, store in walks[0]:
+        assert store >= rule.store_blocks(n)
+    if rule.share is None and rule.budget_share is None:
+        lengths = [n for n, _, _ in walks[0]]
+        assert lengths == list(range(rule.next_point(0), 1500, rule.prefill_stride))
+
+
+@PROFILE
+@given(rules(), st.integers(1, 900), st.integers(1, 500))
+def test_a_progress_that_continues_is_the_one_that_began(rule, prompt, more):
+    """A turn that starts with a store goes on as one that has evicted everything itself."""
+    first = EvictionProgress(rule, prompt, prompt, max_length=3000)
+    walk(first, prompt + 1)
+    turn = first.replayed(prompt + more)
+    fresh = EvictionProgress(rule, prompt + more, prompt + more, max_length=3000)
+    walk(fresh, prompt + 1)
+    assert (turn.next_eviction, turn.next_prefill_eviction) == (
+        fresh.next_eviction,
+        fresh.next_prefill_eviction,
+    )
+    assert walk(turn, 2500) == walk(fresh, 2500)
+
+
+@PROFILE
+@given(rules(), st.integers(1, 700), st.integers(1, 300))
+def test_no_request_holds_more_than_it_is_promised(rule, prompt, answer):
+    ends = prompt + answer
+    request = EvictionProgress(rule, prompt, prompt, max_length=ends)
+    most, bs = max_blocks_ever(rule, prompt, ends), rule.block_size
+    held = tail = store = 0
+    for n, after, kept in walk(request, ends):
+        held = max(held, blocks_for(n, bs) - tail // bs + store + 1)
+        tail, store = after, kept
+    held = max(held, blocks_for(ends - 1, bs) - tail // bs + store)
+    if rule.bounds_prompts:
+        assert min(held, blocks_for(ends, bs)) <= most
+        assert most <= rule.max_blocks(ends)
+    else:
+        assert most == rule.max_blocks(ends) == blocks_for(ends, bs)
+
+
+@PROFILE
+@given(rules().filter(lambda rule: rule.budget_tokens is not None), st.integers(1, 900))
+def test_as_many_blocks_as_a_replay_of_every_eviction_needs(rule, prompt):
+    request = EvictionProgress(rule, prompt, prompt + 20)
+    for n in (prompt, prompt + 20, prompt + 300):
+        assert request.sufficient_blocks(n) == sufficient_blocks(request, n)
