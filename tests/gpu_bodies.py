@@ -27,7 +27,7 @@ from vllm_kvevict.ops.cuda import extension
 CASES = int(os.environ.get("KVEVICT_CASES", "1"))
 ALSO = ("ada-probe--128-fp8", "ada-probe with networks--128-fp8")
 """Parts of the names of cases that run in addition: those that failed on a GPU, or never ran."""
-LEFT_OUT = ("131072", "long_requests", "many_splits", "decode_blocks_and_groups", "opcheck")
+LEFT_OUT = ("131072", "long_requests", "many_pieces", "decode_blocks_and_groups", "opcheck")
 """Parts of the names of tests that emulated kernels cannot run, because their tensors are too large
 or because they trace CUDA."""
 

@@ -1,6 +1,6 @@
 """Checks of the Triton kernels on any device: the interpreter's in CI, a GPU's in tests/gpu."""
 
-from itertools import pairwise
+from itertools import groupby
 
 import torch
 
@@ -13,7 +13,7 @@ from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.merge import Partials
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
-from vllm_kvevict.ops.triton.splits import CLASSES, Splits, head_lengths, plan_splits
+from vllm_kvevict.ops.triton.slices import WORDS, Slices, head_lengths, plan_slices
 
 # float32 sums in another order; float16 and bfloat16 round the weights of the values to 11 and
 # 8 bits, and the result once more.
@@ -38,13 +38,31 @@ def lengths_of(batch: Ragged, page_tokens: int | None = None) -> torch.Tensor:
     return lengths
 
 
-def splits_of(lengths: torch.Tensor, num_sequences: int, target: int, smallest: int) -> Splits:
-    most = target + num_sequences
-    splits = Splits.room(lengths.shape[0], num_sequences, most, lengths.device)
-    for part in vars(splits).values():
-        part.fill_(-9)
-    plan_splits(lengths, num_sequences, target, smallest, splits)
-    return splits
+def slices_of(
+    batch: Ragged,
+    tokens: torch.Tensor,
+    programs: int,
+    smallest: int,
+    before: int,
+    page_tokens: int,
+) -> Slices:
+    count, device = len(batch.rows), batch.rows.device
+    slices = Slices.room(batch.num_layers, count * batch.num_heads, programs, device)
+    slices.pieces.fill_(-9)
+    plan_slices(
+        batch.rows,
+        torch.arange(count, dtype=torch.int32, device=device),
+        tokens,
+        batch.seq_lens,
+        batch.tail_start,
+        batch.head_indptr,
+        slices,
+        batch.block_size,
+        page_tokens,
+        smallest,
+        before,
+    )
+    return slices
 
 
 def check_decode(
@@ -52,17 +70,17 @@ def check_decode(
     dtype: torch.dtype,
     group: int = 4,
     softcap: float = 0.0,
-    target: int = 4,
     programs: int = 3,
+    smallest: int = 64,
+    before: int = 16,
     fp8: bool = False,
     sinks: bool = False,
-    order: int | None = None,
     **options: int,
 ) -> None:
     """Decode attention of a random batch against lists of pages in float64, twice under one plan.
 
-    ``fp8`` stores keys, values and queries in FP8, with scales of powers of two. With ``order``, a
-    seed, splits are taken in another order than planned. Every other request records its query.
+    ``fp8`` stores keys, values and queries in FP8, with scales of powers of two. Every other
+    request records its query.
     """
     host = random_ragged(dtype=dtype, **options)
     query_scale, key_scale, value_scale, batch = 1.0, 1.0, 1.0, host
@@ -72,13 +90,6 @@ def check_decode(
     batch = batch.to(device)
     heads, dim = batch.num_heads, batch.cache.shape[3] // 2
     count = len(batch.rows)
-    lengths = lengths_of(batch)
-    splits = splits_of(lengths, count * heads, target, 64)
-    if order is not None:
-        rand = torch.Generator().manual_seed(order)
-        for layer, total in enumerate(splits.starts[:, -1].tolist()):
-            mine = splits.queue[layer, :total]
-            mine.copy_(mine[torch.randperm(total, generator=rand).to(device)])
     query = torch.randn(count, heads * group, dim, generator=torch.Generator().manual_seed(1))
     query = query.to(dtype).to(device)
     out_like = torch.empty_like(query)
@@ -86,8 +97,8 @@ def check_decode(
         query = (query / query_scale).to(torch.float8_e4m3fn)
     places = torch.arange(count, dtype=torch.int32, device=device)
     tokens = torch.randperm(count).to(torch.int32).to(device)
-    most = splits.queue.shape[1]
-    partials = Partials.room(most, count * heads, group, dim, torch.device(device))
+    slices = slices_of(batch, tokens, programs, smallest, before, batch.block_size)
+    partials = Partials.room(programs, group, dim, torch.device(device))
     partials.sums.fill_(float("nan"))
     partials.weights.fill_(float("nan"))
     window, entries = 4, (count * 4, heads * group, dim)
@@ -102,26 +113,19 @@ def check_decode(
             query,
             typed(batch.cache),
             out,
-            batch.rows,
-            places,
-            tokens,
-            batch.tail_start,
             batch.stores,
-            batch.head_indptr[layer],
             batch.block_table,
-            lengths[layer],
-            splits,
+            slices,
             layer,
             partials,
             dim**-0.5 * query_scale * key_scale,
             softcap,
-            programs,
             3,
             value_scale,
             None if sink is None else sink.to(device),
             ring,
         )
-        assert not partials.arrived.any() and not partials.taken.any(), "counters are not reset"
+        assert not partials.arrived.any(), "counters are not reset"
         meant = query.float().cpu()[tokens.long().cpu()] * query_scale
         expected = host.attention(layer, meant, dim**-0.5, softcap, sink)
         tolerance = TOLERANCE[dtype]
@@ -135,31 +139,70 @@ def check_decode(
         torch.testing.assert_close(rings, expected_rings, rtol=0, atol=0, equal_nan=True)
 
 
-def check_lengths_and_splits(device: str, target: int, smallest: int, **options: int) -> None:
-    """Every key is in one split, all are queued once, the longest first, and there is room."""
+def check_lengths_and_slices(
+    device: str,
+    programs: int,
+    smallest: int,
+    before: int = 0,
+    density: int = 1,
+    **options: int,
+) -> None:
+    """The pieces of each program are those of a list of all keys that is cut into equal parts."""
     host = random_ragged(**options)
     batch = host.to(device)
-    lengths = lengths_of(batch).cpu()
+    page_tokens = density * batch.block_size
+    lengths = lengths_of(batch, page_tokens).cpu()
     count, heads = len(batch.rows), batch.num_heads
+    tokens = torch.arange(count, dtype=torch.int32, device=device).flip(0) + 5
+    plan = slices_of(batch, tokens, programs, smallest, before, page_tokens)
+    most = 0
     for layer in range(batch.num_layers):
-        expected = [host.length(layer, r, h) for r in range(count) for h in range(heads)]
+        tails = [int(host.tail_start[row]) if row >= 0 else 0 for row in host.rows.tolist()]
+        stored = [
+            int(host.head_indptr[layer, row].diff()[head]) * page_tokens if tail else 0
+            for row, tail in zip(host.rows.tolist(), tails, strict=True)
+            for head in range(heads)
+        ]
+        expected = [
+            int(host.seq_lens[s // heads]) - tails[s // heads] + stored[s]
+            for s in range(count * heads)
+        ]
         assert lengths[layer].tolist() == [*expected, -9, -9, -9]
-        plan = splits_of(lengths.to(device), count * heads, target, smallest)
-        size, starts = int(plan.size[layer]), plan.starts[layer].tolist()
-        assert size >= smallest and size % 16 == 0
-        counts = [max(1, -(-length // size)) for length in expected]
-        assert starts == [sum(counts[:index]) for index in range(len(counts) + 1)]
-        assert starts[-1] <= target + count * heads
-        queued = [tuple(item) for item in plan.queue[layer, : starts[-1]].tolist()]
-        assert sorted(queued) == [(s, split) for s, n in enumerate(counts) for split in range(n)]
-        keys = [min(size, expected[s] - split * size) for s, split in queued]
-        # Those of one class may stand in any order.
-        step = size // (CLASSES - 1) + 1
-        assert all(longer > shorter - step for longer, shorter in pairwise(keys))
-        whole = sum(n - 1 for n in counts)
-        assert set(keys[:whole]) <= {size}
-        # The smallest size that keeps to the target.
-        assert size == smallest or -(-sum(expected) // (size - 16)) > target
+        row_of_keys = [
+            (sequence, key)
+            for sequence, length in enumerate(expected)
+            for key in range(-before, max(16, -(-length // 16) * 16))
+        ]
+        size = max(smallest + before, -(-len(row_of_keys) // (16 * programs)) * 16)
+        wanted = []
+        for program in range(programs):
+            keys = row_of_keys[program * size : (program + 1) * size]
+            keys = [at for at in keys if at[1] >= 0]
+            mine = [(s, [key for _, key in part]) for s, part in groupby(keys, lambda at: at[0])]
+            wanted.append([(s, part[0], min(part[-1] + 1, expected[s])) for s, part in mine])
+        pieces = plan.pieces[layer].tolist()
+        found: list[list[tuple[int, int, int]]] = []
+        for program in range(programs):
+            found.append([])
+            partial = 0
+            at, sequence = program, pieces[program][10]
+            while sequence >= 0:
+                numbers = pieces[at]
+                assert len(numbers) == WORDS and numbers[10] == sequence
+                found[-1].append((sequence, numbers[6], numbers[7]))
+                request, head = divmod(sequence, heads)
+                row = int(host.rows[request])
+                assert numbers[:3] == [row, request, int(tokens[request])]
+                first = int(host.head_indptr[layer, row, head]) if tails[request] else 0
+                block = tails[request] // batch.block_size
+                assert numbers[3:6] == [first, stored[sequence], block]
+                holders = [p for p in range(programs) if sequence in [s for s, *_ in wanted[p]]]
+                assert numbers[8:10] == [holders[0], len(holders)]
+                partial += len(holders) > 1
+                at, sequence = programs + sequence + 1, sequence + 1 if numbers[11] else -1
+            most = max(most, partial)
+        assert found == wanted
+    assert most <= 2 and (most > 0 or programs == 1)
 
 
 def check_page_table(device: str, density: int = 1, **options: int) -> None:

@@ -43,7 +43,7 @@ def served(step: Step) -> str:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
         kernel = "flash" if get_flash_attn_version() in (3, 4) else "triton"
-    own = Scratch(kernel, step.shape, torch.device("meta")).by_splits(step.requests)
+    own = Scratch(kernel, step.shape, torch.device("meta")).by_slices(step.requests)
     return TRITON if own else FLASH
 
 
@@ -78,14 +78,10 @@ def row(args: argparse.Namespace, requests: int, budget: int) -> dict[str, Any]:
         "served by": served(step),
     }
 
-    def plan() -> None:
-        step.measure()
-        step.plan()
-
     def timed(run: Callable[[], object], parts: int) -> dict[str, float]:
         return spread(milliseconds(run, device, args.repeats), parts)
 
-    figures["plan of a step"] = timed(captured(plan, device), 1)
+    figures["plan of a step"] = timed(captured(step.plan, device), 1)
     for name, run in runs(step).items():
         try:
             graph = run if name.startswith("xformers") else captured(run, device)

@@ -1,11 +1,12 @@
 """How evenly schedules of decode attention load a GPU, simulated: no kernel runs.
 
-``python -m benchmarks.gpu.balance``. A layer's keys are cut and queued as ``ops/triton/splits.py``
-does it, and each program reads its splits one after another, all at one speed. Balance is the time
-of a perfect schedule over that of the program that ends last: the share of the bandwidth that is
-used. Partial sums, which splits of one sequence write and the last of them reads, count as bytes
-that a perfect schedule lacks. With ``--latency``, times are those of a perfect schedule to which
-each split adds a constant: the loads with which it begins.
+``python -m benchmarks.gpu.balance``. A layer's keys are cut into slices as ``ops/triton/slices.py``
+does it, or into equal splits that programs take from a queue, the longest first. Each program reads
+its pieces one after another, all at one speed. Balance is the time of a perfect schedule over that
+of the program that ends last: the share of the bandwidth that is used. Partial sums, which pieces
+of one sequence write and the last of them reads, count as bytes that a perfect schedule lacks.
+``--latencies`` are keys that a program could read while a piece begins; times with them are those
+of a perfect schedule without any, times a factor.
 """
 
 import argparse
@@ -21,10 +22,12 @@ import torch
 from benchmarks.gpu.attention import RESULTS, floats, numbers
 from benchmarks.gpu.heads import page_split
 from benchmarks.provenance import provenance
-from vllm_kvevict.attention.scratch import MIN_SPLIT, splits_to_fill
-from vllm_kvevict.ops.triton.splits import CLASSES, STEP
+from vllm_kvevict.attention.scratch import BEFORE_SEQUENCE, MIN_SLICE
+from vllm_kvevict.ops.triton.slices import STEP
 
 TENTHS = 10
+CLASSES = 64
+"""Length classes by which the queue is ordered."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,30 @@ Split = tuple[int, int]
 def cut(lengths: Sequence[int], target: int) -> list[list[Split]]:
     """The splits of every sequence in order."""
     size = -(-sum(lengths) // target)
-    size = max(MIN_SPLIT, -(-size // STEP) * STEP)
+    size = max(MIN_SLICE, -(-size // STEP) * STEP)
     found = []
     for length in lengths:
         count = max(1, -(-length // size))
         found.append([(size, count)] * (count - 1) + [(length - (count - 1) * size, count)])
     return found
+
+
+def slices(
+    lengths: Sequence[int], programs: int, before: int = BEFORE_SEQUENCE
+) -> list[list[Split]]:
+    """The pieces of every program: its keys of each sequence, and the pieces of that sequence."""
+    occupied = [before + max(STEP, -(-length // STEP) * STEP) for length in lengths]
+    size = max(MIN_SLICE + before, -(-sum(occupied) // (STEP * programs)) * STEP)
+    mine: list[list[Split]] = [[] for _ in range(programs)]
+    start = 0
+    for length, space in zip(lengths, occupied, strict=True):
+        key = start + before
+        first, last = key // size, (start + space - 1) // size
+        for program in range(first, last + 1):
+            begin, end = max(key, program * size), min(key + length, (program + 1) * size)
+            mine[program].append((end - begin, last - first + 1))
+        start += space
+    return mine
 
 
 def queue(sequences: Sequence[Sequence[Split]]) -> list[Split]:
@@ -112,10 +133,16 @@ def balance(mine: Sequence[Sequence[int]], ideal: float) -> float:
     return round(ideal / len(mine) / max(sum(splits) for splits in mine), 3)
 
 
-def slowdown(
+def time(mine: Sequence[Sequence[int]], ideal: float, late: int) -> float:
+    """Time over that of a perfect schedule, if each piece costs ``late`` bytes more."""
+    longest = max(sum(splits) + late * len(splits) for splits in mine)
+    return round(longest * len(mine) / ideal, 3)
+
+
+def queue_time(
     splits: Sequence[Split], programs: int, costs: Costs, ideal: float, late: int
 ) -> float:
-    """Time of the queue over a perfect schedule's, if each split costs ``late`` bytes more."""
+    """The same of a queue, where a program that is done takes the next split."""
     free = [0] * programs
     for one in splits:
         heapq.heapreplace(free, free[0] + late + num_bytes(one, costs))
@@ -126,16 +153,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=numbers,
                         default=[8, 16, 32, 48, 64, 96, 128, 256, 512, 1024])  # fmt: skip
-    parser.add_argument("--splits", type=numbers, default=[1, 2, 3],
-                        help="for each program, beside those that the backend chooses")  # fmt: skip
     parser.add_argument("--multiprocessors", type=int, default=132)
     parser.add_argument("--programs", type=int, default=2, help="of a multiprocessor at once")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--tail", type=int, default=96)
     parser.add_argument("--sigmas", type=floats, default=[0.5, 1.0],
                         help="spreads of the heads' shares; 0.5: real heads")  # fmt: skip
-    parser.add_argument("--latency", type=int, default=224,
-                        help="keys that a program could read while a split begins")  # fmt: skip
+    parser.add_argument("--latencies", type=numbers, default=[50, 100, 224],
+                        help="keys that a program could read while a piece begins")  # fmt: skip
+    parser.add_argument("--before", type=int, default=BEFORE_SEQUENCE,
+                        help="room of slices for them, in keys")  # fmt: skip
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=128)
@@ -150,31 +177,30 @@ def main() -> None:
     for sigma, requests in product(args.sigmas, args.batches):
         found = lengths(requests, sigma, args)
         ideal = sum(found) * costs.token
-        for each in ("chosen", *args.splits):
-            target = splits_to_fill(len(found), programs) if each == "chosen" else programs * each
-            sequences = cut(found, target)
-            in_order = [split for mine in sequences for split in mine]
-            order = queue(sequences)
-            ours = taken(order, programs, costs)
-            row = {
-                "sigma": sigma,
-                "requests": requests,
-                "splits per program": each,
-                "target": target,
-                "splits": len(in_order),
-                "round robin": balance(dealt(in_order, programs, keys_only), ideal),
-                "queue in order": balance(taken(in_order, programs, keys_only), ideal),
-                "queue, longest first": balance(taken(order, programs, keys_only), ideal),
-                "the same with partial sums": balance(ours, ideal),
-                "time with latency": slowdown(
-                    order, programs, costs, ideal, args.latency * costs.token
-                ),
-                "least over most bytes of a multiprocessor, by tenths": by_tenths(
-                    ours, args.multiprocessors
-                ),
-            }
-            rows.append(row)
-            print(*row.values(), sep="\t")
+        pieces = slices(found, programs, args.before)
+        ours = [[num_bytes(one, costs) for one in mine] for mine in pieces]
+        # A little longer than a program's part, or some take a short split as well.
+        target = programs * 17 // 18 if len(found) <= programs else programs
+        sequences = cut(found, target)
+        in_order = [split for mine in sequences for split in mine]
+        order = queue(sequences)
+        row = {
+            "sigma": sigma,
+            "requests": requests,
+            "pieces": sum(map(len, pieces)),
+            "slices": balance(ours, ideal),
+            "splits": len(order),
+            "round robin": balance(dealt(in_order, programs, keys_only), ideal),
+            "queue": balance(taken(order, programs, costs), ideal),
+        }
+        for late in args.latencies:
+            more = late * costs.token
+            row[f"slices, time at {late}"] = time(ours, ideal, more)
+            row[f"queue, time at {late}"] = queue_time(order, programs, costs, ideal, more)
+        tenths = by_tenths(ours, args.multiprocessors)
+        row["least over most bytes of a multiprocessor, by tenths"] = tenths
+        rows.append(row)
+        print(*row.values(), sep="\t")
     settings = {key: str(value) for key, value in vars(args).items()}
     content = {"settings": settings, "rows": rows, "provenance": provenance()}
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -107,6 +107,7 @@ def memory_efficient(step: Step, paged: bool) -> Callable[[], None]:
     kernel = scratch.optional
     kernel.load()
     kernel.paged = paged
+    step.measure()
     sequences, size = step.requests * step.shape.num_heads, step.shape.head_size
     table = scratch.pages(sequences, int(step.lengths.max()))
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=step.device)

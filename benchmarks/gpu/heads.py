@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch, Shape, splits_to_fill
+from vllm_kvevict.attention.scratch import BEFORE_SEQUENCE, MIN_SLICE, Scratch, Shape
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
-from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
+from vllm_kvevict.ops.triton.slices import Slices, head_lengths, plan_slices
 
 CACHE_BYTES = 8 * 2**30
 """Most bytes of the caches; layers share them in turn where they are more than fit."""
@@ -88,8 +88,8 @@ class Step:
         self.flash = Scratch("flash", self.shape, self.device)
         self.triton = Scratch("triton", self.shape, self.device)
         sequences = self.requests * heads
-        self.splits = Splits.room(self.layers, sequences, self.triton.max_splits, self.device)
-        self.target = splits_to_fill(sequences, self.triton.programs)
+        self.slices = Slices.room(self.layers, sequences, self.triton.programs, self.device)
+        self.stages = self.triton.stages(sequences)
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Step:
         return self.caches[layer % len(self.caches)]
 
     def measure(self) -> None:
-        """Lengths of all heads, once a step for all layers."""
+        """Lengths of all heads, once a step for all layers, as FlashAttention needs them."""
         head_lengths(
             self.rows, self.rows, self.seq_lens, self.tail_start, self.head_indptr, self.lengths,
             self.shape.block_size,
@@ -114,21 +114,21 @@ class Step:
 
     def plan(self) -> None:
         """The plan of work of our kernel, once a step for all layers."""
-        sequences = self.requests * self.shape.num_heads
-        plan_splits(self.lengths, sequences, self.target, MIN_SPLIT, self.splits)
+        plan_slices(
+            self.rows, self.rows, self.rows, self.seq_lens, self.tail_start, self.head_indptr,
+            self.slices, self.shape.block_size, self.shape.block_size, MIN_SLICE,
+            BEFORE_SEQUENCE,
+        )  # fmt: skip
 
     def attend(self, layer: int) -> None:
         """Our decode kernel, which records the queries too."""
         decode_attention(
-            self.query, self.cache(layer), self.out, self.rows, self.rows, self.rows,
-            self.tail_start, self.stores, self.head_indptr[layer], self.block_table,
-            self.lengths[layer], self.splits, layer, self.triton.partials, self.scale, 0.0,
-            self.triton.programs, self.triton.stages, ring=self.ring(layer),
+            self.query, self.cache(layer), self.out, self.stores, self.block_table, self.slices,
+            layer, self.triton.partials, self.scale, 0.0, self.stages, ring=self.ring(layer),
         )  # fmt: skip
 
     def run_triton(self) -> None:
         """A whole step of our kernel."""
-        self.measure()
         self.plan()
         for layer in range(self.layers):
             self.attend(layer)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import heads
-from benchmarks.gpu.attention import RESULTS, floats, numbers
+from benchmarks.gpu.attention import RESULTS, numbers
 from benchmarks.gpu.clock import captured, copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.part import Key, Part, add_options
 from vllm_kvevict.attention.scratch import Shape
 from vllm_kvevict.ops.triton import decode
+from vllm_kvevict.ops.triton.merge import Partials
+from vllm_kvevict.ops.triton.slices import Slices
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
@@ -35,23 +37,23 @@ class Tuned:
             requests, budget, 96, shape, torch.bfloat16, self.device, sigma=args.sigma
         )
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        # Buffers are allocated for this many splits.
-        self.most = self.step.triton.max_splits - requests * shape.num_heads
         self.bandwidth = copy_bandwidth(self.device, 2**30)
 
     def time(self, choice: Key) -> dict[str, Any]:
         """Milliseconds of a layer, and the share of the bandwidth of a copy."""
-        triton = self.step.triton
-        triton.programs = self.processors * choice["programs"]
-        self.step.target = min(self.most, round(triton.programs * choice["splits"]))
-        triton.stages = choice["stages"]
-        before = decode.TILE, heads.MIN_SPLIT
-        decode.TILE, heads.MIN_SPLIT = choice["tile"], choice["min_split"]
+        step, shape = self.step, self.step.shape
+        programs = self.processors * choice["programs"]
+        sequences = step.requests * shape.num_heads
+        step.slices = Slices.room(step.layers, sequences, programs, self.device)
+        step.triton.partials = Partials.room(programs, shape.group, shape.head_size, self.device)
+        step.stages = choice["stages"]
+        before = decode.TILE, heads.BEFORE_SEQUENCE
+        decode.TILE, heads.BEFORE_SEQUENCE = choice["tile"], choice["before"]
         try:
             graph = captured(self.step.run_triton, self.device)
             times = milliseconds(graph, self.device, self.args.repeats)
         finally:
-            decode.TILE, heads.MIN_SPLIT = before
+            decode.TILE, heads.BEFORE_SEQUENCE = before
         figures: dict[str, Any] = {"layer": spread(times, self.step.layers)}
         floor = self.step.num_bytes / self.bandwidth * 1000
         figures["share of copy bandwidth"] = floor / figures["layer"]["median_ms"]
@@ -64,10 +66,9 @@ def main() -> None:
                         default=shapes("8/1024,16/1024,32/1024,48/1024,64/1024,256/1024,"
                                        "16/4096,64/4096"))  # fmt: skip
     parser.add_argument("--programs", type=numbers, default=[2], help="of a multiprocessor")
-    parser.add_argument("--splits", type=floats, default=[0.945, 1.0, 2.0],
-                        help="for each program; the first is that of few sequences")  # fmt: skip
-    parser.add_argument("--stages", type=numbers, default=[3])
-    parser.add_argument("--min-split", type=numbers, default=[64])
+    parser.add_argument("--stages", type=numbers, default=[3, 5])
+    parser.add_argument("--before", type=numbers, default=[0, 64, 128],
+                        help="room before a sequence, in keys")  # fmt: skip
     parser.add_argument("--tile", type=numbers, default=[64])
     parser.add_argument("--sigma", type=float, default=0.5, help="0.5: heads of real models")
     parser.add_argument("--device", default="cuda", choices=("cuda",))
@@ -77,7 +78,7 @@ def main() -> None:
     part = Part("tune", args, torch.device(args.device))
     for requests, budget in args.shapes:
         tuned = Tuned(args, requests, budget)
-        names = ("programs", "splits", "stages", "min_split", "tile")
+        names = ("programs", "stages", "before", "tile")
         grid = product(*(getattr(args, name) for name in names))
         choices = [dict(zip(names, values, strict=True)) for values in grid]
         keys = [dict(requests=requests, budget=budget, **choice) for choice in choices]

@@ -6,7 +6,7 @@ import torch
 from tests.triton_cases import (
     check_centers,
     check_decode,
-    check_lengths_and_splits,
+    check_lengths_and_slices,
     check_observe,
     check_page_table,
 )
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 def test_decode(dtype, softcap, dim):
     options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8)
-    check_decode("cuda", dtype, seed=dim, softcap=softcap, dim=dim, target=7, programs=6, **options)
+    check_decode("cuda", dtype, seed=dim, softcap=softcap, dim=dim, programs=7, **options)
 
 
 @pytest.mark.skipif(
@@ -31,27 +31,27 @@ def test_decode(dtype, softcap, dim):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_decode_over_an_fp8_cache(dtype, dim):
     options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8, fp8=True)
-    check_decode("cuda", dtype, seed=dim, dim=dim, target=7, programs=6, **options)
+    check_decode("cuda", dtype, seed=dim, dim=dim, programs=7, **options)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_decode_blocks_and_groups(block_size, group):
     options = dict(requests=40, heads=8, block_size=block_size, longest_tail=500, layers=1)
-    check_decode(
-        "cuda", torch.float16, seed=group, group=group, target=500, programs=132, **options
-    )
+    check_decode("cuda", torch.float16, seed=group, group=group, programs=500, **options)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_many_splits_merged_at_once(seed):
+def test_many_pieces_merged_at_once(seed):
     options = dict(requests=20, heads=8, longest_tail=2000, layers=4)
-    check_decode("cuda", torch.float16, seed=seed, target=3000, programs=396, **options)
+    check_decode("cuda", torch.float16, seed=seed, programs=396, smallest=16, **options)
 
 
-@pytest.mark.parametrize("target", [1, 100, 5000])
-def test_lengths_and_splits(target):
-    check_lengths_and_splits("cuda", target, 64, seed=target, requests=256, longest_tail=900)
+@pytest.mark.parametrize("programs", [1, 100, 400])
+def test_lengths_and_slices(programs):
+    check_lengths_and_slices(
+        "cuda", programs, 64, 64, seed=programs, requests=256, longest_tail=900
+    )
 
 
 @pytest.mark.parametrize("block_size", [16, 128])

@@ -88,7 +88,7 @@ def test_a_replayed_decode_step(kernel, scales, monkeypatch):
     backend = Backend(kernel, live, GROUP, size, torch.float32, scales)
     captured = backend.builder.build_for_cudagraph_capture(common_of(live, [1] * size))
     assert captured.stock is None and captured.extend is None
-    assert (captured.decode.splits is None) == (kernel == "flash" and not many)
+    assert (captured.decode.slices is None) == (kernel == "flash" and not many)
     for batch in batches:
         for row in range(len(batch.tail_start)):
             backend.state.clear([row])

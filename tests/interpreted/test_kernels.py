@@ -7,12 +7,12 @@ from tests.interpreted.interleave import interleaved
 from tests.triton_cases import (
     check_centers,
     check_decode,
-    check_lengths_and_splits,
+    check_lengths_and_slices,
     check_observe,
     check_page_table,
     check_recording_page_table,
 )
-from vllm_kvevict.ops.triton import page_table
+from vllm_kvevict.ops.triton import page_table, slices
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -27,11 +27,11 @@ def test_decode_over_an_fp8_cache(dtype, softcap):
     check_decode("cpu", dtype, seed=6, softcap=softcap, padding=1, fp8=True)
 
 
-@pytest.mark.parametrize("target", [1, 5, 64])
-def test_decode_sinks(target):
-    # Sequences of one split and of several, and padding without keys.
+@pytest.mark.parametrize("programs", [1, 5, 20])
+def test_decode_sinks(programs):
+    # Sequences of one piece and of several, and padding without keys.
     shape = dict(heads=3, group=2, longest_tail=200, padding=1)
-    check_decode("cpu", torch.float32, seed=7, softcap=5.0, target=target, sinks=True, **shape)
+    check_decode("cpu", torch.float32, seed=7, softcap=5.0, programs=programs, sinks=True, **shape)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
@@ -51,47 +51,50 @@ def test_decode_groups(heads, group):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_decode_ragged(seed):
-    # Store blocks of one page a head, splits that cross pages, sequences longer than a split.
+    # Store blocks of one page a head, pieces that cross pages, sequences longer than a slice.
     check_decode(
         "cpu",
         torch.float32,
         seed=seed,
         store_blocks=1 + 4 * (seed % 2),
         heads=2 + seed % 3,
-        target=(1, 5, 64)[seed % 3],
-        programs=1 + 4 * (seed % 2),
+        programs=(1, 5, 24)[seed % 3],
+        smallest=(16, 64)[seed % 2],
+        before=(0, 64)[seed // 2 % 2],
         longest_tail=(16, 200)[seed % 2],
         padding=seed % 3,
     )
 
 
-@pytest.mark.parametrize("target", [1, 3, 1000])
-@pytest.mark.parametrize("requests", [1, 140])
-def test_lengths_and_splits(target, requests):
-    check_lengths_and_splits(
-        "cpu", target, 64, seed=target, requests=requests, longest_tail=300, padding=2, layers=2
-    )
+@pytest.mark.parametrize("programs", [1, 3, 100])
+@pytest.mark.parametrize(("requests", "before"), [(1, 0), (1, 48), (140, 64)])
+def test_lengths_and_slices(programs, requests, before):
+    options = dict(requests=requests, before=before, longest_tail=300, padding=2, layers=2)
+    check_lengths_and_slices("cpu", programs, 64, seed=programs, **options)
 
 
-@pytest.mark.parametrize("order", range(3))
-def test_splits_arrive_in_any_order(order):
-    check_decode(
-        "cpu", torch.float32, seed=9, order=order, target=40, programs=2, longest_tail=400, group=3,
-        padding=1, sinks=order == 2,
-    )  # fmt: skip
+def test_slices_over_several_blocks_of_sequences(monkeypatch):
+    """A plan of more sequences than one of its programs describes, or adds up at once."""
+    monkeypatch.setattr(slices, "_BLOCK", 16)
+    monkeypatch.setattr(slices, "_WIDE_BLOCK", 64)
+    check_lengths_and_slices("cpu", 70, 64, 32, seed=8, requests=50, heads=3, longest_tail=90)
+
+
+def test_slices_of_stores_with_more_tokens_in_a_page():
+    check_lengths_and_slices("cpu", 9, 64, 16, density=4, seed=6, longest_tail=200)
+
+
+def test_smallest_slice():
+    check_lengths_and_slices("cpu", 64, 192, seed=5, longest_tail=1000)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_programs_side_by_side(seed, monkeypatch):
     """Another program's turn may come before any load, store or atomic of one."""
-    options = dict(target=6 + 6 * (seed % 2), programs=3 + seed, requests=2, longest_tail=200)
+    options = dict(programs=6 + 6 * (seed % 2), smallest=32, requests=2, longest_tail=200)
     with interleaved(monkeypatch, seed) as turns:
         check_decode("cpu", torch.float32, seed=seed, padding=seed % 2, **options)
     assert turns.passed > 50
-
-
-def test_smallest_split():
-    check_lengths_and_splits("cpu", 64, 192, seed=5, longest_tail=1000)
 
 
 @pytest.mark.parametrize("block_size", [16, 128])

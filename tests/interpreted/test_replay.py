@@ -11,7 +11,7 @@ from tests.ragged import Ragged, random_ragged
 SIZE = 4
 LAYOUT = {
     "flash": ["_lengths_kernel"],
-    "triton": ["_lengths_kernel", "_starts_kernel", "_queue_kernel"],
+    "triton": ["_plan_kernel"],
 }
 """Launches of a step for all layers, and below those of a layer."""
 LAUNCHES = {

@@ -165,7 +165,7 @@ class EvictingImplMixin:
             rings, window = metadata.binding.rings, buffers.state.rule.window
             entries = rings(layer.layer_name)
             ring = Ring(entries, recording.slots, recording.seq_lens, window)
-        if step.splits is not None:
+        if step.slices is not None:
             scale = self.scale * layer._k_scale_float
             if query.dtype == FP8:
                 scale *= layer._q_scale_float

@@ -1,7 +1,7 @@
 """Buffers of a step on a GPU: its requests as (request, KV head) sequences.
 
 The host knows which requests are evicted, but not the length of each head. Kernels therefore
-compute lengths, splits and page tables on the device. A decode step writes them to buffers that a
+compute lengths, slices and page tables on the device. A decode step writes them to buffers that a
 captured graph reads again, because a replay runs no Python.
 """
 
@@ -12,10 +12,10 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvevict.attention.scratch import MIN_SPLIT, Scratch, splits_to_fill
+from vllm_kvevict.attention.scratch import BEFORE_SEQUENCE, MIN_SLICE, Scratch
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.triton.splits import Splits, head_lengths, plan_splits
+from vllm_kvevict.ops.triton.slices import Slices, head_lengths, plan_slices
 from vllm_kvevict.rules.rule import blocks_for
 
 _LINE = 16
@@ -45,22 +45,29 @@ class GroupBuffers:
         self._ones = torch.ones_like(numbers(requests))
         self._count = torch.arange(sequences + 1, dtype=torch.int32, device=device)
         self.lengths = numbers(layers, sequences)
-        self.splits = Splits.room(layers, sequences, scratch.max_splits, device)
+        self.slices = Slices.room(
+            layers, sequences if scratch.programs else 0, scratch.programs, device
+        )
         if scratch.optional is not None:
             scratch.optional.load()
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The buffers that no step rewrites."""
+        return self._ones, self._count
 
     @property
     def num_bytes(self) -> int:
         buffers = (self.lengths, self._count)
         own = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-        return own + self.splits.num_bytes
+        return own + self.slices.num_bytes
 
     def decode(
         self,
         common: CommonAttentionMetadata,
         rows: torch.Tensor | None,
         slots: torch.Tensor | None,
-        by_splits: bool,
+        by_slices: bool,
     ) -> tuple[Decode, Recording]:
         """Lay out a step in which every request has one query token.
 
@@ -68,7 +75,7 @@ class GroupBuffers:
             common: vLLM's metadata, which may be padded to the requests of a graph.
             rows: [<= R] int64 state rows on the host; None outside a scheduled step.
             slots: [<= R] int64 ring slots on the host, -1 for none; None if all have none.
-            by_splits: True for the Triton decode kernel, False for FlashAttention.
+            by_slices: True for the Triton decode kernel, False for FlashAttention.
 
         Returns:
             Views of the buffers, which are the same for the same number of requests.
@@ -91,7 +98,8 @@ class GroupBuffers:
             lengths=self.lengths,
             query_start_loc=self._count[: requests * self.state.num_heads + 1],
             max_seq_len=common.max_seq_len,
-            splits=self.splits if by_splits else None,
+            slices=self.slices if by_slices else None,
+            stages=self.scratch.stages(requests * self.state.num_heads),
         )
         self.measure(decode, common.seq_lens)
         recording = Recording(places, places, self._ones[:requests], numbers[1], common.seq_lens)
@@ -120,7 +128,8 @@ class GroupBuffers:
             lengths=self.lengths,
             query_start_loc=self._count[: sequences + 1],
             max_seq_len=common.max_seq_len,
-            splits=self.splits,
+            slices=self.slices,
+            stages=self.scratch.stages(sequences),
         )
         self.measure(decode, common.seq_lens)
         return decode
@@ -193,20 +202,32 @@ class GroupBuffers:
         return int((bounds[places].long() - shorter).max())
 
     def measure(self, decode: Decode, seq_lens: torch.Tensor) -> None:
-        """Compute the lengths of all layers and, for the Triton decode kernel, their splits."""
-        head_lengths(
+        """Compute the slices of all layers for the Triton decode kernel, else their lengths."""
+        state = self.state
+        if decode.slices is None:
+            head_lengths(
+                decode.rows,
+                decode.places,
+                seq_lens,
+                state.tail_start,
+                state.head_indptr,
+                self.lengths,
+                state.rule.page_tokens,
+            )
+            return
+        plan_slices(
             decode.rows,
             decode.places,
+            decode.tokens,
             seq_lens,
-            self.state.tail_start,
-            self.state.head_indptr,
-            self.lengths,
-            self.state.rule.page_tokens,
+            state.tail_start,
+            state.head_indptr,
+            decode.slices,
+            state.rule.block_size,
+            state.rule.page_tokens,
+            MIN_SLICE,
+            BEFORE_SEQUENCE,
         )
-        if decode.splits is not None:
-            sequences = len(decode.rows) * self.state.num_heads
-            target = splits_to_fill(sequences, self.scratch.programs)
-            plan_splits(self.lengths, sequences, target, MIN_SPLIT, decode.splits)
 
     def hide(self, seq_lens: torch.Tensor, evicted: torch.Tensor) -> torch.Tensor:
         """Return ``seq_lens`` [R] with 0 for requests that ``evicted`` [R], on the host, marks."""

@@ -113,8 +113,8 @@ class EvictingBuilderMixin:
         slots: torch.Tensor | None,
     ) -> EvictingMetadata:
         """Lay out a decode step for all requests, in buffers that a captured graph reads again."""
-        by_splits = step.buffers.scratch.by_splits(common.num_reqs)
-        step.decode, recording = step.buffers.decode(common, rows, slots, by_splits)
+        by_slices = step.buffers.scratch.by_slices(common.num_reqs)
+        step.decode, recording = step.buffers.decode(common, rows, slots, by_slices)
         step.recording = recording if step.binding.records else None
         return step
 

@@ -7,37 +7,22 @@ import torch
 from vllm_kvevict.attention.kernels import Shape as Shape
 from vllm_kvevict.attention.kernels import optional_kernel, power_of_two
 from vllm_kvevict.ops.triton.merge import Partials
-from vllm_kvevict.ops.triton.residency import resident
+from vllm_kvevict.ops.triton.residency import Residency, resident
 from vllm_kvevict.rules.rule import blocks_for
 
 Kernel = Literal["flash", "triton", "xformers"]
 
-UNEVEN = 1.0, 2.75
-"""Sequences for each program between which whole sequences do not balance: a program has between
-one and three of them. Two splits for each program fill the GPU then. Otherwise one does, because
-each split begins with a chain of dependent loads."""
-MOST_SPLITS = 2
-"""Maximum number of splits for each program that fill the GPU."""
-MIN_SPLIT = 64
+MIN_SLICE = 64
+"""Minimum number of keys of a program of the Triton decode kernel."""
+BEFORE_SEQUENCE = 64
+"""Keys that a program of it could read in the time with which a sequence begins: three loads that
+depend on each other, and the result of the sequence before. An estimate."""
 MAX_SEQUENCES = 992
 """Maximum number of sequences of a call for which FlashAttention 3 splits keys."""
 MAX_SPLITS = 32
 """Maximum number of splits of a sequence in FlashAttention, as vLLM bounds them in graphs."""
 PARTIAL_BYTES = 2**27
 """Bytes of partial sums that FlashAttention 3 may allocate for the splits of one layer."""
-
-
-def splits_to_fill(sequences: int, programs: int) -> int:
-    """Return the number of equal splits of all keys that fill so many programs.
-
-    If there are no more sequences than programs, splits are longer than a program's part by one
-    part in 17. Without it, some programs take a whole split and the short last split of a sequence
-    as well, and the others wait for them.
-    """
-    least, most = UNEVEN
-    if sequences <= least * programs:
-        return max(1, programs * 17 // 18)
-    return programs * MOST_SPLITS if sequences <= most * programs else programs
 
 
 class Scratch:
@@ -54,19 +39,18 @@ class Scratch:
     def __init__(self, kernel: Kernel, shape: Shape, device: torch.device) -> None:
         self.kernel = kernel
         self.shape = shape
-        self.programs, self.stages = 8, 1
+        self.resident, processors = Residency(8, 1, 1), 1
         if device.type != "cpu" and torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-            self.programs, self.stages = resident(
+            self.resident = resident(
                 shape.head_size, shape.itemsize, shape.fp8, gpu.shared_memory_per_multiprocessor
             )
-            self.programs *= gpu.multi_processor_count
+            processors = gpu.multi_processor_count
         sequences = shape.max_requests * shape.num_heads
         optional = optional_kernel(kernel)
         self.optional = optional(shape, device) if optional is not None else None
-        self.max_splits = 0 if self.optional else self.programs * MOST_SPLITS + sequences
-        room = sequences if self.max_splits else 0
-        self.partials = Partials.room(self.max_splits, room, shape.group, shape.head_size, device)
+        self.programs = 0 if self.optional else self.resident.programs * processors
+        self.partials = Partials.room(self.programs, shape.group, shape.head_size, device)
         rows = power_of_two(sequences) if self.optional else sequences
         pages = blocks_for(shape.max_model_len, shape.block_size)
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
@@ -76,7 +60,11 @@ class Scratch:
         table = self.table.numel() * self.table.element_size()
         return table + (self.optional.num_bytes if self.optional else self.partials.num_bytes)
 
-    def by_splits(self, requests: int) -> bool:
+    def stages(self, sequences: int) -> int:
+        """Return ``num_stages`` of the Triton decode kernel for so many sequences."""
+        return self.resident.few if sequences <= self.programs else self.resident.many
+
+    def by_slices(self, requests: int) -> bool:
         """Return True if decode steps run the Triton decode kernel, False for FlashAttention.
 
         The result depends only on the number of requests, so it is the same for all steps of a

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvevict.ops.triton.splits import Splits
+from vllm_kvevict.ops.triton.slices import Slices
 
 
 @dataclass
@@ -29,10 +29,10 @@ class Recording:
 class Decode:
     """R requests with one query token each, evicted or not.
 
-    ``rows``, ``places`` and ``tokens`` are [R] int32; ``lengths`` is [L, >= R * H] int32;
-    ``query_start_loc`` [R * H + 1] int32 counts up by one. With ``splits``, the plan of all layers,
-    the Triton decode kernel runs them. Without ``splits``, they are ``in_order`` and FlashAttention
-    runs them over a page table.
+    ``rows``, ``places`` and ``tokens`` are [R] int32; ``query_start_loc`` [R * H + 1] int32 counts
+    up by one. With ``slices``, the plan of all layers, the Triton decode kernel runs them, in
+    ``stages``. Without ``slices``, they are ``in_order``, and FlashAttention runs them over a page
+    table; ``lengths`` is [L, >= R * H] int32.
     """
 
     rows: torch.Tensor
@@ -43,7 +43,8 @@ class Decode:
     lengths: torch.Tensor
     query_start_loc: torch.Tensor
     max_seq_len: int
-    splits: Splits | None = None
+    slices: Slices | None = None
+    stages: int = 1
 
 
 @dataclass

@@ -27,7 +27,7 @@ def decode(
         query: [T, query heads, D].
         kv_cache: [num_blocks, H, block_size, 2 * D]; uint8 holds FP8.
         output: [T, query heads, D], written at the requests' tokens.
-        step: The requests and the plan of their splits; their lengths are in ``buffers``.
+        step: The requests and the plan of their slices.
         buffers: The group's buffers.
         layer: Index of the layer in its group.
         scale: Factor of query-key products, scales of an FP8 cache's keys and queries included.
@@ -37,27 +37,19 @@ def decode(
         ring: Ring entries to which the queries are written as well; None for none.
 
     """
-    state, scratch = buffers.state, buffers.scratch
-    assert step.splits is not None
+    assert step.slices is not None
     decode_attention(
         query,
         typed(kv_cache),
         output,
-        step.rows,
-        step.places,
-        step.tokens,
-        state.tail_start,
-        state.stores,
-        state.head_indptr[layer],
+        buffers.state.stores,
         step.block_table,
-        buffers.lengths[layer],
-        step.splits,
+        step.slices,
         layer,
-        scratch.partials,
+        buffers.scratch.partials,
         scale,
         softcap,
-        scratch.programs,
-        scratch.stages,
+        step.stages,
         value_scale,
         sinks,
         ring,

@@ -2,9 +2,11 @@
 
 vLLM's own warm-up has no evicted requests. Triton compiles separate kernels for addresses and
 numbers that are multiples of 16 and for others, so each step runs with several numbers of requests.
+The decode kernel has another pipeline for many sequences, which these numbers do not reach.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -60,14 +62,20 @@ def _steps(
     single, several = (_common(rows, count, buffers) for count in (1, 2))
     steps: list[EvictingMetadata] = []
     recordings: list[Recording] = []
-    for by_splits in {True, buffers.scratch.by_splits(1)}:
-        step = EvictingMetadata(binding, buffers, len(rows))
-        step.decode, recording = buffers.decode(single, rows, None, by_splits)
-        steps.append(step)
-        recordings.append(recording)
-    mixed = EvictingMetadata(binding, buffers, len(rows))
-    mixed.decode = buffers.some_decode(single, rows, places)
-    steps.append(mixed)
+    resident = buffers.scratch.resident
+    all_stages = sorted({resident.few, resident.many})
+    for by_slices in {True, buffers.scratch.by_slices(1)}:
+        decode, recording = buffers.decode(single, rows, None, by_slices)
+        for stages in all_stages if by_slices else (1,):
+            step = EvictingMetadata(binding, buffers, len(rows))
+            step.decode = replace(decode, stages=stages)
+            steps.append(step)
+            recordings.append(recording)
+    decode = buffers.some_decode(single, rows, places)
+    for stages in all_stages:
+        mixed = EvictingMetadata(binding, buffers, len(rows))
+        mixed.decode = replace(decode, stages=stages)
+        steps.append(mixed)
     extend = EvictingMetadata(binding, buffers, 2 * len(rows))
     extend.extend = buffers.extend(several, rows, places)
     steps.append(extend)

@@ -1,5 +1,6 @@
 """What per-head attention may allocate for itself."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from vllm_kvevict.attention import flash
 from vllm_kvevict.attention.flash import EvictingFlashImpl
-from vllm_kvevict.attention.scratch import PARTIAL_BYTES, Scratch, Shape, splits_to_fill
+from vllm_kvevict.attention.scratch import PARTIAL_BYTES, Scratch, Shape
+from vllm_kvevict.ops.triton.residency import Residency
 
 LLAMA = Shape(
     num_heads=8, group=4, head_size=128, block_size=16, max_requests=256, max_model_len=64
@@ -44,11 +46,16 @@ def test_only_version_3_is_told_how_many_splits(version, splits, monkeypatch):
     assert given["num_splits"] == splits
 
 
-def test_the_splits_that_fill_a_gpu_fit_the_buffers():
-    """About one for each program, and two where it would have one to three whole sequences."""
-    counts = [splits_to_fill(n, 264) for n in (1, 264, 265, 512, 726, 727, 8192)]
-    assert counts == [249, 249, 528, 528, 528, 264, 264]
-    for requests in (1, 3, 40):
-        scratch = Scratch("triton", Shape(4, 2, 64, 16, requests, 256), torch.device("cpu"))
-        for sequences in range(1, 4 * requests + 1):
-            assert splits_to_fill(sequences, scratch.programs) + sequences <= scratch.max_splits
+def test_stages_by_sequences():
+    """The longer pipeline is for more sequences than programs."""
+    scratch = Scratch("triton", LLAMA, torch.device("cpu"))
+    scratch.resident = Residency(8, 3, 5)
+    assert [scratch.stages(n) for n in (1, 8, 9, 2048)] == [3, 3, 5, 5]
+
+
+def test_partial_sums_of_the_triton_kernel_do_not_depend_on_the_sequences():
+    few, many = (
+        Scratch("triton", replace(LLAMA, max_requests=n), torch.device("meta")) for n in (1, 999)
+    )
+    assert few.partials.num_bytes == many.partials.num_bytes
+    assert few.partials.sums.shape == (2 * few.programs, 4, 128)

@@ -5,7 +5,6 @@ from argparse import Namespace
 import pytest
 
 from benchmarks.gpu import balance
-from vllm_kvevict.attention.scratch import splits_to_fill
 
 COSTS = balance.Costs(token=1, partial=0)
 
@@ -26,37 +25,40 @@ def test_schedules_of_splits():
     assert balance.by_tenths([[10], [5]], 2) == [1.0] * 5 + [0.0] * 5
 
 
-@pytest.mark.parametrize("requests", [64, 128, 256, 512, 1024])
-def test_the_longest_first_balance(requests):
-    """What the decode kernel was built for: 95% of ideal on an H100, partial sums included."""
-    args = Namespace(seed=1, heads=8, budget=1024, block_size=16, tail=96, sigma=1.0)
-    found, programs = balance.lengths(requests, args.sigma, args), 2 * 132
-    costs = balance.Costs.of(group=4, head_size=128, itemsize=2)
-    sequences = balance.cut(found, splits_to_fill(len(found), programs))
-    ideal = sum(found) * costs.token
-    order = balance.queue(sequences)
-    assert balance.balance(balance.taken(order, programs, costs), ideal) >= 0.94
-    assert (
-        balance.balance(balance.taken(order, programs, balance.Costs(costs.token, 0)), ideal)
-        >= 0.95
-    )
-    flat = [split for mine in sequences for split in mine]
-    assert balance.balance(balance.dealt(flat, programs, costs), ideal) < 0.8
+def test_slices():
+    # 48 + 48 + 64 keys and room of 16 before each: 208, 112 for each of two programs.
+    found = balance.slices([48, 40, 64], 2, 16)
+    assert found == [[(48, 1), (32, 2)], [(8, 2), (64, 1)]]
+    # A slice that ends before the first key of a sequence has no piece of it.
+    assert balance.slices([64, 48], 2, 64) == [[(64, 1)], [(48, 1)]]
+    assert balance.slices([0, 0], 4, 0) == [[(0, 1), (0, 1)], [], [], []]
+    assert balance.time([[4, 4], [5]], 13, 1) == round(10 * 2 / 13, 3)
+
+
+def step(requests: int, sigma: float, seed: int) -> tuple[list[int], int, balance.Costs]:
+    args = Namespace(seed=seed, heads=8, budget=1024, block_size=16, tail=96)
+    found = balance.lengths(requests, sigma, args)
+    return found, 2 * 132, balance.Costs.of(group=4, head_size=128, itemsize=2)
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
 @pytest.mark.parametrize("requests", [8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024])
-def test_the_balance_of_real_heads(requests, seed):
-    """Their shares differ less."""
-    args = Namespace(seed=seed, heads=8, budget=1024, block_size=16, tail=96, sigma=0.5)
-    found, programs = balance.lengths(requests, args.sigma, args), 2 * 132
-    assert max(found) < max(balance.lengths(requests, 1.0, args))
-    costs = balance.Costs.of(group=4, head_size=128, itemsize=2)
-    order = balance.queue(balance.cut(found, splits_to_fill(len(found), programs)))
-    reached = balance.balance(balance.taken(order, programs, costs), sum(found) * costs.token)
-    assert reached >= 0.9
+def test_slices_balance_at_least_as_well_as_a_queue(requests, sigma, seed):
+    """In bytes with partial sums, and in time if each piece costs some."""
+    found, programs, costs = step(requests, sigma, seed)
+    ideal = sum(found) * costs.token
+    target = programs * 17 // 18 if len(found) <= programs else programs
+    sequences = balance.cut(found, target)
+    order = balance.queue(sequences)
+    ours = [[balance.num_bytes(one, costs) for one in p] for p in balance.slices(found, programs)]
+    late = 64 * costs.token
+    queue = balance.queue_time(order, programs, costs, ideal, late)
+    assert balance.time(ours, ideal, late) <= 1.03 * queue
+    flat = [split for mine in sequences for split in mine]
+    assert balance.dealt(flat, programs, costs) and balance.balance(ours, ideal) >= 0.8
 
 
 def test_a_split_that_costs_more_counts_as_time():
     # Two programs: 4 + 1 and 4 + 1 and 2 + 1.
-    assert balance.slowdown([(4, 1), (4, 1), (2, 1)], 2, COSTS, 10, 1) == 1.6
+    assert balance.queue_time([(4, 1), (4, 1), (2, 1)], 2, COSTS, 10, 1) == 1.6

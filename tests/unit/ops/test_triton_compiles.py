@@ -12,31 +12,34 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from vllm_kvevict.ops.triton import centers, decode, gather, observe, page_table, splits
-from vllm_kvevict.ops.triton.residency import AHEAD, RESERVED, resident
+from tests.unit.ops.waits import waits_before
+from vllm_kvevict.ops.triton import centers, decode, gather, observe, page_table, slices
+from vllm_kvevict.ops.triton.residency import AHEAD, RESERVED, Residency, resident
 
 pytestmark = pytest.mark.slow
 
 ATTEND = dict(
     HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, MERGE_ROWS=4, MERGE_AT_ONCE=8, PAGE=16,
-    TILE=splits.TILE, SOFTCAP=False, SINKS=True, RECORD=True, LOG2E=1.44, FP8=False,
+    TILE=slices.TILE, WORDS=slices.WORDS, SOFTCAP=False, SINKS=True, RECORD=True, LOG2E=1.44,
+    FP8=False,
 )  # fmt: skip
 TABLE = dict(HEADS=8, PAGE=16, STORED=16, BLOCK=128, GROUP=5, DIM=80, QUERY=512, RECORD=True)
-PLAN = dict(CLASSES=splits.CLASSES)
+PLAN = dict(
+    HEADS=8, PAGE=16, WORDS=slices.WORDS, SMALLEST=64, BEFORE=64, STEP=16, BLOCK=256, WIDE=1024
+)
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
 FLOATS |= dict(weights="*fp32", sinks="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
 FLOATS |= dict(keys="*bf16", away="*fp32", centers="*i64")
 NUMBERS = (
-    "num_sequences columns count head_tokens page_tokens indptr_layer lengths_layer starts_layer "
-    "queue_layer query_token query_head out_token out_head stores_row table_row block_row window "
-    "dense_row target"
+    "num_sequences columns count head_tokens page_tokens indptr_layer lengths_layer pieces_layer "
+    "programs query_token query_head out_token out_head stores_row table_row block_row window "
+    "dense_row"
 ).split()
 KERNELS = [
     (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
-    (splits._lengths_kernel, dict(HEADS=8, BLOCK=256), {}),
-    (splits._starts_kernel, dict(PLAN, SMALLEST=64, STEP=16, BLOCK=1024), {}),
-    (splits._queue_kernel, dict(PLAN, BLOCK=64), dict(num_warps=2)),
+    (slices._lengths_kernel, dict(HEADS=8, BLOCK=256), {}),
+    (slices._plan_kernel, PLAN, {}),
     (page_table._page_table_kernel, TABLE, {}),
     (gather._gather_kernel, dict(PAGE=16, CONTENT=4096, PROGRAMS=64, BLOCK=1024), {}),
     (observe._observe_kernel, dict(HEADS=32, DIM=128, BLOCK=1024), {}),
@@ -69,6 +72,29 @@ def compiled(kernel, constants, options, target: GPUTarget, **types: str):
     return triton.compile(source, target=target, options=options)
 
 
+def test_waits_are_counted():
+    """Two loads wait for one number, a third one for both; all of them stand in one pipeline."""
+    text = """
+    %a = tt.addptr %table, %program : !tt.ptr<i32>, i32
+    %b = tt.load %a : !tt.ptr<i32>
+    %c:2 = scf.while (%d = %b, %e = %more) : (i32, i1) -> (i32, i1) {
+      scf.condition(%e) %d, %e : i32, i1
+    } do {
+    ^bb0(%f: i32, %g: i1):
+      %h = tt.addptr %keys, %program : !tt.ptr<i32>, i32
+      %i = tt.splat %h : !tt.ptr<i32> -> tensor<4x!tt.ptr<i32>>
+      %j = tt.addptr %table, %f : !tt.ptr<i32>, i32
+      %k = ttg.async_copy_global_to_local %j, %view : !tt.ptr<i32>
+      %l = ttg.async_commit_group tokens %k
+      %m = tt.load %j : !tt.ptr<i32>
+      %n = ttg.async_wait %l {num = 0 : i32}
+      %o = tt.load %i, %m : !tt.ptr<i32>
+    """
+    assert waits_before(text, "table") == 0 and waits_before(text, "keys") == 2
+    with pytest.raises(ValueError, match="other"):
+        waits_before(text, "other")
+
+
 def by_name(part: object) -> str:
     return getattr(part, "__name__", "")
 
@@ -88,8 +114,13 @@ def test_compiles(kernel, constants, options):
         arrived = order.index("atom.global.gpu.acq_rel")
         assert order[arrived - 1] == order[arrived + 1] == "bar.sync"
         assert "ld.global.cg" in order[arrived:] and "ld.global.cg" not in order[:arrived]
-        assert order.count("atom.global.gpu.acq_rel") == 2
-        assert order.count("atom.global.gpu.relaxed") == 1
+        # The only one, of a sequence with several pieces.
+        assert made["ptx"].count("atom.global") == 1
+        # For the descriptor, for the query and the small numbers beside it, and for the pages.
+        assert waits_before(made["ttgir"], "query") == 1
+        assert waits_before(made["ttgir"], "cache") == 3
+    if kernel is slices._plan_kernel:
+        assert "atom.global" not in made["ptx"]
     if kernel is centers._centers_kernel:
         # The order of equal distances depends on the rounding of the root.
         assert "sqrt.rn.f32" in made["ptx"] and "sqrt.approx" not in made["ptx"]
@@ -100,7 +131,7 @@ def test_compiles(kernel, constants, options):
         assert re.search(after, made["ttgir"][inner:])
 
 
-SLICES = ("rows places tokens back slots seq_lens lengths size starts classes queue table").split()
+SLICES = ("rows places tokens back slots seq_lens lengths table").split()
 SIZES = ("num_sequences", "columns", "count", "head_tokens")
 
 
@@ -139,7 +170,8 @@ REGISTERS, THREADS = 65536, 128
 )
 def test_programs_fit_a_multiprocessor(capability, size, fp8, tmp_path):
     """All programs of a launch run at once, without spills, and where there is room read ahead."""
-    programs, stages = resident(size, 2, fp8, SHARED[capability])
+    found = resident(size, 2, fp8, SHARED[capability])
+    programs, stages = found.programs, found.many
     constants = ATTEND | dict(DIM=size, DIM_PAD=size, FP8=fp8, SINKS=False)
     options, target = dict(num_warps=4, num_stages=stages), GPUTarget("cuda", capability, 32)
     made = compiled(decode._attend_kernel, constants, options, target, **(FP8 if fp8 else {}))
@@ -148,7 +180,7 @@ def test_programs_fit_a_multiprocessor(capability, size, fp8, tmp_path):
     registers = -(-used["REG"] // 8) * 8 * THREADS
     assert programs * registers <= REGISTERS and used["STACK"] <= 16
     assert programs * (made.metadata.shared + RESERVED) <= SHARED[capability]
-    tiles = re.findall(rf"local_alloc.*memdesc<(\d+)x{splits.TILE}x{size}x", made.asm["ttgir"])
+    tiles = re.findall(rf"local_alloc.*memdesc<(\d+)x{slices.TILE}x{size}x", made.asm["ttgir"])
     waits = set(re.findall(r"async_wait.*num = (\d+)", made.asm["ttgir"]))
     assert "mma.sync" in made.asm["ptx"]
     assert stages == AHEAD
@@ -166,16 +198,16 @@ def resources(binary: bytes, folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("size", "itemsize", "fp8", "shared", "expected"),
     [
-        (128, 2, False, 100, (2, 3)),
-        (64, 2, False, 100, (4, 3)),
-        (80, 2, False, 228, (2, 5)),
-        (256, 2, False, 228, (2, 2)),
-        (256, 2, False, 100, (1, 2)),
-        (256, 4, False, 100, (1, 1)),
+        (128, 2, False, 100, (2, 3, 3)),
+        (64, 2, False, 100, (4, 3, 3)),
+        (80, 2, False, 228, (2, 3, 5)),
+        (256, 2, False, 228, (2, 2, 2)),
+        (256, 2, False, 100, (1, 2, 2)),
+        (256, 4, False, 100, (1, 1, 1)),
     ],
 )
 def test_programs_by_size(size, itemsize, fp8, shared, expected):
-    assert resident(size, itemsize, fp8, shared * KIB) == expected
+    assert resident(size, itemsize, fp8, shared * KIB) == Residency(*expected)
 
 
 @pytest.mark.parametrize("kernel, constants, options", KERNELS, ids=by_name)

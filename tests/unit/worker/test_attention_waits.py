@@ -70,13 +70,13 @@ def launched(monkeypatch):
 
 
 def test_launches_take_no_tensor_of_the_host(launched, monkeypatch):
-    from vllm_kvevict.ops.triton.splits import _starts_kernel
+    from vllm_kvevict.ops.triton.slices import _lengths_kernel
 
     with pretended(monkeypatch):
-        _starts_kernel[(1,)](torch.zeros(1, device="cuda"))
+        _lengths_kernel[(1,)](torch.zeros(1, device="cuda"))
         with pytest.raises(RuntimeError, match="host"):
-            _starts_kernel[(1,)](torch.zeros(1))
-    assert launched == ["_starts_kernel"]
+            _lengths_kernel[(1,)](torch.zeros(1))
+    assert launched == ["_lengths_kernel"]
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_evictions_wait_for_nothing(policy, networks, shares, monkeypatch):
 @pytest.mark.parametrize("kernel", ["flash", "triton"])
 def test_the_layout_of_a_step_waits_for_nothing(kernel, monkeypatch):
     plans = steps("ada-snapkv")
-    for name in ("head_lengths", "plan_splits"):
+    for name in ("head_lengths", "plan_slices"):
         monkeypatch.setattr(gpu_buffers, name, lambda *arguments: None)
     made = worker("ada-snapkv", fused=False)
     run(made, plans)
@@ -178,8 +178,8 @@ def test_the_layout_of_a_step_waits_for_nothing(kernel, monkeypatch):
         )
         watch.waits.clear()
         slots = torch.tensor([-1, 0, 1, -1])
-        for by_splits in (False, True):
-            buffers.decode(common, rows, slots, by_splits)
+        for by_slices in (False, True):
+            buffers.decode(common, rows, slots, by_slices)
         buffers.some_decode(common, rows[:2], places[:2])
         buffers.extend(common, rows[2:3], places[2:3])
         buffers.recording(common, slots, 8)

@@ -2,9 +2,10 @@
 
 Each request has one query token, and every (request, KV head) pair is a sequence. Keys are read at
 the addresses that these tables give, without a page table. The launch has as many programs as run
-at once, and they take splits of the sequences from a queue (:mod:`.splits`). The program that ends
-the last split of a sequence merges its splits, so no program waits. This is the split-KV method of
-Flash-Decoding (Dao et al., 2023), with a fixed grid and one launch instead of two.
+at once, and each has a slice of all keys (:mod:`.slices`), so it may hold the end of a sequence,
+whole sequences, and the beginning of another. The program that ends the last piece of a sequence
+merges its partial results, so no program waits. This is the split-KV method of Flash-Decoding (Dao
+et al., 2023), with a fixed grid and one launch instead of two.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,24 @@ import triton
 import triton.language as tl
 
 from vllm_kvevict.ops.fp8 import FP8
-from vllm_kvevict.ops.triton.merge import MERGED, Partials, merge_splits
-from vllm_kvevict.ops.triton.splits import TILE, Splits
+from vllm_kvevict.ops.triton.merge import MERGED, Partials, merge_pieces, place_of
+from vllm_kvevict.ops.triton.slices import (
+    BEGIN,
+    END,
+    FIRST_PAGE,
+    MORE,
+    OWNER,
+    PIECES,
+    PLACE,
+    ROW,
+    SEQUENCE,
+    STORED,
+    TAIL_BLOCK,
+    TILE,
+    TOKEN,
+    WORDS,
+    Slices,
+)
 
 _LOG2E = 1.4426950408889634
 
@@ -39,14 +56,46 @@ class Ring:
     window: int
 
 
+@triton.jit
+def _descriptor(at, exists):
+    """Return what differs between the pieces of a program; no load depends on another."""
+    row = tl.load(at + ROW, mask=exists, other=0)
+    place = tl.load(at + PLACE, mask=exists, other=0)
+    token = tl.load(at + TOKEN, mask=exists, other=0)
+    first_page = tl.load(at + FIRST_PAGE, mask=exists, other=0)
+    stored = tl.load(at + STORED, mask=exists, other=0)
+    tail_block = tl.load(at + TAIL_BLOCK, mask=exists, other=0)
+    end = tl.load(at + END, mask=exists, other=0)
+    pieces = tl.load(at + PIECES, mask=exists, other=0)
+    more = tl.load(at + MORE, mask=exists, other=0)
+    return row, place, token, first_page, stored, tail_block, end, pieces, more
+
+
+@triton.jit
+def _attend_tile(
+    q, keys, values, used, best, weight, sums, scale, softcap,
+    SOFTCAP: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys and values to the online softmax, whatever they were read from."""
+    logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    if SOFTCAP:
+        # tanh by the sigmoid, because Triton has no tanh.
+        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+    logits = tl.where(used[None, :], logits * LOG2E, float("-inf"))
+    new_best = tl.maximum(best, tl.max(logits, 1))
+    share = tl.exp2(logits - new_best[:, None])
+    decay = tl.exp2(best - new_best)
+    weight = weight * decay + tl.sum(share, 1)
+    sums = sums * decay[:, None]
+    sums += tl.dot(share.to(values.dtype), values, input_precision="ieee")
+    return new_best, weight, sums
+
+
 # Slices of tables have any address and a row stride that depends on the batch. With specialization,
 # a kernel for each alignment would be compiled while serving.
 @triton.jit(
-    do_not_specialize=["num_sequences", "stores_row", "table_row"],
-    do_not_specialize_on_alignment=[
-        *("rows", "places", "tokens", "head_indptr", "block_table", "slots", "seq_lens"),
-        *("lengths", "size", "starts", "queue"),
-    ],
+    do_not_specialize=["stores_row", "table_row"],
+    do_not_specialize_on_alignment=["block_table", "slots", "seq_lens"],
 )
 def _attend_kernel(
     query,
@@ -55,23 +104,13 @@ def _attend_kernel(
     partial,
     weights,
     arrived,
-    taken,
-    rows,
-    places,
-    tokens,
-    tail_start,
+    descriptors,
     stores,
-    head_indptr,
     block_table,
-    lengths,
-    size,
-    starts,
-    queue,
     sinks,
     rings,
     slots,
     seq_lens,
-    num_sequences,
     scale,
     softcap,
     value_scale,
@@ -91,6 +130,7 @@ def _attend_kernel(
     MERGE_AT_ONCE: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    WORDS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     RECORD: tl.constexpr,
@@ -100,58 +140,61 @@ def _attend_kernel(
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     queries_used = (group < GROUP)[:, None] & (dim < DIM)[None, :]
-    total = tl.load(starts + num_sequences)
-    keys_per_split = tl.load(size)
-    item = tl.program_id(0)
-    while item < total:
-        sequence = tl.load(queue + item * 2)
-        split = tl.load(queue + item * 2 + 1)
+    program = tl.program_id(0)
+    first = descriptors + program * WORDS
+    sequence = tl.load(first + SEQUENCE)
+    begin = tl.load(first + BEGIN)
+    owner = tl.load(first + OWNER)
+    row, place, token, first_page, stored, tail_block, end, pieces, more = _descriptor(first, True)
+    exists = sequence >= 0
+    while exists:
+        following = descriptors + (tl.num_programs(0) + sequence + 1) * WORDS
+        exists = more != 0
+        # The next descriptor is on its way while keys are read.
+        (
+            next_row, next_place, next_token, next_page, next_stored, next_tail, next_end,
+            next_pieces, next_more,
+        ) = _descriptor(following, exists)  # fmt: skip
         request = sequence // HEADS
         head = sequence % HEADS
-        first_split = tl.load(starts + sequence)
-        last_split = tl.load(starts + sequence + 1)
-        alone = last_split == first_split + 1
-        begin = split * keys_per_split
-        end = tl.minimum(begin + keys_per_split, tl.load(lengths + sequence))
-        row = tl.load(rows + request).to(tl.int64)
-        place = tl.load(places + request).to(tl.int64)
-        tail = tl.load(tail_start + row, mask=row >= 0, other=0)
-        indptr = head_indptr + row * (HEADS + 1) + head
-        first_page = tl.load(indptr, mask=tail > 0, other=0)
-        pages = tl.load(indptr + 1, mask=tail > 0, other=0) - first_page
-
+        alone = pieces == 1
         own_head = head * GROUP + group
-        token = tl.load(tokens + request).to(tl.int64)
-        query_at = token * query_token + own_head[:, None] * query_head + dim[None, :]
+        # A program waits where it first uses what it loads, so all is loaded before that.
+        if RECORD:
+            slot = tl.load(slots + request)
+            seq_len = tl.load(seq_lens + place)
+        if SINKS:
+            sink = tl.load(sinks + own_head, mask=group < GROUP, other=0.0)
+        query_at = token.to(tl.int64) * query_token + own_head[:, None] * query_head + dim[None, :]
         q = tl.load(query + query_at, mask=queries_used, other=0.0)
         if FP8:
             # Exact, because float16 and bfloat16 represent every number of float8_e4m3fn.
             q = q.to(out.dtype.element_ty)
         if RECORD:
-            slot = tl.load(slots + request)
-            entry = slot.to(tl.int64) * window + (tl.load(seq_lens + place) - 1) % window
+            entry = slot.to(tl.int64) * window + (seq_len - 1) % window
             ring_at = (entry * (HEADS * GROUP) + own_head[:, None]) * DIM + dim[None, :]
             tl.store(
                 rings + ring_at,
                 q.to(rings.dtype.element_ty),
-                mask=queries_used & (split == 0) & (slot >= 0),
+                mask=queries_used & (begin == 0) & (slot >= 0),
             )
         best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([GROUP_PAD], tl.float32)
-        if SINKS and alone:
-            best = tl.load(sinks + own_head, mask=group < GROUP, other=0.0) * LOG2E
-            weight = tl.full([GROUP_PAD], 1.0, tl.float32)
+        if SINKS:
+            best = tl.where(alone, sink * LOG2E, best)
+            weight = tl.where(alone, 1.0, weight)
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        own_stores = stores + row.to(tl.int64) * stores_row
+        own_table = block_table + place.to(tl.int64) * table_row + tail_block
+        # Keys below ``stored`` are in the store, and the others are in the tail.
         for base in range(begin, end, TILE):
             key = base + tl.arange(0, TILE)
             used = key < end
-            page = key // PAGE
-            in_store = page < pages
-            flat = first_page + page
-            kept = tl.load(stores + row * stores_row + flat // HEADS, mask=used & in_store, other=0)
-            tail_block = tail // PAGE + page - pages
+            in_store = key < stored
+            flat = first_page + key // PAGE
+            kept = tl.load(own_stores + flat // HEADS, mask=used & in_store, other=0)
             later = tl.load(
-                block_table + place * table_row + tail_block, mask=used & (page >= pages), other=0
+                own_table + (key - stored) // PAGE, mask=used & (key >= stored), other=0
             )
             physical = tl.where(
                 in_store,
@@ -162,47 +205,36 @@ def _attend_kernel(
             at = start[:, None] + dim[None, :]
             read = used[:, None] & (dim < DIM)[None, :]
             keys = tl.load(cache + at, mask=read, other=0.0).to(q.dtype)
-            logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-            if SOFTCAP:
-                # tanh by the sigmoid, because Triton has no tanh.
-                logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
-            logits = tl.where(used[None, :], logits * LOG2E, float("-inf"))
-            new_best = tl.maximum(best, tl.max(logits, 1))
-            share = tl.exp2(logits - new_best[:, None])
-            decay = tl.exp2(best - new_best)
-            weight = weight * decay + tl.sum(share, 1)
             values = tl.load(cache + at + DIM, mask=read, other=0.0).to(q.dtype)
-            sums = sums * decay[:, None] + tl.dot(
-                share.to(values.dtype), values, input_precision="ieee"
+            best, weight, sums = _attend_tile(
+                q, keys, values, used, best, weight, sums, scale, softcap, SOFTCAP, LOG2E
             )
-            best = new_best
-        # All threads wait for the result of this atomic, so it is issued before the stores below.
-        item = tl.num_programs(0) + tl.atomic_add(taken, 1, sem="relaxed")
-        out_at = token * out_token
+        out_at = token.to(tl.int64) * out_token
         if alone:
             # A sequence without keys is padding. Its result is 0, as in FlashAttention.
             result = sums * (value_scale / tl.where(weight > 0, weight, 1.0))[:, None]
             at_out = out_at + own_head[:, None] * out_head + dim[None, :]
             tl.store(out + at_out, result.to(out.dtype.element_ty), mask=queries_used)
         else:
-            at_split = tl.cast(first_split + split, tl.int64) * GROUP + group
-            tl.store(weights + at_split * 2, best, mask=group < GROUP)
-            tl.store(weights + at_split * 2 + 1, weight, mask=group < GROUP)
-            tl.store(partial + at_split[:, None] * DIM + dim[None, :], sums, mask=queries_used)
+            at_piece = place_of(owner, program - owner).to(tl.int64) * GROUP + group
+            tl.store(weights + at_piece * 2, best, mask=group < GROUP)
+            tl.store(weights + at_piece * 2 + 1, weight, mask=group < GROUP)
+            tl.store(partial + at_piece[:, None] * DIM + dim[None, :], sums, mask=queries_used)
             # All threads must have written before one of them signals it to the GPU.
             tl.debug_barrier()
-            before = tl.atomic_add(arrived + sequence, 1, sem="acq_rel")
+            before = tl.atomic_add(arrived + owner, 1, sem="acq_rel")
             tl.debug_barrier()
-            if before == last_split - first_split - 1:
-                tl.store(arrived + sequence, 0)
-                merge_splits(
+            if before == pieces - 1:
+                # Of the next layer, which a graph runs with the same counter.
+                tl.store(arrived + owner, 0)
+                merge_pieces(
                     partial,
                     weights,
                     sinks,
                     out,
                     out_at,
-                    first_split,
-                    last_split,
+                    owner,
+                    pieces,
                     head,
                     value_scale,
                     out_head,
@@ -214,30 +246,25 @@ def _attend_kernel(
                     SINKS,
                     LOG2E,
                 )
-    # The last program resets the counters, because a graph runs every layer with them.
-    if tl.atomic_add(taken + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(taken, 0)
-        tl.store(taken + 1, 0)
+        sequence += 1
+        row, place, token = next_row, next_place, next_token
+        first_page, stored, tail_block = next_page, next_stored, next_tail
+        end, pieces, more = next_end, next_pieces, next_more
+        # The following sequences begin in this program.
+        begin, owner = 0, program
 
 
 def decode_attention(
     query: torch.Tensor,
     cache: torch.Tensor,
     out: torch.Tensor,
-    rows: torch.Tensor,
-    places: torch.Tensor,
-    tokens: torch.Tensor,
-    tail_start: torch.Tensor,
     stores: torch.Tensor,
-    head_indptr: torch.Tensor,
     block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    splits: Splits,
+    slices: Slices,
     layer: int,
     partials: Partials,
     scale: float,
     softcap: float,
-    programs: int,
     stages: int,
     value_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
@@ -249,21 +276,16 @@ def decode_attention(
         query: [T, H * G, D], dimensions contiguous; of any type with an FP8 cache.
         cache: [num_blocks, H, block_size, 2 * D] contiguous: layout LBHNC, keys then values. Its
             type is that of the queries, or float8_e4m3fn.
-        out: [T, H * G, D] of any float type, dimensions contiguous; written at ``tokens``.
-        rows: [R] int32 state rows, -1 for none.
-        places: [R] int32 batch indices, which are rows of ``block_table``.
-        tokens: [R] int32 index of each request's token in ``query`` and ``out``.
-        tail_start: [rows] int32.
+        out: [T, H * G, D] of any float type, dimensions contiguous; written at the tokens of the
+            plan.
         stores: [rows, S] int32 store blocks.
-        head_indptr: [rows, H + 1] int32 of this layer, contiguous.
         block_table: [batch, W] int32 positional blocks.
-        lengths: [>= R * H] int32 of this layer (:func:`.splits.head_lengths`).
-        splits: The plan of all layers (:func:`.splits.plan_splits`) for R * H sequences.
+        slices: The plan of all layers (:func:`.slices.plan_slices`). The launch has its programs:
+            as many as the GPU runs at once (:mod:`.residency`).
         layer: Index of the layer in the plan.
         partials: Scratch buffers, which no other launch may use at the same time.
         scale: Factor of query-key products, scales of an FP8 cache's keys and queries included.
         softcap: Logit soft cap, 0 for none.
-        programs: Programs of the launch: as many as the GPU runs at once (:mod:`.residency`).
         stages: The kernel's ``num_stages``.
         value_scale: Scale of an FP8 cache's values.
         sinks: [H * G] float32 attention sinks, contiguous; None for none.
@@ -286,34 +308,28 @@ def decode_attention(
     if query_heads % heads or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError(f"{query_heads} query heads do not fit {heads} KV heads, or are strided")
     sums, group = partials.sums, query_heads // heads
-    if tuple(sums.shape[1:]) != (group, dim) or not sums.is_contiguous():
-        raise ValueError(f"scratch {tuple(sums.shape)} does not fit queries of {query.shape}")
+    if tuple(sums.shape) != (2 * slices.programs, group, dim) or not sums.is_contiguous():
+        raise ValueError(
+            f"scratch {tuple(sums.shape)} does not fit queries of {tuple(query.shape)} and "
+            f"{slices.programs} programs"
+        )
     dim_pad = max(16, triton.next_power_of_2(dim))
     rows_merged = triton.next_power_of_2(group)
-    _attend_kernel[(programs,)](
+    unused = partials.arrived
+    _attend_kernel[(slices.programs,)](
         query,
         cache,
         out,
         sums,
         partials.weights,
         partials.arrived,
-        partials.taken,
-        rows,
-        places,
-        tokens,
-        tail_start,
+        slices.pieces[layer],
         stores,
-        head_indptr,
         block_table,
-        lengths,
-        splits.size[layer:],
-        splits.starts[layer],
-        splits.queue[layer],
         partials.weights if sinks is None else sinks,
         out if ring is None else ring.entries,
-        rows if ring is None else ring.slots,
-        rows if ring is None else ring.seq_lens,
-        rows.shape[0] * heads,
+        unused if ring is None else ring.slots,
+        unused if ring is None else ring.seq_lens,
         scale,
         softcap or 1.0,
         value_scale,
@@ -334,6 +350,7 @@ def decode_attention(
         MERGE_AT_ONCE=max(1, MERGED // (rows_merged * dim_pad)),
         PAGE=page,
         TILE=TILE,
+        WORDS=WORDS,
         SOFTCAP=softcap > 0,
         SINKS=sinks is not None,
         RECORD=ring is not None,

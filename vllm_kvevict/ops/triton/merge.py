@@ -1,4 +1,4 @@
-"""Merging of the splits of a sequence by the program that ends its last split. Triton."""
+"""Merging of the pieces of a sequence by the program that ends its last piece. Triton."""
 
 from dataclasses import dataclass
 
@@ -12,32 +12,27 @@ MERGED = 4096
 
 @dataclass(frozen=True)
 class Partials:
-    """Buffers through which programs communicate, shared by all layers, which run in sequence.
+    """Buffers through which P programs communicate, shared by all layers, which run in sequence.
 
     Args:
-        sums: [splits, G, D] float32 weighted sums of the values of each split.
-        weights: [splits, G, 2] float32 highest logit to base 2, and sum of the weights.
-        arrived: [sequences] int32 number of splits that have ended; 0 between launches.
-        taken: [2] int32 number of splits taken from the queue, and of programs that have ended; 0
-            between launches.
+        sums: [2 * P, G, D] float32 weighted sums of the values of each piece.
+        weights: [2 * P, G, 2] float32 highest logit to base 2, and sum of the weights.
+        arrived: [P] int32 number of pieces that have ended, of the sequence whose first piece the
+            program has; 0 between launches.
 
     """
 
     sums: torch.Tensor
     weights: torch.Tensor
     arrived: torch.Tensor
-    taken: torch.Tensor
 
     @classmethod
-    def room(
-        cls, splits: int, sequences: int, group: int, head_size: int, device: torch.device
-    ) -> "Partials":
-        """Allocate buffers for at most the given numbers of splits and sequences."""
+    def room(cls, programs: int, group: int, head_size: int, device: torch.device) -> "Partials":
+        """Allocate buffers for so many programs."""
         return cls(
-            sums=torch.zeros(splits, group, head_size, device=device),
-            weights=torch.zeros(splits, group, 2, device=device),
-            arrived=torch.zeros(sequences, dtype=torch.int32, device=device),
-            taken=torch.zeros(2, dtype=torch.int32, device=device),
+            sums=torch.zeros(2 * programs, group, head_size, device=device),
+            weights=torch.zeros(2 * programs, group, 2, device=device),
+            arrived=torch.zeros(programs, dtype=torch.int32, device=device),
         )
 
     @property
@@ -46,14 +41,21 @@ class Partials:
 
 
 @triton.jit
-def merge_splits(
+def place_of(owner, piece):
+    """Return the place of a partial result: each program has one for a sequence that goes on from
+    the program before, and one for a sequence that goes on in the next program."""
+    return tl.where(piece == 0, 2 * owner + 1, 2 * (owner + piece))
+
+
+@triton.jit
+def merge_pieces(
     partial,
     weights,
     sinks,
     out,
     out_at,
-    first,
-    last,
+    owner,
+    pieces,
     head,
     value_scale,
     out_head,
@@ -65,7 +67,7 @@ def merge_splits(
     SINKS: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
-    """Merge splits ``first .. last - 1`` of one sequence, ``AT_ONCE`` at a time, in order."""
+    """Merge all pieces of one sequence, ``AT_ONCE`` at a time, in order."""
     group = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
     in_group = group < GROUP
@@ -76,10 +78,10 @@ def merge_splits(
         best = tl.load(sinks + own_head, mask=in_group, other=0.0) * LOG2E
         weight = tl.full([ROWS], 1.0, tl.float32)
     sums = tl.zeros([ROWS, DIM_PAD], tl.float32)
-    for base in tl.range(first, last, AT_ONCE, num_stages=1):
-        split = base + tl.arange(0, AT_ONCE)
-        used = (split < last)[:, None] & in_group[None, :]
-        at = split.to(tl.int64)[:, None] * GROUP + group[None, :]
+    for base in tl.range(0, pieces, AT_ONCE, num_stages=1):
+        piece = base + tl.arange(0, AT_ONCE)
+        used = (piece < pieces)[:, None] & in_group[None, :]
+        at = place_of(owner, piece).to(tl.int64)[:, None] * GROUP + group[None, :]
         # Not from the L1 cache, which may hold stale data.
         own_best = tl.load(weights + at * 2, mask=used, other=-1e30, cache_modifier=".cg")
         own_weight = tl.load(weights + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
