@@ -213,20 +213,29 @@ def quantise(rotated: "torch.Tensor", bits: int) -> "tuple[torch.Tensor, torch.T
     parts = rotated.unflatten(-1, (groups(rotated.shape[-1]), -1))
     middle = (2**bits - 1) / 2
     largest = parts.abs().amax(-1, keepdim=True)
+    # Rounded as they are stored. The least scale keeps a group of zeros from a division by 0.
+    clips = torch.tensor(CLIPS, device=rotated.device)
+    scales = (largest * (clips / middle)).half().float().clamp_min(2.0**-24)
+    if rotated.is_cpu:
+        from vllm_kvevict.ops.cpu.packed import quantise as compiled
 
-    def tried(clip: float) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
-        # Rounded as it is stored. The least scale keeps a group of zeros from a division by 0.
-        scale = (largest * (clip / middle)).half().float().clamp_min(2.0**-24)
+        # Levels of NaN do not matter: the scale makes their token NaN.
+        finite = parts.nan_to_num(0.0, 0.0, 0.0).flatten(0, -2)
+        levels, scale = compiled(finite, scales.flatten(0, -2), bits)
+        return levels.view(rotated.shape), scale.view(parts.shape[:-1]).half()
+
+    def tried(index: int) -> "tuple[torch.Tensor, torch.Tensor]":
+        scale = scales[..., index : index + 1]
         levels = (parts / scale + middle).round_().clamp_(0, 2 * middle)
-        error = ((levels - middle) * scale - parts).square_().sum(-1, keepdim=True)
-        return levels, scale, error
+        return levels, ((levels - middle) * scale - parts).square_().sum(-1, keepdim=True)
 
-    levels, scale, least = tried(CLIPS[0])
-    for clip in CLIPS[1:]:
-        others, other_scale, error = tried(clip)
+    (levels, least), chosen = tried(0), torch.zeros_like(largest, dtype=torch.int64)
+    for index in range(1, len(CLIPS)):
+        others, error = tried(index)
         better = error < least
-        levels, scale = torch.where(better, others, levels), torch.where(better, other_scale, scale)
-        least = torch.where(better, error, least)
+        levels, least = torch.where(better, others, levels), torch.where(better, error, least)
+        chosen.masked_fill_(better, index)
+    scale = scales.gather(-1, chosen)
     return levels.nan_to_num_(0.0).to(torch.uint8).flatten(-2), scale[..., 0].half()
 
 
